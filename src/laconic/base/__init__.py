@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vocabulary and pure helpers; knows no rank."""

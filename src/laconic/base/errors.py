@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error that Laconic raises on purpose: what happened, the values seen, what to do.
+
+    LaconicError
+    |-- ConfigError (ValueError)             a setting or an argument that cannot work
+    |-- StateError (RuntimeError)            a call at the wrong time: before `prepare`, after the end, twice
+    |-- Unsupported (NotImplementedError)    something Laconic does not do; the message names what to use instead
+    |-- CollectiveMismatch (RuntimeError)    ranks brought different things to one collective
+    `-- RankFailure (RuntimeError)           another rank failed or left; the message names it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class LaconicError(Exception):
+    """The root: catch it to catch everything that Laconic raises on purpose."""
+
+
+class ConfigError(LaconicError, ValueError):
+    """A setting or an argument that cannot work."""
+
+
+class StateError(LaconicError, RuntimeError):
+    """A call that came at the wrong time."""
+
+
+class Unsupported(LaconicError, NotImplementedError):
+    """Something that Laconic does not do; the message says what to use instead."""
+
+
+class CollectiveMismatch(LaconicError, RuntimeError):
+    """Ranks brought different things to one collective; the same error is raised on each of them."""
+
+
+class RankFailure(LaconicError, RuntimeError):
+    """Another rank failed or left; the message names it."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean ...?` for the known word nearest to `word`, or an empty string when none is near."""
+    near = get_close_matches(word, list(known), n=1)
+    return f" Did you mean `{near[0]}`?" if near else ""
