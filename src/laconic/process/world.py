@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who this process is: one frozen `World`, in the first of the two slots where Laconic keeps state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from laconic.base.errors import StateError
+from laconic.comm.collectives import Collectives
+from laconic.comm.group import Group
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among those of a run.
+
+    Attributes:
+        rank, size: this process among all.
+        local_rank, local_size: this process among those of its machine.
+        device: where its models and batches go.
+        group: all processes.
+        collectives: gather, reduce and the like over `group`.
+        backend: how the processes talk (`gloo`, `cpu:gloo,cuda:nccl` ...), None when there is one.
+        owns_group: Laconic initialized torch.distributed, so Laconic destroys it.
+        debug: collectives check what each rank brings and say so aloud.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    group: Group
+    collectives: Collectives
+    backend: str | None = None
+    owns_group: bool = False
+    debug: bool = False
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last process of all."""
+        return self.rank == self.size - 1
+
+
+_slot: World | None = None
+
+
+def current() -> World | None:
+    """Return the world that this process has joined, or None."""
+    return _slot
+
+
+def joined() -> World:
+    """Return the world that this process has joined.
+
+    Raises:
+        StateError: none yet.
+    """
+    if _slot is None:
+        raise StateError(
+            "This needs to know which process it is in. Make an `Accelerator()` or a `PartialState()` first."
+        )
+    return _slot
+
+
+def occupy(world: World) -> World:
+    """Put `world` into the slot.
+
+    Raises:
+        StateError: the slot is taken.
+    """
+    global _slot
+    if _slot is not None:
+        raise StateError(f"This process is rank {_slot.rank} of {_slot.size} already.")
+    _slot = world
+    return world
+
+
+def vacate() -> World | None:
+    """Empty the slot and return what was in it."""
+    global _slot
+    world, _slot = _slot, None
+    return world
