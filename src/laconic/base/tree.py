@@ -8,7 +8,8 @@ numbers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -38,6 +39,17 @@ def _is_record(data: Any) -> bool:
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 
+def _field_names(record: Any) -> tuple[str, ...]:
+    return tuple([field.name for field in dataclasses.fields(record) if field.init])
+
+
+def _remade(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Build a mapping of the type of `like`."""
+    if isinstance(like, defaultdict):
+        return type(like)(like.default_factory, items)
+    return type(like)(items)  # type: ignore[call-arg]
+
+
 def rebuilt(data: Any, visit: Callable[[Any], Any]) -> Any:
     """Return a copy of the container `data` with `visit` applied to each child; raise TypeError if it is none."""
     kind = type(data)
@@ -46,10 +58,9 @@ def rebuilt(data: Any, visit: Callable[[Any], Any]) -> Any:
     if isinstance(data, (list, tuple)):
         return honor_type(data, [visit(value) for value in data])
     if isinstance(data, Mapping):
-        return type(data)({key: visit(value) for key, value in data.items()})  # type: ignore[call-arg]
+        return _remade(data, {key: visit(value) for key, value in data.items()})
     if _is_record(data):
-        fields = [field.name for field in dataclasses.fields(data) if field.init]
-        return dataclasses.replace(data, **{name: visit(getattr(data, name)) for name in fields})
+        return kind(**{name: visit(getattr(data, name)) for name in _field_names(data)})
     raise TypeError(f"{kind.__name__} is not a container that Laconic takes apart")
 
 
@@ -114,7 +125,7 @@ def send_to_device(
                 return node.to(target)
         if isinstance(node, Mapping) and skipped:
             kept = {key: value if key in skipped else visit(value) for key, value in node.items()}
-            return type(node)(kept)  # type: ignore[call-arg]
+            return _remade(node, kept)
         return rebuilt(node, visit) if is_container(node) else node
 
     return visit(tensor)
@@ -161,7 +172,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         raise TypeError(f"concatenate: the structures differ: {[spec for _, spec in flat]}")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = [torch.cat(column, dim=dim) if isinstance(column[0], Tensor) else column[0] for column in columns]
-    return unflatten(data[0], joined)
+    return unflatten(flat[0][1], joined)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
@@ -183,24 +194,37 @@ def flatten(data: Any) -> tuple[list[Any], Spec]:
 
 
 def _describe(node: Any, leaves: list[Any]) -> Spec:
-    if isinstance(node, Tensor) or not is_container(node):
+    """Collect the leaves below `node`; return None for a leaf, (type, keys or None, children) for a container."""
+    kind = type(node)
+    if kind is Tensor or not is_container(node):
         leaves.append(node)
         return None
-    if isinstance(node, Mapping):
-        return type(node).__name__, tuple(node), tuple(_describe(child, leaves) for child in node.values())
     if isinstance(node, (list, tuple)):
-        return type(node).__name__, tuple(_describe(child, leaves) for child in node)
-    names = tuple(field.name for field in dataclasses.fields(node) if field.init)
-    return type(node).__name__, names, tuple(_describe(getattr(node, name), leaves) for name in names)
+        return kind, None, tuple([_describe(child, leaves) for child in node])
+    if isinstance(node, defaultdict):
+        return kind, (node.default_factory, *node), tuple([_describe(child, leaves) for child in node.values()])
+    if isinstance(node, Mapping):
+        return kind, tuple(node), tuple([_describe(child, leaves) for child in node.values()])
+    names = _field_names(node)
+    return kind, names, tuple([_describe(getattr(node, name), leaves) for name in names])
 
 
-def unflatten(like: Any, leaves: Iterable[Any]) -> Any:
-    """Build a tree with the structure and types of `like` from `leaves`, in the order that `flatten` gives."""
-    supply = iter(leaves)
+def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
+    """Build the tree that `spec` describes from `leaves`, both as `flatten` gives them."""
+    return _build(spec, iter(leaves))
 
-    def visit(node: Any) -> Any:
-        if isinstance(node, Tensor) or not is_container(node):
-            return next(supply)
-        return rebuilt(node, visit)
 
-    return visit(like)
+def _build(spec: Spec, supply: Iterator[Any]) -> Any:
+    if spec is None:
+        return next(supply)
+    kind, keys, children = spec
+    values = [_build(child, supply) for child in children]
+    if kind is dict:
+        return dict(zip(keys, values, strict=True))
+    if keys is None:
+        return kind(*values) if hasattr(kind, "_fields") else kind(values)
+    if issubclass(kind, defaultdict):
+        return kind(keys[0], zip(keys[1:], values, strict=True))
+    if issubclass(kind, Mapping):
+        return kind(dict(zip(keys, values, strict=True)))
+    return kind(**dict(zip(keys, values, strict=True)))
