@@ -59,10 +59,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
         casts = (DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
         if self.comm_wrapper not in casts:
             raise ConfigError(f"comm_wrapper is {self.comm_wrapper!s}; it must be one of no, fp16, bf16.")
-        if self.comm_state_option and "power_sgd" not in str(self.comm_hook):
+        wraps = self.comm_wrapper != DDPCommunicationHookType.NO
+        if (self.comm_state_option or wraps) and "power_sgd" not in str(self.comm_hook):
             raise ConfigError(
-                f"comm_state_option is {self.comm_state_option}, but comm_hook {self.comm_hook!s} has no state. "
-                "Use comm_hook power_sgd or batched_power_sgd, or leave it out."
+                f"comm_wrapper {self.comm_wrapper!s} and comm_state_option {self.comm_state_option} are for PowerSGD, "
+                f"but comm_hook is {self.comm_hook!s}. Use power_sgd or batched_power_sgd, or leave them out."
             )
 
     def ddp_arguments(self) -> dict[str, Any]:

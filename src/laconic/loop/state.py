@@ -20,7 +20,6 @@ class LoopState:
         num_steps: micro-batches in one accumulation window.
         sync_with_dataloader: the last batch of a loader completes its window.
         sync_each_batch: gradients are synchronized on each micro-batch, though the optimizer waits for the window.
-        adjust_scheduler: a scheduler's own step count goes on during micro-batches.
     """
 
     def __init__(
@@ -29,12 +28,10 @@ class LoopState:
         *,
         sync_with_dataloader: bool = True,
         sync_each_batch: bool = False,
-        adjust_scheduler: bool = True,
     ) -> None:
         self.num_steps = num_steps
         self.sync_with_dataloader = sync_with_dataloader
         self.sync_each_batch = sync_each_batch
-        self.adjust_scheduler = adjust_scheduler
         self.step = 0
         self.sync_gradients = True
         self.loaders: list[ActiveLoader] = []

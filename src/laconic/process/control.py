@@ -17,15 +17,6 @@ from laconic.process.world import World
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_KINDS = {
-    "cpu": DistributedType.MULTI_CPU,
-    "cuda": DistributedType.MULTI_GPU,
-    "xpu": DistributedType.MULTI_XPU,
-    "npu": DistributedType.MULTI_NPU,
-    "mlu": DistributedType.MULTI_MLU,
-    "hpu": DistributedType.MULTI_HPU,
-}
-
 
 class ProcessControl:
     """Accelerate's words for a process's place in its world; `PartialState` and `Accelerator` share them."""
@@ -77,8 +68,7 @@ class ProcessControl:
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes work together."""
-        world = self._world
-        return DistributedType.NO if world.size == 1 else _KINDS.get(world.device.type, DistributedType.MULTI_GPU)
+        return self._world.kind
 
     def wait_for_everyone(self) -> None:
         """Return when every process has come here."""

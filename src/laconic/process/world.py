@@ -7,9 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
+from laconic.base.enums import DistributedType
 from laconic.base.errors import StateError
 from laconic.comm.collectives import Collectives
 from laconic.comm.group import Group
+
+
+_KINDS = {
+    "cpu": DistributedType.MULTI_CPU,
+    "cuda": DistributedType.MULTI_GPU,
+    "xpu": DistributedType.MULTI_XPU,
+    "npu": DistributedType.MULTI_NPU,
+    "mlu": DistributedType.MULTI_MLU,
+    "hpu": DistributedType.MULTI_HPU,
+}
 
 
 @dataclass(frozen=True)
@@ -24,7 +35,6 @@ class World:
         collectives: gather, reduce and the like over `group`.
         backend: how the processes talk (`gloo`, `cpu:gloo,cuda:nccl` ...), None when there is one.
         owns_group: Laconic initialized torch.distributed, so Laconic destroys it.
-        debug: collectives check what each rank brings and say so aloud.
     """
 
     rank: int
@@ -36,7 +46,11 @@ class World:
     collectives: Collectives
     backend: str | None = None
     owns_group: bool = False
-    debug: bool = False
+
+    @property
+    def kind(self) -> DistributedType:
+        """How the processes work together, by the kind of their device."""
+        return DistributedType.NO if self.size == 1 else _KINDS.get(self.device.type, DistributedType.MULTI_GPU)
 
     @property
     def is_main(self) -> bool:

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks on what `Accelerator` is given, made before any process group starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from laconic.base.enums import DynamoBackend
+from laconic.base.errors import ConfigError, Unsupported
+from laconic.config import environ
+from laconic.config.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
+
+_HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
+
+_INSTEAD = {
+    "deepspeed_plugin": "DeepSpeed is not done; use DDP, or an outer loop over it",
+    "deepspeed_plugins": "DeepSpeed is not done; use DDP, or an outer loop over it",
+    "megatron_lm_plugin": "Megatron-LM is not done; use DDP, or an outer loop over it",
+    "fsdp_plugin": "FSDP is not done yet; use DDP, or an outer loop over it",
+    "torch_tp_plugin": "tensor parallelism is not done; use DDP",
+    "parallelism_config": "parallelism configurations are not done yet; use DDP",
+    "dynamo_plugin": "compiling at `prepare` is not done yet; give `prepare` a model that went through torch.compile",
+    "dynamo_backend": "compiling at `prepare` is not done yet; give `prepare` a model that went through torch.compile",
+    "log_with": "trackers are not done yet; call yours on the main process (`accelerator.is_main_process`)",
+}
+
+
+def refuse_engines(**given: Any) -> None:
+    """Refuse what Laconic does not do.
+
+    Raises:
+        Unsupported: one of the arguments asks for something.
+    """
+    backend = environ.text("ACCELERATE_DYNAMO_BACKEND", "no")
+    for name, value in {**given, "dynamo_backend": given.get("dynamo_backend") or backend}.items():
+        asks_nothing = value is None or (name == "dynamo_backend" and str(value).upper() == DynamoBackend.NO)
+        if not asks_nothing:
+            raise Unsupported(f"{name}={value!r}: {_INSTEAD[name]}.")
+
+
+def handlers_by_kind(handlers: list[KwargsHandler]) -> dict[type, Any]:
+    """Return the handlers by their class.
+
+    Raises:
+        ConfigError: something that is no handler, or two of one class.
+    """
+    found: dict[type, Any] = {}
+    for handler in handlers:
+        if not isinstance(handler, _HANDLERS):
+            names = ", ".join(kind.__name__ for kind in _HANDLERS)
+            raise ConfigError(f"kwargs_handlers has {handler!r}; it takes {names}.")
+        if type(handler) in found:
+            raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}; give one.")
+        found[type(handler)] = handler
+    return found
+
+
+def settled_accumulation(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin | None:
+    """Return how to accumulate gradients: as the plugin, the argument, or the launcher says; None when none does.
+
+    Raises:
+        ConfigError: both a plugin and a number of steps, or a number that can't be.
+    """
+    if plugin is not None:
+        if steps != 1:
+            raise ConfigError(
+                f"gradient_accumulation_steps={steps} and a GradientAccumulationPlugin with num_steps="
+                f"{plugin.num_steps} were both given. Give one of them."
+            )
+        return plugin
+    if steps != 1:
+        return GradientAccumulationPlugin(num_steps=steps)
+    launched = environ.integer("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    return None if launched is None else GradientAccumulationPlugin(num_steps=launched)

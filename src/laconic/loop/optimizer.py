@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prepared optimizer: it steps when its accumulation window is complete, through the precision's scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from laconic.base.tree import send_to_device
+from laconic.loop.state import LoopState
+from laconic.precision.base import Closure, Precision
+
+
+class AcceleratedOptimizer(Optimizer):
+    """An optimizer that skips `step` and `zero_grad` inside an accumulation window.
+
+    Attributes:
+        optimizer: the one that does the work.
+        step_was_skipped: the last attempted step was skipped because gradients overflowed.
+        listeners: called after each attempted step with True when it was done, False when it was skipped.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, *, state: LoopState, precision: Precision, device: torch.device | None = None
+    ) -> None:
+        # Not Optimizer.__init__: this one has no parameters of its own, it only passes for an optimizer.
+        self.optimizer = optimizer
+        self.loop_state = state
+        self.precision = precision
+        self.step_was_skipped = False
+        self.listeners: list[Callable[[bool], None]] = []
+        if device is not None and optimizer.state:
+            optimizer.load_state_dict(send_to_device(optimizer.state_dict(), device))
+
+    def step(self, closure: Closure = None) -> None:  # type: ignore[override]
+        """Step when the window is complete, else do nothing."""
+        if not self.loop_state.sync_gradients:
+            return
+        done = self.precision.step(self.optimizer, closure)
+        self.step_was_skipped = not done
+        for listener in self.listeners:
+            listener(done)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients when the window is complete, else do nothing."""
+        if self.loop_state.sync_gradients:
+            self.optimizer.zero_grad(set_to_none)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the optimizer that does the work."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """The parameter groups of the optimizer that does the work."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        """The default settings of the optimizer that does the work."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: Any) -> None:
+        self.optimizer.defaults = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the optimizer that does the work."""
+        self.optimizer.add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the optimizer that does the work."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer that does the work."""
+        return self.optimizer.state_dict()
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """Have `hook` called after each step that is really made."""
+        return self.optimizer.register_step_post_hook(hook)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Have `hook` called before each step that is really made."""
+        return self.optimizer.register_step_pre_hook(hook)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not set yet: while being unpickled
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "listeners": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"

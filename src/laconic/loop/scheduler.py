@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prepared learning-rate scheduler: it ticks when its optimizers have really stepped.
+
+Existing scripts compute a schedule's length as "how many per-device batches will be processed in all", so by default
+one optimizer step ticks as often as there are processes. `scheduler_ticks="per_update"` gives torch's own rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from laconic.loop.optimizer import AcceleratedOptimizer
+
+Ticks = Literal["per_process", "per_update"]
+
+
+class AcceleratedScheduler:
+    """A scheduler that follows its optimizers.
+
+    Args:
+        optimizers: the prepared optimizers to follow.
+        step_with_optimizer: False ticks on each call, whatever the optimizers did.
+        ticks: how often an update ticks.
+    """
+
+    def __init__(
+        self,
+        scheduler: LRScheduler,
+        optimizers: Sequence[AcceleratedOptimizer],
+        *,
+        step_with_optimizer: bool = True,
+        ticks: int = 1,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = list(optimizers)
+        self.step_with_optimizer = step_with_optimizer
+        self._ticks = 1 if isinstance(scheduler, ReduceLROnPlateau) else ticks
+        self._total = getattr(scheduler, "total_steps", None)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Tick when the accumulation window is complete and no optimizer skipped its step, else do nothing."""
+        scheduler = self.scheduler
+        if self.step_with_optimizer:
+            for optimizer in self.optimizers:
+                if not optimizer.loop_state.sync_gradients or optimizer.step_was_skipped:
+                    return
+            for _ in range(self._ticks):
+                # A OneCycleLR raises past its end, and the ticks of the last update may reach over it.
+                if self._total is None or scheduler._step_count <= self._total:
+                    scheduler.step(*args, **kwargs)
+        else:
+            scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[Any]:
+        """Return the learning rate of each parameter group."""
+        return self.scheduler.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the scheduler's state."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # not set yet: while being unpickled
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)

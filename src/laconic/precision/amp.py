@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed precision: autocast forward passes whose outputs are fp32, and a loss scaler for fp16."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from laconic.base.errors import ConfigError, Unsupported
+from laconic.base.tree import convert_to_fp32
+from laconic.config.handlers import AutocastKwargs, GradScalerKwargs
+from laconic.precision.base import Closure, Full, Precision
+
+_MARK = "_laconic_plain_forward"  # where a wrapped model keeps the forward that it had
+
+
+class Autocast(Full):
+    """Forward passes in a half precision, weights and gradients in fp32.
+
+    Args:
+        name: `bf16` or `fp16`.
+        device_type: the kind of device that computes.
+        handler: further arguments of `torch.autocast`.
+    """
+
+    def __init__(self, name: str, device_type: str, handler: AutocastKwargs | None = None) -> None:
+        self.name = name
+        self._dtype = torch.bfloat16 if name == "bf16" else torch.float16
+        self._device_type = device_type
+        self._handler = handler or AutocastKwargs()
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        chosen = handler or self._handler
+        return torch.autocast(
+            self._device_type, dtype=self._dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled
+        )
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if hasattr(model, _MARK):
+            return model
+        plain = model.forward
+
+        @functools.wraps(plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast():
+                outputs = plain(*args, **kwargs)
+            return convert_to_fp32(outputs)
+
+        object.__setattr__(model, _MARK, plain)
+        model.forward = forward  # type: ignore[method-assign]
+        return model
+
+
+class ScaledFp16(Autocast):
+    """fp16 forward passes, with the loss scaled so that small gradients survive.
+
+    Args:
+        handler: further arguments of `torch.autocast`.
+        scaler: arguments of `torch.amp.GradScaler`.
+    """
+
+    def __init__(
+        self, device_type: str, handler: AutocastKwargs | None = None, scaler: GradScalerKwargs | None = None
+    ) -> None:
+        super().__init__("fp16", device_type, handler)
+        self.scaler = torch.amp.GradScaler(device_type, **(scaler.to_kwargs() if scaler else {}))
+        self._unscaled: set[int] = set()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return self.scaler.scale(loss)  # type: ignore[no-any-return]
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._unscaled:
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: Optimizer, closure: Closure = None) -> bool:
+        if closure is not None:
+            raise Unsupported("fp16 with a loss scaler can't step with a closure. Use bf16, or step without one.")
+        before = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        self._unscaled.discard(id(optimizer))
+        # The scaler only ever lowers its scale after an overflow. A fused optimizer's step is called even then, so the
+        # call itself says nothing.
+        return bool(self.scaler.get_scale() >= before)
+
+
+def restore_forward(model: nn.Module) -> None:
+    """Undo `Precision.wrap` on `model`; does nothing when it was not wrapped."""
+    if hasattr(model, _MARK):
+        object.__delattr__(model, "forward")
+        object.__delattr__(model, _MARK)
+
+
+def choose_precision(
+    name: str,
+    device: torch.device,
+    autocast: AutocastKwargs | None = None,
+    scaler: GradScalerKwargs | None = None,
+) -> Precision:
+    """Return the precision for one of `no`, `bf16`, `fp16`.
+
+    Raises:
+        Unsupported: `fp8`, or a half precision that the device does not have.
+        ConfigError: another word, or a scaler's arguments without fp16.
+    """
+    if name == "fp8":
+        raise Unsupported("mixed_precision='fp8' is not done. Use 'bf16'.")
+    if name not in ("no", "bf16", "fp16"):
+        raise ConfigError(f"mixed_precision is {name!r}; it must be one of no, fp16, bf16.")
+    if scaler is not None and name != "fp16":
+        raise ConfigError(f"A GradScalerKwargs was given, but mixed_precision is {name!r}, which uses no loss scaler.")
+    if name == "fp16":
+        return ScaledFp16(device.type, autocast, scaler)
+    if name == "bf16":
+        if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+            raise Unsupported(f"{torch.cuda.get_device_name(device)} has no bf16. Use mixed_precision='fp16'.")
+        return Autocast("bf16", device.type, autocast)
+    return Full()

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The house rules, read from the sources alone: floors, doors, sizes, where state and the environment may be touched."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "laconic"
+FLOORS = {
+    "base": 1,
+    "config": 2,
+    "comm": 2,
+    "process": 3,
+    "precision": 3,
+    "tools": 3,
+    "outer": 3,
+    "loop": 4,
+    "strategy": 4,
+    "checkpoint": 4,
+    "testing": 4,
+    "data": 5,
+    "launch": 5,
+    "accelerator": 6,
+    "demo": 8,  # a user of the doors
+}
+DOOR_FLOOR = 7
+# The places that load our own modules by name, so that `import laconic` and `--help` don't load torch.
+LAZY_TABLES = ("__init__.py", "launch/main.py", "demo/command.py")
+FILES = sorted(SOURCE.rglob("*.py"))
+NAMES = [path.relative_to(SOURCE).as_posix() for path in FILES]
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse((SOURCE / name).read_text())
+
+
+def room(name: str) -> str | None:
+    """The room of a file, or None for a door."""
+    first = name.split("/")[0]
+    return first if "/" in name and first in FLOORS else None
+
+
+def own_imports(node: ast.AST) -> list[str]:
+    """The modules of ours that `node` imports, as paths below the package: `comm/group`."""
+    found = []
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.ImportFrom) and inner.module and inner.module.split(".")[0] == "laconic":
+            found += [inner.module] if inner.module != "laconic" else [f"laconic.{a.name}" for a in inner.names]
+        elif isinstance(inner, ast.Import):
+            found += [alias.name for alias in inner.names if alias.name.split(".")[0] == "laconic"]
+        elif isinstance(inner, ast.ImportFrom) and inner.level:
+            found.append("relative import")
+    return [module.removeprefix("laconic.").replace(".", "/") for module in found]
+
+
+def functions(node: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [inner for inner in ast.walk(node) if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_opens_with_a_licence_line_and_says_what_it_is_for(name):
+    lines = (SOURCE / name).read_text().splitlines()
+    assert lines[0] == "# SPDX-License-Identifier: Apache-2.0"
+    assert ast.get_docstring(tree(name)), f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_file_outgrows_500_lines_and_no_function_60(name):
+    assert len((SOURCE / name).read_text().splitlines()) <= 500
+    long = [f.name for f in functions(tree(name)) if _statement_lines(f) > 60]
+    assert not long, f"{name}: {long}"
+
+
+def _statement_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The lines of a function's body without its docstring: a signature of many parameters is no complexity."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return 0 if not body else (body[-1].end_lineno or 0) - body[0].lineno + 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_imports_go_down(name):
+    here = room(name)
+    if here is None:
+        return
+    for module in own_imports(tree(name)):
+        there = module.split("/")[0]
+        floor = FLOORS.get(there, DOOR_FLOOR)
+        assert there == here or floor < FLOORS[here], f"{name} (floor {FLOORS[here]}) imports {module} ({floor})"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if room(name) == "outer"])
+def test_the_outer_loop_needs_only_base_comm_and_torch(name):
+    for module in own_imports(tree(name)):
+        assert module.split("/")[0] in ("base", "comm", "outer") or module == "config/outer", f"{name} imports {module}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_import_of_our_own_inside_a_function(name):
+    for function in functions(tree(name)):
+        assert not own_imports(function), f"{name}:{function.lineno} imports inside {function.name}"
+
+
+def test_our_own_modules_are_loaded_by_name_in_few_places_only():
+    users = [n for n in NAMES if "import_module" in (SOURCE / n).read_text()]
+    assert set(users) <= set(LAZY_TABLES)
+
+
+def test_no_circle():
+    graph = {name.removesuffix(".py").removesuffix("/__init__"): own_imports(tree(name)) for name in NAMES}
+    graph = {file: [m for m in modules if m in graph] for file, modules in graph.items()}
+    graph.pop("__init__", None)  # lazy, and for type checkers only
+    done: set[str] = set()
+
+    def visit(file: str, path: tuple[str, ...]) -> None:
+        assert file not in path, " -> ".join((*path, file))
+        if file in done:
+            return
+        for module in graph.get(file, []):
+            visit(module, (*path, file))
+        done.add(file)
+
+    for file in graph:
+        visit(file, ())
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if room(n) is None and n not in ("__init__.py", "__main__.py")])
+def test_a_door_holds_only_imports(name):
+    for node in tree(name).body:
+        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_all = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+        assert is_docstring or is_all or isinstance(node, (ast.Import, ast.ImportFrom)), f"{name}:{node.lineno}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_environment_is_touched_in_one_place(name):
+    if name == "config/environ.py":
+        return
+    for node in ast.walk(tree(name)):
+        touched = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
+        if touched and isinstance(node.value, ast.Name) and node.value.id == "os":
+            raise AssertionError(f"{name}:{node.lineno} touches the environment")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_module_state_lives_in_two_slots(name):
+    if name in ("process/world.py", "accelerator/session.py"):
+        return
+    for node in ast.walk(tree(name)):
+        assert not isinstance(node, ast.Global), f"{name}:{node.lineno} rebinds a global"
+    for node in tree(name).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and _is_empty_container(value):
+            raise AssertionError(f"{name}:{node.lineno} {target.id} starts empty, so something fills it")
+
+
+def _is_empty_container(value: ast.AST | None) -> bool:
+    if isinstance(value, (ast.List, ast.Set)):
+        return not value.elts
+    if isinstance(value, ast.Dict):
+        return not value.keys
+    call = isinstance(value, ast.Call) and isinstance(value.func, ast.Name)
+    return call and value.func.id in ("list", "dict", "set", "defaultdict", "deque") and not value.args
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kind_of_distribution_is_asked_in_two_places(name):
+    if name in ("strategy/choose.py", "accelerator/views.py"):
+        return
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            owners = [getattr(getattr(side, "value", None), "id", "") for side in sides]
+            assert "DistributedType" not in owners, f"{name}:{node.lineno} compares a DistributedType"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sharded_tensors_are_recognized_in_one_place(name):
+    if name == "comm/shards.py":
+        return
+    names = {node.id for node in ast.walk(tree(name)) if isinstance(node, ast.Name)}
+    assert "DTensor" not in names, f"{name} knows about DTensor"
+
+
+def test_every_file_of_a_room_belongs_to_a_known_floor():
+    folders = {p.name for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert folders - set(FLOORS) <= {"utils", "commands", "test_utils"}
