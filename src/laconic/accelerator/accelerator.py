@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,12 +15,14 @@ from torch.utils.data import DataLoader
 
 from laconic.accelerator import session as slot
 from laconic.accelerator.join import join_uneven_inputs
+from laconic.accelerator.operations import extract_model_from_parallel, gather_for_metrics, release_memory
 from laconic.accelerator.outer import Outer
 from laconic.accelerator.prepare import Preparer, PreparedLoader, Registry
 from laconic.accelerator.settings import handlers_by_kind, refuse_engines, settled_accumulation
 from laconic.accelerator.views import AcceleratorState, GradientState
 from laconic.base.errors import ConfigError, Unsupported
 from laconic.checkpoint.save import save_object
+from laconic.comm import collectives
 from laconic.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -291,14 +292,7 @@ class Accelerator(ProcessControl):
             keep_fp32_wrapper: False also undoes mixed precision's change to its forward pass.
             keep_torch_compile: False also returns the module inside a compiled one.
         """
-        inner = self._strategy.unwrap(getattr(model, "_orig_mod", model))
-        compiled = inner if hasattr(inner, "_orig_mod") else model if hasattr(model, "_orig_mod") else None
-        inner = getattr(inner, "_orig_mod", inner)
-        if not keep_fp32_wrapper:
-            restore_forward(inner)
-        if keep_torch_compile and compiled is not None and compiled._orig_mod is inner:
-            return compiled
-        return inner
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     # ---- the loop
 
@@ -392,7 +386,7 @@ class Accelerator(ProcessControl):
         Raises:
             CollectiveMismatch: on every rank, when structures, shapes or dtypes differ.
         """
-        return self._joined.collectives.gather(tensor)
+        return collectives.gather(self._joined.exchange, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, then drop what was only padding in the last batch of the loader that is being iterated.
@@ -403,15 +397,15 @@ class Accelerator(ProcessControl):
         """
         loop = self._loop
         remainder = loop.remainder if loop.end_of_dataloader else 0
-        return self._joined.collectives.gather_for_metrics(input_data, remainder, use_gather_object)
+        return gather_for_metrics(self._joined.exchange, input_data, remainder, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or average each tensor of a tree over all processes, and multiply by `scale`."""
-        return self._joined.collectives.reduce(tensor, reduction, scale)
+        return collectives.reduce(self._joined.exchange, tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad each tensor of a tree along `dim` to the longest of all processes."""
-        return self._joined.collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+        return collectives.pad_across_processes(self._joined.exchange, tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
         """Set a flag on this process that `check_trigger` sees on all."""
@@ -420,7 +414,7 @@ class Accelerator(ProcessControl):
     def check_trigger(self) -> bool:
         """Whether any process has called `set_trigger` since the last True; every process must ask."""
         mine = self.flag_tensor if self.flag_tensor is not None else torch.zeros(1)
-        if self._joined.collectives.reduce(mine, "sum").item() < 1:
+        if collectives.reduce(self._joined.exchange, mine, "sum").item() < 1:
             return False
         self.flag_tensor = None
         return True
@@ -441,20 +435,15 @@ class Accelerator(ProcessControl):
         """Return the state of a prepared model, with the names of the bare one unless `unwrap` is False."""
         return (self.unwrap_model(model, keep_torch_compile=False) if unwrap else model).state_dict()  # type: ignore[no-any-return]
 
-    def free_memory(self, *objects: Any) -> Any:
+    def free_memory(self, *objects: Any) -> list[None]:
         """Forget all that was prepared and free what nobody else holds; returns a None for each of `objects`."""
         self._registry.clear()
         self._loop.step = 0
         self._loop.sync_gradients = True
         self._loop.loaders.clear()
-        released = [None] * len(objects)
-        del objects
-        gc.collect()
-        if self._joined.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return released
+        return release_memory(*objects)
 
-    def clear(self, *objects: Any) -> Any:
+    def clear(self, *objects: Any) -> list[None]:
         """The same as `free_memory`."""
         return self.free_memory(*objects)
 

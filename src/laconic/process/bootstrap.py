@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from laconic.base.errors import ConfigError, Unsupported
-from laconic.comm.collectives import Collectives
+from laconic.comm.exchange import Exchange
 from laconic.comm.group import Group, SoloGroup, TorchGroup
 from laconic.config import environ
 from laconic.config.handlers import InitProcessGroupKwargs
@@ -133,7 +133,7 @@ def join_world(cpu: bool = False, init: InitProcessGroupKwargs | None = None) ->
         local_size=place.local_size,
         device=device,
         group=group,
-        collectives=Collectives(group),
+        exchange=Exchange(group),
         backend=dist.get_backend() if place.size > 1 else None,
         owns_group=owns,
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from laconic.base.enums import RNGType
 from laconic.base.errors import ConfigError, Unsupported
+from laconic.comm.group import Group
 from laconic.process import world as slot
 
 
@@ -42,16 +43,21 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
         ConfigError: `generator` without a generator.
         Unsupported: a kind of device that this machine does not have.
     """
-    kind = RNGType(str(rng_type))
-    state = _read(kind, generator)
-    slot.joined().group.broadcast(state, 0).wait()
-    _write(kind, generator, state)
+    share_rng_state(rng_type, generator, slot.joined().group)
 
 
 def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:
     """Give every rank the first one's random states of all the kinds in `rng_types`."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)
+
+
+def share_rng_state(rng_type: RNGType | str | None, generator: torch.Generator | None, group: Group) -> None:
+    """Give every rank of `group` the state of its rank 0; arguments and errors are those of `synchronize_rng_state`."""
+    kind = RNGType(str(rng_type))
+    state = _read(kind, generator)
+    group.broadcast(state, 0).wait()
+    _write(kind, generator, state)
 
 
 def _read(kind: RNGType, generator: torch.Generator | None) -> Tensor:

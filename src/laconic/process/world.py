@@ -9,7 +9,7 @@ import torch
 
 from laconic.base.enums import DistributedType
 from laconic.base.errors import StateError
-from laconic.comm.collectives import Collectives
+from laconic.comm.exchange import Exchange
 from laconic.comm.group import Group
 
 
@@ -32,7 +32,7 @@ class World:
         local_rank, local_size: this process among those of its machine.
         device: where its models and batches go.
         group: all processes.
-        collectives: gather, reduce and the like over `group`.
+        exchange: what gather, reduce and the like over `group` work with.
         backend: how the processes talk (`gloo`, `cpu:gloo,cuda:nccl` ...), None when there is one.
         owns_group: Laconic initialized torch.distributed, so Laconic destroys it.
     """
@@ -43,7 +43,7 @@ class World:
     local_size: int
     device: torch.device
     group: Group
-    collectives: Collectives
+    exchange: Exchange
     backend: str | None = None
     owns_group: bool = False
 

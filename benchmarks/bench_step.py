@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does a prepared loop add to a step? Loader, accumulate, backward, clip, step, scheduler: raw, Accelerate, ours.
+
+Each contestant trains the same tiny MLP, so that nearly all time is overhead; a step is timed in turn with the others'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from _measure import interleave, medians_us, ratios, report, seeded
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from laconic.testing.ranks import run_ranks
+
+SEED = 0
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset, LambdaLR]:
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = TensorDataset(torch.randn(4096, 16), torch.randn(4096, 1))
+    return model, optimizer, data, LambdaLR(optimizer, lambda step: 1.0)
+
+
+def raw_loop(accumulation: int, ranks: int) -> Iterator[None]:
+    model, optimizer, data, scheduler = parts()
+    sampler = DistributedSampler(data, shuffle=False) if ranks > 1 else None
+    if ranks > 1:
+        model = DistributedDataParallel(model)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)
+    while True:
+        for number, (x, y) in enumerate(loader, 1):
+            whole = number % accumulation == 0
+            with nullcontext() if whole or ranks == 1 else model.no_sync():
+                loss = nn.functional.mse_loss(model(x), y)
+                (loss / accumulation if accumulation > 1 else loss).backward()
+            if whole:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                for _ in range(ranks):
+                    scheduler.step()
+                optimizer.zero_grad()
+            yield
+
+
+def prepared_loop(library: str, accumulation: int) -> Iterator[None]:
+    if library == "accelerate":
+        from accelerate import Accelerator
+    else:
+        from laconic import Accelerator
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    model, optimizer, data, scheduler = parts()
+    loader = DataLoader(data, batch_size=8)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    while True:
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(x), y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            yield
+
+
+def measure(accumulation: int, ranks: int, rounds: int) -> dict[str, float]:
+    torch.set_num_threads(1)
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # without it Accelerate would train unconnected copies
+    loops = {
+        "raw": raw_loop(accumulation, ranks),
+        "laconic": prepared_loop("laconic", accumulation),
+        "accelerate": prepared_loop("accelerate", accumulation),
+    }
+    contestants = {name: partial(next, loop) for name, loop in loops.items()}
+    return medians_us(interleave(contestants, rounds=rounds, warmup=20, calls=accumulation))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=1500)
+    parser.add_argument("--write", action="store_true", help="append to benchmarks/results/step.jsonl")
+    options = parser.parse_args()
+    seeded(SEED)
+    for ranks in (1, 2):
+        for accumulation in (1, 4):
+            us = run_ranks(measure, ranks, accumulation, ranks, options.rounds, timeout_s=580, connect=ranks > 1)[0]
+            figures = {
+                "us_per_micro_batch": us,
+                "times_raw": ratios(us, to="raw"),
+                "share_of_raw_speed": round(us["raw"] / us["laconic"], 3),
+                "us_added": round(us["laconic"] - us["raw"], 2),
+            }
+            report(
+                "what does a prepared loop add to a step?",
+                figures,
+                seed=SEED,
+                write_to="step.jsonl" if options.write else None,
+                ranks=ranks,
+                accumulation=accumulation,
+                model="MLP 16-32-32-1, batch 8, AdamW",
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accelerate's free functions over the processes of this run; each joins the world first where that has not happened."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.base.errors import Unsupported
+from laconic.base.optional import compare_versions, is_available
+from laconic.base.tree import leaves_of, recursively_apply
+from laconic.comm import collectives
+from laconic.comm.exchange import Exchange
+from laconic.precision.amp import restore_forward
+from laconic.process.bootstrap import join_world
+
+
+def gather(tensor: Any) -> Any:
+    """Concatenate each tensor of a tree over all processes, in rank order, along the first dimension."""
+    return collectives.gather(join_world().exchange, tensor)
+
+
+def gather_object(object: Any) -> Any:
+    """Gather picklable objects: each process's list, joined in rank order."""
+    return collectives.gather_object(join_world().exchange, object)
+
+
+def gather_for_metrics(exchange: Exchange, data: Any, remainder: int, use_gather_object: bool) -> Any:
+    """Gather `data` and keep the first `remainder` samples of it; all of them where that is 0 or less.
+
+    Args:
+        data: a tree of tensors, whose first dimensions may differ between ranks; or a list of picklable objects.
+        use_gather_object: gather as pickled objects even where all leaves are tensors.
+    """
+    if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves_of(data)):
+        items = collectives.gather_object(exchange, data)
+        return items[:remainder] if remainder > 0 else items
+    gathered = collectives.gather(exchange, data, ragged=True)
+    return recursively_apply(lambda x: x[:remainder], gathered) if remainder > 0 else gathered
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Give every process the tensors of one."""
+    return collectives.broadcast(join_world().exchange, tensor, from_process)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Overwrite the items of `object_list` on every process with those of one, and return it."""
+    return collectives.broadcast_object_list(join_world().exchange, object_list, from_process)
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Sum or average each tensor of a tree over all processes, and multiply by `scale`."""
+    return collectives.reduce(join_world().exchange, tensor, reduction, scale)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Pad each tensor of a tree along `dim` to the longest of all processes."""
+    return collectives.pad_across_processes(join_world().exchange, tensor, dim, pad_index, pad_first)
+
+
+def wait_for_everyone() -> None:
+    """Return when every process has come here."""
+    join_world().group.barrier()
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> Any:
+    """Return the module inside one that DDP or torch.compile wrapped. Talks to no other process.
+
+    Args:
+        keep_fp32_wrapper: False also undoes mixed precision's change to its forward pass.
+        keep_torch_compile: False also returns the module inside a compiled one.
+        recursive: not done.
+    """
+    if recursive:
+        raise Unsupported("extract_model_from_parallel(recursive=True) is not done. Unwrap the inner modules one by one.")
+    compiled = None
+    inner: Any = model
+    while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
+        if hasattr(inner, "_orig_mod"):
+            compiled, inner = inner, inner._orig_mod
+        else:
+            inner = inner.module
+    if not keep_fp32_wrapper:
+        restore_forward(inner)
+    return compiled if keep_torch_compile and compiled is not None and compiled._orig_mod is inner else inner
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Return a None for each of `objects` and free what nobody else holds."""
+    released = [None] * len(objects)
+    del objects
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return released
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Say whether torch's version stands in the relation `operation` (`>=`, `<` ...) to `version`."""
+    return compare_versions("torch", operation, version)
+
+
+def is_peft_model(model: Any) -> bool:
+    """Say whether `model`, or what is inside it, is a PeftModel."""
+    if not is_available("peft"):
+        return False
+    kinds = type(extract_model_from_parallel(model)).__mro__
+    return any(kind.__module__.split(".")[0] == "peft" and kind.__name__ == "PeftModel" for kind in kinds)
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Say whether this machine's first device computes in bf16 (`ignore_tpu` is unused: there is no TPU here)."""
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
+
+
+def is_fp16_available() -> bool:
+    """Say whether fp16 can be trained in: always."""
+    return True
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """Return a `tqdm.auto.tqdm` bar, silent on all but each machine's first process unless told otherwise.
+
+    Raises:
+        ImportError: tqdm is not installed.
+    """
+    from tqdm.auto import tqdm as bar
+
+    if main_process_only and not kwargs.get("disable"):
+        kwargs["disable"] = not join_world().is_local_main
+    return bar(*args, **kwargs)

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The accumulation window and those who follow it: optimizer, scheduler, clipping."""
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+from laconic.config.handlers import GradScalerKwargs
+from laconic.loop.accumulation import Accumulate
+from laconic.loop.clip import clip_grad_norm_, clip_grad_value_
+from laconic.loop.optimizer import AcceleratedOptimizer
+from laconic.loop.scheduler import AcceleratedScheduler
+from laconic.loop.state import LoopState
+from laconic.precision.amp import ScaledFp16
+from laconic.precision.base import Full
+
+
+def loader(end=False, remainder=-1):
+    return SimpleNamespace(end_of_dataloader=end, remainder=remainder)
+
+
+def made(num_steps=1, precision=None, lr=1.0):
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    state = LoopState(num_steps)
+    inner = torch.optim.SGD(model.parameters(), lr=lr)
+    return model, AcceleratedOptimizer(inner, state=state, precision=precision or Full()), state
+
+
+def test_a_window_is_complete_every_num_steps_and_at_the_end_of_the_data():
+    state, batches = LoopState(3), loader()
+    state.enter(batches)
+    assert [state.advance() for _ in range(4)] == [False, False, True, False]
+    batches.end_of_dataloader = True
+    assert state.advance()
+    batches.end_of_dataloader = False
+    assert [state.advance() for _ in range(3)] == [False, False, True]
+
+
+def test_the_end_of_the_data_can_be_ignored():
+    state = LoopState(2, sync_with_dataloader=False)
+    state.enter(loader(end=True))
+    assert [state.advance() for _ in range(4)] == [False, True, False, True]
+
+
+def test_the_loader_that_handed_out_the_latest_batch_is_the_one_that_counts():
+    state, train, evaluate = LoopState(), loader(remainder=3), loader(end=True, remainder=1)
+    state.enter(train)
+    state.enter(evaluate)
+    assert (state.end_of_dataloader, state.remainder) == (True, 1)
+    state.enter(train)  # the evaluation's iterator is still alive
+    assert (state.end_of_dataloader, state.remainder) == (False, 3)
+    state.leave(train)
+    assert state.current is evaluate
+    state.leave(evaluate)
+    assert (state.current, state.remainder, state.end_of_dataloader) == (None, -1, False)
+
+
+def test_only_the_micro_batches_inside_a_window_run_without_synchronization():
+    entered = []
+
+    class Context:
+        def __init__(self, model):
+            self.model = model
+
+        def __enter__(self):
+            entered.append(self.model)
+
+        def __exit__(self, *error):
+            entered.append("left")
+
+    state = LoopState(2)
+    for _ in range(2):
+        with Accumulate(state, ("a", "b"), Context):
+            entered.append("body")
+    assert entered == ["a", "b", "body", "left", "left", "body"]
+
+
+def test_sync_each_batch_synchronizes_inside_the_window_too():
+    state = LoopState(2, sync_each_batch=True)
+    with Accumulate(state, ("a",), lambda model: pytest.fail("entered no_sync")):
+        assert not state.sync_gradients
+
+
+def test_the_optimizer_waits_for_its_window():
+    model, optimizer, state = made(num_steps=2)
+    told = []
+    optimizer.listeners.append(told.append)
+    for _ in range(2):
+        state.advance()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(model.weight.detach(), torch.full((1, 2), -1.0))
+    assert model.weight.grad is None
+    assert told == [True]
+
+
+def test_the_optimizer_passes_for_the_one_it_holds():
+    model, optimizer, _ = made()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is optimizer.optimizer.param_groups
+    assert optimizer.defaults["lr"] == 1.0
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.5]
+    optimizer.load_state_dict(optimizer.state_dict())
+    copy = pickle.loads(pickle.dumps(optimizer))
+    assert copy.param_groups[1]["lr"] == 0.5
+    LambdaLR(optimizer, lambda step: 0.1)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.raises(AttributeError):
+        optimizer.no_such_thing  # noqa: B018
+
+
+def scheduler_of(optimizer, ticks=1, **options):
+    inner = LambdaLR(optimizer.optimizer, lambda step: 1.0 / (1 + step))
+    return AcceleratedScheduler(inner, [optimizer], ticks=ticks, **options)
+
+
+def updates(optimizer, scheduler, model, count=1, x=1.0):
+    for _ in range(count):
+        optimizer.zero_grad()
+        optimizer.precision.scale(model(torch.full((1, 2), x)).sum()).backward()
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize(("ticks", "expected"), [(1, 1 / 4), (2, 1 / 7)])
+def test_a_scheduler_ticks_when_its_optimizer_steps(ticks, expected):
+    model, optimizer, _ = made()
+    scheduler = scheduler_of(optimizer, ticks)
+    updates(optimizer, scheduler, model, 3)
+    assert scheduler.get_last_lr() == [pytest.approx(expected)]
+
+
+def test_a_scheduler_stands_still_inside_a_window_and_after_a_skipped_step():
+    model, optimizer, state = made(num_steps=2, precision=ScaledFp16("cpu"))
+    scheduler = scheduler_of(optimizer)
+    state.advance()
+    scheduler.step()
+    assert scheduler.last_epoch == 0
+    state.advance()
+    updates(optimizer, scheduler, model, x=float("inf"))
+    assert optimizer.step_was_skipped
+    assert scheduler.last_epoch == 0
+    updates(optimizer, scheduler, model)
+    assert not optimizer.step_was_skipped
+    assert scheduler.last_epoch == 1
+
+
+def test_a_scheduler_can_be_let_loose_from_its_optimizer():
+    model, optimizer, state = made(num_steps=2)
+    scheduler = scheduler_of(optimizer, ticks=2, step_with_optimizer=False)
+    optimizer.optimizer.step()
+    state.advance()
+    scheduler.step()
+    assert scheduler.last_epoch == 1
+
+
+def test_ticks_past_the_end_of_a_one_cycle_are_dropped():
+    model, optimizer, _ = made()
+    inner = OneCycleLR(optimizer.optimizer, max_lr=1.0, total_steps=5)
+    scheduler = AcceleratedScheduler(inner, [optimizer], ticks=2)
+    updates(optimizer, scheduler, model, 4)
+    assert inner.last_epoch == 5
+
+
+def test_reduce_on_plateau_ticks_once_an_update():
+    model, optimizer, _ = made()
+    inner = ReduceLROnPlateau(optimizer.optimizer, patience=0, factor=0.5)
+    scheduler = AcceleratedScheduler(inner, [optimizer], ticks=4)
+    scheduler.step(1.0)
+    scheduler.step(2.0)
+    assert inner.num_bad_epochs == 0
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert AcceleratedScheduler(inner, [optimizer]).state_dict() == scheduler.state_dict()
+
+
+def test_clipping_unscales_first():
+    """The scale is 1024 and the true gradient (3, 4): its norm is 5, and clipped to 1 it is (0.6, 0.8)."""
+    model, optimizer, state = made(precision=ScaledFp16("cpu", scaler=GradScalerKwargs(init_scale=1024.0)))
+    optimizer.precision.scale(model(torch.tensor([[3.0, 4.0]])).sum()).backward()
+    assert torch.equal(model.weight.grad, torch.tensor([[3072.0, 4096.0]]))
+    norm = clip_grad_norm_(
+        model.parameters(), 1.0, 2, state=state, precision=optimizer.precision, optimizers=[optimizer]
+    )
+    assert norm.item() == pytest.approx(5.0, rel=1e-3)
+    assert torch.allclose(model.weight.grad, torch.tensor([[0.6, 0.8]]), atol=1e-3)
+    optimizer.step()
+    assert torch.allclose(model.weight.detach(), torch.tensor([[0.4, 0.2]]), atol=1e-3)
+
+
+def test_clipping_by_value_unscales_first():
+    model, optimizer, state = made(precision=ScaledFp16("cpu", scaler=GradScalerKwargs(init_scale=1024.0)))
+    optimizer.precision.scale(model(torch.tensor([[0.25, 4.0]])).sum()).backward()
+    clip_grad_value_(model.parameters(), 1.0, state=state, precision=optimizer.precision, optimizers=[optimizer])
+    assert torch.equal(model.weight.grad, torch.tensor([[0.25, 1.0]]))
+
+
+def test_clipping_inside_a_window_changes_nothing_and_says_so():
+    model, optimizer, state = made(num_steps=2)
+    state.advance()
+    model(torch.tensor([[30.0, 40.0]])).sum().backward()
+    same = {"state": state, "precision": optimizer.precision, "optimizers": [optimizer]}
+    assert clip_grad_norm_(model.parameters(), 1.0, 2, **same).isnan()
+    clip_grad_value_(model.parameters(), 1.0, **same)
+    assert torch.equal(model.weight.grad, torch.tensor([[30.0, 40.0]]))
+
+
+def test_only_the_optimizers_that_own_the_clipped_parameters_are_unscaled():
+    precision = ScaledFp16("cpu", scaler=GradScalerKwargs(init_scale=1024.0))
+    first, one, state = made(precision=precision)
+    second, other, _ = made(precision=precision)
+    for model in (first, second):
+        precision.scale(model(torch.tensor([[3.0, 4.0]])).sum()).backward()
+    clip_grad_norm_(first.parameters(), 100.0, 2, state=state, precision=precision, optimizers=[one, other])
+    assert torch.allclose(first.weight.grad, torch.tensor([[3.0, 4.0]]))
+    assert torch.equal(second.weight.grad, torch.tensor([[3072.0, 4096.0]]))

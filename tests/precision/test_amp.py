@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed precision on the CPU: what is computed in half, what comes out, and what the loss scaler does."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from laconic.base.errors import ConfigError, Unsupported
+from laconic.config.handlers import AutocastKwargs, GradScalerKwargs
+from laconic.precision.amp import Autocast, ScaledFp16, choose_precision, restore_forward
+from laconic.precision.base import Full
+
+CPU = torch.device("cpu")
+
+
+class Probe(nn.Module):
+    """Says in which dtype its layer computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.seen = None
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.seen = y.dtype
+        return {"out": y}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_wrapped_model_computes_in_half_and_answers_in_fp32(name, dtype):
+    model = Probe()
+    choose_precision(name, CPU).wrap(model)
+    assert model(torch.ones(2, 4))["out"].dtype == torch.float32
+    assert model.seen == dtype
+    assert model.layer.weight.dtype == torch.float32
+
+
+def test_wrapping_twice_wraps_once_and_restoring_gives_the_plain_forward_back():
+    model, precision = Probe(), Autocast("bf16", "cpu")
+    precision.wrap(precision.wrap(model))
+    restore_forward(model)
+    model(torch.ones(2, 4))
+    assert model.seen == torch.float32
+    restore_forward(model)
+    pickle.loads(pickle.dumps(model))
+
+
+def test_autocast_can_be_switched_off_for_a_block():
+    precision = Autocast("bf16", "cpu")
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with precision.autocast():
+        assert layer(x).dtype == torch.bfloat16
+    with precision.autocast(AutocastKwargs(enabled=False)):
+        assert layer(x).dtype == torch.float32
+
+
+def scaled(init_scale=1024.0):
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return ScaledFp16("cpu", scaler=GradScalerKwargs(init_scale=init_scale)), model, optimizer
+
+
+def test_gradients_are_scaled_by_the_known_scale_and_unscaled_once():
+    precision, model, optimizer = scaled(1024.0)
+    precision.scale(model(torch.ones(1, 2)).sum()).backward()
+    assert torch.equal(model.weight.grad, torch.full((1, 2), 1024.0))
+    precision.unscale_(optimizer)
+    precision.unscale_(optimizer)
+    assert torch.equal(model.weight.grad, torch.ones(1, 2))
+    before = model.weight.detach().clone()
+    assert precision.step(optimizer)
+    assert torch.equal(model.weight.detach(), before - 1.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_skips_the_step_and_says_so(fused):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    precision = ScaledFp16("cpu")
+    for expected in (False, True):
+        optimizer.zero_grad()
+        precision.scale(model(torch.full((1, 2), float("inf") if not expected else 1.0)).sum()).backward()
+        before = model.weight.detach().clone()
+        assert precision.step(optimizer) is expected
+        assert torch.equal(model.weight.detach(), before) is not expected
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(Unsupported, match="fp8"):
+        choose_precision("fp8", CPU)
+    with pytest.raises(ConfigError, match="'half'"):
+        choose_precision("half", CPU)
+    with pytest.raises(ConfigError, match="no loss scaler"):
+        choose_precision("bf16", CPU, scaler=GradScalerKwargs())
+    precision, _, optimizer = scaled()
+    with pytest.raises(Unsupported, match="closure"):
+        precision.step(optimizer, lambda: None)
+    assert isinstance(choose_precision("no", CPU), Full)

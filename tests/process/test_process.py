@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a process finds its place, and what it does as one among others."""
+
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from laconic.base.errors import ConfigError, RankFailure, StateError, Unsupported
+from laconic.config import environ
+from laconic.config.handlers import InitProcessGroupKwargs
+from laconic.process import world as slot
+from laconic.process.bootstrap import Place, choose_device, join_world, leave_world, read_place
+from laconic.process.log import get_logger
+from laconic.process.seed import set_seed, synchronize_rng_states
+from laconic.state import PartialState
+from laconic.testing.ranks import run_ranks
+
+LAUNCHERS = {
+    "torchrun": {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+    "Open MPI": {
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    "PMI": {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+    "srun": {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "LOCAL_WORLD_SIZE": "2"},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_world():
+    yield
+    leave_world()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher_is_understood(launcher):
+    with environ.patched(LAUNCHERS[launcher]):
+        assert read_place() == Place(3, 4, 1, 2)
+
+
+def test_a_slurm_batch_script_is_one_process():
+    with environ.patched({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}):
+        assert read_place() == Place(0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is None"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0"}, "RANK is 2"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK"),
+        ({"WORLD_SIZE": "two"}, "'two'"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT None"),
+        ({"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "MASTER_ADDR is None"),
+    ],
+)
+def test_where_several_processes_are_meant_there_is_a_group_or_an_error(variables, message):
+    with environ.patched(variables), pytest.raises(ConfigError, match=message):
+        join_world()
+    assert slot.current() is None
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"])
+def test_an_engine_that_is_not_done_is_refused_before_a_group_starts(name):
+    with environ.patched({name: "true"}), pytest.raises(Unsupported, match=name):
+        join_world()
+
+
+def test_nccl_on_cpus_is_refused():
+    variables = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with environ.patched(variables), pytest.raises(ConfigError, match="nccl"):
+        join_world(cpu=True, init=InitProcessGroupKwargs(backend="nccl"))
+
+
+@pytest.mark.gpu
+def test_a_process_without_a_device_of_its_own_is_told():
+    with pytest.raises(ConfigError, match="at most"):
+        choose_device(Place(99, 100, 99, 100), cpu=False)
+
+
+def test_nothing_is_known_before_the_world_is_joined():
+    with pytest.raises(StateError, match="Accelerator"):
+        slot.joined()
+
+
+def joins_by_itself():
+    world = join_world(cpu=True)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    first = (world.size, world.backend, world.owns_group, total.item())
+    again = join_world() is world
+    leave_world()
+    return first, again, dist.is_initialized()
+
+
+def test_with_nothing_but_torchruns_variables_every_rank_joins_the_group():
+    for first, again, left_over in run_ranks(joins_by_itself, 2, connect=False):
+        assert first == (2, "gloo", True, 2.0)
+        assert again
+        assert not left_over
+
+
+def uses_the_scripts_group():
+    world = join_world(cpu=True)
+    leave_world()
+    return world.owns_group, dist.is_initialized()
+
+
+def test_a_group_that_the_script_made_is_used_and_left_standing():
+    assert run_ranks(uses_the_scripts_group, 2) == [(False, True)] * 2
+
+
+def one_after_the_other(folder):
+    state = PartialState(cpu=True)
+    seen = []
+    with state.main_process_first():
+        seen = sorted(path.name for path in folder.iterdir())
+        (folder / str(state.process_index)).touch()
+    state.wait_for_everyone()
+
+    @state.on_main_process
+    def main_only():
+        return "main"
+
+    @state.on_process(process_index=1)
+    def second_only():
+        return "second"
+
+    return seen, main_only(), second_only(), state.on_last_process(lambda: "last")()
+
+
+def test_only_one_of_us_and_one_after_the_other(tmp_path):
+    first, second = run_ranks(one_after_the_other, 2, tmp_path)
+    assert first == ([], "main", None, None)
+    assert "0" in second[0]
+    assert second[1:] == (None, "second", "last")
+
+
+def test_a_process_that_does_not_exist_cannot_be_chosen():
+    state = PartialState(cpu=True)
+    with pytest.raises(ConfigError, match="process_index is 3"):
+        state.on_process(lambda: None, process_index=3)
+    with pytest.raises(ConfigError, match="local_process_index is None"):
+        state.on_local_process(lambda: None)
+
+
+def shares():
+    state = PartialState(cpu=True)
+    out = {}
+    for padded in (False, True):
+        with state.split_between_processes(list(range(5)), padded) as part:
+            out["list", padded] = part
+        with state.split_between_processes(torch.arange(5), padded) as part:
+            out["tensor", padded] = part.tolist()
+        with state.split_between_processes({"a": "xyz", "b": [1, 2, 3]}) as part:
+            out["dict", padded] = part
+        with state.split_between_processes([1, 2], padded) as part:
+            out["few", padded] = part
+    return out
+
+
+def test_inputs_are_split_and_padded():
+    first, second, third, fourth = run_ranks(shares, 4)
+    for kind in ("list", "tensor"):
+        assert [r[kind, False] for r in (first, second, third, fourth)] == [[0, 1], [2], [3], [4]]
+        assert [r[kind, True] for r in (first, second, third, fourth)] == [[0, 1], [2, 4], [3, 4], [4, 4]]
+    assert second["dict", False] == {"a": "y", "b": [2]}
+    assert [r["few", False] for r in (first, second, third, fourth)] == [[1], [2], [], []]
+    assert [r["few", True] for r in (first, second, third, fourth)] == [[1], [2], [2], [2]]
+
+
+def test_a_dictionary_of_unequal_lengths_is_refused():
+    with pytest.raises(RankFailure, match=r"'a': 3, 'b': 2"):
+        run_ranks(split_unequal, 2)
+
+
+def split_unequal():
+    with PartialState(cpu=True).split_between_processes({"a": [1, 2, 3], "b": [1, 2]}):
+        pass
+
+
+def draws():
+    return random.random(), float(np.random.rand()), torch.rand(1).item()
+
+
+def test_seeding_repeats_every_kind_of_random_number():
+    set_seed(3)
+    first = draws()
+    set_seed(3)
+    assert draws() == first
+
+
+def seeded_ranks():
+    state = PartialState(cpu=True)
+    set_seed(10, device_specific=True)
+    apart = draws()
+    generator = torch.Generator().manual_seed(state.process_index)
+    synchronize_rng_states(["torch", "generator"], generator)
+    return apart, torch.rand(1).item(), torch.rand(1, generator=generator).item()
+
+
+def test_seeds_can_differ_by_rank_and_states_can_be_made_equal():
+    first, second = run_ranks(seeded_ranks, 2)
+    assert all(a != b for a, b in zip(first[0], second[0], strict=True))
+    assert first[1:] == second[1:]
+
+
+def test_random_states_that_are_not_there_are_refused():
+    PartialState(cpu=True)
+    with pytest.raises(Unsupported, match="'xpu'"):
+        synchronize_rng_states(["xpu"])
+    with pytest.raises(ConfigError, match="generator="):
+        synchronize_rng_states(["generator"])
+
+
+def logs():
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("t").addHandler(handler)
+    with pytest.raises(StateError):
+        get_logger("t").info("too early")
+    PartialState(cpu=True)
+    logger = get_logger("t", log_level="info")
+    logger.info("once")
+    logger.info("each %d", 7, main_process_only=False)
+    logger.info("in turn", in_order=True)
+    logger.debug("unheard", main_process_only=False)
+    for _ in range(3):
+        logger.warning_once("careful")
+    return lines
+
+
+def test_a_logger_knows_its_rank():
+    first, second = run_ranks(logs, 2)
+    assert first == ["[RANK 0] once", "[RANK 0] each 7", "[RANK 0] in turn", "[RANK 0] careful"]
+    assert second == ["[RANK 1] each 7", "[RANK 1] in turn"]
+
+
+def test_flags_and_numbers_of_the_environment_are_read_strictly():
+    with environ.patched({"A_FLAG": "maybe", "A_NUMBER": "x"}):
+        with pytest.raises(ConfigError, match="'maybe'"):
+            environ.flag("A_FLAG")
+        with pytest.raises(ConfigError, match="'x'"):
+            environ.integer("A_NUMBER")
+    assert environ.flag("A_FLAG", default=True)
+    assert environ.integer("A_NUMBER") is None
