@@ -92,15 +92,19 @@ def recursively_apply(
         if is_container(node):
             return rebuilt(node, visit)
         if error_on_other_type:
-            name = getattr(func, "__name__", repr(func)).lstrip("_")
-            raise TypeError(
-                f"{name}: found a {type(node).__name__} ({node!r:.60}) among nested tensors. Only tensors in nested "
-                "lists, tuples, dictionaries and dataclasses can be used here; for other objects use gather_object or "
-                "broadcast_object_list."
-            )
+            raise not_a_tensor(getattr(func, "__name__", repr(func)).lstrip("_"), node)
         return node
 
     return visit(data)
+
+
+def not_a_tensor(operation: str, leaf: Any) -> TypeError:
+    """Return the error for a `leaf` that `operation` cannot use."""
+    return TypeError(
+        f"{operation}: found a {type(leaf).__name__} ({leaf!r:.60}) among nested tensors. Only tensors in nested "
+        "lists, tuples, dictionaries and dataclasses can be used here; for other objects use gather_object or "
+        "broadcast_object_list."
+    )
 
 
 def send_to_device(

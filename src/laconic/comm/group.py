@@ -2,14 +2,15 @@
 """What a set of ranks can do together: one protocol, and its two plain forms.
 
 Every collective starts at once and returns a `Work`; nothing may be read before `wait()`. On CUDA `wait()` makes the
-current stream wait, on gloo it blocks the caller.
+current stream wait, on gloo it blocks the caller. A wait that can not end, because a rank left or died, raises
+`RankFailure` within seconds and says what is known of that rank; the group is of no use from then on.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from datetime import timedelta
+from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 import torch
@@ -25,15 +26,20 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_NAP_S = 5e-5  # how long `meet` sleeps between two looks; a gloo collective on loopback takes 100 us and more
+_NAP_S = 5e-5  # how long `meet` sleeps between two looks where a wait would not block the caller
 _WATCH_S = 0.2  # how often a waiting rank asks whether another one has left
+_ROLL_CALL_S = 1.0  # how long the ranks of a broken group wait for each other's sign of life
 
 
 class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> Any:
-        """Block (or make the current stream wait) until the result may be read."""
+        """Block (or make the current stream wait) until the result may be read.
+
+        Raises:
+            RankFailure: a rank left or died, so that the collective can not end.
+        """
 
 
 class Group(Protocol):
@@ -43,6 +49,9 @@ class Group(Protocol):
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+
+    def speaks(self, device: str) -> bool:
+        """Say whether tensors on this kind of device, `cpu` or `cuda`, can travel as they are."""
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
         """Reduce `x` in place; every rank ends with the same bits."""
@@ -89,6 +98,9 @@ class SoloGroup:
     rank = 0
     size = 1
 
+    def speaks(self, device: str) -> bool:
+        return True
+
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
         return Done()
 
@@ -131,27 +143,27 @@ class TorchGroup:
         assert self.pg is not None, "TorchGroup needs torch.distributed to be initialized"
         self.rank = dist.get_rank(self.pg)
         self.size = dist.get_world_size(self.pg)
-        self._key = f"laconic/left/{self.pg.group_name}"
         self._speaks_cpu = "gloo" in str(dist.get_backend_config(self.pg)) or "mpi" in str(dist.get_backend(self.pg))
+        self._register = _Register(f"laconic/{self.pg.group_name}", self.rank, self.size)
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
-        return self._started(dist.all_reduce(x, op=_REDUCE[op], group=self.pg, async_op=True))
+        return self._started(x, dist.all_reduce(x, op=_REDUCE[op], group=self.pg, async_op=True))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return self._started(_all_gather_flat(out, x, group=self.pg, async_op=True))
+        return self._started(x, _all_gather_flat(out, x, group=self.pg, async_op=True))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
-        return self._started(_reduce_scatter_flat(out, x, op=_REDUCE[op], group=self.pg, async_op=True))
+        return self._started(x, _reduce_scatter_flat(out, x, op=_REDUCE[op], group=self.pg, async_op=True))
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        return self._started(dist.all_to_all_single(out, x, group=self.pg, async_op=True))
+        return self._started(x, dist.all_to_all_single(out, x, group=self.pg, async_op=True))
 
     def broadcast(self, x: Tensor, src: int) -> Work:
-        return self._started(dist.broadcast(x, group_src=src, group=self.pg, async_op=True))
+        return self._started(x, dist.broadcast(x, group_src=src, group=self.pg, async_op=True))
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
         listed = None if parts is None else list(parts)
-        return self._started(dist.scatter(out, listed, group_src=src, group=self.pg, async_op=True))
+        return self._started(out, dist.scatter(out, listed, group_src=src, group=self.pg, async_op=True))
 
     def barrier(self) -> None:
         dist.barrier(group=self.pg)
@@ -161,24 +173,119 @@ class TorchGroup:
         mine = x.to(device)
         everyone = mine.new_empty(self.size * mine.numel())
         work = _all_gather_flat(everyone, mine, group=self.pg, async_op=True)
+        if not self._speaks_cpu:
+            self._look_out(work)
+        self._started(mine, work).wait()
+        return everyone.cpu().view(self.size, -1)
+
+    def leave(self, reason: str) -> None:
+        self._register.sign_out(reason)
+
+    def _started(self, x: Tensor, work: Any) -> Work:
+        assert work is not None, "this process is not a member of the group"
+        return _Watched(work, self) if x.is_cpu and self._speaks_cpu else work
+
+    def _look_out(self, work: Any) -> None:
+        """Wait on the host for a collective whose own `wait` only makes the stream wait."""
         looked = time.monotonic()
         while not work.is_completed():
             time.sleep(_NAP_S)
             if time.monotonic() - looked > _WATCH_S:
-                self._raise_if_left()
+                self.raise_if_left()
                 looked = time.monotonic()
-        work.wait()
-        return everyone.cpu().view(self.size, -1)
 
-    def leave(self, reason: str) -> None:
-        dist.distributed_c10d._get_default_store().set(self._key, f"rank {self.rank} left: {reason}")
+    def raise_if_left(self) -> None:
+        """Raise RankFailure when a rank of this group has called `leave`."""
+        gone = self._register.signed_out()
+        if gone:
+            self._break_off()
+            raise RankFailure(f"Rank {self.rank} waits in vain: {'; '.join(gone)}.")
 
-    def _raise_if_left(self) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        if store.check([self._key]):
-            raise RankFailure(store.get(self._key).decode())
+    def failure(self, error: RuntimeError) -> RankFailure:
+        """Say in one error what is known about the ranks of this group, in which a collective ended with `error`."""
+        said = str(error).splitlines()[0]
+        known = "; ".join([*self._register.signed_out(), *self._register.call_roll()])
+        return RankFailure(f"Rank {self.rank} was thrown out of a collective: {known}. The transport said: {said}")
 
-    @staticmethod
-    def _started(work: Any) -> Work:
-        assert work is not None, "this process is not a member of the group"
-        return work
+    def _break_off(self) -> None:
+        """Close the connections: a gloo operation that can never end would hold up the exit of this process."""
+        if self._speaks_cpu:
+            options = dist.AllreduceOptions()
+            options.timeout = timedelta(milliseconds=1)
+            with suppress(RuntimeError):  # its timeout is what closes the connections
+                self.pg.allreduce([torch.zeros(1)], options).wait(timedelta(seconds=_WATCH_S))
+
+
+class _Watched:
+    """A gloo collective under way, whose wait looks up now and then to see whether all ranks are still there."""
+
+    __slots__ = ("_group", "_work")
+
+    def __init__(self, work: Any, group: TorchGroup) -> None:
+        self._work = work
+        self._group = group
+
+    def wait(self) -> None:
+        try:
+            self._work.wait(timedelta(seconds=_WATCH_S))
+        except RuntimeError:  # the time was up, or the collective broke: `is_completed` tells which
+            self._wait_on()
+
+    def _wait_on(self) -> None:
+        while not self._work.is_completed():
+            self._group.raise_if_left()
+            with suppress(RuntimeError):
+                self._work.wait(timedelta(seconds=_WATCH_S))
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._group.failure(error) from error
+
+
+class _Register:
+    """Who left a group, and why, written down in the store of the default process group."""
+
+    def __init__(self, prefix: str, rank: int, size: int) -> None:
+        self._prefix = prefix
+        self._rank = rank
+        self._size = size
+
+    def sign_out(self, reason: str) -> None:
+        # A rank may leave, come back and leave again. Only those that left more often than this one are gone.
+        with suppress(dist.DistError):  # where the store is gone, there is nobody to tell
+            store = _store()
+            times = store.add(f"{self._prefix}/left/{self._rank}", 1)
+            store.set(f"{self._prefix}/left/{self._rank}/{times}", reason)
+            store.set(f"{self._prefix}/left/any/{times}", "")
+
+    def signed_out(self) -> list[str]:
+        """Return a sentence for each rank that has left more often than this one."""
+        try:
+            store = _store()
+            times = store.add(f"{self._prefix}/left/{self._rank}", 0) + 1
+            if not store.check([f"{self._prefix}/left/any/{times}"]):
+                return []
+            keys = {rank: f"{self._prefix}/left/{rank}/{times}" for rank in range(self._size)}
+            return [f"rank {rank} left: {store.get(key).decode()}" for rank, key in keys.items() if store.check([key])]
+        except dist.DistError:
+            return []  # the collective itself will end with an error, and `call_roll` says that the store is gone
+
+    def call_roll(self) -> list[str]:
+        """Give a sign of life, wait a moment for those of the other ranks, and say who gave none."""
+        try:
+            store = _store()
+            store.set(f"{self._prefix}/alive/{self._rank}", "")
+            silent = [rank for rank in range(self._size) if rank != self._rank]
+            deadline = time.monotonic() + _ROLL_CALL_S
+            while silent and time.monotonic() < deadline:
+                time.sleep(_ROLL_CALL_S / 50)
+                silent = [rank for rank in silent if not store.check([f"{self._prefix}/alive/{rank}"])]
+        except dist.DistError:
+            return ["the store is gone too, so its process (rank 0, or the launcher) has probably died"]
+        if silent:
+            return [f"ranks {silent} gave no sign of life for {_ROLL_CALL_S:g} s: they died, or are busy elsewhere"]
+        return ["every rank is alive: they brought different sizes to one collective, or the network broke down"]
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()

@@ -1,14 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nested data as bytes: where each leaf lies in one flat buffer, so that all shapes and dtypes travel together."""
+"""Nested data as bytes: what a header says of a tree, and where each leaf lies in the payload behind it.
+
+A packet is `[8 bytes: header's length][8 bytes: payload's length][header][payload]`. The header holds the operation,
+the structure, and each leaf's shape, dtype and kind of device; the payload holds the leaves' bytes, so that all shapes
+and dtypes travel together. Headers are JSON, so equal trees have equal headers.
+"""
 
 from __future__ import annotations
 
+import json
+import struct
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from laconic.base.tree import Spec
+
 ALIGN = 16  # bytes; the widest dtype, complex128, needs no more
+LENGTHS = struct.Struct("=QQ")  # of header and payload, in front of each packet
+
+Call: TypeAlias = tuple[Any, ...]  # an operation's name, then (argument, value) pairs on which all ranks must agree
+
+
+class Kind(NamedTuple):
+    """What a header says of a leaf."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
 
 
 def aligned(num_bytes: int) -> int:
@@ -18,7 +40,7 @@ def aligned(num_bytes: int) -> int:
 
 def is_plain(x: Tensor) -> bool:
     """Say whether `x` is a dense tensor whose elements are bytes in memory (not sparse, quantized, nested or meta)."""
-    return x.layout is torch.strided and not x.is_quantized and not x.is_nested and not x.is_meta
+    return not x.is_nested and x.layout is torch.strided and not x.is_quantized and not x.is_meta
 
 
 def raw(buffer: Tensor) -> memoryview:
@@ -31,23 +53,16 @@ class Layout:
 
     Attributes:
         nbytes: bytes of the whole payload, a multiple of 16.
-        regions: for each dtype its first byte and the byte after its last one.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> None:
         self.shapes = [tuple(shape) for shape in shapes]
         self.dtypes = list(dtypes)
-        self.numels = [_product(shape) for shape in self.shapes]
         self.offsets = [0] * len(self.shapes)
-        self.regions: dict[torch.dtype, tuple[int, int]] = {}
         self.nbytes = 0
         for k in sorted(range(len(self.shapes)), key=lambda k: str(self.dtypes[k])):
-            dtype = self.dtypes[k]
-            first, _ = self.regions.get(dtype, (self.nbytes, 0))
             self.offsets[k] = self.nbytes
-            end = self.nbytes + self.numels[k] * dtype.itemsize
-            self.regions[dtype] = (first, end)
-            self.nbytes = aligned(end)
+            self.nbytes += aligned(num_elements(self.shapes[k]) * self.dtypes[k].itemsize)
 
     def views(self, payload: Tensor) -> list[Tensor]:
         """Return each leaf's place in `payload` as a typed view.
@@ -59,7 +74,7 @@ class Layout:
             for each leaf a view `[..., *shape]`.
         """
         rows = payload[..., : self.nbytes]
-        typed = {dtype: rows.view(dtype) for dtype in self.regions}
+        typed = {dtype: rows.view(dtype) for dtype in set(self.dtypes)}
         views = []
         for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True):
             whole = typed[dtype]
@@ -69,11 +84,61 @@ class Layout:
         return views
 
 
-def _product(shape: Sequence[int]) -> int:
+class Form:
+    """What a header says. An exchange keeps one object for each header, so `is` compares them.
+
+    Attributes:
+        call: the operation and the arguments that all ranks must agree on.
+        tree: the structure, with names in place of types.
+        kinds: of each leaf.
+        failed: why the rank can't take part; None: it can.
+        layout: where the leaves lie in the payload.
+        payload_at: where the payload begins, in bytes from the packet's first.
+        carried: bytes of payload that this rank sends behind the header; 0 when the payload travels by itself.
+    """
+
+    def __init__(self, header: bytes) -> None:
+        self.header = header
+        call, self.tree, kinds, self.failed = json.loads(header)
+        self.call: Call = tuple(call)
+        self.kinds = [Kind(tuple(shape), getattr(torch, dtype), device) for shape, dtype, device in kinds]
+        self.layout = Layout([kind.shape for kind in self.kinds], [kind.dtype for kind in self.kinds])
+        self.payload_at = LENGTHS.size + aligned(len(header))
+        self.carried = 0
+
+    def views(self, packets: Tensor) -> list[Tensor]:
+        """Return each leaf's place in `packets` `[..., n]` uint8 as a view `[..., *shape]`."""
+        return self.layout.views(packets[..., self.payload_at :])
+
+
+def header_of(call: Call, spec: Spec, leaves: Sequence[Tensor]) -> bytes:
+    """Encode what the other ranks need to know of a tree: `spec` and `leaves` as `flatten` gives them."""
+    kinds = [(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."), leaf.device.type) for leaf in leaves]
+    return json.dumps((call, _named(spec), kinds, None), separators=(",", ":")).encode()
+
+
+def header_of_failure(call: Call, reason: str) -> bytes:
+    """Encode that this rank can't take part in `call`."""
+    return json.dumps((call, None, (), reason)).encode()
+
+
+def num_elements(shape: Sequence[int]) -> int:
+    """Return the number of elements of a tensor of `shape`."""
     numel = 1
     for n in shape:
         numel *= n
     return numel
+
+
+def _named(spec: Spec) -> Any:
+    """Replace types by their names and keys by their texts."""
+    if spec is None:
+        return None
+    kind, keys, children = spec
+    if issubclass(kind, defaultdict):
+        keys = keys[1:]  # the first one is the factory
+    names = None if keys is None else tuple([repr(key) for key in keys])
+    return kind.__name__, names, tuple([_named(child) for child in children])
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
