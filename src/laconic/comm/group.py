@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, Literal, Protocol
 
 import torch
@@ -139,12 +140,22 @@ class TorchGroup:
     """The ranks of a c10d process group (the default one when none is given)."""
 
     def __init__(self, pg: dist.ProcessGroup | None = None) -> None:
-        self.pg = pg if pg is not None else dist.group.WORLD
-        assert self.pg is not None, "TorchGroup needs torch.distributed to be initialized"
+        group = pg if pg is not None else dist.group.WORLD
+        assert group is not None, "TorchGroup needs torch.distributed to be initialized"
+        self.pg = group
         self.rank = dist.get_rank(self.pg)
         self.size = dist.get_world_size(self.pg)
-        self._speaks_cpu = "gloo" in str(dist.get_backend_config(self.pg)) or "mpi" in str(dist.get_backend(self.pg))
+        backends = dict(part.split(":") for part in str(dist.get_backend_config(self.pg)).split(","))
+        # gloo moves tensors from a GPU too, but not in every collective.
+        self._spoken = {device for device, backend in backends.items() if device == "cpu" or backend != "gloo"}
+        self._speaks_cpu = self.speaks("cpu")
         self._register = _Register(f"laconic/{self.pg.group_name}", self.rank, self.size)
+
+    def speaks(self, device: str) -> bool:
+        return device in self._spoken
+
+    def speaks(self, device: str) -> bool:
+        return device in self._backends
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
         return self._started(x, dist.all_reduce(x, op=_REDUCE[op], group=self.pg, async_op=True))
@@ -169,11 +180,11 @@ class TorchGroup:
         dist.barrier(group=self.pg)
 
     def meet(self, x: Tensor) -> Tensor:
-        device = torch.device("cpu") if self._speaks_cpu else torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cpu") if self.speaks("cpu") else torch.device("cuda", torch.cuda.current_device())
         mine = x.to(device)
         everyone = mine.new_empty(self.size * mine.numel())
         work = _all_gather_flat(everyone, mine, group=self.pg, async_op=True)
-        if not self._speaks_cpu:
+        if not mine.is_cpu:
             self._look_out(work)
         self._started(mine, work).wait()
         return everyone.cpu().view(self.size, -1)
@@ -183,7 +194,7 @@ class TorchGroup:
 
     def _started(self, x: Tensor, work: Any) -> Work:
         assert work is not None, "this process is not a member of the group"
-        return _Watched(work, self) if x.is_cpu and self._speaks_cpu else work
+        return _Watched(work, self) if x.is_cpu else work
 
     def _look_out(self, work: Any) -> None:
         """Wait on the host for a collective whose own `wait` only makes the stream wait."""
@@ -209,7 +220,7 @@ class TorchGroup:
 
     def _break_off(self) -> None:
         """Close the connections: a gloo operation that can never end would hold up the exit of this process."""
-        if self._speaks_cpu:
+        if self._backends.get("cpu") == "gloo":
             options = dist.AllreduceOptions()
             options.timeout = timedelta(milliseconds=1)
             with suppress(RuntimeError):  # its timeout is what closes the connections
@@ -287,5 +298,5 @@ class _Register:
         return ["every rank is alive: they brought different sizes to one collective, or the network broke down"]
 
 
-def _store() -> dist.Store:
+def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
