@@ -148,14 +148,10 @@ class TorchGroup:
         backends = dict(part.split(":") for part in str(dist.get_backend_config(self.pg)).split(","))
         # gloo moves tensors from a GPU too, but not in every collective.
         self._spoken = {device for device, backend in backends.items() if device == "cpu" or backend != "gloo"}
-        self._speaks_cpu = self.speaks("cpu")
         self._register = _Register(f"laconic/{self.pg.group_name}", self.rank, self.size)
 
     def speaks(self, device: str) -> bool:
         return device in self._spoken
-
-    def speaks(self, device: str) -> bool:
-        return device in self._backends
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
         return self._started(x, dist.all_reduce(x, op=_REDUCE[op], group=self.pg, async_op=True))
@@ -220,7 +216,7 @@ class TorchGroup:
 
     def _break_off(self) -> None:
         """Close the connections: a gloo operation that can never end would hold up the exit of this process."""
-        if self._backends.get("cpu") == "gloo":
+        if self.speaks("cpu"):
             options = dist.AllreduceOptions()
             options.timeout = timedelta(milliseconds=1)
             with suppress(RuntimeError):  # its timeout is what closes the connections
