@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from contextlib import redirect_stderr
+from pathlib import Path
 from types import TracebackType
 
 from laconic.config import environ
@@ -59,8 +60,9 @@ def record_failure(error: BaseException) -> None:
     details = {"py_callstack": frames, "timestamp": str(int(now)), "precise_timestamp": now}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": message}, file)
+        part = Path(f"{path}.part")
+        part.write_text(json.dumps({"message": message}), encoding="utf-8")
+        part.replace(path)  # whole or not at all: this process may be ended at any moment
     except OSError as problem:
         print(f"The failure could not be written to {path} for the launcher: {problem}", file=sys.stderr)
 

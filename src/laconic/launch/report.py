@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of a run that failed: one box that names the rank that failed first, and why."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any
+
+# The end of a process that was not its own doing, so no other rank's failure caused it.
+_FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+# How a rank fails because another one is gone: gloo's words, NCCL's, ours.
+_PEER_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "RankFailure:",
+)
+_GRACE_S = 20  # the agent waits 30 s before it kills: who ends by a signal this long after the first did not fail
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A process that did not end well.
+
+    Attributes:
+        exit_code: as the system says it; -k for signal k.
+        message: the error in one line, where the process left one.
+        traceback: the whole of it.
+        time_s: when, in seconds since the epoch; of whole seconds where the process left no report.
+    """
+
+    rank: int
+    exit_code: int
+    pid: int = 0
+    message: str | None = None
+    traceback: str | None = None
+    time_s: float = 0.0
+
+    @classmethod
+    def of(cls, rank: int, exit_code: int, left: Mapping[str, Any], *, pid: int = 0, seen_s: float = 0.0) -> Failure:
+        """Return what is known of `rank`.
+
+        Args:
+            left: what the process wrote to its error file, in torch's form; empty when it wrote none.
+            seen_s: when its end was noticed, for want of a time of its own.
+        """
+        said = left.get("message")
+        if not isinstance(said, Mapping):
+            return cls(rank, exit_code, pid, time_s=seen_s)
+        details = said.get("extraInfo", {})
+        time_s = float(details.get("precise_timestamp") or details.get("timestamp") or seen_s)
+        return cls(rank, exit_code, pid, said.get("message"), details.get("py_callstack"), time_s)
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code as a shell says it: 128 + k for signal k."""
+        return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
+
+    @property
+    def how(self) -> str:
+        """`exit code 3`, or `signal 9 (SIGKILL)`."""
+        if self.exit_code >= 0:
+            return f"exit code {self.exit_code}"
+        number = -self.exit_code
+        known = number in [known.value for known in signal.Signals]
+        return f"signal {number}" + (f" ({signal.Signals(number).name})" if known else "")
+
+
+def in_order(failures: Sequence[Failure]) -> tuple[list[Failure], list[Failure]]:
+    """Return the failures, the most likely cause first, and apart from them the ranks that the launcher ended.
+
+    Faults come first, then errors by their time, then the errors of ranks that lost another one.
+    """
+    first_s = min(failure.time_s for failure in failures)
+    ended = [failure for failure in failures if _was_ended(failure, first_s)]
+    own = [failure for failure in failures if failure not in ended]
+    if not own:  # each was told to end; the agent lists the one first that was not told by itself
+        own, ended = ended[:1], ended[1:]
+    return sorted(own, key=lambda failure: (_distance(failure), failure.time_s)), ended
+
+
+def _was_ended(failure: Failure, first_s: float) -> bool:
+    if failure.exit_code >= 0 or failure.traceback is not None:
+        return False
+    return failure.exit_code == -signal.SIGTERM or failure.time_s > first_s + _GRACE_S
+
+
+def _distance(failure: Failure) -> int:
+    """How far from the cause of everything: 0 a fault, 1 an error of its own, 2 the loss of another rank."""
+    if failure.traceback is None and -failure.exit_code in _FAULTS:
+        return 0
+    return 2 if any(words in (failure.message or "") for words in _PEER_LOST) else 1
+
+
+def explain(failures: Sequence[Failure]) -> tuple[str, str]:
+    """Return title and text of the report."""
+    own, ended = in_order(failures)
+    cause = own[0]
+    parts = [cause.traceback.rstrip() if cause.traceback else _without_traceback(cause)]
+    others = [f"rank {other.rank} failed too: {_in_short(other)}" for other in own[1:] if _distance(other) < 2]
+    others += _listed([other for other in own[1:] if _distance(other) == 2], "lost the connection to it")
+    others += _listed(ended, "ended by the launcher")
+    if others:
+        parts.append("\n".join(others))
+    return f"rank {cause.rank} failed on {socket.gethostname()}: {cause.how}", "\n\n".join(parts)
+
+
+def _without_traceback(cause: Failure) -> str:
+    if cause.exit_code == -signal.SIGKILL:
+        return "It was killed from outside. The system does that to a process when memory runs out."
+    if cause.exit_code < 0:
+        return "It ended by a signal, so there is no traceback."
+    return "It left no traceback for the launcher; what it printed stands above."
+
+
+def _in_short(failure: Failure) -> str:
+    lines = (failure.message or "").strip().splitlines()
+    return shorten(lines[0], 150, placeholder=" ...") if lines else failure.how
+
+
+def _listed(failures: Sequence[Failure], what: str) -> list[str]:
+    ranks = ", ".join(str(failure.rank) for failure in sorted(failures, key=lambda failure: failure.rank))
+    return [f"then {what}: {'rank' if len(failures) == 1 else 'ranks'} {ranks}"] if failures else []
+
+
+def show(failures: Sequence[Failure], log_dir: str | None = None) -> int:
+    """Print the report on stderr and return the exit code of the rank that failed first."""
+    from rich.console import Console  # late: only a failure needs it
+    from rich.panel import Panel
+    from rich.text import Text
+
+    title, text = explain(failures)
+    if log_dir is not None:
+        text += f"\n\nlogs: {log_dir}"
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a log file has no narrow edge
+    console.print(Panel(Text(text), title=Text(title), title_align="left", border_style="red"))
+    return in_order(failures)[0][0].shell_code
