@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The house rules, read from the sources alone: floors, doors, sizes, where state and the environment may be touched."""
+"""The house rules, read from the sources alone: floors, doors, sizes, and who may touch state and environment."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from laconic.accelerator import session as slot
 from laconic.accelerator.join import join_uneven_inputs
 from laconic.accelerator.operations import extract_model_from_parallel, gather_for_metrics, release_memory
 from laconic.accelerator.outer import Outer
-from laconic.accelerator.prepare import Preparer, PreparedLoader, Registry
+from laconic.accelerator.prepare import PreparedLoader, Preparer, Registry
 from laconic.accelerator.settings import handlers_by_kind, refuse_engines, settled_accumulation
 from laconic.accelerator.views import AcceleratorState, GradientState
 from laconic.base.errors import ConfigError, Unsupported
@@ -40,7 +40,7 @@ from laconic.loop.accumulation import Accumulate
 from laconic.loop.optimizer import AcceleratedOptimizer
 from laconic.loop.scheduler import AcceleratedScheduler, Ticks
 from laconic.outer.recipes import Recipe
-from laconic.precision.amp import choose_precision, restore_forward
+from laconic.precision.amp import choose_precision
 from laconic.process.bootstrap import join_world
 from laconic.process.control import ProcessControl
 from laconic.process.world import World
@@ -433,7 +433,7 @@ class Accelerator(ProcessControl):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the state of a prepared model, with the names of the bare one unless `unwrap` is False."""
-        return (self.unwrap_model(model, keep_torch_compile=False) if unwrap else model).state_dict()  # type: ignore[no-any-return]
+        return (self.unwrap_model(model, keep_torch_compile=False) if unwrap else model).state_dict()
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget all that was prepared and free what nobody else holds; returns a None for each of `objects`."""

@@ -33,9 +33,7 @@ class LocalSGD:
     Source: Local SGD converges fast and communicates little (arXiv:1805.09767).
     """
 
-    def __init__(
-        self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         recipe = local_sgd(local_sgd_steps)
         self.enabled = enabled and accelerator.use_distributed
         self.local_sgd_steps = local_sgd_steps
@@ -48,7 +46,7 @@ class LocalSGD:
         return self
 
     def step(self) -> None:
-        """Average if the optimizer has completed `local_sgd_steps` steps since the last time; call it as often as you like.
+        """Average if the optimizer has completed `local_sgd_steps` steps since the last time; call it at any rate.
 
         Raises:
             StateError: outside the `with` block.

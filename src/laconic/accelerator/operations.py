@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerate's free functions over the processes of this run; each joins the world first where that has not happened."""
+"""Accelerate's free functions over the processes of this run; each joins the world first where none has yet."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def extract_model_from_parallel(
         recursive: not done.
     """
     if recursive:
-        raise Unsupported("extract_model_from_parallel(recursive=True) is not done. Unwrap the inner modules one by one.")
+        raise Unsupported("extract_model_from_parallel(recursive=True) is not done. Unwrap inner modules one by one.")
     compiled = None
     inner: Any = model
     while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
@@ -131,7 +131,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     Raises:
         ImportError: tqdm is not installed.
     """
-    from tqdm.auto import tqdm as bar
+    from tqdm.auto import tqdm as bar  # type: ignore[import-untyped]
 
     if main_process_only and not kwargs.get("disable"):
         kwargs["disable"] = not join_world().is_local_main

@@ -25,7 +25,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool
         torch.save(obj, path)
         return
     if not isinstance(obj, dict) or not all(isinstance(value, Tensor) for value in obj.values()):
-        raise ConfigError("safe_serialization=True writes a dictionary from names to tensors, and this is something else.")
+        raise ConfigError("safe_serialization=True writes a dictionary from names to tensors; this is something else.")
     with open(path, "wb") as file:  # not safetensors' own writer, whose files nobody else may read
         file.write(to_safetensors(without_aliases(obj), metadata={"format": "pt"}))
 

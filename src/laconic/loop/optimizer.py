@@ -50,7 +50,7 @@ class AcceleratedOptimizer(Optimizer):
             self.optimizer.zero_grad(set_to_none)
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The state of the optimizer that does the work."""
         return self.optimizer.state
 
@@ -59,7 +59,7 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.state = value
 
     @property
-    def param_groups(self) -> Any:  # type: ignore[override]
+    def param_groups(self) -> Any:
         """The parameter groups of the optimizer that does the work."""
         return self.optimizer.param_groups
 
@@ -68,7 +68,7 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.param_groups = value
 
     @property
-    def defaults(self) -> Any:  # type: ignore[override]
+    def defaults(self) -> Any:
         """The default settings of the optimizer that does the work."""
         return self.optimizer.defaults
 

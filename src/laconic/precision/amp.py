@@ -52,7 +52,7 @@ class Autocast(Full):
             return convert_to_fp32(outputs)
 
         object.__setattr__(model, _MARK, plain)
-        model.forward = forward  # type: ignore[method-assign]
+        model.forward = forward
         return model
 
 

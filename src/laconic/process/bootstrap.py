@@ -179,7 +179,7 @@ def _initialize(place: Place, device: torch.device, init: InitProcessGroupKwargs
 
 
 def _backend(device: torch.device, asked: str | None) -> str:
-    """Return torch's backend words. Beside an accelerator's own backend there is always gloo, for what lives on CPUs."""
+    """Return torch's backend words; beside an accelerator's own backend there is always gloo, for CPU tensors."""
     if device.type == "cpu":
         if asked is not None and asked not in ("gloo", "mpi", "ccl"):
             raise ConfigError(

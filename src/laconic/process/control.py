@@ -162,7 +162,9 @@ def _share(inputs: Any, rank: int, size: int, padded: bool) -> Any:
     count, extra = divmod(len(inputs), size)
     start = rank * count + min(rank, extra)
     stop = start + count + (rank < extra)
-    if hasattr(inputs, "select") and not isinstance(inputs, Tensor):  # a Hugging Face data set, whose slices are columns
+    if hasattr(inputs, "select") and not isinstance(
+        inputs, Tensor
+    ):  # a Hugging Face data set, whose slices are columns
         rows = list(range(start, stop))
         filler = [len(inputs) - 1] * (count + (extra > 0) - len(rows)) if padded else []
         return inputs.select(rows + filler)

@@ -32,15 +32,14 @@ class MultiProcessAdapter(_Adapter):
         kwargs.setdefault("stacklevel", 2)
         return f"[RANK {slot.joined().rank}] {msg}", kwargs
 
-    def log(
-        self, level: int, msg: object, *args: object, main_process_only: bool = True, in_order: bool = False, **kwargs: Any
-    ) -> None:
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log `msg % args` on the processes that the arguments choose.
 
         Raises:
             StateError: neither an `Accelerator` nor a `PartialState` has been made yet.
         """
         world = slot.joined()
+        main_process_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         enabled = self.isEnabledFor(level)
         message, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]
         if not in_order:

@@ -12,7 +12,6 @@ from laconic.base.errors import StateError
 from laconic.comm.exchange import Exchange
 from laconic.comm.group import Group
 
-
 _KINDS = {
     "cpu": DistributedType.MULTI_CPU,
     "cuda": DistributedType.MULTI_GPU,

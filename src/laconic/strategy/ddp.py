@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -78,7 +79,7 @@ class DDP:
 def _cast_hook(dtype: torch.dtype) -> Any:
     """Return a hook that averages gradients in `dtype`, for backends whose torch hook of that name is refused."""
 
-    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         group = dist.group.WORLD
         assert group is not None
         gradient = bucket.buffer()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from laconic.base.errors import RankFailure
 from laconic.config import environ
@@ -36,14 +37,14 @@ def run_ranks(
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "laconic.testing.preload"])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     workers: list[BaseProcess] = []
     pipes: list[Connection] = []
     try:
         for rank in range(num_ranks):
             here, there = context.Pipe(duplex=False)
             variables = _variables(rank, num_ranks, store.port)
-            worker = context.Process(target=_rank_main, args=(there, variables, connect, function, args))
+            worker: BaseProcess = context.Process(target=_rank_main, args=(there, variables, connect, function, args))
             worker.start()
             there.close()
             workers.append(worker)

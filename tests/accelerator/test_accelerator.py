@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Accelerator in one process: what it settles, refuses, prepares and gives back."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+import laconic
+from laconic import Accelerator, PartialState
+from laconic.base.errors import ConfigError, StateError, Unsupported
+from laconic.state import AcceleratorState, GradientState
+from laconic.utils import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+    extract_model_from_parallel,
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_slots():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_one_process_has_no_group_and_says_so():
+    accelerator = Accelerator(cpu=True)
+    assert (accelerator.num_processes, accelerator.process_index, accelerator.local_process_index) == (1, 0, 0)
+    assert accelerator.is_main_process
+    assert accelerator.is_local_main_process
+    assert accelerator.is_last_process
+    assert not accelerator.use_distributed
+    assert accelerator.distributed_type == DistributedType.NO == "NO"
+    assert accelerator.device == torch.device("cpu")
+    assert accelerator.mixed_precision == "no"
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_public_names_of_the_package_are_all_there():
+    for name in laconic.__all__:
+        assert getattr(laconic, name) is not None
+    with pytest.raises(AttributeError, match="no_such"):
+        laconic.no_such  # noqa: B018
+
+
+def test_a_second_accelerator_joins_and_one_with_another_precision_is_refused():
+    first = Accelerator(cpu=True, mixed_precision="bf16")
+    assert Accelerator().mixed_precision == "bf16"
+    with pytest.raises(ConfigError, match=r"'fp16'.*'bf16'"):
+        Accelerator(mixed_precision="fp16")
+    assert first.mixed_precision == "bf16"
+
+
+def test_each_accelerator_keeps_its_own_accumulation_and_registry():
+    first = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    second = Accelerator(gradient_accumulation_steps=3)
+    assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (2, 3)
+    assert GradientState().num_steps == 3
+    assert Accelerator().gradient_accumulation_steps == 3
+    model = nn.Linear(1, 1)
+    first.prepare(model)
+    assert second._registry.models == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mixed_precision": "half"}, ConfigError, "'half'"),
+        ({"mixed_precision": "fp8"}, Unsupported, "bf16"),
+        ({"gradient_accumulation_steps": 0}, ConfigError, "0"),
+        ({"gradient_accumulation_steps": 2.5}, ConfigError, "2.5"),
+        (
+            {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=4)},
+            ConfigError,
+            r"2.*4",
+        ),
+        ({"kwargs_handlers": ["ddp"]}, ConfigError, "ddp"),
+        ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ConfigError, "two AutocastKwargs"),
+        ({"kwargs_handlers": [GradScalerKwargs()]}, ConfigError, "no loss scaler"),
+        ({"deepspeed_plugin": object()}, Unsupported, "DeepSpeed"),
+        ({"fsdp_plugin": object()}, Unsupported, "FSDP"),
+        ({"log_with": "wandb"}, Unsupported, "is_main_process"),
+        ({"dynamo_backend": "inductor"}, Unsupported, "torch.compile"),
+        ({"scheduler_ticks": "never"}, ConfigError, "never"),
+        ({"split_batches": True, "dataloader_config": DataLoaderConfiguration()}, ConfigError, "split_batches"),
+    ],
+)
+def test_what_cannot_work_is_refused_and_leaves_no_session_behind(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Accelerator(cpu=True, **arguments)
+    Accelerator(cpu=True, mixed_precision="bf16")
+
+
+def test_handlers_refuse_what_nothing_would_read():
+    with pytest.raises(ConfigError, match="PowerSGD"):
+        DistributedDataParallelKwargs(comm_state_option={"matrix_approximation_rank": 2})
+    with pytest.raises(ConfigError, match="data_seed"):
+        DataLoaderConfiguration(data_seed=1)
+    with pytest.raises(Unsupported, match="stateful"):
+        DataLoaderConfiguration(use_stateful_dataloader=True)
+    assert DistributedDataParallelKwargs(find_unused_parameters=True).to_kwargs() == {"find_unused_parameters": True}
+    assert InitProcessGroupKwargs().to_kwargs() == {}
+
+
+def parts():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, DataLoader(list(range(8)), batch_size=2), LambdaLR(optimizer, lambda step: 1.0)
+
+
+def test_prepare_keeps_the_order_and_passes_on_what_it_does_not_know():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader, scheduler = parts()
+    prepared = accelerator.prepare(scheduler, loader, "other", optimizer, None, model)
+    assert prepared[0].scheduler is scheduler
+    assert len(prepared[1]) == 4
+    assert prepared[2] == "other"
+    assert prepared[3].optimizer is optimizer
+    assert prepared[4] is None
+    assert prepared[5] is model
+    assert prepared[0].optimizers == [prepared[3]]
+    with pytest.raises(ConfigError, match="device_placement"):
+        accelerator.prepare(model, optimizer, device_placement=[True])
+
+
+def test_preparing_twice_gives_the_same_object_and_registers_once():
+    accelerator = Accelerator(cpu=True)
+    things = parts()
+    once = accelerator.prepare(*things)
+    assert all(a is b for a, b in zip(once, accelerator.prepare(*things), strict=True))
+    assert all(a is b for a, b in zip(once, accelerator.prepare(*once), strict=True))
+    registry = accelerator._registry
+    assert [len(x) for x in (registry.models, registry.optimizers, registry.loaders, registry.schedulers)] == [1] * 4
+
+
+def test_backward_divides_by_the_window():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    weight = nn.Parameter(torch.ones(1))
+    accelerator.backward((weight * 2).sum())
+    assert weight.grad.item() == 0.5
+
+
+def test_unwrapping_undoes_precision_and_compilation_as_asked():
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = nn.Linear(2, 2)
+    compiled = torch.compile(model, backend="eager")
+    prepared = accelerator.prepare(compiled)
+    assert accelerator.unwrap_model(prepared) is compiled
+    assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
+    plain = accelerator.prepare(nn.Linear(2, 2))
+    half = accelerator.unwrap_model(plain, keep_fp32_wrapper=False)
+    assert half is plain
+    assert "forward" not in vars(half)
+    with pytest.raises(Unsupported, match="recursive"):
+        extract_model_from_parallel(model, recursive=True)
+
+
+def test_a_freed_model_is_gone():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader, scheduler = accelerator.prepare(*parts())
+    for _ in loader:
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        scheduler.step()
+    watched = weakref.ref(model.weight)
+    model, optimizer, loader, scheduler = accelerator.free_memory(model, optimizer, loader, scheduler)
+    gc.collect()
+    assert (model, optimizer, loader, scheduler) == (None,) * 4
+    assert watched() is None
+
+
+def test_views_need_a_session_and_read_it():
+    with pytest.raises(StateError, match="Accelerator"):
+        GradientState().num_steps  # noqa: B018
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert AcceleratorState().mixed_precision == "no"
+    assert PartialState().num_processes == 1
+    assert not GradientState().in_dataloader
+    for _ in accelerator.prepare(DataLoader([1, 2, 3])):
+        assert GradientState().in_dataloader
+    assert "num_steps" in repr(GradientState())
+    assert "cpu" in repr(accelerator.state)
+    with pytest.raises(ConfigError, match="no_such"):
+        PartialState(no_such=1)
+
+
+def test_project_directories():
+    accelerator = Accelerator(cpu=True, project_dir="here")
+    assert (accelerator.project_dir, accelerator.logging_dir) == ("here", "here")
+    config = ProjectConfiguration(project_dir="there", logging_dir="logs")
+    assert Accelerator(project_config=config).logging_dir == "logs"
+
+
+def test_save_writes_both_forms_for_everyone_to_read(tmp_path):
+    from safetensors.torch import load_file
+
+    accelerator = Accelerator(cpu=True)
+    weight = torch.randn(3, 2)
+    accelerator.save({"a": weight, "tied": weight, "t": weight.t()}, tmp_path / "s", safe_serialization=True)
+    loaded = load_file(tmp_path / "s")
+    assert set(loaded) == {"a", "t"}
+    assert torch.equal(loaded["t"], weight.t())
+    accelerator.save({"step": 3}, tmp_path / "p")
+    assert torch.load(tmp_path / "p", weights_only=True) == {"step": 3}
+    assert (tmp_path / "s").stat().st_mode == (tmp_path / "p").stat().st_mode
+    with pytest.raises(ConfigError, match="safe_serialization"):
+        accelerator.save([1], tmp_path / "x", safe_serialization=True)
+
+
+def test_profiling_writes_a_trace(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))) as profiler:
+        torch.ones(2) + 1
+    assert "aten::add" in {event.key for event in profiler.key_averages()}
+    assert (tmp_path / "profile_0.json").exists()
+    with pytest.raises(ConfigError, match="gpu"), accelerator.profile(ProfileKwargs(activities=["gpu"])):
+        pass
+
+
+def test_set_trigger_is_seen_once():
+    accelerator = Accelerator(cpu=True)
+    assert not accelerator.check_trigger()
+    accelerator.set_trigger()
+    assert accelerator.check_trigger()
+    assert not accelerator.check_trigger()

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LocalSGD and `accelerator.outer` around a prepared loop, on real gloo ranks."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laconic import Accelerator, LocalSGD
+from laconic.base.errors import ConfigError, RankFailure, StateError
+from laconic.outer import diloco, local_sgd
+from laconic.state import AcceleratorState
+from laconic.testing.ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def fresh_slots():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Net(nn.Module):
+    """Something of everything: a frozen layer, batch statistics, a counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(3, 4)
+        self.frozen.requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.out(self.norm(self.frozen(x)))
+
+
+def prepared(steps=1, num_batches=8, lr=0.1, **options):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(num_batches * accelerator.num_processes * 2, 3))
+    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2))
+
+
+def one_step(accelerator, model, optimizer, batch):
+    with accelerator.accumulate(model):
+        accelerator.backward(model(batch[0]).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(accelerator, model):
+    return {name: value.clone() for name, value in accelerator.unwrap_model(model).state_dict().items()}
+
+
+def differs(accelerator, model):
+    """Whether the ranks' trainable weights differ now."""
+    mine = accelerator.unwrap_model(model).out.weight.detach()
+    everyone = accelerator.gather(mine)
+    return not all(torch.equal(part, everyone[:1]) for part in everyone.split(1))
+
+
+def rounds_by_micro_batch():
+    """Accumulation 2, LocalSGD every 2 optimizer steps: replicas agree after each fourth micro-batch only."""
+    accelerator, model, optimizer, loader = prepared(steps=2)
+    apart = []
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as averaging:
+        for batch in loader:
+            one_step(accelerator, model, optimizer, batch)
+            averaging.step()
+            apart.append(differs(accelerator, model))
+    return apart, weights(accelerator, model)
+
+
+def test_rounds_count_optimizer_steps_not_calls():
+    (apart, first), (_, second) = run_ranks(rounds_by_micro_batch, 2)
+    assert apart == [False, True, True, False, False, True, True, False]
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def by_hand():
+    """The same run as a bare loop whose weights and statistics are averaged by plain collectives."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    batches = torch.randn(8 * size * 2, 3).split(2)[rank::size]
+    for number, batch in enumerate(batches, 1):
+        (model(batch).pow(2).mean() / 2).backward()
+        if number % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        if number % 4 == 0:
+            for value in (*model.out.parameters(), *model.norm.parameters(), *model.norm.buffers()):
+                if value.is_floating_point():
+                    torch.distributed.all_reduce(value.data)
+                    value.data /= size
+    return model.state_dict()
+
+
+def test_local_sgd_is_training_alone_and_averaging():
+    expected = run_ranks(by_hand, 2)[0]
+    _, ours = run_ranks(rounds_by_micro_batch, 2)[0]
+    for name in expected:
+        assert torch.allclose(ours[name], expected[name], atol=1e-6), name
+
+
+def nothing_of_a_model_travels_meanwhile():
+    accelerator, model, optimizer, loader = prepared()
+    with LocalSGD(accelerator, model, 100):
+        for number, batch in enumerate(loader):
+            if accelerator.is_main_process or number < 2:  # were anything sent, this rank would wait for the other
+                one_step(accelerator, model, optimizer, batch)
+    return weights(accelerator, model)
+
+
+def test_gradients_and_buffers_stay_at_home_and_uneven_ranks_agree_at_the_end():
+    first, second = run_ranks(nothing_of_a_model_travels_meanwhile, 2)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def steps_of_different_number(counts, every, driven):
+    accelerator, model, optimizer, loader = prepared(num_batches=max(counts))
+    start = weights(accelerator, model)
+    mine = counts[accelerator.process_index]
+    with accelerator.outer(model, local_sgd(every)) as outer:
+        for number, batch in enumerate(loader):
+            if number < mine:
+                one_step(accelerator, model, optimizer, batch)
+    return weights(accelerator, model), outer.stats().rounds, start
+
+
+@pytest.mark.parametrize("counts", [(7, 3), (0, 5), (4, 4), (2, 9)])
+def test_ranks_that_run_out_of_data_stay_in_the_rounds(counts):
+    outcomes = run_ranks(steps_of_different_number, 2, counts, 2, True, timeout_s=30)
+    (first, rounds, start), (second, also, _) = outcomes
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert rounds == also
+    assert not torch.equal(first["out.weight"], start["out.weight"])
+
+
+def one_rank_raises():
+    accelerator, model, optimizer, loader = prepared()
+    started = time.monotonic()
+    try:
+        with LocalSGD(accelerator, model, 2) as averaging:
+            for number, batch in enumerate(loader):
+                if number == 3 and accelerator.process_index == 1:
+                    raise ValueError("bad sample")
+                one_step(accelerator, model, optimizer, batch)
+                averaging.step()
+    except (RankFailure, ValueError) as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+
+
+def test_an_exception_leaves_without_a_collective_and_the_others_learn_of_it():
+    (kind, message, took), (other, _, _) = run_ranks(one_rank_raises, 2, timeout_s=30)
+    assert (kind, other) == ("RankFailure", "ValueError")
+    assert "rank 1" in message
+    assert "bad sample" in message
+    assert took < 10
+
+
+def one_rank_is_killed():
+    accelerator, model, optimizer, loader = prepared()
+    with LocalSGD(accelerator, model, 2) as averaging:
+        for number, batch in enumerate(loader):
+            if number == 3 and accelerator.process_index == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            one_step(accelerator, model, optimizer, batch)
+            averaging.step()
+
+
+def test_a_killed_rank_is_an_error_on_the_other_within_seconds():
+    started = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 0(.|\n)*RankFailure(.|\n)*exit code -9"):
+        run_ranks(one_rank_is_killed, 2, timeout_s=30)
+    assert time.monotonic() - started < 15
+
+
+def through_diloco():
+    accelerator, model, optimizer, loader = prepared(num_batches=6)
+    with accelerator.outer(model, diloco(every=2, rounds=500, lr=1.0, momentum=0.0)) as outer:
+        for batch in loader:
+            one_step(accelerator, model, optimizer, batch)
+    with accelerator.outer(model, local_sgd(2)):
+        pass
+    return weights(accelerator, model), outer.stats(), optimizer.listeners
+
+
+def through_local_sgd():
+    accelerator, model, optimizer, loader = prepared(num_batches=6)
+    with accelerator.outer(model, local_sgd(2)):
+        for batch in loader:
+            one_step(accelerator, model, optimizer, batch)
+    return weights(accelerator, model)
+
+
+def test_diloco_with_a_neutral_outer_optimizer_is_local_sgd():
+    plain = run_ranks(through_local_sgd, 2)[0]
+    for outcome, stats, listeners in run_ranks(through_diloco, 2):
+        for name in plain:
+            assert torch.allclose(outcome[name], plain[name], atol=1e-6), name
+        assert stats.rounds == 3
+        assert stats.steps == 6
+        assert listeners == []  # nothing goes on counting after the block
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, True, "8"])
+def test_a_number_of_steps_that_cannot_be_is_refused(every):
+    accelerator, model, *_ = prepared()
+    with pytest.raises(ConfigError, match=str(every)):
+        LocalSGD(accelerator, model, every)
+
+
+def test_a_model_that_no_optimizer_trains_is_refused():
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match="optimizer"):
+        accelerator.outer(nn.Linear(1, 1), local_sgd(2))
+
+
+def test_in_one_process_it_does_nothing():
+    accelerator, model, optimizer, loader = prepared()
+    with LocalSGD(accelerator, model, 2) as averaging:
+        for batch in loader:
+            one_step(accelerator, model, optimizer, batch)
+            averaging.step()
+    assert not averaging.enabled
+
+
+def step_outside():
+    accelerator, model, *_ = prepared()
+    averaging = LocalSGD(accelerator, model, 2)
+    with pytest.raises(StateError, match="with"):
+        averaging.step()
+    disabled = LocalSGD(accelerator, model, 2, enabled=False)
+    disabled.step()
+
+
+def test_step_outside_the_block_is_refused():
+    run_ranks(step_outside, 2)
+
+
+def skipped_by_overflow():
+    """Rank 1's first step overflows: it counts for the schedule, so that ranks stay aligned, but has no weight."""
+    accelerator, model, optimizer, loader = prepared(mixed_precision="fp16", num_batches=4)
+    with accelerator.outer(model, local_sgd(2)) as outer:
+        for number, batch in enumerate(loader):
+            bad = number == 0 and accelerator.process_index == 1
+            one_step(accelerator, model, optimizer, [batch[0] * float("inf") if bad else batch[0]])
+    return weights(accelerator, model), outer.stats().rounds
+
+
+def test_a_step_that_fp16_skipped_keeps_the_ranks_aligned():
+    (first, rounds), (second, also) = run_ranks(skipped_by_overflow, 2, timeout_s=30)
+    assert rounds == also == 2
+    assert torch.equal(first["out.weight"], second["out.weight"])
+    assert torch.isfinite(first["out.weight"]).all()

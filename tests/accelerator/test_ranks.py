@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Accelerator on real gloo ranks: wrapping, talking, metrics, and loops by hand."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from laconic import Accelerator
+from laconic import DDPCommunicationHookType as Hook
+from laconic.testing.ranks import run_ranks
+from laconic.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, DistributedType
+
+
+def settled():
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
+    model = nn.Linear(2, 1)
+    frozen = nn.Linear(2, 1).requires_grad_(False)
+    wrapped, teacher = accelerator.prepare(model, frozen)
+    evaluated = accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True)
+    assert isinstance(wrapped, DistributedDataParallel)
+    assert wrapped.static_graph
+    assert teacher is frozen
+    assert not isinstance(evaluated, DistributedDataParallel)
+    assert accelerator.unwrap_model(wrapped) is model
+    assert accelerator.get_state_dict(wrapped).keys() == model.state_dict().keys()
+    assert accelerator.prepare(wrapped) is wrapped
+    assert accelerator.distributed_type == DistributedType.MULTI_CPU
+    assert (accelerator.num_processes, accelerator.use_distributed, accelerator.multi_device) == (2, True, True)
+    return accelerator.process_index, accelerator.is_main_process, accelerator.is_last_process
+
+
+def test_what_two_ranks_know_of_each_other():
+    assert run_ranks(settled, 2) == [(0, True, False), (1, False, True)]
+
+
+def talking():
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    gathered = accelerator.gather({"a": torch.full((2,), rank), "b": [torch.tensor(float(rank))]})
+    summed = accelerator.reduce(torch.tensor([rank + 1.0]), "sum", scale=2.0)
+    mean = accelerator.reduce(torch.tensor(rank + 1.0), reduction="mean")
+    padded = accelerator.pad_across_processes(torch.ones(rank + 1), pad_index=-1)
+    if rank == 1:
+        accelerator.set_trigger()
+    triggered = [accelerator.check_trigger(), accelerator.check_trigger()]
+    return gathered["a"].tolist(), gathered["b"][0].tolist(), summed.item(), mean.item(), padded.tolist(), triggered
+
+
+def test_gather_reduce_pad_and_trigger():
+    first, second = run_ranks(talking, 2)
+    assert first[:4] == second[:4] == ([0, 0, 1, 1], [0.0, 1.0], 6.0, 1.5)
+    assert (first[4], second[4]) == ([1.0, -1.0], [1.0, 1.0])
+    assert first[5] == second[5] == [True, False]
+
+
+def metrics(length, batch_size, even):
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=even))
+    loader = accelerator.prepare(DataLoader(range(length), batch_size=batch_size))
+    tensors, words = [], []
+    for batch in loader:
+        tensors += accelerator.gather_for_metrics(batch).tolist()
+        words += accelerator.gather_for_metrics([f"w{i}" for i in batch.tolist()])
+    return tensors, words
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, 7, 16])
+def test_metrics_see_each_sample_once_in_order(num_ranks, length):
+    for tensors, words in run_ranks(metrics, num_ranks, length, 2, True):
+        assert tensors == list(range(length))
+        assert words == [f"w{i}" for i in range(length)]
+
+
+def test_metrics_take_a_ragged_last_batch():
+    for tensors, words in run_ranks(metrics, 2, 7, 2, False):
+        assert tensors == list(range(7))
+        assert words == [f"w{i}" for i in range(7)]
+
+
+def gradient(hook):
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook)])
+    model = nn.Linear(2, 1, bias=False)
+    wrapped = accelerator.prepare(model)
+    with accelerator.no_sync(wrapped):
+        accelerator.backward(wrapped(torch.full((1, 2), accelerator.process_index + 1.0)).sum())
+    alone = model.weight.grad.clone()
+    accelerator.backward(wrapped(torch.full((1, 2), accelerator.process_index + 1.0)).sum())
+    return alone[0, 0].item(), model.weight.grad[0, 0].item()
+
+
+@pytest.mark.parametrize("hook", [Hook.NO, Hook.BF16, Hook.FP16])
+def test_no_sync_keeps_gradients_at_home_and_hooks_average_them(hook):
+    assert run_ranks(gradient, 2, hook) == [(1.0, 3.0), (2.0, 3.0)]
+
+
+def uneven(even_batches):
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    loader = DataLoader(TensorDataset(torch.ones(5, 1)), batch_size=1)
+    model, loader = accelerator.prepare(model, loader)
+    count = 0
+    with accelerator.join_uneven_inputs([model], even_batches=even_batches):
+        for (x,) in loader:
+            accelerator.backward(model(x).sum())
+            count += 1
+    return count, [len(loader)]
+
+
+def test_uneven_inputs_are_joined():
+    assert [count for count, _ in run_ranks(uneven, 2, False, timeout_s=30)] == [3, 2]
+    assert [count for count, _ in run_ranks(uneven, 2, None, timeout_s=30)] == [3, 3]
+
+
+def horizon(ticks, split):
+    accelerator = Accelerator(
+        cpu=True, scheduler_ticks=ticks, dataloader_config=DataLoaderConfiguration(split_batches=split)
+    )
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = LambdaLR(optimizer, lambda step: step)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    scheduler.step()
+    return scheduler.get_last_lr()[0]
+
+
+@pytest.mark.parametrize(
+    ("ticks", "split", "expected"), [("per_process", False, 2), ("per_process", True, 1), ("per_update", False, 1)]
+)
+def test_a_scheduler_ticks_for_every_process_or_once(ticks, split, expected):
+    assert run_ranks(horizon, 2, ticks, split) == [expected] * 2
+
+
+def prints(path):
+    accelerator = Accelerator(cpu=True)
+    with open(path / str(accelerator.process_index), "w") as file:
+        accelerator.print("hello", file=file)
+    accelerator.save({"x": 1}, path / f"saved{accelerator.process_index}")
+
+
+def test_only_the_main_process_prints_and_saves(tmp_path):
+    run_ranks(prints, 2, tmp_path)
+    assert (tmp_path / "0").read_text() == "hello\n"
+    assert (tmp_path / "1").read_text() == ""
+    assert (tmp_path / "saved0").exists()
+    assert not (tmp_path / "saved1").exists()
