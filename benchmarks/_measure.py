@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark needs: contestants measured turn by turn, medians, and one JSON line that says where and when."""
+"""What every benchmark needs: contestants measured in turns, medians, and one JSON line that says where and when."""
 
 from __future__ import annotations
 

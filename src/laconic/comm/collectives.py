@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ def broadcast(exchange: Exchange, tree: Any, from_process: int = 0) -> Any:
     """
     if exchange.size == 1:
         return tree
-    call = ("broadcast", ("from_process", from_process))
+    call = ("broadcast", ("from_process", index(from_process)))
     _require_rank(exchange, call, from_process)
     leaves, spec = exchange.take_apart(call, tree)
     limit = MAX_CAPACITY if exchange.rank == from_process else 0
@@ -135,7 +136,7 @@ def broadcast_object_list(exchange: Exchange, object_list: list[Any], from_proce
     """
     if exchange.size == 1:
         return object_list
-    call = ("broadcast_object_list", ("from_process", from_process), ("items", len(object_list)))
+    call = ("broadcast_object_list", ("from_process", index(from_process)), ("items", len(object_list)))
     _require_rank(exchange, call, from_process)
     sends = exchange.rank == from_process
     content = _pickled(exchange, call, object_list) if sends else torch.empty(0, dtype=torch.uint8)
@@ -216,7 +217,7 @@ def pad_across_processes(
         ConfigError: `pad_index` is no value of a tensor's dtype.
         TypeError: a leaf is no tensor.
     """
-    call = ("pad_across_processes", ("dim", dim))
+    call = ("pad_across_processes", ("dim", index(dim)))
     leaves, spec = exchange.take_apart(call, tree)
     for dtype in {x.dtype for x in leaves}:
         if not _holds(dtype, pad_index):

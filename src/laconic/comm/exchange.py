@@ -28,6 +28,11 @@ _MAX_FORMS = 256  # forms remembered before all are forgotten; a training loop k
 _KEPT_BYTES = 64 * 1024 * 1024  # scratch larger than this is given back after use
 
 
+def carrier(group: Group) -> torch.device:
+    """Return the device on which bytes of the host travel: the host, unless the group talks between GPUs alone."""
+    return torch.device("cpu") if group.speaks("cpu") else torch.device("cuda", torch.cuda.current_device())
+
+
 class Board:
     """The buffers of one capacity, and the views into them that forms have asked for."""
 
@@ -133,7 +138,7 @@ class Exchange:
         form = self._forms.get(key)
         if form is None:
             for leaf in leaves:
-                if not is_plain(leaf) or hasattr(leaf, "__tensor_flatten__"):
+                if not is_plain(leaf):
                     self.fail(call, _unfit(call, leaf))
             form = self._forms[key] = self._recognized(header_of(call, spec, leaves))
             num_bytes = form.layout.nbytes
@@ -168,9 +173,7 @@ class Exchange:
         for leaf in leaves:
             if leaf.device.type != "cpu" and self.group.speaks(leaf.device.type):
                 return leaf.device
-        if self.group.speaks("cpu"):
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+        return carrier(self.group)
 
     def scratch(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         """Return a buffer `[num_bytes]` uint8 that the next call with `name` may hand out again.
@@ -212,7 +215,7 @@ class Exchange:
             headers = self._long_headers(form, [header for header, _ in lengths])
         forms = [form if header == form.header else self._recognized(header) for header in headers]
         came = [
-            total <= capacity and payload == other.layout.nbytes
+            payload == other.layout.nbytes and (total <= capacity or payload == 0)
             for total, (_, payload), other in zip(totals, lengths, forms, strict=True)
         ]
         return Parcel(forms, came, board)
@@ -238,7 +241,7 @@ class Exchange:
         if self.group.speaks("cpu"):
             self.group.all_gather(everyone, mine).wait()
             return
-        there = self.wire([])
+        there = carrier(self.group)
         gathered = torch.empty_like(everyone, device=there)
         self.group.all_gather(gathered, mine.to(there)).wait()
         everyone.copy_(gathered)

@@ -39,8 +39,9 @@ def aligned(num_bytes: int) -> int:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Say whether `x` is a dense tensor whose elements are bytes in memory (not sparse, quantized, nested or meta)."""
-    return not x.is_nested and x.layout is torch.strided and not x.is_quantized and not x.is_meta
+    """Say whether `x` is plain bytes in memory: not sparse, quantized, nested, meta, or a wrapper of other tensors."""
+    dense = not x.is_nested and x.layout is torch.strided and not x.is_quantized and not x.is_meta
+    return dense and not hasattr(x, "__tensor_flatten__")
 
 
 def raw(buffer: Tensor) -> memoryview:

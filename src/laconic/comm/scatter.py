@@ -24,6 +24,7 @@ from torch import Tensor
 
 from laconic.base.errors import RankFailure
 from laconic.base.tree import Spec, flatten, unflatten
+from laconic.comm.exchange import carrier
 from laconic.comm.group import Group
 from laconic.comm.packet import Layout, aligned, is_plain, raw
 
@@ -80,7 +81,12 @@ class Scatter:
             raise ValueError(f"Scatter.send: got {len(values)} values for {size} ranks; give one for each rank.")
         if size > 1:
             others = [k for k in range(size) if k != self._src]
-            self._deliver({k: self._packed(values[k]) for k in others})
+            try:
+                packets = {k: self._packed(values[k]) for k in others}
+            except Exception as error:  # whatever an object's own code raises; it goes on, and the others hear of it
+                self.fail(f"{type(error).__name__}: {error}")
+                raise
+            self._deliver(packets)
         return values[self._src]
 
     def fail(self, reason: str) -> None:
@@ -154,7 +160,12 @@ class Scatter:
         return buffer, _LENGTHS.unpack_from(raw(buffer))
 
     def _scattered(self, out: Tensor, parts: list[Tensor] | None) -> None:
-        self._group.scatter(out, parts, self._src).wait()
+        there = carrier(self._group)
+        arrived = out.to(there)
+        sent = None if parts is None else [part.to(there) for part in parts]
+        self._group.scatter(arrived, sent, self._src).wait()
+        if arrived is not out:
+            out.copy_(arrived)
 
     def _unpacked(self, buffer: Tensor, lengths: tuple[int, ...]) -> Any:
         header_end = _LENGTHS.size + lengths[0]
