@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data sets without indices: every rank reads the whole stream and keeps its own part of each round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import IterableDataset, default_convert
+
+from laconic.base.tree import find_batch_size
+from laconic.data.samplers import check_split, rounds
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """The share of one process in an iterable data set.
+
+    Args:
+        dataset: yields samples, the same ones in the same order on every process.
+        batch_size: samples of a batch of one process or, with `split_batches`, of all processes together.
+        drop_last: leave out a last round that is not whole.
+        num_processes: how many share the samples.
+        process_index: which of them this is.
+        split_batches: see `batch_size`.
+        even_batches: complete a last round that is not whole with samples of the first.
+
+    Raises:
+        ConfigError: `split_batches` and a batch size that is no multiple of `num_processes`.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        *,
+        even_batches: bool = True,
+    ) -> None:
+        if split_batches:
+            check_split(batch_size, num_processes)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.epoch = 0
+
+    @property
+    def part(self) -> int:
+        """Samples of one round that belong to this process."""
+        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass `epoch` on to the data set, if it wants to know."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Return the samples of this process; only for data sets that know their own length."""
+        whole, left = divmod(len(self.dataset), self.part * self.num_processes)  # type: ignore[arg-type]
+        if self.drop_last or left == 0:
+            return whole * self.part
+        if self.even_batches:
+            return (whole + 1) * self.part
+        return whole * self.part + min(max(left - self.process_index * self.part, 0), self.part)
+
+    def __iter__(self) -> Iterator[Any]:
+        for samples, _ in self.shares():
+            yield from samples
+
+    def shares(self) -> Iterator[tuple[list[Any], list[Any] | None]]:
+        """Yield this process's samples of each round and, when the round is padded, all its samples that are not."""
+        own = slice(self.process_index * self.part, (self.process_index + 1) * self.part)
+        size = self.part * self.num_processes
+        for samples, real in rounds(self.dataset, size, drop_last=self.drop_last, even=self.even_batches):
+            yield samples[own], samples[:real] if len(samples) > real else None
+
+
+class Marked(NamedTuple):
+    """A sample, or a batch, of a padded round, with the number of samples in that round that are no padding."""
+
+    content: Any
+    real: int
+
+
+class MarkedShard(IterableDatasetShard):
+    """A shard that marks the samples of padded rounds, so that the count reaches the loader with the batch.
+
+    Only this way does it come through worker processes, each of which has a stream, and a last round, of its own.
+
+    Args:
+        holds_batches: the items of the data set are whole batches, whose samples are to be counted.
+    """
+
+    def __init__(self, *args: Any, holds_batches: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.holds_batches = holds_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for samples, real in self.shares():
+            if real is None:
+                yield from samples
+            else:
+                count = sum(map(_num_samples, real)) if self.holds_batches else len(real)
+                yield from (Marked(sample, count) for sample in samples)
+
+
+class Unmarking:
+    """A collate function that takes the marks off samples and puts one on their batch."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, samples: Any) -> Any:
+        if type(samples) is Marked:  # the loader does no batching
+            return Marked(self.collate_fn(samples.content), samples.real)
+        if type(samples) is list and samples and type(samples[0]) is Marked:
+            return Marked(self.collate_fn([sample.content for sample in samples]), samples[0].real)
+        return self.collate_fn(samples)
+
+
+def _num_samples(batch: Any) -> int:
+    length = find_batch_size(default_convert(batch))  # type: ignore[no-untyped-call]
+    return 1 if length is None else length
