@@ -198,21 +198,22 @@ class TorchGroup:
         while not work.is_completed():
             time.sleep(_NAP_S)
             if time.monotonic() - looked > _WATCH_S:
-                self.raise_if_left()
+                self.raise_if_broken()
                 looked = time.monotonic()
 
-    def raise_if_left(self) -> None:
-        """Raise RankFailure when a rank of this group has called `leave`."""
-        gone = self._register.signed_out()
-        if gone:
+    def raise_if_broken(self) -> None:
+        """Raise RankFailure when a rank of this group has called `leave`, or has found that another one is dead."""
+        known = self._register.signed_out() or (self._register.call_roll() if self._register.alarmed() else "")
+        if known:
             self._break_off()
-            raise RankFailure(f"Rank {self.rank} waits in vain: {'; '.join(gone)}.")
+            raise RankFailure(f"Rank {self.rank} waits in vain: {known}.")
 
     def failure(self, error: RuntimeError) -> RankFailure:
         """Say in one error what is known about the ranks of this group, in which a collective ended with `error`."""
-        said = str(error).splitlines()[0]
-        known = "; ".join([*self._register.signed_out(), *self._register.call_roll()])
-        return RankFailure(f"Rank {self.rank} was thrown out of a collective: {known}. The transport said: {said}")
+        known = self._register.signed_out() or self._register.call_roll()
+        self._break_off()
+        said = str(error).split(". ", 1)[0]
+        return RankFailure(f"A collective of rank {self.rank} broke off: {known}. The transport said: {said}.")
 
     def _break_off(self) -> None:
         """Close the connections: a gloo operation that can never end would hold up the exit of this process."""
@@ -240,7 +241,7 @@ class _Watched:
 
     def _wait_on(self) -> None:
         while not self._work.is_completed():
-            self._group.raise_if_left()
+            self._group.raise_if_broken()
             with suppress(RuntimeError):
                 self._work.wait(timedelta(seconds=_WATCH_S))
         try:
@@ -265,22 +266,28 @@ class _Register:
             store.set(f"{self._prefix}/left/{self._rank}/{times}", reason)
             store.set(f"{self._prefix}/left/any/{times}", "")
 
-    def signed_out(self) -> list[str]:
-        """Return a sentence for each rank that has left more often than this one."""
-        try:
+    def signed_out(self) -> str:
+        """Name the ranks that have left more often than this one, with their reasons; empty when there is none."""
+        with suppress(dist.DistError):  # without a store the collective itself ends with an error
             store = _store()
             times = store.add(f"{self._prefix}/left/{self._rank}", 0) + 1
-            if not store.check([f"{self._prefix}/left/any/{times}"]):
-                return []
-            keys = {rank: f"{self._prefix}/left/{rank}/{times}" for rank in range(self._size)}
-            return [f"rank {rank} left: {store.get(key).decode()}" for rank, key in keys.items() if store.check([key])]
-        except dist.DistError:
-            return []  # the collective itself will end with an error, and `call_roll` says that the store is gone
+            if store.check([f"{self._prefix}/left/any/{times}"]):
+                keys = {rank: f"{self._prefix}/left/{rank}/{times}" for rank in range(self._size)}
+                gone = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+                return "; ".join(f"rank {rank} left ({reason})" for rank, reason in gone.items())
+        return ""
 
-    def call_roll(self) -> list[str]:
-        """Give a sign of life, wait a moment for those of the other ranks, and say who gave none."""
+    def alarmed(self) -> bool:
+        """Say whether a rank has called the roll, because a collective of its own broke off."""
+        with suppress(dist.DistError):
+            return bool(_store().check([f"{self._prefix}/alarm"]))
+        return False
+
+    def call_roll(self) -> str:
+        """Give a sign of life, wait a moment for those of the other ranks, and name those that gave none."""
         try:
             store = _store()
+            store.set(f"{self._prefix}/alarm", "")
             store.set(f"{self._prefix}/alive/{self._rank}", "")
             silent = [rank for rank in range(self._size) if rank != self._rank]
             deadline = time.monotonic() + _ROLL_CALL_S
@@ -288,10 +295,10 @@ class _Register:
                 time.sleep(_ROLL_CALL_S / 50)
                 silent = [rank for rank in silent if not store.check([f"{self._prefix}/alive/{rank}"])]
         except dist.DistError:
-            return ["the store is gone too, so its process (rank 0, or the launcher) has probably died"]
+            return "the store is gone too, so the process that serves it (rank 0, or the launcher) has probably died"
         if silent:
-            return [f"ranks {silent} gave no sign of life for {_ROLL_CALL_S:g} s: they died, or are busy elsewhere"]
-        return ["every rank is alive: they brought different sizes to one collective, or the network broke down"]
+            return f"ranks {silent} gave no sign of life for {_ROLL_CALL_S:g} s, so they died or are busy elsewhere"
+        return "every rank is alive, so they brought different sizes to one collective, or the network broke down"
 
 
 def _store() -> Any:
