@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each error of ours is also the built-in error that a caller would expect."""
+
+import pytest
+
+from laconic.base import errors
+
+
+@pytest.mark.parametrize(
+    ("ours", "builtin"),
+    [
+        (errors.ConfigError, ValueError),
+        (errors.StateError, RuntimeError),
+        (errors.Unsupported, NotImplementedError),
+        (errors.CollectiveMismatch, RuntimeError),
+        (errors.RankFailure, RuntimeError),
+    ],
+)
+def test_an_error_is_caught_as_ours_and_as_the_builtin_one(ours, builtin):
+    for caught in (errors.LaconicError, builtin):
+        with pytest.raises(caught, match="why"):
+            raise ours("why")
+
+
+def test_the_tree_in_the_docstring_names_every_error():
+    found = [
+        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+    ]
+    assert all(name in errors.__doc__ for name in found)
+
+
+def test_a_suggestion_comes_only_where_a_word_is_near():
+    assert errors.did_you_mean("mixed_percision", ["mixed_precision", "num_processes"]) == (
+        " Did you mean `mixed_precision`?"
+    )
+    assert errors.did_you_mean("zzz", ["mixed_precision"]) == ""

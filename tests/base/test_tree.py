@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees are taken apart and put together without loss, with the types they had."""
+
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laconic.base import tree
+
+Point = namedtuple("Point", "x y")
+
+
+class Row(list):
+    """A list of its own type."""
+
+
+class Batch(UserDict):
+    """A mapping that moves itself, as tokenizers' batches do."""
+
+    def to(self, device: Any) -> "Batch":
+        return Batch({key: value.to(device) for key, value in self.items()})
+
+
+@dataclass
+class Record:
+    first: Any
+    second: Any = None
+    derived: Any = field(init=False, default=7)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    only: Any
+
+
+leaves = st.one_of(st.integers(), st.none(), st.text(max_size=3), st.builds(torch.tensor, st.integers(0, 9)))
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.lists(inner, max_size=3).map(Row),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        st.dictionaries(st.integers(), inner, max_size=3).map(OrderedDict),
+        st.dictionaries(st.integers(), inner, max_size=3).map(lambda items: defaultdict(list, items)),
+        st.builds(Point, inner, inner),
+        st.builds(Record, inner, inner),
+        st.builds(Frozen, inner),
+    ),
+    max_leaves=8,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality that looks into containers and compares types."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, (Record, Frozen)):
+        return same(vars(a), vars(b))
+    return a == b
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees)
+def test_unflatten_undoes_flatten(data):
+    flat, spec = tree.flatten(data)
+    rebuilt = tree.unflatten(spec, flat)
+    assert same(rebuilt, data)
+    assert getattr(rebuilt, "default_factory", None) == getattr(data, "default_factory", None)
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees)
+def test_a_spec_is_hashable_and_says_nothing_of_the_leaves(data):
+    flat, spec = tree.flatten(data)
+    _, again = tree.flatten(tree.unflatten(spec, [object() for _ in flat]))
+    assert again == spec
+    assert hash(again) == hash(spec)
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees)
+def test_recursively_apply_keeps_the_structure_and_visits_each_leaf_once(data):
+    seen = []
+    result = tree.recursively_apply(lambda x: seen.append(x) or x, data, test_type=lambda x: not tree.is_container(x))
+    assert same(result, data)
+    assert all(a is b for a, b in zip(seen, tree.leaves_of(data), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([1, 2], (1, 2)),
+        ([1, 2], [1, 2, 3]),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({"a": 1}, OrderedDict(a=1)),
+        ({"a": 1}, {"c": 1}),
+        (Point(1, 2), (1, 2)),
+        ([1, [2]], [[1], 2]),
+        (Record(1, 2), {"first": 1, "second": 2}),
+        (defaultdict(list, a=1), defaultdict(int, a=1)),
+    ],
+)
+def test_different_structures_have_different_specs(one, other):
+    assert tree.flatten(one)[1] != tree.flatten(other)[1]
+
+
+def test_mappings_of_every_kind_keep_their_type():
+    x = torch.ones(2)
+    for data in (UserDict(a=x), Counter(a=1), MappingProxyType({"a": x}), defaultdict(list, a=x), OrderedDict(a=x)):
+        doubled = tree.recursively_apply(lambda leaf: leaf * 2, data)
+        assert type(doubled) is type(data)
+        assert list(doubled) == ["a"]
+        flat, spec = tree.flatten(data)
+        assert type(tree.unflatten(spec, flat)) is type(data)
+
+
+def test_recursively_apply_passes_arguments_and_names_the_operation_that_met_a_stranger():
+    def scale(x, factor, shift=0):
+        return x * factor + shift
+
+    assert tree.recursively_apply(scale, [torch.ones(1), "kept"], 3, shift=1)[0].item() == 4
+    with pytest.raises(TypeError, match=r"scale: found a str \('stranger'\).*gather_object"):
+        tree.recursively_apply(scale, {"a": ["stranger"]}, 3, error_on_other_type=True)
+
+
+def test_concatenate_joins_leaf_by_leaf():
+    parts = [{"x": torch.full((n, 2), n), "y": (torch.full((n,), -n),), "note": n} for n in (1, 3)]
+    joined = tree.concatenate(parts)
+    assert joined["x"].tolist() == [[1, 1]] + 3 * [[3, 3]]
+    assert joined["y"][0].tolist() == [-1, -3, -3, -3]
+    assert joined["note"] == 1
+    assert tree.concatenate([torch.zeros(2, 1), torch.zeros(2, 2)], dim=1).shape == (2, 3)
+    with pytest.raises(TypeError, match="structures differ"):
+        tree.concatenate([{"x": torch.ones(1)}, {"z": torch.ones(1)}])
+
+
+def test_slice_tensors_cuts_the_first_dimension():
+    cut = tree.slice_tensors([torch.arange(6), {"a": torch.arange(12).view(6, 2)}], slice(1, 3))
+    assert cut[0].tolist() == [1, 2]
+    assert cut[1]["a"].tolist() == [[2, 3], [4, 5]]
+
+
+def test_send_to_device_moves_all_but_the_skipped_and_uses_a_container_s_own_way():
+    data = {"a": torch.ones(1), "keep": [torch.ones(1)], "deep": ({"keep": torch.ones(1), "go": torch.ones(1)}, 3)}
+    moved = tree.send_to_device(data, "meta", skip_keys="keep")
+    assert moved["a"].device.type == moved["deep"][0]["go"].device.type == "meta"
+    assert moved["keep"] is data["keep"]
+    assert moved["deep"][0]["keep"] is data["deep"][0]["keep"]
+    assert moved["deep"][1] == 3
+    batch = tree.send_to_device(Batch(ids=torch.ones(1)), torch.device("meta"))
+    assert type(batch) is Batch
+    assert batch["ids"].is_meta
+
+
+def test_batch_size_and_device_are_those_of_the_first_tensor():
+    data = ["text", {"scalar": torch.tensor(1.0), "x": torch.zeros(5, 2, device="meta")}, torch.zeros(7)]
+    assert tree.find_batch_size(data) == 5
+    assert tree.find_device(data) == torch.device("cpu")
+    assert tree.find_batch_size(["text"]) is None
+    assert tree.find_device([]) is None
+
+
+def test_listify_and_fp32_treat_every_dtype():
+    data = {"half": torch.tensor([1.5], dtype=torch.bfloat16), "int": torch.tensor(2), "text": "t"}
+    assert tree.listify(data) == {"half": [1.5], "int": 2, "text": "t"}
+    wide = tree.convert_to_fp32(data)
+    assert wide["half"].dtype is torch.float32
+    assert wide["int"].dtype is torch.int64
