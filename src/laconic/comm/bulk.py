@@ -91,12 +91,19 @@ def broadcast(exchange: Exchange, leaves: Sequence[Tensor], src: int) -> None:
             torch._foreach_copy_(places, members)
         group.broadcast(flat, src).wait()
         if not sends:
-            torch._foreach_copy_(members, places)
+            overwrite(members, places)
     for work in works:
         work.wait()
-    for k, buffer in zip(alone, buffers, strict=True):
-        if not sends and buffer is not leaves[k]:
-            leaves[k].copy_(buffer)
+    if not sends:
+        arrived = [(leaves[k], buffer) for k, buffer in zip(alone, buffers, strict=True) if buffer is not leaves[k]]
+        overwrite([leaf for leaf, _ in arrived], [buffer for _, buffer in arrived])
+
+
+@torch.no_grad()
+def overwrite(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy each value into its leaf; unlike torch's call for many, into leaves that are lazily conjugated too."""
+    for leaf, value in zip(leaves, values, strict=True):
+        leaf.copy_(value)
 
 
 def gathered_shape(size: int, shape: Sequence[int]) -> tuple[int, ...]:

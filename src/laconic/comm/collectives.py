@@ -119,9 +119,8 @@ def broadcast(exchange: Exchange, tree: Any, from_process: int = 0) -> Any:
     require_alike(parcel.forms, "Every rank brings tensors to be overwritten, of the sender's shapes and dtypes.")
     if not parcel.came[from_process]:
         bulk.broadcast(exchange, leaves, from_process)
-    elif exchange.rank != from_process and leaves:
-        with torch.no_grad():
-            torch._foreach_copy_(leaves, parcel.views(from_process))
+    elif exchange.rank != from_process:
+        bulk.overwrite(leaves, parcel.views(from_process))
     return unflatten(spec, leaves)
 
 
@@ -178,7 +177,7 @@ def reduce(exchange: Exchange, tree: Any, reduction: str = "mean", scale: float 
     leaves, spec = exchange.take_apart(call, tree)
     if reduction == "none":
         return unflatten(spec, [x.clone() for x in leaves])
-    wrong = _wrong_dtype({x.dtype for x in leaves}, reduction, scale, exchange.size)
+    wrong = _wrong_dtype(dict.fromkeys([x.dtype for x in leaves]), reduction, scale, exchange.size)
     if wrong:
         exchange.fail(call, ConfigError(f"reduce: {wrong}"))
     factor = int(scale) if float(scale).is_integer() else scale
@@ -219,9 +218,9 @@ def pad_across_processes(
     """
     call = ("pad_across_processes", ("dim", index(dim)))
     leaves, spec = exchange.take_apart(call, tree)
-    for dtype in {x.dtype for x in leaves}:
-        if not _holds(dtype, pad_index):
-            exchange.fail(call, ConfigError(f"pad_across_processes: {dtype} has no value {pad_index!r} to pad with."))
+    for x in leaves:
+        if -x.dim() <= dim < x.dim() and not _holds(x.dtype, pad_index):
+            exchange.fail(call, ConfigError(f"pad_across_processes: {x.dtype} has no value {pad_index!r} to pad with."))
     if exchange.size == 1:
         return tree
     parcel = exchange.share(exchange.form(call, leaves, spec, limit=0), leaves)

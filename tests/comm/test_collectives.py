@@ -1,0 +1,527 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nested collectives on real ranks: right values, one collective, the same bits and the same errors everywhere."""
+
+import hashlib
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from laconic.base.errors import CollectiveMismatch, ConfigError
+from laconic.comm import collectives
+from laconic.comm.exchange import MAX_CAPACITY, Exchange
+from laconic.comm.group import SoloGroup
+from laconic.testing.ranks import run_ranks
+from tests.comm.counting import CountingGroup
+from tests.comm.test_packet import DTYPES, noise, same_bytes
+
+Pair = namedtuple("Pair", "left right")
+
+
+def connected() -> tuple[Exchange, CountingGroup]:
+    group = CountingGroup()
+    return Exchange(group), group
+
+
+def tree_of(rank, rows=3):
+    """What `rank` brings: every dtype, numbers, empty and strided tensors; any rank can build any other's."""
+    torch.manual_seed(rank)
+    every = {str(dtype): noise((rows, 2), dtype) for dtype in DTYPES}
+    odd = Pair(torch.tensor(rank), (torch.tensor(rank > 0), torch.empty(0, 3), torch.empty(2, 0)))
+    strided = [torch.randn(4, rows).t(), torch.randn(1, 5), torch.randn(rows, 1).expand(rows, 3), torch.randn(6)[::2]]
+    return {"every": every, "odd": odd, "strided": strided, "conjugate": torch.randn(3, dtype=torch.complex64).conj()}
+
+
+def leaves(tree):
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [leaf for child in (tree.values() if isinstance(tree, dict) else tree) for leaf in leaves(child)]
+
+
+def concatenated(trees):
+    """What gather should return, made without it."""
+    columns = zip(*map(leaves, trees), strict=True)
+    stacked = [
+        [x.resolve_conj().reshape(1) if x.dim() == 0 else x.resolve_conj() for x in column] for column in columns
+    ]
+    return [torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in column]) for column in stacked]
+
+
+def gathers_every_tree():
+    exchange, _ = connected()
+    rank, size = exchange.rank, exchange.size
+    for rows in (3, 3, 1, 5, 3000, 3):  # 3000 rows do not fit into a packet
+        gathered = collectives.gather(exchange, tree_of(rank, rows))
+        assert list(gathered) == ["every", "odd", "strided", "conjugate"]
+        assert type(gathered["odd"]) is Pair
+        assert gathered["odd"].left.tolist() == list(range(size))
+        assert gathered["odd"].right[1].shape == (0, 3)
+        assert gathered["odd"].right[2].shape == (2 * size, 0)
+        assert gathered["strided"][1].shape == (size, 5)
+        for found, wanted in zip(leaves(gathered), concatenated([tree_of(r, rows) for r in range(size)]), strict=True):
+            assert found.is_contiguous()
+            assert found.view(-1).view(torch.uint8).tolist() == wanted.tolist()
+    assert collectives.gather(exchange, {}) == {}
+    assert collectives.gather(exchange, torch.empty(0)).shape == (0,)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gather_concatenates_every_dtype_and_shape_in_rank_order(ranks):
+    run_ranks(gathers_every_tree, ranks)
+
+
+def counts_collectives():
+    exchange, group = connected()
+    small = {f"leaf{k}": torch.ones(8, 16).to(dtype) for k, dtype in enumerate(DTYPES)}
+    large = {"long": torch.ones(1 << 19), "longer": torch.ones(1 << 20), "short": torch.ones(9), "int": torch.tensor(1)}
+    floats = {key: x for key, x in small.items() if x.dtype in (torch.float32, torch.bfloat16, torch.int64)}
+    for call in (
+        lambda: collectives.gather(exchange, small),
+        lambda: collectives.gather(exchange, small, ragged=True),
+        lambda: collectives.reduce(exchange, floats, "sum"),
+        lambda: collectives.broadcast(exchange, small, 1),
+        lambda: collectives.pad_across_processes(exchange, {"x": torch.ones(2 + exchange.rank, 3), **small}),
+        lambda: collectives.gather_object(exchange, [{"any": "object"}]),
+        lambda: collectives.broadcast_object_list(exchange, ["any"], 1),
+    ):
+        call()
+        group.taken()
+        call()
+        assert group.taken() == ["all_gather"]
+    for _ in range(2):
+        collectives.gather(exchange, large)
+        # The headers, the two long leaves straight into their outputs, and the rest together.
+        assert group.taken() == 4 * ["all_gather"]
+        collectives.reduce(exchange, {key: x.float() for key, x in large.items()}, "sum")
+        assert group.taken() == ["all_gather"] + 3 * ["all_reduce"]
+        collectives.broadcast(exchange, large, 1)
+        assert group.taken() == ["all_gather"] + 3 * ["broadcast"]
+
+
+def test_small_values_take_one_collective_and_large_ones_few():
+    run_ranks(counts_collectives, 2)
+
+
+def gathers_straight():
+    exchange, group = connected()
+    x = torch.full((1000, 300), float(exchange.rank))
+    for _ in range(2):
+        group.calls.clear()
+        gathered = collectives.gather(exchange, {"only": x})["only"]
+        (_, _, header_bytes), (name, pointer, num_bytes) = group.calls
+        assert header_bytes <= 4096 * exchange.size  # a payload that never fits does not make the packets longer
+        assert (name, pointer, num_bytes) == ("all_gather", gathered.data_ptr(), gathered.nbytes)
+        assert gathered.shape == (2000, 300)
+        assert gathered[:1000].eq(0).all()
+        assert gathered[1000:].eq(1).all()
+
+
+def test_a_single_large_tensor_is_gathered_straight_into_its_output():
+    run_ranks(gathers_straight, 2)
+
+
+def keeps_results():
+    exchange, _ = connected()
+    rank = exchange.rank
+    for n in (1, 10, 100_000):
+        results = []
+        for turn in range(3):
+            value = {"a": torch.full((1, n), 10.0 * turn + rank), "b": torch.full((2,), turn)}
+            sent = {"a": torch.full((1, n), float(turn)), "b": torch.full((2,), turn)}
+            results.append(
+                [
+                    collectives.gather(exchange, value),
+                    collectives.gather(exchange, {"a": torch.zeros(rank, n), "b": value["b"]}, ragged=True),
+                    collectives.reduce(exchange, value, "sum"),
+                    collectives.broadcast(exchange, sent),
+                ]
+            )
+        found = leaves(results_as_tuples(results))
+        assert len({x.untyped_storage().data_ptr() for x in found}) == len(found)
+        for turn, (gathered, ragged, summed, sent) in enumerate(results):
+            assert gathered["a"][:, 0].tolist() == [10.0 * turn, 10.0 * turn + 1]
+            assert ragged["b"].tolist() == 4 * [turn]
+            assert summed["a"][0, -1] == 20 * turn + 1
+            assert sent["a"][0, -1] == turn
+
+
+def results_as_tuples(results):
+    return tuple(tuple(turn) for turn in results)
+
+
+def test_results_own_their_memory_and_outlive_the_next_calls():
+    run_ranks(keeps_results, 2)
+
+
+def gathers_ragged():
+    exchange, _ = connected()
+    rank, size = exchange.rank, exchange.size
+    for width in (1, 2000, 50_000):
+        rows = [2 * r for r in range(size)]  # rank 0 has none
+        mine = {"x": torch.full((rows[rank], width), rank), "y": torch.full((rows[rank],), rank % 2 == 0)}
+        gathered = collectives.gather(exchange, mine, ragged=True)
+        assert gathered["x"].shape == (sum(rows), width)
+        assert gathered["x"][:, -1].tolist() == [r for r in range(size) for _ in range(rows[r])]
+        assert gathered["y"].dtype is torch.bool
+        assert gathered["y"].tolist() == [r % 2 == 0 for r in range(size) for _ in range(rows[r])]
+    with pytest.raises(CollectiveMismatch, match="Only first dimensions may differ"):
+        collectives.gather(exchange, torch.zeros(2, 1 + rank), ragged=True)
+    assert collectives.gather(exchange, torch.tensor(rank), ragged=True).tolist() == list(range(size))
+
+
+def test_ragged_gather_joins_what_differs_in_the_first_dimension():
+    run_ranks(gathers_ragged, 3)
+
+
+def moves_objects():
+    exchange, _ = connected()
+    rank, size = exchange.rank, exchange.size
+    for length in (1, 3000, 300_000):
+        items = [{"rank": rank, "text": "x" * length, "set": {rank}}] * rank
+        gathered = collectives.gather_object(exchange, items)
+        assert [item["rank"] for item in gathered] == [r for r in range(size) for _ in range(r)]
+        assert all(item["set"] == {item["rank"]} and len(item["text"]) == length for item in gathered)
+        mine = ["y" * length, {"any": (rank,)}, rank] if rank == 1 else [None, None, None]
+        returned = collectives.broadcast_object_list(exchange, mine, from_process=1)
+        assert returned is mine
+        assert mine == ["y" * length, {"any": (1,)}, 1]
+    assert collectives.gather_object(exchange, (rank, str(rank))) == [x for r in range(size) for x in (r, str(r))]
+    for wrong in ({"a": 1}, "text", 3):
+        with pytest.raises(TypeError, match="wants a list"):
+            collectives.gather_object(exchange, wrong)
+    with pytest.raises(CollectiveMismatch, match="items=1"):
+        collectives.broadcast_object_list(exchange, [0] * (1 + rank))
+
+
+def test_objects_are_gathered_and_broadcast():
+    run_ranks(moves_objects, 3)
+
+
+def broadcasts():
+    exchange, _ = connected()
+    rank = exchange.rank
+    for rows, source in ((3, 0), (3, 1), (3000, 1), (200_000, 0)):
+        mine = tree_of(rank, rows)
+        mine["strided"][2] = mine["strided"][2].contiguous()  # one place in memory for many numbers can't be written
+        if rows == 200_000:
+            mine = {"one": mine["every"]["torch.float32"]}
+        kept = leaves(mine)
+        sent = collectives.broadcast(exchange, mine, from_process=source)
+        wanted = tree_of(source, rows)
+        wanted = {"one": wanted["every"]["torch.float32"]} if rows == 200_000 else wanted
+        assert all(a is b for a, b in zip(leaves(sent), kept, strict=True))
+        for found, want in zip(kept, leaves(wanted), strict=True):
+            assert same_bytes(found.resolve_conj(), want.resolve_conj())
+    weight = torch.nn.Parameter(torch.full((2,), float(rank)))
+    collectives.broadcast(exchange, [weight], 1)
+    assert weight.tolist() == [1, 1]
+    assert weight.requires_grad
+
+
+def test_broadcast_overwrites_in_place():
+    run_ranks(broadcasts, 2)
+
+
+def reduces():
+    exchange, _ = connected()
+    rank, size = exchange.rank, exchange.size
+    bits = []
+    for n in (5, 100_000, 600_000):
+        parts = [torch.randn(n, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+        wide = {"f": parts[rank], "d": (parts[rank].double(), parts[rank].to(torch.complex64) * (1 + 1j))}
+        total = collectives.reduce(exchange, wide, "sum")
+        if n == 5:  # in rank order, so that every run has the same bits
+            in_order = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+            assert torch.equal(total["f"], in_order)
+        assert torch.allclose(total["f"], torch.stack(parts).sum(0), atol=1e-5)
+        assert torch.allclose(total["d"][1], torch.stack(parts).sum(0) * (1 + 1j), atol=1e-5)
+        bits.append([hashlib.sha256(leaf.numpy()).hexdigest() for leaf in leaves(total)])
+        half = {"low": torch.full((n,), 60000.0, dtype=torch.float16), "int": torch.full((n,), rank, dtype=torch.int16)}
+        assert collectives.reduce(exchange, half["low"], "mean").eq(60000).all()  # a sum in fp16 would be infinite
+        summed = collectives.reduce(exchange, half["int"], "sum")
+        assert summed.dtype is torch.int16
+        assert summed.eq(6).all()
+        brain = torch.full((n,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+        assert collectives.reduce(exchange, [brain], "sum")[0].eq(260).all()  # in bf16, 256 + 1 is 256
+        marks = {"b": torch.arange(n) % size == rank, "u": torch.full((n,), 200 + rank, dtype=torch.uint8), "f": brain}
+        most = collectives.reduce(exchange, marks, "max")
+        assert most["b"].dtype is torch.bool
+        assert most["b"].all()
+        assert most["u"].eq(203).all()
+        assert most["f"].eq(256).all()
+        scaled = collectives.reduce(exchange, torch.full((n,), float(rank)), "mean", scale=0.5)
+        assert scaled.eq(0.75).all()
+        assert collectives.reduce(exchange, torch.full((n,), rank), "sum", scale=2).eq(12).all()
+    mine = torch.tensor([rank])
+    kept = collectives.reduce(exchange, {"x": mine}, "none")["x"]
+    assert kept.tolist() == [rank]
+    assert kept is not mine
+    return bits
+
+
+def test_reduce_sums_in_rank_order_and_gives_every_rank_the_same_bits():
+    first, *others = run_ranks(reduces, 4)
+    assert all(other == first for other in others)
+
+
+def refuses_reductions():
+    exchange, _ = connected()
+    for tree, settings, match in (
+        (torch.ones(2), {"reduction": "min"}, "unknown reduction 'min'"),
+        (torch.ones(2, dtype=torch.int64), {"reduction": "mean"}, "mean of torch.int64"),
+        (torch.ones(2, dtype=torch.bool), {"reduction": "sum"}, "reduction='max'"),
+        (torch.ones(2, dtype=torch.complex64), {"reduction": "max"}, "no maximum"),
+        (torch.ones(2, dtype=torch.int64), {"reduction": "sum", "scale": 0.5}, "scaled by 0.5"),
+        (torch.ones(2).to(torch.float8_e5m2), {"reduction": "sum"}, "can't be reduced"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            collectives.reduce(exchange, tree, **settings)
+        only_one = tree if exchange.rank == 1 else torch.ones(2)
+        expected = ConfigError if exchange.rank == 1 else CollectiveMismatch
+        if settings["reduction"] != "min":
+            with pytest.raises(expected, match=match):
+                collectives.reduce(exchange, only_one, **settings)
+    assert collectives.reduce(exchange, torch.ones(1), "sum").item() == 2
+
+
+def test_a_reduction_without_sense_is_refused_on_every_rank():
+    run_ranks(refuses_reductions, 2)
+
+
+def pads():
+    exchange, _ = connected()
+    rank, size = exchange.rank, exchange.size
+    x = torch.full((1 + rank, 2), float(rank))
+    tree = {"x": x, "y": [x.t().to(torch.int32), torch.tensor(rank)], "same": torch.ones(3, 3)}
+    behind = collectives.pad_across_processes(exchange, tree, pad_index=-1)
+    assert behind["x"].tolist() == (1 + rank) * [[rank, rank]] + (size - 1 - rank) * [[-1, -1]]
+    assert behind["y"][0] is tree["y"][0]  # equally long in this dimension, whatever the other one
+    assert behind["y"][1] is tree["y"][1]
+    assert behind["same"] is tree["same"]
+    before = collectives.pad_across_processes(exchange, tree, dim=-1, pad_index=9, pad_first=True)
+    assert before["x"] is tree["x"]
+    assert before["y"][0].tolist() == 2 * [(size - 1 - rank) * [9] + (1 + rank) * [rank]]
+    flags = collectives.pad_across_processes(exchange, torch.ones(rank, dtype=torch.bool), pad_index=0)
+    assert flags.dtype is torch.bool
+    assert flags.tolist() == rank * [True] + (size - 1 - rank) * [False]
+    beyond = collectives.pad_across_processes(exchange, [x], dim=2)[0]
+    assert beyond is x
+    grown = collectives.pad_across_processes(exchange, x.clone().requires_grad_())
+    assert grown.requires_grad  # padding belongs to the graph
+    with pytest.raises(ConfigError, match=r"torch\.int32 has no value 0\.5"):
+        collectives.pad_across_processes(exchange, tree, pad_index=0.5)
+    with pytest.raises(CollectiveMismatch, match="numbers of dimensions"):
+        collectives.pad_across_processes(exchange, torch.zeros((1,) * (1 + rank)))
+
+
+def test_padding_reaches_the_longest_rank():
+    run_ranks(pads, 3)
+
+
+def told(call):
+    try:
+        call()
+    except (CollectiveMismatch, TypeError, ConfigError, AttributeError) as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def disagrees():
+    exchange, _ = connected()
+    rank = exchange.rank
+    big = 1 << 20
+    messages = [
+        told(lambda: collectives.gather(exchange, torch.zeros(6 if rank == 3 else 8, 10))),
+        told(lambda: collectives.gather(exchange, {"a": torch.zeros(big if rank == 2 else 8)})),
+        told(lambda: collectives.gather(exchange, torch.zeros(big, dtype=[torch.int32, torch.float32][rank % 2]))),
+        told(lambda: collectives.reduce(exchange, [torch.zeros(2)] * (1 + rank % 2))),
+        told(lambda: collectives.broadcast(exchange, torch.zeros(big + rank))),
+        told(lambda: collectives.broadcast(exchange, torch.zeros(2), from_process=rank)),
+        told(lambda: (collectives.gather if rank else collectives.reduce)(exchange, torch.zeros(2))),
+        told(lambda: collectives.gather(exchange, torch.zeros(2), ragged=rank == 0)),
+        told(lambda: collectives.gather_object(exchange, []) if rank else collectives.gather(exchange, [])),
+    ]
+    assert collectives.gather(exchange, torch.tensor(rank)).tolist() == [0, 1, 2, 3]  # nothing is left behind
+    return messages
+
+
+def test_ranks_that_disagree_all_raise_the_same():
+    first, *others = run_ranks(disagrees, 4)
+    assert all(other == first for other in others)
+    assert {kind for kind, _ in first} == {"CollectiveMismatch"}
+    assert first[0][1] == (
+        "gather: ranks 0, 1 and 2 brought [8, 10] float32, rank 3 [6, 10] float32. "
+        "Use pad_across_processes(dim=0) or gather_object."
+    )
+    assert "rank 0 called reduce(reduction='mean', scale=1.0), ranks 1, 2 and 3 gather" in first[6][1]
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise ArithmeticError("no pickle of me")
+
+
+def fails_alone():
+    exchange, _ = connected()
+    bad = exchange.rank == 1
+    messages = [
+        told(lambda: collectives.gather(exchange, {"x": "text" if bad else torch.zeros(2)})),
+        told(lambda: collectives.reduce(exchange, [3 if bad else torch.zeros(2)])),
+        told(lambda: collectives.broadcast(exchange, torch.zeros(2).to_sparse() if bad else torch.zeros(2))),
+        told(lambda: collectives.pad_across_processes(exchange, None if bad else torch.zeros(2))),
+        told(lambda: collectives.broadcast(exchange, torch.zeros(2), from_process=7 if bad else 0)),
+        told(lambda: collectives.gather_object(exchange, [lambda: 0] if bad else [0])),
+    ]
+    try:
+        collectives.gather_object(exchange, [Unpicklable() if bad else 0])
+    except (ArithmeticError, CollectiveMismatch) as error:
+        messages.append((type(error).__name__, str(error)))
+    assert collectives.gather(exchange, torch.tensor(exchange.rank)).tolist() == [0, 1, 2]
+    return messages
+
+
+def test_a_rank_that_fails_alone_is_named_to_the_others():
+    first, bad, last = run_ranks(fails_alone, 3)
+    assert first == last
+    assert [kind for kind, _ in bad] == [*4 * ["TypeError"], "ConfigError", "AttributeError", "ArithmeticError"]
+    for (own_kind, own), (kind, message) in zip(bad, first, strict=True):
+        assert kind == "CollectiveMismatch"
+        assert f"rank 1 failed: {own_kind}: {own}" in message
+
+
+def sends_long_headers():
+    exchange, group = connected()
+    for num_leaves, usual in ((300, 1), (5000, 3)):  # the header fits after the first time; it never fits
+        tree = {f"a long name for leaf {k}": torch.tensor(k) for k in range(num_leaves)}
+        for turn in range(2):
+            gathered = collectives.gather(exchange, tree)
+            assert gathered[f"a long name for leaf {num_leaves - 1}"].tolist() == 2 * [num_leaves - 1]
+            empty = {key: torch.empty(0) for key in tree}
+            assert len(collectives.gather(exchange, empty)) == num_leaves
+            if turn:
+                assert len(group.taken()) == usual + min(usual, 2)
+            group.taken()
+
+
+def test_trees_of_many_leaves_need_more_than_a_packet():
+    run_ranks(sends_long_headers, 2)
+
+
+def grows_and_shrinks():
+    exchange, _ = connected()
+    rank, size = exchange.rank, exchange.size
+    generator = torch.Generator().manual_seed(5)
+    for turn in range(80):
+        n = int(10 ** (torch.rand((), generator=generator).item() * 5.3))
+        kind = int(torch.randint(0, 5, (), generator=generator))
+        if kind == 0:
+            assert collectives.gather(exchange, [torch.full((n,), rank)])[0].sum() == n * sum(range(size))
+        elif kind == 1:
+            assert collectives.reduce(exchange, torch.full((n,), float(turn)), "mean").eq(turn).all()
+        elif kind == 2:
+            assert len(collectives.gather(exchange, torch.zeros(n * rank), ragged=True)) == n * sum(range(size))
+        elif kind == 3:
+            assert len("".join(collectives.gather_object(exchange, ["z" * n] * rank))) == n * sum(range(size))
+        else:
+            assert len(collectives.pad_across_processes(exchange, torch.zeros(n + rank))) == n + size - 1
+    assert max(exchange._boards) <= MAX_CAPACITY
+
+
+def test_ranks_agree_on_the_capacity_through_any_sequence_of_sizes():
+    run_ranks(grows_and_shrinks, 3)
+
+
+def forgets():
+    exchange, group = connected()
+    for n in range(700):  # more forms than are remembered
+        assert collectives.gather(exchange, torch.zeros(n + exchange.rank), ragged=True).shape == (2 * n + 1,)
+    assert len(exchange._forms) + len(exchange._known) < 300
+    group.taken()
+    collectives.gather(exchange, torch.zeros(3))
+    assert group.taken() == ["all_gather"]
+
+
+def test_the_memory_for_headers_is_bounded():
+    run_ranks(forgets, 2)
+
+
+def mixes_modes():
+    exchange, _ = connected()
+    weight = torch.ones(3, requires_grad=True)
+    for big in (1, 300_000):
+        tree = {"w": weight * 2, "x": torch.ones(big)}
+        with torch.inference_mode():
+            inside = collectives.gather(exchange, {"w": torch.ones(3), "x": torch.ones(big)})
+            collectives.reduce(exchange, inside, "sum")
+        outside = collectives.gather(exchange, tree)
+        reduced = collectives.reduce(exchange, tree, "mean")
+        assert not any(x.requires_grad for x in leaves(outside) + leaves(reduced))
+        outside["w"].add_(1)
+        assert collectives.gather(exchange, inside)["x"].shape == (4 * big,)
+        with torch.inference_mode():
+            collectives.broadcast(exchange, {"w": torch.ones(3), "x": torch.ones(big)})
+        collectives.broadcast(exchange, {"w": torch.ones(3), "x": torch.ones(big)})
+
+
+def test_inference_mode_and_gradients_leave_no_trace():
+    run_ranks(mixes_modes, 2)
+
+
+def compares_with_accelerate():
+    from accelerate import PartialState
+    from accelerate.utils import operations
+
+    state = PartialState(cpu=True)
+    assert state.num_processes == dist.get_world_size()
+    exchange, _ = connected()
+    rank = exchange.rank
+    torch.manual_seed(rank)
+    tree = {
+        "a": torch.randn(3, 4),
+        "b": [torch.randn(2).double(), torch.tensor(float(rank))],
+        "c": (torch.randn(1, 5),),
+    }
+    uneven = {"a": torch.randn(2 + rank, 4), "b": [torch.randn(3, 1 + rank)]}
+
+    def equal(ours, theirs):
+        pairs = list(zip(leaves(ours), leaves(theirs), strict=True))
+        return all(a.dtype is b.dtype and torch.equal(a, b) for a, b in pairs)
+
+    assert equal(collectives.gather(exchange, tree), operations.gather(tree))
+    for reduction in ("sum", "mean", "max"):
+        assert equal(collectives.reduce(exchange, tree, reduction), operations.reduce(tree, reduction))
+    for settings in ({}, {"dim": 1, "pad_index": 5}, {"dim": -1, "pad_first": True}, {"dim": 4}):
+        ours = collectives.pad_across_processes(exchange, uneven, **settings)
+        assert equal(ours, operations.pad_across_processes(uneven, **settings))
+    copies = [{"x": torch.full((3,), float(rank))} for _ in range(2)]
+    assert equal(collectives.broadcast(exchange, copies[0], 1), operations.broadcast(copies[1], 1))
+    assert collectives.gather_object(exchange, [rank, {"r": rank}]) == operations.gather_object([rank, {"r": rank}])
+    lists = [[rank, "text"], [rank, "text"]]
+    assert collectives.broadcast_object_list(exchange, lists[0], 1) == operations.broadcast_object_list(lists[1], 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_results_are_accelerate_s():
+    run_ranks(compares_with_accelerate, 2)
+
+
+def test_alone_values_come_back_as_they_are():
+    exchange = Exchange(SoloGroup())
+    tree = {"x": torch.ones(2), "text": "kept"}
+    for call in (collectives.gather, collectives.broadcast, collectives.gather_object):
+        assert call(exchange, tree) is tree
+    objects = [1, "two"]
+    assert collectives.broadcast_object_list(exchange, objects) is objects
+    tensors = [torch.tensor([1, 2]), torch.tensor(3.0, dtype=torch.bfloat16)]
+    reduced = collectives.reduce(exchange, tensors, "mean")
+    assert reduced[0] is not tensors[0]
+    assert reduced[0].tolist() == [1, 2]
+    assert collectives.reduce(exchange, tensors, "sum", scale=2)[1].item() == 6
+    assert collectives.pad_across_processes(exchange, tensors, pad_index=3) is tensors
+    with pytest.raises(TypeError, match="reduce: found a str"):
+        collectives.reduce(exchange, tree)
+    with pytest.raises(ConfigError, match=r"scaled by 0\.5"):
+        collectives.reduce(exchange, tensors, scale=0.5)
+    with pytest.raises(ConfigError, match="unknown reduction"):
+        collectives.reduce(exchange, tensors, "median")

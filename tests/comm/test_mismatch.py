@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks are told when they bring different things: the operation, who brought what, and what to do."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from laconic.base.errors import CollectiveMismatch
+from laconic.base.tree import flatten
+from laconic.comm.mismatch import called, calls_differ, require_alike
+from laconic.comm.packet import Form, header_of
+
+
+def form(tree, call=("gather",)):
+    leaves, spec = flatten(tree)
+    return Form(header_of(call, spec, leaves))
+
+
+def message(*trees, advice="Do this."):
+    with pytest.raises(CollectiveMismatch) as caught:
+        require_alike([form(tree) for tree in trees], advice)
+    return str(caught.value)
+
+
+def test_shapes_are_shown_with_the_advice_of_the_operation():
+    trees = [torch.zeros(8, 10), torch.zeros(8, 10), torch.zeros(8, 10), torch.zeros(6, 10)]
+    assert message(*trees) == "gather: ranks 0, 1 and 2 brought [8, 10] float32, rank 3 [6, 10] float32. Do this."
+
+
+def test_a_leaf_inside_a_tree_is_named_by_its_path():
+    trees = [{"out": [torch.zeros(2), torch.zeros(n)]} for n in (2, 3)]
+    assert message(*trees) == "gather: at ['out'][1], rank 0 brought [2] float32, rank 1 [3] float32. Do this."
+
+
+def test_dtypes_and_devices_have_an_advice_of_their_own():
+    assert message(torch.zeros(2), torch.zeros(2).half()).endswith("rank 1 [2] float16. Convert them to one dtype.")
+    told = message(torch.zeros(2), torch.zeros(2, device="meta"))
+    assert told.endswith("[2] float32 on cpu, rank 1 [2] float32 on meta. Bring them to one kind of device.")
+
+
+def test_structures_are_sketched():
+    told = message({"a": torch.zeros(1)}, OrderedDict(a=torch.zeros(1)), [torch.zeros(1), ()])
+    assert "rank 0 brought dict('a': tensor), rank 1 OrderedDict('a': tensor), rank 2 list(tensor, tuple())" in told
+
+
+def test_only_what_must_be_alike_is_compared():
+    forms = [form(torch.zeros(n, 4)) for n in (1, 2)]
+    require_alike(forms, "", lambda kind: kind.shape[1:])
+    with pytest.raises(CollectiveMismatch):
+        require_alike(forms, "", lambda kind: kind.shape[0])
+
+
+def test_many_ranks_are_counted():
+    told = message(torch.zeros(1), *[torch.zeros(2) for _ in range(20)])
+    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 12 more [2] float32" in told
+
+
+def test_calls_are_written_as_they_were_made():
+    assert called(("broadcast", ("from_process", 1))) == "broadcast(from_process=1)"
+    told = str(calls_differ([("gather",), ("reduce", ("scale", 1.0)), ("gather",)]))
+    assert told == (
+        "ranks 0 and 2 called gather, rank 1 reduce(scale=1.0). All ranks must make the same calls in the same order."
+    )

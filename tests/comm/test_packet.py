@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leaves lie in a payload apart from each other, aligned, and come out as they went in; headers say what they are."""
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laconic.base.tree import flatten
+from laconic.comm.packet import ALIGN, Form, Layout, header_of, header_of_failure
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint64,
+    torch.bool,
+]
+shapes = st.lists(st.integers(0, 4), max_size=3)
+kinds = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=8)
+
+
+def noise(shape, dtype):
+    """Random bytes as a tensor; for bool random truth."""
+    if dtype is torch.bool:
+        return torch.rand(shape) < 0.5
+    numel = torch.Size(shape).numel()
+    return torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def same_bytes(a, b):
+    return (
+        a.shape == b.shape
+        and a.dtype is b.dtype
+        and (a.contiguous().view(-1).view(torch.uint8).tolist() == b.contiguous().view(-1).view(torch.uint8).tolist())
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(kinds)
+def test_views_hold_every_leaf_at_once(leaves):
+    tensors = [noise(shape, dtype) for shape, dtype in leaves]
+    layout = Layout([x.shape for x in tensors], [x.dtype for x in tensors])
+    payload = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    views = layout.views(payload)
+    for view, tensor in zip(views, tensors, strict=True):
+        view.copy_(tensor)
+    assert all(map(same_bytes, views, tensors))
+
+
+@settings(max_examples=100, deadline=None)
+@given(kinds)
+def test_leaves_are_aligned_disjoint_and_close_together(leaves):
+    layout = Layout([shape for shape, _ in leaves], [dtype for _, dtype in leaves])
+    spans = sorted(
+        (offset, offset + torch.Size(shape).numel() * dtype.itemsize)
+        for offset, (shape, dtype) in zip(layout.offsets, leaves, strict=True)
+    )
+    assert all(start % ALIGN == 0 for start, _ in spans)
+    assert all(end <= start < end + ALIGN for (_, end), (start, _) in pairwise(spans))
+    assert layout.nbytes % ALIGN == 0
+    assert layout.nbytes <= sum(end - start + ALIGN - 1 for start, end in spans)
+
+
+@settings(max_examples=50, deadline=None)
+@given(kinds, st.integers(1, 3))
+def test_views_of_many_payloads_are_stacked(leaves, size):
+    layout = Layout([shape for shape, _ in leaves], [dtype for _, dtype in leaves])
+    payloads = torch.randint(0, 2, (size, layout.nbytes + ALIGN), dtype=torch.uint8)
+    stacks = layout.views(payloads)
+    for rank in range(size):
+        for stack, view in zip(stacks, layout.views(payloads[rank]), strict=True):
+            assert same_bytes(stack[rank], view)
+
+
+@settings(max_examples=50, deadline=None)
+@given(kinds)
+def test_a_header_tells_its_tree(leaves):
+    tensors, spec = flatten({"some": [torch.empty(shape, dtype=dtype) for shape, dtype in leaves]})
+    header = header_of(("gather", ("ragged", True)), spec, tensors)
+    form = Form(header)
+    assert form.header == header
+    assert form.call[0] == "gather"
+    assert [(list(kind.shape), kind.dtype) for kind in form.kinds] == [(shape, dtype) for shape, dtype in leaves]
+    assert form.failed is None
+
+
+def test_equal_trees_have_equal_headers_whatever_objects_they_are_made_of():
+    def header(key):
+        tensors, spec = flatten({key: torch.ones(2), "other": (torch.ones(2),)})
+        return header_of(("gather",), spec, tensors)
+
+    assert header("".join(["k", "ey"])) == header("key")
+    assert header("key") != header("kez")
+
+
+def test_a_failure_is_told_with_its_reason():
+    form = Form(header_of_failure(("reduce", ("scale", 2.0)), "TypeError: no"))
+    assert form.failed == "TypeError: no"
+    assert form.kinds == []
