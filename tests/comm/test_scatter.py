@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank gives every rank a value of its own: tensors and objects, one collective, no traces of the value before."""
+
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+
+from laconic.base.errors import RankFailure
+from laconic.comm.group import SoloGroup
+from laconic.comm.scatter import Scatter
+from laconic.testing.ranks import run_ranks
+from tests.comm.counting import CountingGroup
+from tests.comm.test_collectives import Unpicklable
+from tests.comm.test_packet import DTYPES, noise, same_bytes
+
+Batch = namedtuple("Batch", "ids stop")
+
+
+class Text:
+    """An object that is neither a container nor a tensor."""
+
+    def __init__(self, words):
+        self.words = words
+
+
+def value_of(rank, rows):
+    """What `rank` gets; any rank can build any other's."""
+    torch.manual_seed(rank)
+    every = {str(dtype): noise((rows, 2), dtype) for dtype in DTYPES}
+    odd = [torch.tensor(rank), torch.empty(0, 3), torch.randn(4, rows).t(), torch.nn.Parameter(torch.ones(2))]
+    plain = (None, True, 1, 1.0, "text", b"bytes", -0.0, 2**70, Text(["a"] * rows))
+    return OrderedDict(batch=Batch(every, rank == 1), odd=odd, plain=plain, rank=rank, empty={})
+
+
+def check(found, rank, rows):
+    wanted = value_of(rank, rows)
+    assert type(found) is OrderedDict
+    assert type(found["batch"]) is Batch
+    assert list(found) == list(wanted)
+    assert all(same_bytes(found["batch"].ids[key], x) for key, x in wanted["batch"].ids.items())
+    assert all(same_bytes(a, b.detach()) for a, b in zip(found["odd"], wanted["odd"], strict=True))
+    assert not any(x.requires_grad for x in found["odd"])
+    assert found["batch"].stop is (rank == 1)
+    assert [(type(x), x) for x in found["plain"][:-1]] == [(type(x), x) for x in wanted["plain"][:-1]]
+    assert str(found["plain"][6]) == "-0.0"
+    assert found["plain"][-1].words == ["a"] * rows
+    assert (found["rank"], found["empty"]) == (rank, {})
+
+
+def scatters(source):
+    group = CountingGroup()
+    scatter = Scatter(group, src=source)
+    received = []
+    sizes = [3, 3, 1, 0, 40, 39, 3000, 3, 40, 3, 3, 3, 3, 3, 3, 3, 3, 3]
+    for rows in sizes:
+        if group.rank == source:
+            values = [value_of(rank, rows) for rank in range(group.size)]
+            assert scatter.send(values) is values[source]
+        else:
+            received.append(scatter.receive())
+            check(received[-1], group.rank, rows)
+    for found, rows in zip(received, sizes, strict=False):  # later values did not write over earlier ones
+        check(found, group.rank, rows)
+    # One collective each, and one more where a value was larger than all before: 40 and 3000 rows.
+    assert len(group.taken()) == len(sizes) + 2
+    assert max(scatter._sizes) < 10_000  # the large one is forgotten in time
+
+
+@pytest.mark.parametrize(("ranks", "source"), [(2, 0), (3, 1)])
+def test_each_rank_gets_its_own_value(ranks, source):
+    run_ranks(scatters, ranks, source)
+
+
+def keeps_pace():
+    group = CountingGroup()
+    scatter = Scatter(group)
+    for turn in range(200):  # lengths that wander, as batches padded to their longest sample do
+        length = 90 + 7 * turn % 11
+        if group.rank == 0:
+            scatter.send([{"ids": torch.full((8, length), turn), "stop": turn == 199} for _ in range(group.size)])
+        else:
+            value = scatter.receive()
+            assert value["ids"].shape == (8, length)
+            assert value["ids"].eq(turn).all()
+            assert value["stop"] is (turn == 199)
+    assert len(group.taken()) <= 202
+    assert len(scatter._encoded) + len(scatter._decoded) <= 64
+
+
+def test_a_steady_stream_takes_one_collective_each():
+    run_ranks(keeps_pace, 2)
+
+
+def fails():
+    group = CountingGroup()
+    scatter = Scatter(group)
+    if group.rank == 0:
+        scatter.fail("the data set raised: IndexError: 7")
+        with pytest.raises(ArithmeticError):
+            scatter.send([0, Unpicklable(), 0])
+        with pytest.raises(ValueError, match="got 2 values for 3 ranks"):
+            scatter.send([1, 2])
+        scatter.send(["go", "on", "now"])
+        return None
+    with pytest.raises(RankFailure, match="rank 0 could not send: the data set raised: IndexError: 7"):
+        scatter.receive()
+    with pytest.raises(RankFailure, match="ArithmeticError: no pickle of me"):
+        scatter.receive()
+    return scatter.receive()
+
+
+def test_a_source_that_fails_says_so_and_may_go_on():
+    assert run_ranks(fails, 3) == [None, "on", "now"]
+
+
+def leaves_no_mode_behind():
+    group = CountingGroup()
+    scatter = Scatter(group)
+    for mode in (True, False, True, False):
+        with torch.inference_mode(mode):
+            x = torch.ones(3, requires_grad=not mode)
+            if group.rank == 0:
+                scatter.send([x, x])
+            else:
+                assert scatter.receive().tolist() == [1, 1, 1]
+
+
+def test_inference_mode_and_gradients_leave_no_trace():
+    run_ranks(leaves_no_mode_behind, 2)
+
+
+def test_alone_the_source_keeps_its_value():
+    value = {"any": object()}
+    scatter = Scatter(SoloGroup())
+    assert scatter.send([value]) is value
+    scatter.fail("nobody hears it")
