@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment is read and changed in one place, and what it says is never guessed."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from laconic.base.errors import ConfigError
+from laconic.config import environ
+
+NAME = "LACONIC_TEST_VARIABLE"
+
+
+@pytest.mark.parametrize("word", ["1", "true", "True", "YES", "on", " y "])
+def test_words_that_mean_yes(word):
+    with environ.patched({NAME: word}):
+        assert environ.flag(NAME) is True
+
+
+@pytest.mark.parametrize("word", ["0", "false", "False", "NO", "off", ""])
+def test_words_that_mean_no(word):
+    with environ.patched({NAME: word}):
+        assert environ.flag(NAME, default=True) is False
+
+
+def test_a_word_that_means_neither_is_refused():
+    with environ.patched({NAME: "perhaps"}), pytest.raises(ConfigError, match=f"{NAME} is 'perhaps'"):
+        environ.flag(NAME)
+
+
+def test_the_first_number_that_is_set_counts():
+    with environ.patched({NAME: "", f"{NAME}_2": "7", f"{NAME}_3": "8"}):
+        assert environ.integer(NAME, f"{NAME}_2", f"{NAME}_3") == 7
+        assert environ.integer(NAME) is None
+    with environ.patched({NAME: "7.5"}), pytest.raises(ConfigError, match="must be an integer"):
+        environ.integer(NAME)
+
+
+def test_what_is_patched_is_put_back_even_after_an_error():
+    environ.export({NAME: "before"})
+    with suppress(KeyError), environ.patched({NAME: None, f"{NAME}_2": "new"}):
+        assert environ.text(NAME) is None
+        assert environ.text(f"{NAME}_2") == "new"
+        raise KeyError
+    assert environ.text(NAME) == "before"
+    assert environ.text(f"{NAME}_2") is None
+    environ.remove(NAME, f"{NAME}_2")
+    assert NAME not in environ.snapshot()

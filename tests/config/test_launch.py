@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launch settings: one list, four places to say them, and one answer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laconic.base.errors import ConfigError, Unsupported
+from laconic.config import environ
+from laconic.config.files import write_file
+from laconic.config.launch import FIELDS, LaunchSettings, field_named, rank_variables
+from laconic.config.resolve import resolve
+
+# name -> what a file, the environment and a flag say of it
+SAID = {
+    "num_processes": ("2", "4", "6"),
+    "num_machines": ("1", "3", "2"),
+    "main_process_ip": ("a", "b", "c"),
+    "main_process_port": ("1", "2", "3"),
+    "gpu_ids": ("0", "1", "2"),
+    "mixed_precision": ("fp16", "bf16", "no"),
+    "gradient_accumulation_steps": ("2", "4", "8"),
+    "gradient_clipping": ("0.5", "1.0", "2.0"),
+    "num_cpu_threads_per_process": ("1", "2", "3"),
+    "max_restarts": ("1", "2", "0"),
+    "monitor_interval": ("0.5", "1.5", "0.1"),
+    "rdzv_backend": ("c10d", "static", "c10d"),
+    "rdzv_conf": ("timeout=1", "timeout=2", "timeout=3"),
+    "log_dir": ("no", "null", "~"),
+    "tee": ("1", "2", "0:3"),
+    "role": ("a", "b: c", "# d"),
+    "use_cpu": ("true", "no", True),
+    "debug": ("true", "0", True),
+    "quiet": ("true", "off", True),
+    "same_network": ("false", "1", False),
+}
+
+
+@st.composite
+def launch_settings(draw):
+    """Settings that can work together, any of them said or left open."""
+    machines = draw(st.integers(1, 4))
+    gpus = draw(st.integers(1, 3))
+    words = st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), min_size=1).filter(str.strip)
+    return {
+        "num_machines": machines,
+        "machine_rank": draw(st.integers(0, machines - 1)),
+        "main_process_ip": "main" if machines > 1 else draw(st.none() | words),
+        "main_process_port": draw(st.none() | st.integers(1, 65535)),
+        "num_processes": draw(st.none() | st.just(gpus * machines)),
+        "use_cpu": draw(st.booleans()),
+        "gpu_ids": draw(st.sampled_from(["all", ",".join(map(str, range(gpus)))])),
+        "mixed_precision": draw(st.sampled_from(["no", "fp16", "bf16"])),
+        "gradient_accumulation_steps": draw(st.none() | st.integers(1)),
+        "gradient_clipping": draw(st.none() | st.floats(0, exclude_min=True)),
+        "debug": draw(st.booleans()),
+        "role": draw(words),
+        "log_dir": draw(st.none() | words),
+        "quiet": draw(st.booleans()),
+    }
+
+
+@settings(deadline=None, max_examples=60)
+@given(said=launch_settings())
+def test_what_is_said_in_the_environment_is_what_counts(said):
+    variables = {f.variable: f.text(said[f.name]) for f in FIELDS if said.get(f.name) is not None}
+    with environ.patched(variables):
+        assert resolve({}).settings == LaunchSettings(**said)
+
+
+@settings(deadline=None, max_examples=60)
+@given(said=launch_settings())
+def test_what_is_written_to_a_file_is_what_is_read(said, tmp_path_factory):
+    path = write_file(tmp_path_factory.mktemp("files") / "laconic.yaml", said)
+    assert resolve({"config_file": str(path)}).settings == LaunchSettings(**said, config_file=str(path))
+
+
+@pytest.mark.parametrize("name", sorted(SAID))
+def test_a_flag_counts_before_the_environment_and_that_before_a_file_and_that_before_the_default(name, home):
+    entry = field_named(name)
+    in_file, in_environment, by_flag = SAID[name]
+
+    def effective(flags):
+        resolved = resolve(flags | ({} if name == "main_process_ip" else {"main_process_ip": "main"}))
+        return getattr(resolved.settings, name), resolved.origins[name].kind
+
+    assert effective({}) == (entry.default, "default")
+    (home / "laconic.yaml").write_text(f"{name}: {in_file}\n")
+    assert effective({}) == (entry.parse(in_file, name), "file")
+    with environ.patched({entry.variable: in_environment}):
+        value = entry.parse(in_environment, name, environ.TRUE_WORDS, environ.FALSE_WORDS)
+        assert effective({}) == (value, "environment")
+        said = by_flag if isinstance(by_flag, bool) else entry.parse(by_flag, name)
+        assert effective({name: by_flag}) == (said, "flag")
+
+
+def test_the_list_is_the_dataclass():
+    assert [entry.name for entry in FIELDS] == [attribute.name for attribute in dataclasses.fields(LaunchSettings)]
+    assert LaunchSettings() == LaunchSettings(**{entry.name: entry.default for entry in FIELDS})
+    flags = [flag for entry in FIELDS for flag in entry.flags]
+    assert len(set(flags)) == len(flags)
+    assert all(entry.help for entry in FIELDS)
+
+
+def test_ranks_are_told_what_was_set_and_nothing_that_was_left_open():
+    told = rank_variables(LaunchSettings())
+    # Accelerate lets ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrule the script: nobody asked for that here.
+    assert told == {
+        "ACCELERATE_MIXED_PRECISION": "no",
+        "ACCELERATE_USE_CPU": "false",
+        "ACCELERATE_DEBUG_MODE": "false",
+    }
+    told = rank_variables(
+        LaunchSettings(
+            mixed_precision="bf16",
+            gradient_accumulation_steps=4,
+            gradient_clipping=1.0,
+            num_cpu_threads_per_process=2,
+            gpu_ids="1, 3",
+        )
+    )
+    assert told["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert told["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "4"
+    assert told["ACCELERATE_GRADIENT_CLIPPING"] == "1.0"
+    assert told["OMP_NUM_THREADS"] == "2"
+    assert told["CUDA_VISIBLE_DEVICES"] == "1,3"
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"num_processes": 0}, "num_processes is 0"),
+        ({"machine_rank": 1}, "machine_rank is 1 but num_machines is 1"),
+        ({"num_machines": 2}, "main_process_ip is not set"),
+        ({"num_machines": 2, "main_process_ip": "a", "num_processes": 3}, "must be a multiple of num_machines"),
+        ({"num_machines": 2, "main_process_ip": "a", "main_process_port": 0}, "several machines must agree"),
+        ({"main_process_port": 70000}, "the largest port is 65535"),
+        ({"use_cpu": True, "multi_gpu": True}, "choose one"),
+        ({"gpu_ids": "0,1", "num_processes": 3}, "names 2 GPUs"),
+        ({"gpu_ids": "0,0"}, "different numbers"),
+        ({"gpu_ids": "0,"}, "different numbers"),
+        ({"gradient_clipping": 0.0}, "greater than 0"),
+        ({"gradient_clipping": float("nan")}, "greater than 0"),
+        ({"gradient_accumulation_steps": 0}, "at least 1"),
+        ({"max_restarts": -1}, "at least 0"),
+        ({"module": True, "no_python": True}, "exclude each other"),
+        ({"tee": "4"}, "from 0 to 3"),
+        ({"rdzv_conf": "timeout"}, "key=value"),
+    ],
+)
+def test_settings_that_can_not_work_are_no_settings(said, message):
+    with pytest.raises(ConfigError, match=message):
+        LaunchSettings(**said)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error", "message"),
+    [
+        ("num_processes", "two", ConfigError, "'two'; it must be an integer"),
+        ("gradient_clipping", "x", ConfigError, "must be a number"),
+        ("debug", "NO", ConfigError, "use true or false"),
+        ("mixed_precision", "bf61", ConfigError, "Did you mean `bf16`"),
+        ("mixed_precision", "FP8", Unsupported, "Use bf16"),
+        ("dynamo_backend", "INDUCTOR", Unsupported, "torch.compile"),
+    ],
+)
+def test_a_word_that_says_nothing_is_refused_with_the_place_where_it_stands(name, text, error, message):
+    with pytest.raises(error, match=message) as caught:
+        field_named(name).parse(text, "train.yaml:3: it")
+    assert str(caught.value).startswith("train.yaml:3: it")
+
+
+def test_the_cpu_asked_for_by_flag_overrules_gpus_asked_for_by_file(home):
+    (home / "laconic.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    assert resolve({}).settings.multi_gpu
+    chosen = resolve({"use_cpu": True})
+    assert chosen.settings.use_cpu
+    assert not chosen.settings.multi_gpu
+
+
+def test_an_error_names_the_file_that_took_part_in_it(home):
+    (home / "laconic.yaml").write_text("machine_rank: 1\n")
+    with pytest.raises(ConfigError, match=r"machine_rank is 1.*read from laconic.yaml"):
+        resolve({})

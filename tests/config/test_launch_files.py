@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration files: which one counts, that words stay words, and that nothing in them is passed over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from laconic.base.errors import ConfigError, Unsupported
+from laconic.config import environ
+from laconic.config.files import accelerate_files, find_file, own_file, read_file, write_file
+from laconic.config.resolve import resolve
+
+# What `accelerate config` writes for one machine.
+ACCELERATE = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: MULTI_CPU
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+fsdp_config: {}
+dynamo_config:
+  dynamo_backend: 'NO'
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: true
+"""
+
+
+def put(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def stated(text: str, home: Path) -> dict[str, object]:
+    return {name: said.value for name, said in read_file(put(home / "train.yaml", text)).items()}
+
+
+def test_files_are_looked_up_in_order(home, monkeypatch):
+    assert find_file() is None
+    theirs_json = put(home / ".cache/huggingface/accelerate/default_config.json", "{}")
+    assert find_file() == theirs_json
+    theirs = put(home / ".cache/huggingface/accelerate/default_config.yaml", "")
+    assert find_file() == theirs
+    own = put(home / ".config/laconic/config.yaml", "")
+    assert find_file() == own == own_file()
+    here = put(home / "laconic.yaml", "")
+    assert find_file().resolve() == here
+    named = put(home / "named.yaml", "")
+    assert find_file("~/named.yaml") == named
+    assert find_file(str(named)) == named
+    assert resolve({"config_file": str(named)}).file == named
+    with environ.patched({"LACONIC_CONFIG_FILE": str(named)}):
+        assert resolve({}).file == named
+        assert resolve({"config_file": str(own)}).file == own
+    with pytest.raises(ConfigError, match=r"nowhere.yaml does not exist"):
+        find_file("nowhere.yaml")
+    monkeypatch.setenv("HF_HOME", str(home / "hub"))
+    assert accelerate_files()[0] == home / "hub/accelerate/default_config.yaml"
+
+
+def test_accelerates_file_is_read_as_it_is(home):
+    said = stated(ACCELERATE, home)
+    assert said == {
+        "debug": False,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": "bf16",
+        "num_machines": 1,
+        "num_processes": 2,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": True,
+    }
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_accelerate_itself_writes_is_read(home, as_json):
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    theirs = config_args.ClusterConfig(
+        compute_environment="LOCAL_MACHINE",
+        distributed_type="MULTI_GPU",
+        mixed_precision="fp16",
+        use_cpu=False,
+        debug=True,
+        num_processes=4,
+        gpu_ids="0,1,2,3",
+        main_process_port=29511,
+    )
+    path = home / "default_config.yaml"  # Accelerate puts JSON under this name too
+    (theirs.to_json_file if as_json else theirs.to_yaml_file)(str(path))
+    before = path.read_bytes()
+    settings = resolve({"config_file": str(path)}).settings
+    assert (settings.num_processes, settings.mixed_precision, settings.debug) == (4, "fp16", True)
+    assert (settings.gpu_list, settings.main_process_port, settings.multi_gpu) == (("0", "1", "2", "3"), 29511, True)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["distributed_type: NO", "distributed_type: 'NO'", "distributed_type: no"])
+def test_no_is_a_word_and_not_a_boolean(home, text):
+    assert stated(f"{text}\nmixed_precision: no\nlog_dir: off\ngpu_ids: 0\n", home) == {
+        "mixed_precision": "no",
+        "log_dir": "off",
+        "gpu_ids": "0",
+    }
+
+
+@pytest.mark.parametrize("word", ["yes", "NO", "on", "1", "'maybe'"])
+def test_only_true_and_false_are_booleans(home, word):
+    assert stated("debug: True\nquiet: false\n", home) == {"debug": True, "quiet": False}
+    with pytest.raises(ConfigError, match=r"train.yaml:2: debug is .*; use true or false"):
+        stated(f"num_processes: 2\ndebug: {word}\n", home)
+
+
+def test_null_says_nothing(home):
+    text = "gpu_ids: null\nmain_process_ip:\nnum_processes: ~\nlog_dir: 'null'\n"
+    assert stated(text, home) == {"log_dir": "null"}
+    assert stated("", home) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "num_processes: 2\nmixed_percision: bf16\n",
+            r"train.yaml:2: unknown key `mixed_percision`. Did you mean `mixed_p",
+        ),
+        ("outer: {recipe: diloco}\n", r"train.yaml:1: unknown key `outer`"),
+        ("config_file: other.yaml\n", r"train.yaml:1: unknown key `config_file`"),
+        ("debug: true\nquiet: true\ndebug: false\n", r"train.yaml:3: `debug` is stated twice, first in line 1"),
+        ("num_processes: many\n", r"train.yaml:1: num_processes is 'many'; it must be an integer"),
+        ("num_processes: [2]\n", r"train.yaml:1: num_processes must be one plain value"),
+        ("debug: true\n- 1\n", r"train.yaml:\d: this is not YAML"),
+        ("- 1\n", r"train.yaml:1: the file must be a list of `key: value` lines"),
+        (
+            "distributed_type: NO\nnum_processes: 4\n",
+            r"train.yaml:1: distributed_type is NO .*train.yaml:2 says num_processes: 4",
+        ),
+    ],
+)
+def test_what_can_not_be_understood_is_refused_with_its_line(home, text, message):
+    with pytest.raises(ConfigError, match=message):
+        stated(text, home)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("distributed_type: FSDP\n", r"train.yaml:1: distributed_type is FSDP"),
+        ("distributed_type: DEEPSPEED\n", r"DEEPSPEED, which Laconic does not do"),
+        ("debug: false\nfsdp_config:\n  fsdp_version: 2\n", r"train.yaml:2: `fsdp_config` asks for sharding by FSDP"),
+        ("deepspeed_config: {zero_stage: 2}\n", r"asks for DeepSpeed"),
+        ("dynamo_config: {dynamo_backend: INDUCTOR}\n", r"torch.compile"),
+        ("dynamo_backend: INDUCTOR\n", r"torch.compile"),
+        ("enable_cpu_affinity: true\n", r"numactl"),
+        ("downcast_bf16: 'yes'\n", r"TPUs"),
+        ("tpu_name: pod\n", r"TPUs"),
+        ("base_job_name: x\ncompute_environment: AMAZON_SAGEMAKER\n", r"train.yaml:2: .* asks for SageMaker"),
+        ("mixed_precision: fp8\n", r"train.yaml:1: mixed_precision is 'fp8', which Laconic does not do. Use bf16"),
+    ],
+)
+def test_what_is_not_done_is_refused_with_what_to_use_instead(home, text, message):
+    with pytest.raises(Unsupported, match=message):
+        stated(text, home)
+
+
+def test_accelerates_own_file_is_never_written(home):
+    theirs = put(accelerate_files()[0], ACCELERATE)
+    with pytest.raises(ConfigError, match="never writes"):
+        write_file(theirs, {"num_processes": 1})
+    assert theirs.read_text() == ACCELERATE
+
+
+def test_settings_that_can_not_work_are_not_written(home):
+    with pytest.raises(ConfigError, match="at least 1"):
+        write_file(home / "laconic.yaml", {"num_processes": 0})
+    assert not (home / "laconic.yaml").exists()
+
+
+def test_json_with_its_booleans_and_nulls_is_read(home):
+    text = json.dumps({"debug": True, "gpu_ids": None, "num_processes": 3, "fsdp_config": {}}, indent=4)
+    assert stated(text, home) == {"debug": True, "num_processes": 3}

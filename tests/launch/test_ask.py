@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions, the default file, and what `config show` says of where values come from."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from laconic.base.errors import ConfigError, Unsupported
+from laconic.config import environ
+from laconic.config.files import own_file
+from laconic.config.launch import LaunchSettings
+from laconic.config.resolve import resolve
+from laconic.launch.ask import config, write_basic_config
+
+
+def ask(*arguments: str, answers: list[str]):
+    return CliRunner().invoke(config, list(arguments), input="\n".join(answers) + "\n")
+
+
+def test_answers_are_kept_and_count(home):
+    done = ask(answers=["y", "1", "2", "bf16", "n"])
+    assert done.exit_code == 0, done.output
+    resolved = resolve({})
+    assert resolved.file == own_file()
+    assert resolved.settings == LaunchSettings(use_cpu=True, num_processes=2, mixed_precision="bf16")
+    assert "which GPUs" not in done.output.lower()  # on the CPU the question makes no sense
+
+
+def test_several_machines_are_asked_more(home):
+    answers = ["n", "2", "1", "main", "29511", "8", "0,1,2,3", "fp16", "y", "c10d"]
+    done = ask("--config-file", "cluster.yaml", answers=answers)
+    assert done.exit_code == 0, done.output
+    assert "--config_file cluster.yaml" in done.output  # it is not looked up by itself
+    settings = resolve({"config_file": "cluster.yaml"}).settings
+    assert settings == LaunchSettings(
+        num_machines=2,
+        machine_rank=1,
+        main_process_ip="main",
+        main_process_port=29511,
+        num_processes=8,
+        gpu_ids="0,1,2,3",
+        mixed_precision="fp16",
+        debug=True,
+        rdzv_backend="c10d",
+        config_file="cluster.yaml",
+    )
+
+
+def test_empty_answers_are_the_defaults(home):
+    assert ask(answers=[""] * 6).exit_code == 0
+    assert resolve({}).settings == LaunchSettings()
+
+
+def test_an_answer_that_can_not_work_is_asked_again(home):
+    done = ask(answers=["y", "none", "0", "1", "0", "2", "fp8", "bf61", "bf16", "n"])
+    assert done.exit_code == 0, done.output
+    for message in (
+        "must be an integer",
+        "num_machines is 0",
+        "num_processes is 0",
+        "Use bf16",
+        "one of no, fp16, bf16",
+    ):
+        assert message in done.output
+    assert resolve({}).settings == LaunchSettings(use_cpu=True, num_processes=2, mixed_precision="bf16")
+
+
+def test_a_file_that_is_there_is_replaced_only_when_told_so(home):
+    (home / "mine.yaml").write_text("num_processes: 3\n")
+    done = ask("--config_file", "mine.yaml", answers=["n"])
+    assert done.exit_code == 1
+    assert (home / "mine.yaml").read_text() == "num_processes: 3\n"
+    assert ask("--config_file", "mine.yaml", answers=["y", "y", "", "", "", ""]).exit_code == 0
+    assert resolve({"config_file": "mine.yaml"}).settings.use_cpu
+
+
+def test_default_writes_a_file_once(home):
+    done = CliRunner().invoke(config, ["default", "--mixed-precision", "fp16"])
+    assert (done.exit_code, done.output) == (0, f"Written to {own_file()}.\n")
+    assert resolve({}).settings == LaunchSettings(mixed_precision="fp16")
+    again = CliRunner().invoke(config, ["default"])
+    assert "left as it is" in again.output
+    assert resolve({}).settings.mixed_precision == "fp16"
+
+
+def test_write_basic_config_returns_the_path_or_false(home):
+    path = write_basic_config(mixed_precision="bf16", save_location=home / "new" / "config.yaml")
+    assert path == home / "new" / "config.yaml"
+    assert resolve({"config_file": str(path)}).settings.mixed_precision == "bf16"
+    assert write_basic_config(save_location=path) is False
+    with pytest.raises(Unsupported, match="Use bf16"):
+        write_basic_config("fp8", home / "other.yaml")
+    with pytest.raises(ConfigError, match="one of no, fp16, bf16"):
+        write_basic_config("half", home / "other.yaml")
+    assert not (home / "other.yaml").exists()
+
+
+def test_show_says_where_each_value_came_from(home):
+    (home / "laconic.yaml").write_text("debug: true\nnum_processes: 4\n")
+    with environ.patched({"ACCELERATE_MIXED_PRECISION": "bf16"}):
+        done = CliRunner().invoke(config, ["show", "--origin", "--num-processes", "2"])
+    lines = {line.split(":")[0]: line for line in done.output.splitlines()}
+    assert " ".join(lines["num_processes"].split()) == "num_processes: 2 # flag --num_processes"
+    assert (
+        " ".join(lines["mixed_precision"].split()) == "mixed_precision: bf16 # environment ACCELERATE_MIXED_PRECISION"
+    )
+    assert " ".join(lines["debug"].split()) == "debug: true # file laconic.yaml:1"
+    assert " ".join(lines["tee"].split()) == "tee: 0 # default"
+    assert "#" not in CliRunner().invoke(config, ["show"]).output

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command answers at once, loads what is asked for only, and says what is wrong in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from laconic.base.errors import ConfigError
+from laconic.launch import main as command
+
+
+def test_help_and_the_launcher_do_without_torch(home):
+    loads = (
+        "import sys\n"
+        "from laconic.launch.main import laconic\n"
+        "laconic.main(['--help'], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules and 'rich' not in sys.modules and 'yaml' not in sys.modules\n"
+        "laconic.main(['launch', '--help'], standalone_mode=False)\n"
+        "laconic.main(['config', 'show'], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in command.COMMANDS)
+
+
+@pytest.mark.parametrize("name", sorted(command.COMMANDS))
+def test_each_name_in_the_table_is_a_command(name):
+    module, attribute = command.COMMANDS[name][0].split(":")
+    found = getattr(import_module(module), attribute)
+    assert isinstance(found, click.Command)
+    assert command.laconic.get_command(click.Context(command.laconic), name) is found
+    assert CliRunner().invoke(found, ["--help"]).exit_code == 0
+
+
+def test_errors_of_ours_are_one_line_and_exit_code_2(laconic):
+    done = laconic("launch", "--num_processes", "0", "train.py")
+    assert done.returncode == 2
+    assert done.stderr == "ConfigError: num_processes is 0; it must be at least 1.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lunch"], "No such command 'lunch'"),
+        (["launch"], "Missing argument 'SCRIPT'"),
+        (["launch", "--nope"], "--nope"),
+    ],
+)
+def test_a_wrong_command_line_is_exit_code_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt, 130), (click.Abort, 130), (ConfigError, 2), (SystemExit(3), 3)]
+)
+def test_the_exit_code_says_how_it_ended(error, code, monkeypatch):
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr(command.laconic, "main", fail)
+    with pytest.raises(SystemExit) as ended:
+        command.main([])
+    assert ended.value.code == code
+
+
+def test_env_tells_versions_and_settings(laconic):
+    done = laconic("env")
+    assert done.returncode == 0, done.stderr
+    assert "torch: 2" in done.stdout
+    assert "settings: defaults" in done.stdout

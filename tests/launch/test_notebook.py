@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions started from a notebook run in connected processes, and their errors come back with the rank's name."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+
+from laconic.base.errors import ConfigError, StateError
+from laconic.config import environ
+from laconic.launch.notebook import debug_launcher, notebook_launcher
+
+# A notebook: a process of its own, functions defined in __main__. Two ranks can see each other only when connected.
+NOTEBOOK = """
+import json, os, signal
+import torch, torch.distributed as dist
+from laconic.base.errors import RankFailure
+from laconic.config import environ
+from laconic.launch.notebook import debug_launcher, notebook_launcher
+
+def train(name, fail=False):
+    dist.init_process_group("gloo")
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (dist.get_rank(), name, environ.text("ACCELERATE_MIXED_PRECISION")))
+    if fail and dist.get_rank() == 1:
+        raise ValueError("bad value")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with open(f"{name.strip('$')}.json", "w") as file:
+            json.dump([ranks, environ.text("ACCELERATE_USE_CPU"), torch.get_num_threads()], file)
+    dist.destroy_process_group()
+    return lambda: "not picklable"
+
+handler = signal.getsignal(signal.SIGTERM)
+torch.randn(64, 64) @ torch.randn(64, 64)
+debug_launcher(train, ("$$debug",))
+notebook_launcher(train, ("notebook",), num_processes=2, mixed_precision="bf16")
+try:
+    notebook_launcher(train, ("failed", True), num_processes=2)
+except RankFailure as error:
+    with open("failed.json", "w") as file:
+        json.dump(str(error), file)
+assert signal.getsignal(signal.SIGTERM) is handler
+assert environ.text("ACCELERATE_USE_CPU") is None
+"""
+
+
+def test_functions_run_in_connected_processes(home):
+    (home / "notebook.py").write_text(NOTEBOOK)
+    command = [sys.executable, "-W", "error", "notebook.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    debug = json.loads((home / "debug.json").read_text())
+    assert debug[:2] == [[[0, "$$debug", "no"], [1, "$$debug", "no"]], "true"]
+    notebook = json.loads((home / "notebook.json").read_text())
+    assert notebook[:2] == [[[0, "notebook", "bf16"], [1, "notebook", "bf16"]], "true"]
+    failed = json.loads((home / "failed.json").read_text())
+    assert failed.startswith("rank 1 failed on ")
+    assert 'raise ValueError("bad value")' in failed
+
+
+def test_one_process_is_this_one():
+    seen = []
+
+    def train(value):
+        seen.append((value, environ.text("ACCELERATE_MIXED_PRECISION")))
+
+    notebook_launcher(train, (3,), num_processes=1, mixed_precision="bf16")
+    assert seen == [(3, "bf16")]
+    assert environ.text("ACCELERATE_MIXED_PRECISION") is None
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"num_processes": 0}, "num_processes is 0"),
+        ({"num_processes": 2, "node_rank": 1}, "node_rank must be below num_nodes"),
+        ({"num_processes": 2, "mixed_precision": "half"}, "one of no, fp16, bf16"),
+    ],
+)
+def test_settings_that_can_not_work_are_refused(said, message):
+    with pytest.raises(ConfigError, match=message):
+        notebook_launcher(print, **said)
+    with pytest.raises(ConfigError, match="at least 1"):
+        debug_launcher(print, num_processes=0)
+
+
+def test_a_process_that_has_joined_a_world_is_not_forked(monkeypatch):
+    class Joined:
+        rank, size = 0, 1
+
+    monkeypatch.setattr("laconic.process.world.current", lambda: Joined)
+    for start in (notebook_launcher, debug_launcher):
+        with pytest.raises(StateError, match="inside the function only"):
+            start(print, num_processes=2)
+
+
+def test_the_parameters_are_accelerates():
+    launchers = pytest.importorskip("accelerate.launchers")
+    for ours, theirs in ((notebook_launcher, launchers.notebook_launcher), (debug_launcher, launchers.debug_launcher)):
+        defaults = [(p.name, p.default) for p in inspect.signature(theirs).parameters.values()]
+        assert [(p.name, p.default) for p in inspect.signature(ours).parameters.values()] == defaults

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags: both spellings, all of Accelerate's known by name, and the script's own left alone."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from laconic.base.errors import Unsupported
+from laconic.config.launch import FIELDS
+from laconic.launch.options import given
+from laconic.launch.run import launch
+
+
+def parse(*arguments: str) -> dict[str, object]:
+    return launch.make_context("launch", list(arguments)).params
+
+
+def test_what_is_not_given_is_not_said():
+    assert given(parse("x.py")) == {}
+
+
+@pytest.mark.parametrize("entry", FIELDS, ids=lambda entry: entry.name)
+def test_each_setting_has_its_flags_in_both_spellings(entry):
+    for flag in entry.flags:
+        for spelling in {flag, flag.replace("_", "-")}:
+            said = [spelling] if entry.kind is bool else [spelling, "7"]
+            value = True if entry.kind is bool else "7"
+            assert given(parse(*said, "x.py")) == {entry.name: value}
+
+
+def test_a_file_s_yes_can_be_taken_back():
+    assert given(parse("--no_debug", "--no-cpu", "x.py")) == {"debug": False, "use_cpu": False}
+
+
+def test_what_stands_behind_the_script_is_its_own():
+    own = ["--cpu", "--num_processes", "3", "--", "-m", "--help", "--nope=1", "${local_rank}", "", "--", "a b"]
+    params = parse("--num-processes=2", "x.py", *own)
+    assert (params["script"], list(params["script_args"])) == ("x.py", own)
+    assert given(params) == {"num_processes": "2"}
+
+
+def test_each_flag_of_accelerate_is_done_or_refused_by_name():
+    theirs = pytest.importorskip("accelerate.commands.launch").launch_command_parser()
+    flags = [(action, flag) for action in theirs._actions for flag in action.option_strings]
+    assert len(flags) > 200
+    done, refused = set(), {}
+    for action, flag in flags:
+        if flag in ("-h", "--help"):
+            continue
+        try:
+            parse(*([flag] if action.nargs == 0 else [flag, "1"]), "x.py")
+            done.add(flag)
+        except Unsupported as error:
+            refused[flag] = str(error)
+    assert all(message.startswith(flag[:2] + flag[2:].replace("-", "_")) for flag, message in refused.items())
+    everyday = {"--num_processes", "--num-processes", "--cpu", "--mixed_precision", "-m", "--main_process_port", "-q"}
+    assert everyday <= done
+    assert not any("deepspeed" in flag or "fsdp" in flag or "tpu" in flag for flag in done)
+
+
+def test_a_flag_that_nobody_knows_gets_a_suggestion():
+    with pytest.raises(click.NoSuchOption) as caught:
+        parse("--num_proceses", "2", "x.py")
+    assert "--num_processes" in (caught.value.possibilities or [])

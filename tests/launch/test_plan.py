@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine is to do; and all that can be known to fail is refused before a process starts."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import pytest
+
+from laconic.base.errors import ConfigError
+from laconic.config import environ
+from laconic.config.launch import LaunchSettings
+from laconic.launch import plan as plans
+from laconic.launch.plan import command_line, lone_environment, make_plan, meet
+
+
+@pytest.fixture
+def script(home):
+    (home / "train.py").write_text("")
+    return "train.py"
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    def set_count(count: int) -> None:
+        monkeypatch.setattr(plans, "count_gpus", lambda: count)
+
+    return set_count
+
+
+@pytest.mark.parametrize(
+    ("said", "gpu_count", "num_local", "told_cpu"),
+    [
+        ({}, 0, 1, "false"),
+        ({}, 4, 4, "false"),
+        ({"use_cpu": True}, 4, 1, "true"),
+        ({"use_cpu": True, "num_processes": 3}, 0, 3, "true"),
+        ({"num_processes": 2}, 0, 2, "true"),  # Accelerate would train two unconnected copies
+        ({"num_processes": 2}, 4, 2, "false"),
+        ({"gpu_ids": "1,3"}, 4, 2, "false"),
+        ({"num_machines": 2, "main_process_ip": "main", "num_processes": 8}, 4, 4, "false"),
+        ({"num_machines": 2, "main_process_ip": "main", "machine_rank": 1}, 4, 4, "false"),
+        ({"num_machines": 2, "main_process_ip": "main", "machine_rank": 1}, 0, 1, "true"),
+    ],
+)
+def test_there_is_a_process_for_each_accelerator_or_one_on_the_cpu(said, gpu_count, num_local, told_cpu, script, gpus):
+    gpus(gpu_count)
+    plan = make_plan(LaunchSettings(**said), script, [])
+    assert plan.num_local == num_local
+    assert plan.variables["ACCELERATE_USE_CPU"] == told_cpu
+
+
+@pytest.mark.parametrize(
+    ("said", "gpu_count", "message"),
+    [
+        ({"num_processes": 4}, 2, "4 processes on this machine need a GPU each, and there are 2"),
+        ({"multi_gpu": True}, 0, "torch finds none here"),
+        ({"multi_gpu": True, "num_processes": 1}, 0, "torch finds none here"),
+        ({"multi_gpu": True, "num_processes": 2}, 0, "torch finds none here"),
+    ],
+)
+def test_gpus_that_are_not_there_are_missed_at_once(said, gpu_count, message, script, gpus):
+    gpus(gpu_count)
+    with pytest.raises(ConfigError, match=message):
+        make_plan(LaunchSettings(**said), script, [])
+
+
+def test_one_process_needs_no_agent_unless_it_is_watched(script):
+    def alone(**said):
+        return make_plan(LaunchSettings(use_cpu=True, **said), script, []).alone
+
+    assert alone()
+    assert not alone(num_processes=2)
+    assert not alone(max_restarts=1)
+    assert not alone(log_dir="logs")
+    assert not alone(num_machines=2, main_process_ip="main", machine_rank=1)
+
+
+def test_threads_share_the_cores_unless_somebody_says_otherwise(script, monkeypatch):
+    monkeypatch.setattr(plans, "usable_cores", lambda: 9)
+
+    def threads(**said):
+        return make_plan(LaunchSettings(use_cpu=True, **said), script, []).variables.get("OMP_NUM_THREADS")
+
+    assert threads(num_processes=4) == "2"
+    assert threads(num_processes=20) == "1"
+    assert threads(num_processes=4, num_cpu_threads_per_process=5) == "5"
+    assert threads() is None
+
+
+@pytest.mark.parametrize(
+    ("said", "script", "message"),
+    [
+        ({}, "nowhere.py", "'nowhere.py' does not exist"),
+        ({"module": True}, "no_such_module.train", "no module 'no_such_module'"),
+        ({"no_python": True}, "no-such-program", "no program 'no-such-program'"),
+    ],
+)
+def test_a_script_that_is_not_there_is_missed_at_once(said, script, message, home):
+    with pytest.raises(ConfigError, match=message):
+        command_line(LaunchSettings(**said), script, [])
+
+
+def test_a_script_a_module_and_a_program_are_run(script, home):
+    (home / "package").mkdir()
+    assert command_line(LaunchSettings(), script, ["-x"]) == (sys.executable, "-u", script, "-x")
+    assert command_line(LaunchSettings(module=True), "package.train", []) == (
+        sys.executable,
+        "-u",
+        "-m",
+        "package.train",
+    )
+    assert command_line(LaunchSettings(no_python=True), "sh", ["-c", ":"]) == ("sh", "-c", ":")
+
+
+def test_without_a_port_the_processes_of_a_machine_meet_at_a_free_one():
+    first, second = meet(LaunchSettings()), meet(LaunchSettings(main_process_port=0))
+    assert (first.backend, first.endpoint, first.address) == ("c10d", "localhost:0", "127.0.0.1")
+    assert first.run_id != second.run_id
+
+
+def test_several_machines_meet_at_the_main_one():
+    said = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "main", "rdzv_conf": "timeout=30"}
+    meeting = meet(LaunchSettings(**said))
+    assert (meeting.backend, meeting.endpoint, meeting.num_machines) == ("static", "main:29500", 2)
+    assert meeting.conf == {"rank": 1, "timeout": "30"}
+    meeting = meet(LaunchSettings(**said, rdzv_backend="c10d", main_process_port=4))
+    assert (meeting.backend, meeting.endpoint, meeting.conf) == ("c10d", "main:4", {"timeout": "30"})
+
+
+def test_a_port_in_use_is_refused_where_this_machine_should_listen():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"Port {port} can't be used here"):
+            meet(LaunchSettings(main_process_port=port))
+        elsewhere = {"num_machines": 2, "main_process_ip": "main", "main_process_port": port}
+        assert meet(LaunchSettings(**elsewhere, machine_rank=1)).endpoint == f"main:{port}"
+        with pytest.raises(ConfigError, match=f"Port {port}"):
+            meet(LaunchSettings(**elsewhere))
+
+
+def test_a_process_alone_sees_a_world_of_one_whatever_run_it_is_started_in():
+    outer = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": "x", "KEPT": "1"}
+    with environ.patched(outer):
+        inner = lone_environment({"ACCELERATE_MIXED_PRECISION": "bf16"})
+    assert (inner["RANK"], inner["WORLD_SIZE"], inner["KEPT"]) == ("0", "1", "1")
+    assert inner["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert "LOCAL_RANK" not in inner
+    assert "TORCHELASTIC_ERROR_FILE" not in inner

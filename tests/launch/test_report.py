@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that failed is blamed on the rank that failed first, not on those that it took with it."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+
+from laconic.launch.report import Failure, explain, in_order, show
+
+LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+
+
+def failed(rank: int, message: str | None = None, code: int = 1, time_s: float = 100.0) -> Failure:
+    return Failure(rank, code, message=message, traceback=message and f"Traceback\n{message}", time_s=time_s)
+
+
+@pytest.mark.parametrize(
+    ("failures", "cause", "code"),
+    [
+        ([failed(0, LOST, time_s=100.1), failed(1, "ValueError: x", time_s=100.2)], 1, 1),
+        ([failed(0, "ValueError: x", time_s=100.2), failed(1, "KeyError: y", time_s=100.1)], 1, 1),
+        ([failed(0, LOST, time_s=100.1), failed(1, code=-signal.SIGKILL, time_s=101)], 1, 137),
+        ([failed(0, LOST, time_s=100.1), failed(1, code=3, time_s=101)], 1, 3),
+        ([failed(0, "ValueError: x", time_s=100.9), failed(1, code=-signal.SIGSEGV, time_s=101)], 1, 139),
+        ([failed(0, code=-signal.SIGTERM), failed(1, code=7), failed(2, code=-signal.SIGTERM)], 1, 7),
+        # It did not hear the launcher's SIGTERM, and was killed when the patience was over.
+        ([failed(0, code=-signal.SIGKILL, time_s=131), failed(1, "ValueError: x", time_s=100.2)], 1, 1),
+        # Somebody ended rank 2 by hand: the agent lists it first.
+        ([failed(2, code=-signal.SIGTERM), failed(0, code=-signal.SIGTERM)], 2, 143),
+        ([failed(0, "laconic.base.errors.RankFailure: rank 1 left", time_s=100.1), failed(1, "OSError: z")], 1, 1),
+    ],
+)
+def test_the_cause_comes_first(failures, cause, code, capsys):
+    assert in_order(failures)[0][0].rank == cause
+    assert show(failures) == code
+    assert f"rank {cause} failed on" in capsys.readouterr().err
+
+
+def test_the_order_in_which_the_agent_lists_failures_of_their_own_does_not_matter():
+    failures = [failed(rank, f"ValueError: {rank}", time_s=100 + 0.01 * rank) for rank in range(5)]
+    failures += [failed(5, LOST, time_s=100), failed(6, code=-signal.SIGTERM)]
+    for seed in range(10):
+        random.Random(seed).shuffle(failures)
+        own, ended = in_order(failures)
+        assert [failure.rank for failure in own] == [0, 1, 2, 3, 4, 5]
+        assert [failure.rank for failure in ended] == [6]
+
+
+def test_the_report_names_ranks_codes_and_reasons(capsys):
+    failures = [
+        failed(0, "KeyError: 'y'", time_s=100.3),
+        failed(1, "ValueError: [bold] bad", code=4),
+        failed(2, LOST),
+        failed(3, code=-signal.SIGTERM),
+        failed(4, code=-signal.SIGTERM),
+    ]
+    title, text = explain(failures)
+    assert title.startswith("rank 1 failed on ")
+    assert title.endswith("exit code 4")
+    assert "ValueError: [bold] bad" in text
+    assert "rank 0 failed too: KeyError: 'y'" in text
+    assert "then lost the connection to it: rank 2" in text
+    assert "then ended by the launcher: ranks 3, 4" in text
+    show(failures, log_dir="logs")
+    printed = capsys.readouterr().err
+    assert printed.count("rank 1 failed") == 1
+    assert "[bold] bad" in printed  # what the error says is no markup
+    assert "logs: logs" in printed
+
+
+def test_a_rank_without_a_traceback_is_explained_by_its_end():
+    title, text = explain([failed(1, code=-signal.SIGKILL)])
+    assert title.endswith("signal 9 (SIGKILL)")
+    assert "memory" in text
+    assert "no traceback" in explain([failed(1, code=3)])[1]
+    assert explain([failed(1, code=-signal.SIGSEGV)])[0].endswith("signal 11 (SIGSEGV)")
+    assert failed(0, code=-200).how == "signal 200"
+
+
+def test_what_torch_wrote_and_what_we_wrote_is_read():
+    said = {"message": "ValueError: x", "extraInfo": {"py_callstack": "Traceback", "timestamp": "100"}}
+    assert Failure.of(1, 1, {"message": said}) == Failure(1, 1, 0, "ValueError: x", "Traceback", 100.0)
+    said["extraInfo"]["precise_timestamp"] = 100.25
+    assert Failure.of(1, 1, {"message": said}).time_s == 100.25
+    assert Failure.of(1, -9, {"message": "<NONE>"}, pid=5, seen_s=7) == Failure(1, -9, 5, time_s=7)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real runs: processes are connected, failures are named, exit codes are the script's, and nobody is left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from laconic.config import environ
+
+# Each rank writes what it sees, and the sum over all ranks of rank + 1, which only connected processes can know.
+CONNECTED = """
+import json, os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1])
+dist.all_reduce(total)
+seen = {"size": dist.get_world_size(), "total": total.item(), "argv": sys.argv[1:], "environ": dict(os.environ)}
+with open(f"rank{dist.get_rank()}.json", "w") as file:
+    json.dump(seen, file)
+dist.destroy_process_group()
+"""
+
+ALONE = """
+import json, os, sys
+with open("alone.json", "w") as file:
+    json.dump({"argv": sys.argv[1:], "environ": dict(os.environ), "name": __name__}, file)
+sys.exit(5)
+"""
+
+# Rank 1 does what the arguments say; the others, and what each has started, would stay for minutes.
+DOOMED = """
+import os, signal, subprocess, sys, time
+from laconic.process.failure import install_failure_report
+rank = int(os.environ["RANK"])
+install_failure_report(rank)
+subprocess.Popen(["sleep", "300"])
+open(f"up{rank}", "w").close()
+while not all(os.path.exists(f"up{other}") for other in range(int(os.environ["WORLD_SIZE"]))):
+    time.sleep(0.01)
+if rank == 1:
+    exec(sys.argv[1])
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def mark():
+    """A variable that all processes of a test inherit, so that those left behind can be found."""
+    word = f"LACONIC_TEST_{uuid4().hex}"
+    environ.export({word: "1"})
+    yield word
+    environ.remove(word)
+
+
+def left_behind(mark: str) -> list[str]:
+    """The command lines of living processes that carry the mark."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+def none_left(mark: str) -> bool:
+    for _ in range(100):
+        if not left_behind(mark):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def seen_by(name: str) -> dict:
+    return json.loads(Path(name).read_text())
+
+
+def test_two_processes_are_connected_and_told_what_was_set(laconic, home):
+    (home / "train.py").write_text(CONNECTED)
+    (home / "laconic.yaml").write_text("mixed_precision: bf16\ngradient_accumulation_steps: 4\n")
+    own = ["--num_processes", "7", "${local_rank}", "$$", "a b", "", "--", "--help"]
+    done = laconic("launch", "--cpu", "--num-processes", "2", "train.py", *own)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "laconic: settings from laconic.yaml\n", "")
+    for rank in (0, 1):
+        seen = seen_by(f"rank{rank}.json")
+        assert (seen["size"], seen["total"], seen["argv"]) == (2, 3, own)
+        told = seen["environ"]
+        assert (told["RANK"], told["LOCAL_RANK"], told["LOCAL_WORLD_SIZE"]) == (str(rank), str(rank), "2")
+        assert (told["ACCELERATE_USE_CPU"], told["ACCELERATE_MIXED_PRECISION"]) == ("true", "bf16")
+        assert told["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "4"
+        assert int(told["OMP_NUM_THREADS"]) >= 1
+
+
+def test_torchrun_does_just_as_well(home):
+    (home / "train.py").write_text(CONNECTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"]
+    assert subprocess.run(command, capture_output=True, timeout=90).returncode == 0
+    assert [seen_by(f"rank{rank}.json")["total"] for rank in (0, 1)] == [3, 3]
+
+
+def test_a_script_on_real_accelerate_is_connected_too(laconic, home):
+    pytest.importorskip("accelerate")
+    script = (
+        "import os\n"
+        "from accelerate import Accelerator\n"
+        "accelerator = Accelerator()\n"
+        "assert accelerator.mixed_precision == 'bf16' and accelerator.device.type == 'cpu'\n"
+        "os.write(1, f'rank {accelerator.process_index} of {accelerator.num_processes}\\n'.encode())\n"
+        "accelerator.end_training()\n"
+    )
+    (home / "train.py").write_text(script)
+    done = laconic("launch", "--num_processes", "2", "--mixed_precision", "bf16", "--cpu", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "rank 0 of 2", "rank 1 of 2"]
+
+
+def test_one_process_is_the_script_itself(laconic, home):
+    (home / "train.py").write_text(ALONE)
+    with environ.patched({"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "2"}):
+        done = laconic("launch", "--cpu", "train.py", "--cpu", "$x")
+    assert (done.returncode, done.stderr) == (5, "")
+    seen = seen_by("alone.json")
+    assert (seen["argv"], seen["name"]) == (["--cpu", "$x"], "__main__")
+    assert (seen["environ"]["WORLD_SIZE"], seen["environ"]["RANK"]) == ("1", "0")
+    assert "LOCAL_RANK" not in seen["environ"]
+
+
+def test_modules_and_programs_are_started_too(laconic, home):
+    (home / "package").mkdir()
+    (home / "package" / "train.py").write_text(ALONE)
+    assert laconic("launch", "--cpu", "-m", "package.train", "x").returncode == 5
+    assert seen_by("alone.json")["argv"] == ["x"]
+    assert laconic("launch", "--cpu", "--no_python", "sh", "-c", "exit 7").returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("deed", "code", "words"),
+    [
+        ("raise ValueError('bad value')", 1, ["exit code 1", "ValueError: bad value", "Traceback"]),
+        ("sys.exit(3)", 3, ["exit code 3", "no traceback"]),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, ["signal 9 (SIGKILL)", "memory"]),
+    ],
+)
+def test_a_rank_that_fails_is_named_once_and_takes_all_with_it(deed, code, words, laconic, home, mark):
+    (home / "train.py").write_text(DOOMED)
+    done = laconic("launch", "--cpu", "--num_processes", "3", "train.py", deed)
+    assert done.returncode == code
+    report = done.stderr[done.stderr.index("╭") :]
+    assert report.count("rank 1 failed") == 1
+    assert "then ended by the launcher: ranks 0, 2" in report
+    assert all(word in report for word in words)
+    assert "ChildFailedError" not in done.stderr
+    assert "torch/distributed/elastic" not in done.stderr
+    assert none_left(mark), left_behind(mark)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_launcher_ends_all_quietly(number, code, home, mark):
+    (home / "train.py").write_text(DOOMED)
+    command = [sys.executable, "-m", "laconic", "launch", "--cpu", "--num_processes", "2", "train.py", "pass"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as launcher:
+        deadline = time.monotonic() + 60
+        while not (home / "up1").exists() or not (home / "up0").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.3)  # both are in their long sleep now
+        launcher.send_signal(number)
+        said = launcher.communicate(timeout=30)[1]
+    assert (launcher.returncode, said) == (code, "")
+    assert none_left(mark), left_behind(mark)
+
+
+def test_a_failed_run_is_tried_again_as_often_as_asked_for(laconic, home):
+    script = (
+        "import os, sys\nprint('try', flush=True)\nsys.exit(0 if os.path.exists('x') else not open('x', 'w').close())\n"
+    )
+    (home / "train.py").write_text(script)
+    done = laconic("launch", "--cpu", "--max_restarts", "1", "--log_dir", "logs", "train.py")
+    assert (done.returncode, done.stdout) == (0, "try\ntry\n")
+    assert "exitcode: 1" in done.stderr  # a failure that another attempt makes good is not kept secret
+    assert any((home / "logs").iterdir())
+
+
+def test_nothing_is_started_when_the_command_line_can_not_work(laconic, home):
+    (home / "train.py").write_text("open('started', 'w')\n")
+    for wrong in (["--num_processes", "0"], ["--machine_rank", "1"], ["--num_machines", "2"], ["--use_deepspeed"]):
+        assert laconic("launch", "--cpu", *wrong, "train.py").returncode == 2
+    assert not (home / "started").exists()
+
+
+def test_quiet_says_nothing(laconic, home):
+    (home / "laconic.yaml").write_text("use_cpu: true\n")
+    (home / "train.py").write_text("")
+    assert laconic("launch", "train.py").stderr == "laconic: settings from laconic.yaml\n"
+    assert laconic("launch", "-q", "train.py").stderr == ""
