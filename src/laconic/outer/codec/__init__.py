@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a delta looks like on the wire."""
+"""How values look on the wire."""

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many tensors <-> a few flat buckets: copied into buffers that are allocated once, and written back in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laconic.base.errors import StateError, Unsupported
+from laconic.comm.shards import addresses, local
+
+CAP_BYTES = 25 * 2**20
+_COARSE = 2**15  # elements in a piece from which one call per piece costs less than another pass over its memory
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A run of elements of one tensor; `shape` is set where the whole tensor goes, as it is not contiguous."""
+
+    tensor: int
+    start: int
+    size: int
+    shape: torch.Size | None
+
+    def of(self, storage: Tensor) -> Tensor:
+        return storage.view(-1).narrow(0, self.start, self.size) if self.shape is None else storage
+
+
+class Buckets:
+    """A plan that cuts tensors into buckets of one dtype, and the flat buffers in which these take turns.
+
+    Bucket k lives in buffer `k % num_buffers`, so it must be written back before bucket `k + num_buffers` is packed.
+    A contiguous tensor is cut where a bucket is full; one that is not goes whole, in a larger bucket if need be.
+    Ranks whose tensors have the same shapes and layouts cut them alike.
+
+    Args:
+        tensors: of any floating (or any integer) dtypes, all on one device. A DTensor's local part is meant.
+        dtype: of the buckets; it should hold every value of every tensor.
+        cap_bytes: how large a bucket may become.
+        num_buffers: how many buckets can be filled at a time.
+
+    Raises:
+        Unsupported: the tensors are on several devices.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        dtype: torch.dtype = torch.float32,
+        *,
+        cap_bytes: int = CAP_BYTES,
+        num_buffers: int = 2,
+    ) -> None:
+        storages = [local(tensor) for tensor in tensors]
+        devices = {storage.device for storage in storages}
+        if len(devices) > 1:
+            raise Unsupported(
+                f"These tensors are on several devices ({', '.join(sorted(map(str, devices)))}), and one flat buffer "
+                "can't hold them. Put what is exchanged on one device."
+            )
+        self.dtype = dtype
+        self.num_buffers = num_buffers
+        self._shapes = [storage.shape for storage in storages]
+        self._plan = _cut(storages, max(1, cap_bytes // dtype.itemsize))
+        self.sizes = [sum(piece.size for piece in pieces) for pieces in self._plan]
+        device = devices.pop() if devices else None
+        self._buffers = [
+            torch.zeros(max(self.sizes[slot::num_buffers]), dtype=dtype, device=device)
+            for slot in range(min(num_buffers, len(self.sizes)))
+        ]
+        self._inside = [self.cut(k, self.flat(k)) for k in range(len(self))]
+        self._bind(tensors)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def flat(self, k: int) -> Tensor:
+        """Return the buffer of bucket `k`, `[sizes[k]]`, with whatever it holds now."""
+        return self._buffers[k % self.num_buffers][: self.sizes[k]]
+
+    def pieces(self, k: int) -> list[Tensor]:
+        """Return the parts of the tensors that make up bucket `k`, sharing their memory."""
+        return self._outside[k]
+
+    def is_coarse(self, k: int) -> bool:
+        """Say whether bucket `k` has so few and large pieces that work on each of them is as fast as on the buffer."""
+        return self.sizes[k] >= _COARSE * len(self._plan[k])
+
+    def cut(self, k: int, flat: Tensor) -> list[Tensor]:
+        """Cut `flat`, `[sizes[k]]`, as bucket `k` is: views of the shapes that `pieces(k)` have."""
+        parts = torch.split(flat, [piece.size for piece in self._plan[k]])
+        return [
+            part if piece.shape is None else part.view(piece.shape)
+            for part, piece in zip(parts, self._plan[k], strict=True)
+        ]
+
+    def pack(self, k: int) -> Tensor:
+        """Copy the tensors' values into the buffer of bucket `k` and return it."""
+        torch._foreach_copy_(self._inside[k], self._outside[k])
+        return self.flat(k)
+
+    def unpack(self, k: int, divisor: float = 1) -> None:
+        """Write the buffer of bucket `k`, divided by `divisor`, back into the tensors; the buffer is used up."""
+        if divisor != 1:
+            if self._kind_kept[k] and self.is_coarse(k):
+                for part, target in zip(self._inside[k], self._outside[k], strict=True):
+                    torch.div(part, divisor, out=target)
+                return
+            self.flat(k).div_(divisor)
+        torch._foreach_copy_(self._outside[k], self._inside[k])
+
+    def rebind(self, tensors: Sequence[Tensor]) -> None:
+        """Find the tensors' memory again, if someone has given one of them another storage or put another in its place.
+
+        Args:
+            tensors: those of the constructor, or what took their places.
+
+        Raises:
+            StateError: a tensor has another shape, or a contiguous one is no longer contiguous.
+        """
+        if addresses(tensors) != self._addresses:
+            self._bind(tensors)
+
+    def _bind(self, tensors: Sequence[Tensor]) -> None:
+        storages = [local(tensor) for tensor in tensors]
+        for number, (storage, shape) in enumerate(zip(storages, self._shapes, strict=True)):
+            if storage.shape != shape:
+                raise StateError(
+                    f"Tensor {number} had shape {list(shape)} when its bucket was planned and has "
+                    f"{list(storage.shape)} now. Change the model first, then plan."
+                )
+        for piece in (piece for pieces in self._plan for piece in pieces):
+            if piece.shape is None and not storages[piece.tensor].is_contiguous():
+                raise StateError(
+                    f"Tensor {piece.tensor} of shape {list(storages[piece.tensor].shape)} was contiguous when its "
+                    "bucket was planned and is not now. Change the memory layout of the model first, then plan."
+                )
+        self._outside = [[piece.of(storages[piece.tensor]) for piece in pieces] for pieces in self._plan]
+        self._kind_kept = [all(part.dtype == self.dtype for part in parts) for parts in self._outside]
+        self._addresses = addresses(tensors)
+
+
+def _cut(storages: Sequence[Tensor], cap: int) -> list[list[_Piece]]:
+    """Fill buckets of `cap` elements one after the other."""
+    plan: list[list[_Piece]] = []
+    room = 0
+    for number, storage in enumerate(storages):
+        whole = None if storage.is_contiguous() else storage.shape
+        start, end = 0, storage.numel()
+        while start < end:
+            if room == 0 or (whole is not None and room < end):
+                plan.append([])
+                room = cap
+            size = end if whole is not None else min(end - start, room)
+            plan[-1].append(_Piece(number, start, size, whole))
+            start += size
+            room = max(0, room - size)
+    return plan

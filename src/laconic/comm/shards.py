@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tensor keeps on this rank: the one place that asks whether it is a DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of `tensor` that lives on this rank, without history; it shares the tensor's memory."""
+    if type(tensor) in _PLAIN:
+        return tensor.detach()
+    to_local = getattr(tensor, "to_local", None)  # asked by name: torch.distributed.tensor is slow to import
+    return tensor.detach() if to_local is None else to_local().detach()
+
+
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """Return where the local part of each tensor starts in memory."""
+    return [t.data_ptr() if type(t) in _PLAIN else local(t).data_ptr() for t in tensors]
