@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import accelerate
 import torch
 import torch.distributed as dist
 from _measure import interleave, medians_us, report, seeded
-from accelerate import PartialState
-from accelerate.utils import operations as accelerate
 from torch import Tensor
 
-from laconic.comm import collectives
-from laconic.comm.exchange import Exchange
-from laconic.comm.group import TorchGroup
+import laconic
 from laconic.testing.ranks import run_ranks
 
 SEED = 0
@@ -41,7 +39,7 @@ def main() -> None:
             "median_us": times,
             "ours_over_accelerate": {
                 name: round(times[f"laconic {name}"] / times[f"accelerate {name}"], 3)
-                for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "broadcast")
+                for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
             },
             "gather_over_bare": round(times["laconic gather"] / times["bare gather"], 3),
         },
@@ -49,31 +47,22 @@ def main() -> None:
         write_to="collectives.jsonl" if chosen.write else None,
         ranks=chosen.ranks,
         tree=f"dict of {chosen.leaves} fp32 tensors [{ROWS}, {COLUMNS}]",
-        accelerate="1.15.0",
+        accelerate=accelerate.__version__,
     )
 
 
 def measure(num_leaves: int, rounds: int) -> dict[str, float]:
-    state = PartialState(cpu=True)
-    assert state.num_processes == dist.get_world_size(), "Accelerate did not join the group"
-    exchange = Exchange(TorchGroup())
+    ours, theirs = laconic.Accelerator(cpu=True), accelerate.Accelerator(cpu=True)
+    assert ours.num_processes == theirs.num_processes == dist.get_world_size(), "not every one joined the group"
     seeded(SEED)
     tree = {f"leaf{k}": torch.randn(ROWS, COLUMNS) for k in range(num_leaves)}
-    uneven = {key: torch.randn(ROWS + dist.get_rank(), COLUMNS) for key in tree}
-    contestants: dict[str, Callable[[], Any]] = {
-        "bare gather": lambda: hand_packed(tree),
-        "laconic gather": lambda: collectives.gather(exchange, tree),
-        "accelerate gather": lambda: accelerate.gather(tree),
-        # What both do for it, before the last batch's padding is cut off.
-        "laconic gather_for_metrics": lambda: collectives.gather(exchange, tree, ragged=True),
-        "accelerate gather_for_metrics": lambda: accelerate.gather(tree),
-        "laconic reduce": lambda: collectives.reduce(exchange, tree, "mean"),
-        "accelerate reduce": lambda: accelerate.reduce(tree, "mean"),
-        "laconic pad_across_processes": lambda: collectives.pad_across_processes(exchange, uneven),
-        "accelerate pad_across_processes": lambda: accelerate.pad_across_processes(uneven),
-        "laconic broadcast": lambda: collectives.broadcast(exchange, tree),
-        "accelerate broadcast": lambda: accelerate.broadcast(tree),
-    }
+    uneven = {key: torch.randn(ROWS + ours.process_index, COLUMNS) for key in tree}
+    contestants: dict[str, Callable[[], Any]] = {"bare gather": lambda: hand_packed(tree)}
+    for name, peer in (("laconic", ours), ("accelerate", theirs)):
+        contestants[f"{name} gather"] = partial(peer.gather, tree)
+        contestants[f"{name} gather_for_metrics"] = partial(peer.gather_for_metrics, tree)
+        contestants[f"{name} reduce"] = partial(peer.reduce, tree, "mean")
+        contestants[f"{name} pad_across_processes"] = partial(peer.pad_across_processes, uneven)
     return medians_us(interleave(contestants, rounds))
 
 
