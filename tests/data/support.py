@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data sets, loaders of all ranks, and what the tests of this room ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from laconic.comm.group import SoloGroup, TorchGroup
+from laconic.config.handlers import DataLoaderConfiguration
+from laconic.data.prepare import prepare_loader
+from laconic.loop.state import LoopState
+
+CPU = torch.device("cpu")
+
+
+class Stream(IterableDataset):
+    """0, 1, ... n-1, shared out among workers in the way that torch asks for."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        yield from range(self.n) if worker is None else range(worker.id, self.n, worker.num_workers)
+
+
+class SizedStream(Stream):
+    """A stream that knows its length."""
+
+    def __len__(self) -> int:
+        return self.n
+
+
+class Seat(SoloGroup):
+    """A rank among several in a test of one process; whoever collects something finds only itself."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+
+def prepared(loader: DataLoader, group: Any = None, state: LoopState | None = None, **settings: Any) -> Any:
+    """Prepare `loader` with `settings` of `DataLoaderConfiguration`, or `rng_types`, `device`, `slice_fn`."""
+    arguments = {name: settings.pop(name) for name in ("rng_types", "slice_fn") if name in settings}
+    return prepare_loader(
+        loader,
+        group=group or SoloGroup(),
+        device=settings.pop("device", CPU),
+        state=state or LoopState(),
+        config=DataLoaderConfiguration(**settings),
+        **{"rng_types": ["generator"], **arguments},
+    )
+
+
+def walk(loader: Any) -> list[tuple[list[int], bool, int]]:
+    """Iterate once: for each batch its values, whether the loader calls it the last, and the remainder."""
+    return [(values(batch), loader.end_of_dataloader, loader.remainder) for batch in loader]
+
+
+def values(batch: Any) -> list[int]:
+    """The numbers in a batch made of a tensor."""
+    return batch.reshape(-1).tolist()
+
+
+def gathered(walks: list[list[tuple[list[int], bool, int]]]) -> list[int]:
+    """What gathering for metrics returns over a whole iteration: rank after rank in each step, cut to the remainder."""
+    found: list[int] = []
+    for step in range(max(map(len, walks), default=0)):
+        here = [walk[step] for walk in walks if step < len(walk)]
+        remainders = {remainder for _, _, remainder in here}
+        assert len(remainders) == 1, f"ranks disagree about the remainder: {remainders}"
+        together = [value for numbers, _, _ in here for value in numbers]
+        found += together[: remainders.pop() or None]
+    return found
+
+
+def world() -> TorchGroup:
+    """The ranks that `run_ranks` has connected."""
+    return TorchGroup()

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams shared out among ranks that each read all of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate.data_loader import IterableDatasetShard as PeerShard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
+
+from laconic.base.errors import ConfigError
+from laconic.data.iterable import IterableDatasetShard
+from tests.data.support import Seat, SizedStream, Stream, gathered, prepared, walk
+
+
+@st.composite
+def cases(draw):
+    size = draw(st.integers(1, 4))
+    split = draw(st.booleans())
+    batch_size = draw(st.integers(1, 5)) * (size if split else 1)
+    return draw(st.integers(0, 40)), batch_size, size, split, draw(st.booleans())
+
+
+def shards_of(case, shard=IterableDatasetShard, **settings):
+    length, batch_size, size, split, drop_last = case
+    return [shard(SizedStream(length), batch_size, drop_last, size, rank, split, **settings) for rank in range(size)]
+
+
+@given(cases())
+@settings(deadline=None)
+def test_shares_are_those_of_accelerate(case):
+    assert [list(shard) for shard in shards_of(case)] == [list(shard) for shard in shards_of(case, PeerShard)]
+
+
+@given(cases(), st.booleans())
+@settings(deadline=None)
+def test_the_length_is_the_number_of_samples(case, even):
+    assert all(len(shard) == len(list(shard)) for shard in shards_of(case, even_batches=even))
+
+
+@given(cases(), st.booleans())
+@settings(deadline=None)
+def test_metrics_see_each_sample_exactly_once(case, even):
+    length, batch_size, size, split, drop_last = case
+    loader = DataLoader(Stream(length), batch_size=batch_size, drop_last=drop_last)
+    walks = [
+        walk(
+            prepared(loader, Seat(rank, size), dispatch_batches=False, split_batches=split, even_batches=even),
+        )
+        for rank in range(size)
+    ]
+    per_round = batch_size if split else batch_size * size
+    assert gathered(walks) == list(range(length // per_round * per_round if drop_last and size > 1 else length)) or (
+        size == 1 and drop_last and gathered(walks) == list(range(length // batch_size * batch_size))
+    )
+    if even or drop_last:
+        assert len({len(one) for one in walks}) == 1
+    for one in walks:
+        assert [last for _, last, _ in one] == [False] * (len(one) - 1) + [True] * bool(one)
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("length", [0, 1, 13, 24])
+def test_workers_have_padded_rounds_of_their_own_and_metrics_still_see_each_sample_once(length, even):
+    loader = DataLoader(Stream(length), batch_size=3, num_workers=2)
+    walks = [walk(prepared(loader, Seat(rank, 2), dispatch_batches=False, even_batches=even)) for rank in range(2)]
+    assert sorted(gathered(walks)) == list(range(length))
+    assert not even or len(walks[0]) == len(walks[1])
+
+
+class Files(IterableDataset):
+    """A stream in four files, of which each rank can be given some."""
+
+    num_shards = 4
+
+    def __init__(self, files=((0, 1, 2), (3,), (4, 5, 6, 7), (8, 9))):
+        self.files = files
+
+    def shard(self, num_shards, index):
+        return Files(self.files[index::num_shards])
+
+    def __iter__(self):
+        return (item for file in self.files for item in file)
+
+
+def test_files_are_shared_out_only_where_ranks_may_be_uneven():
+    loader = DataLoader(Files(), batch_size=2)
+    walks = [walk(prepared(loader, Seat(rank, 2), dispatch_batches=False, even_batches=False)) for rank in range(2)]
+    assert [[numbers for numbers, _, _ in one] for one in walks] == [[[0, 1], [2, 4], [5, 6], [7]], [[3, 8], [9]]]
+    evened = [walk(prepared(loader, Seat(rank, 2), dispatch_batches=False)) for rank in range(2)]
+    assert gathered(evened) == list(range(10))
+
+
+class Chunks(IterableDataset):
+    """Whole batches of three, the last one of two."""
+
+    def __iter__(self):
+        return iter([torch.tensor([0, 1, 2]), torch.tensor([3, 4, 5]), torch.tensor([6, 7])])
+
+
+def test_items_that_are_batches_are_dealt_whole_and_counted():
+    loader = DataLoader(Chunks(), batch_size=None)
+    walks = [walk(prepared(loader, Seat(rank, 2), dispatch_batches=False)) for rank in range(2)]
+    assert [numbers for numbers, _, _ in walks[1]] == [[3, 4, 5], [0, 1, 2]]
+    assert gathered(walks) == list(range(8))
+
+
+def test_splitting_needs_a_batch_size_that_can_be_cut():
+    for batch_size in (3, None):
+        loader = DataLoader(Stream(9), batch_size=batch_size)
+        with pytest.raises(ConfigError, match="split_batches"):
+            prepared(loader, Seat(0, 2), dispatch_batches=False, split_batches=True)
+    with pytest.raises(ConfigError, match=r"\(1\)"):
+        IterableDatasetShard(Stream(9), 1, num_processes=2, split_batches=True)
+
+
+def test_the_epoch_is_passed_on():
+    class Knowing(Stream):
+        def set_epoch(self, epoch):
+            self.told = epoch
+
+    shard = IterableDatasetShard(Knowing(3), 1, num_processes=2)
+    shard.set_epoch(4)
+    assert (shard.epoch, shard.dataset.told) == (4, 4)
+    IterableDatasetShard(Stream(3)).set_epoch(2)

@@ -1,0 +1,535 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepared loaders that read for themselves: order, epochs, reports to the loop, attributes, skipping."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from laconic.base.errors import ConfigError, Unsupported
+from laconic.data.loader import DataLoaderShard, SkipDataLoader
+from laconic.data.prepare import prepare_data_loader, prepare_loader, skip_first_batches
+from laconic.data.samplers import BatchSamplerShard, SeedableRandomSampler
+from laconic.loop.state import LoopState
+from tests.data.support import Seat, SizedStream, Stream, gathered, prepared, values, walk
+
+
+def numbers(loader):
+    return [values(batch) for batch in loader]
+
+
+@st.composite
+def cases(draw):
+    size = draw(st.integers(1, 4))
+    split = draw(st.booleans())
+    batch_size = draw(st.integers(1, 4)) * (size if split else 1)
+    return draw(st.integers(0, 30)), batch_size, size, split, draw(st.booleans()), draw(st.booleans())
+
+
+@given(cases(), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_metrics_see_each_sample_exactly_once(case, shuffle):
+    length, batch_size, size, split, even, drop_last = case
+    walks = []
+    for rank in range(size):
+        torch.manual_seed(5)
+        sampler = RandomSampler(range(length)) if shuffle and length else SequentialSampler(range(length))
+        loader = DataLoader(range(length), batch_size, sampler=sampler, drop_last=drop_last)
+        walks.append(walk(prepared(loader, Seat(rank, size), split_batches=split, even_batches=even)))
+    found = gathered(walks)
+    per_round = batch_size if split else batch_size * size
+    assert len(set(found)) == len(found) == (length // per_round * per_round if drop_last else length)
+    assert shuffle or found == list(range(len(found)))
+    assert not even or len({len(one) for one in walks}) == 1
+    for one in walks:
+        assert [last for _, last, _ in one] == [False] * (len(one) - 1) + [True] * bool(one)
+
+
+@given(cases())
+@settings(deadline=None, max_examples=60)
+def test_lengths_are_numbers_of_batches(case):
+    length, batch_size, size, split, even, drop_last = case
+    for dataset in (range(length), SizedStream(length)):
+        for rank in range(size):
+            loader = prepared(
+                DataLoader(dataset, batch_size, drop_last=drop_last),
+                Seat(rank, size),
+                split_batches=split,
+                even_batches=even,
+                dispatch_batches=False,
+            )
+            assert len(loader) == len(numbers(loader))
+            assert loader.total_dataset_length == length
+            assert loader.total_batch_size == (batch_size if split else batch_size * size)
+            assert loader.batch_size == (batch_size // size if split else batch_size)
+
+
+def test_two_workers_read_the_same_as_none():
+    for rank in range(2):
+        plain, with_workers = (
+            numbers(prepared(DataLoader(range(21), 4, num_workers=workers), Seat(rank, 2))) for workers in (0, 2)
+        )
+        assert plain == with_workers
+
+
+def test_custom_samplers_need_no_attributes():
+    class Sampler:
+        def __iter__(self):
+            return iter([3, 1, 4, 0, 2])
+
+    walks = [walk(prepared(DataLoader(range(5), 2, sampler=Sampler()), Seat(rank, 2))) for rank in range(2)]
+    assert gathered(walks) == [3, 1, 4, 0, 2]
+    batches = [[0, 1, 2], [3, 4], [5]]
+    walks = [walk(prepared(DataLoader(range(6), batch_sampler=batches), Seat(rank, 2))) for rank in range(2)]
+    assert gathered(walks) == [0, 1, 2, 3, 4, 5]
+    assert numbers(prepared(DataLoader(range(6), batch_sampler=batches))) == batches
+
+
+class Table(Dataset):
+    """Takes one index or a list of them."""
+
+    def __getitem__(self, index):
+        return torch.arange(11)[index]
+
+    def __len__(self):
+        return 11
+
+
+def test_loaders_that_do_no_batching():
+    batched = DataLoader(Table(), sampler=BatchSampler(SequentialSampler(Table()), 2, False), batch_size=None)
+    walks = [walk(prepared(batched, Seat(rank, 2))) for rank in range(2)]
+    assert gathered(walks) == list(range(11))
+    assert numbers(skip_first_batches(prepared(batched, Seat(1, 2)), 2)) == [[10, 0]]
+    single = DataLoader(Table(), batch_size=None)
+    assert numbers(prepared(single, Seat(1, 2))) == [[1], [3], [5], [7], [9], [0]]
+    assert numbers(prepared(single)) == [[k] for k in range(11)]
+
+
+def test_the_batch_after_next_is_not_read_yet():
+    read = []
+
+    class Recording(Dataset):
+        def __getitem__(self, index):
+            read.append(index)
+            return index
+
+        def __len__(self):
+            return 10
+
+    iterator = iter(prepared(DataLoader(Recording(), 2)))
+    next(iterator)
+    assert read == [0, 1, 2, 3]
+    next(iterator)
+    assert read == [0, 1, 2, 3, 4, 5]
+
+
+def test_batches_go_to_the_device_whatever_they_are_made_of():
+    data = [{"x": torch.ones(2), "name": "a"}] * 3
+    loader = prepared(DataLoader(data, 2), device=torch.device("meta"))
+    assert [batch["x"].device.type for batch in loader] == ["meta", "meta"]
+    assert [batch["x"].device.type for batch in prepared(DataLoader(data, 2), device=None)] == ["cpu", "cpu"]
+
+
+# ---- epochs
+
+
+class Recorder(Dataset):
+    """Keeps the epochs it was told."""
+
+    def __init__(self):
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __getitem__(self, index):
+        return index
+
+    def __len__(self):
+        return 6
+
+
+def test_every_iteration_is_an_epoch_whether_or_not_it_comes_to_its_end():
+    data = Recorder()
+    loader = prepared(DataLoader(data, 2))
+    for _ in loader:
+        assert loader.iteration == 0
+    assert loader.iteration == 1
+    for _ in loader:
+        break
+    for _ in loader:
+        assert loader.iteration == 2
+    kept = iter(loader)
+    next(kept)
+    list(loader)
+    assert data.epochs == [0, 1, 2, 3, 4]
+
+
+def test_an_epoch_chosen_by_hand_wins():
+    data = Recorder()
+    loader = prepared(DataLoader(data, 2))
+    loader.set_epoch(7)
+    list(loader)
+    for _ in loader:
+        loader.set_epoch(3)
+    list(loader)
+    assert data.epochs == [7, 7, 8, 3, 3, 3, 3]
+
+
+def test_a_seedable_order_changes_with_each_epoch_also_after_a_break():
+    def orders(breaking):
+        torch.manual_seed(3)
+        loader = prepared(DataLoader(range(8), 8, shuffle=True), use_seedable_sampler=True)
+        found = []
+        for _ in range(3):
+            for batch in loader:
+                found.append(values(batch))
+                if breaking:
+                    break
+        return found
+
+    assert orders(False) == orders(True)
+    assert len({tuple(order) for order in orders(True)}) == 3
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_samplers_inside_samplers_are_told_the_epoch(size):
+    class Inner(SequentialSampler):
+        def set_epoch(self, epoch):
+            told.append(("sampler", epoch))
+
+    class Outer(BatchSampler):
+        def set_epoch(self, epoch):
+            told.append(("batch sampler", epoch))
+
+    told = []
+    data = Recorder()
+    loader = prepared(DataLoader(data, batch_sampler=Outer(Inner(data), 2, False)), Seat(0, size))
+    list(loader)
+    list(skip_first_batches(loader, 1))
+    assert sorted(told) == [("batch sampler", 0), ("batch sampler", 1), ("sampler", 0), ("sampler", 1)]
+    assert data.epochs == [0, 1]
+
+
+def test_a_distributed_sampler_shuffles_anew_each_epoch():
+    data = range(16)
+    loader = prepared(DataLoader(data, 16, sampler=DistributedSampler(data, num_replicas=1, rank=0)))
+    expected = DistributedSampler(data, num_replicas=1, rank=0)
+    for epoch in range(2):
+        expected.set_epoch(epoch)
+        assert numbers(loader) == [list(expected)]
+
+
+def test_a_loader_and_its_skipping_copy_count_the_same_epochs():
+    data = Recorder()
+    loader = prepared(DataLoader(data, 2))
+    list(loader)
+    list(skip_first_batches(loader, 1))
+    list(loader)
+    assert data.epochs == [0, 1, 2]
+
+
+# ---- shuffling
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_one_process_draws_the_random_numbers_of_a_raw_loader(shuffle):
+    def run(make):
+        torch.manual_seed(11)
+        loader = make(DataLoader(range(10), 3, shuffle=shuffle))
+        return [numbers(loader) for _ in range(2)], torch.rand(1).item()
+
+    assert run(prepared) == run(lambda loader: loader)
+
+
+def test_a_generator_of_the_users_own_is_the_one_that_is_drawn_from():
+    raw = DataLoader(range(10), 10, shuffle=True, generator=torch.Generator().manual_seed(4))
+    expected = [numbers(raw) for _ in range(2)]
+    halves = []
+    for rank in range(2):
+        loader = DataLoader(range(10), 5, shuffle=True, generator=torch.Generator().manual_seed(4))
+        loader = prepared(loader, Seat(rank, 2))
+        halves.append([numbers(loader)[0] for _ in range(2)])
+    assert [[one + other] for one, other in zip(*halves, strict=True)] == expected
+
+
+def test_the_users_loader_keeps_its_own_sampler():
+    raw = DataLoader(range(10), 5, shuffle=True)
+    loader = prepared(raw, use_seedable_sampler=True, data_seed=4)
+    assert type(raw.sampler) is type(raw.batch_sampler.sampler) is RandomSampler
+    assert isinstance(loader.sampler, SeedableRandomSampler)
+    assert loader.batch_sampler.sampler is loader.sampler
+    expected = SeedableRandomSampler(range(10), data_seed=4)
+    assert [gathered([walk(loader)]) for _ in range(2)] == [list(expected) for _ in range(2)]
+
+
+# ---- the loop
+
+
+def test_the_end_is_known_while_the_last_batch_is_in_hand_and_no_longer():
+    state = LoopState()
+    loader = prepared(DataLoader(range(5), 2), state=state)
+    seen = [(state.end_of_dataloader, state.current is loader) for _ in loader]
+    assert seen == [(False, True), (False, True), (True, True)]
+    assert not state.end_of_dataloader
+    assert state.current is None
+    for _ in loader:
+        assert not state.end_of_dataloader
+        break
+    assert state.current is None
+
+
+def test_a_loader_inside_another_one_takes_its_place_and_gives_it_back():
+    state = LoopState()
+    train = prepared(DataLoader(range(2), 1), state=state)
+    evaluation = prepared(DataLoader(range(2), 1), state=state)
+    seen = []
+    for _ in train:
+        seen.append((state.current is train, state.end_of_dataloader))
+        for _ in evaluation:
+            seen.append((state.current is evaluation, state.end_of_dataloader))
+        seen.append((state.current is train, state.end_of_dataloader))
+    once = [(True, False), (True, True)]
+    assert seen == [(True, False), *once, (True, False), (True, True), *once, (True, True)]
+
+
+def test_loaders_in_turn_are_each_the_current_one_with_their_batch():
+    state = LoopState()
+    one, other = (prepared(DataLoader(range(2), 1), state=state) for _ in range(2))
+    iterators = iter(one), iter(other)
+    seen = []
+    for loader, iterator in zip((one, other) * 2, iterators * 2, strict=True):
+        next(iterator)
+        seen.append((state.current is loader, state.end_of_dataloader))
+    assert seen == [(True, False), (True, False), (True, True), (True, True)]
+    assert all(next(iterator, None) is None for iterator in iterators)
+    assert state.loaders == []
+
+
+def test_an_exception_in_the_loop_or_in_the_data_leaves_no_trace():
+    state = LoopState()
+    loader = prepared(DataLoader(range(4), 1), state=state)
+    with pytest.raises(ZeroDivisionError):
+        [1 / 0 for _ in loader]
+    gc.collect()
+    assert state.loaders == []
+
+    class Failing(Dataset):
+        def __getitem__(self, index):
+            return 1 // (2 - index)
+
+        def __len__(self):
+            return 4
+
+    with pytest.raises(ZeroDivisionError):
+        list(prepared(DataLoader(Failing(), 1), state=state))
+    assert state.loaders == []
+
+
+def test_an_iterator_thrown_away_late_does_not_disturb_the_one_after_it():
+    state = LoopState()
+    loader = prepared(DataLoader(range(2), 1), state=state)
+    abandoned = iter(loader)
+    next(abandoned)
+    for k, _ in enumerate(loader):
+        if k == 1:
+            assert state.end_of_dataloader
+            del abandoned
+            gc.collect()
+            assert state.end_of_dataloader
+            assert state.current is loader
+    assert state.loaders == []
+
+
+def test_two_iterations_of_one_loader_at_a_time():
+    state = LoopState()
+    loader = prepared(DataLoader(range(3), 1), state=state)
+    for one, other in zip(loader, itertools.islice(loader, 2), strict=False):
+        assert (values(one), state.current) == (values(other), loader)
+    assert state.loaders == []
+    first, second = iter(loader), iter(loader)
+    next(first)
+    assert len(list(second)) == 3
+    assert [(values(batch), state.current is loader) for batch in first] == [([1], True), ([2], True)]
+    assert state.loaders == []
+
+
+# ---- what it looks like
+
+
+def test_a_prepared_loader_is_a_loader_with_the_settings_of_the_users_own():
+    class Mine(DataLoader):
+        colour = "blue"
+
+    raw = Mine(range(9), 3, num_workers=2, timeout=5, persistent_workers=True, prefetch_factor=3, collate_fn=list)
+    for size in (1, 2):
+        loader = prepared(raw, Seat(0, size))
+        assert isinstance(loader, DataLoader)
+        assert isinstance(loader, DataLoaderShard)
+        assert isinstance(loader.base_dataloader, Mine)
+        names = ("dataset", "num_workers", "timeout", "persistent_workers", "prefetch_factor", "collate_fn", "colour")
+        assert all(getattr(loader, name) == getattr(raw, name) for name in names)
+        assert loader.multiprocessing_context is None
+        with pytest.raises(AttributeError, match="nonsense"):
+            _ = loader.nonsense
+    assert isinstance(prepared(raw, Seat(0, 2)).batch_sampler, BatchSamplerShard)
+
+
+def test_what_is_set_on_a_prepared_loader_takes_effect():
+    loader = prepared(DataLoader(range(4), 2))
+    loader.collate_fn = sum
+    assert list(loader) == [1, 5]
+    loader.mark = True
+    assert loader.mark
+    assert not hasattr(loader.base_dataloader, "mark")
+    with pytest.raises(ValueError, match="should not be set"):
+        loader.batch_size = 3
+
+
+def test_persistent_workers_live_through_epochs():
+    loader = prepared(DataLoader(range(4), 1, num_workers=1, persistent_workers=True), Seat(0, 2))
+    assert numbers(loader) == numbers(loader) == [[0], [2]]
+    workers = loader.base_dataloader._iterator._workers
+    list(loader)
+    assert loader.base_dataloader._iterator._workers is workers
+
+
+def test_preparing_twice_changes_nothing():
+    loader = prepared(DataLoader(range(4), 2), Seat(0, 2))
+    assert prepared(loader, Seat(0, 2)) is loader
+
+
+# ---- skipping
+
+
+def kinds_of_loaders():
+    yield "raw", DataLoader(range(11), 2)
+    yield "raw stream", DataLoader(SizedStream(11), 2)
+    yield "one process", prepared(DataLoader(range(11), 2))
+    yield "one process, stream", prepared(DataLoader(SizedStream(11), 2))
+    for rank in range(2):
+        yield "sharded", prepared(DataLoader(range(11), 2), Seat(rank, 2))
+        yield "split", prepared(DataLoader(range(11), 4), Seat(rank, 2), split_batches=True)
+        yield "uneven", prepared(DataLoader(range(11), 2), Seat(rank, 2), even_batches=False)
+        yield "stream", prepared(DataLoader(SizedStream(11), 2), Seat(rank, 2), dispatch_batches=False)
+
+
+@pytest.mark.parametrize("skip", [0, 1, 2, 3, 50])
+def test_skipping_leaves_out_the_first_batches_and_nothing_else(skip):
+    for name, loader in kinds_of_loaders():
+        skipping = skip_first_batches(loader, skip)
+        if isinstance(loader, DataLoaderShard):
+            assert walk(skipping) == walk(loader)[skip:], name
+        else:
+            assert numbers(skipping) == numbers(loader)[skip:], name
+        assert len(skipping) == max(0, len(loader) - skip), name
+        assert numbers(skip_first_batches(skipping, 1)) == numbers(loader)[skip + 1 :], name
+        assert isinstance(skipping, DataLoader)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_skipped_batches_are_not_read(size):
+    read = []
+
+    class Recording(Dataset):
+        def __getitem__(self, index):
+            read.append(index)
+            return index
+
+        def __len__(self):
+            return 100
+
+    raw = DataLoader(Recording(), 2)
+    ours = [[96, 97], [98, 99]] if size == 1 else [[96, 97]]
+    assert numbers(skip_first_batches(prepared(raw, Seat(0, size)), 48 // size)) == ours
+    assert min(read) == 96
+    read.clear()
+    list(skip_first_batches(raw, 49))
+    assert read == [98, 99]
+
+
+def test_a_skipping_loader_has_accelerates_constructor():
+    loader = SkipDataLoader(range(7), skip_batches=2, batch_size=2)
+    assert (numbers(loader), len(loader), loader.batch_size) == ([[4, 5], [6]], 2, 2)
+    with pytest.raises(Unsupported):
+        SkipDataLoader(range(7), use_stateful_dataloader=True)
+    with pytest.raises(ConfigError, match="-1"):
+        skip_first_batches(DataLoader(range(3)), -1)
+
+
+def test_a_loader_that_skips_is_prepared_only_where_its_batches_need_no_sharing():
+    skipping = skip_first_batches(DataLoader(Stream(8), 2), 1)
+    assert numbers(prepared(skipping)) == [[2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ConfigError, match="prepare the loader first"):
+        prepared(skipping, Seat(0, 2), dispatch_batches=False)
+
+
+# ---- what is refused, and the function of Accelerate's name
+
+
+def test_data_that_is_shared_out_already_is_refused():
+    data = range(8)
+    loader = DataLoader(data, 2, sampler=DistributedSampler(data, num_replicas=2, rank=0))
+    with pytest.raises(ConfigError, match="DistributedSampler already gives each rank one of 2 shares"):
+        prepared(loader, Seat(0, 2))
+
+
+def test_data_pipes_are_refused_on_several_ranks():
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    with pytest.raises(Unsupported, match="data pipe"):
+        prepared(DataLoader(IterableWrapper(range(4)), 2), Seat(0, 2))
+
+
+def test_only_streams_with_device_placement_are_dispatched_by_default():
+    for size, data, device, dispatched in (
+        (2, Stream(4), torch.device("cpu"), True),
+        (2, Stream(4), None, False),
+        (2, range(4), torch.device("cpu"), False),
+        (1, Stream(4), torch.device("cpu"), False),
+    ):
+        loader = prepared(DataLoader(data, 2), Seat(0, size), device=device)
+        assert isinstance(loader, DataLoaderShard) is not dispatched
+    assert isinstance(prepared(DataLoader(range(4)), dispatch_batches=True), DataLoaderShard)
+
+
+def test_prepare_data_loader_shares_among_the_processes_it_is_told():
+    halves = [prepare_data_loader(DataLoader(range(8), 2), num_processes=2, process_index=rank) for rank in range(2)]
+    assert [numbers(half) for half in halves] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert numbers(prepare_data_loader(DataLoader(range(4), 2), put_on_device=True)) == [[0, 1], [2, 3]]
+    with pytest.raises(ConfigError, match="process 1 of 2"):
+        prepare_data_loader(DataLoader(range(8)), num_processes=2, process_index=1, dispatch_batches=True)
+    with pytest.raises(Unsupported, match="'tp'"):
+        prepare_data_loader(DataLoader(range(8)), torch_device_mesh=type("Mesh", (), {"mesh_dim_names": ("tp", "dp")}))
+
+
+def test_a_generator_of_an_iterable_data_set_is_the_shared_one():
+    class Shuffled(IterableDataset):
+        def __init__(self, seed):
+            self.generator = torch.Generator().manual_seed(seed)
+
+        def __iter__(self):
+            return iter(torch.randperm(8, generator=self.generator).tolist())
+
+    loaders = [prepared(DataLoader(Shuffled(1), 2), Seat(rank, 2), dispatch_batches=False) for rank in range(2)]
+    orders = [gathered([walk(loader) for loader in loaders]) for _ in range(2)]
+    assert orders == [list(Shuffled(1)), orders[1]]
+    assert orders[0] != orders[1]
+    assert sorted(orders[1]) == list(range(8))
+
+
+def test_prepare_loader_is_handed_all_it_needs():
+    state = LoopState()
+    from laconic.config.handlers import DataLoaderConfiguration
+
+    loader = prepare_loader(
+        DataLoader(range(3)), group=Seat(0, 1), device=None, state=state, config=DataLoaderConfiguration(), rng_types=[]
+    )
+    assert numbers(loader) == [[0], [1], [2]]

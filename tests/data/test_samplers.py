@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index arithmetic: shares of all ranks are made in one process and laid side by side."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard as PeerShard
+from accelerate.data_loader import SeedableRandomSampler as PeerSampler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from laconic.base.errors import ConfigError
+from laconic.data.samplers import (
+    BatchSamplerShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    batches_after,
+    filled,
+    rounds,
+)
+
+sizes = st.integers(1, 4)
+flags = st.booleans()
+
+
+@st.composite
+def cases(draw):
+    size = draw(sizes)
+    split = draw(flags)
+    batch_size = draw(st.integers(1, 5)) * (size if split else 1)
+    length = draw(st.integers(0, 40))
+    order = draw(st.permutations(range(length))) if draw(flags) else list(range(length))
+    return order, batch_size, size, split, draw(flags), draw(flags)
+
+
+def shards_of(case, shard=BatchSamplerShard):
+    order, batch_size, size, split, even, drop_last = case
+    return [shard(BatchSampler(order, batch_size, drop_last), size, rank, split, even) for rank in range(size)]
+
+
+def in_rounds(shares):
+    """All batches, step by step, rank by rank."""
+    return [share[step] for step in range(max(map(len, shares))) for share in shares if step < len(share)]
+
+
+@given(cases())
+@settings(deadline=None)
+def test_shares_are_those_of_accelerate(case):
+    assert [list(shard) for shard in shards_of(case)] == [list(shard) for shard in shards_of(case, PeerShard)]
+
+
+@given(cases())
+@settings(deadline=None)
+def test_shares_partition_the_data_and_only_padding_repeats(case):
+    order, batch_size, size, split, even, drop_last = case
+    shards = shards_of(case)
+    shares = [list(shard) for shard in shards]
+    dealt = [index for batch in in_rounds(shares) for index in batch]
+    per_round = batch_size if split else batch_size * size
+    if drop_last:
+        assert dealt == order[: len(order) // per_round * per_round]
+    else:
+        assert dealt[: len(order)] == order
+        assert even or len(dealt) == len(order)
+    if even:
+        assert len({len(share) for share in shares}) == 1
+        assert {len(batch) for share in shares for batch in share} <= {per_round // size}
+
+
+@given(cases())
+@settings(deadline=None)
+def test_the_remainder_counts_what_is_no_padding_in_the_last_round(case):
+    order, batch_size, size, split, even, drop_last = case
+    for shard in shards_of(case):
+        list(shard)
+        left = len(order) % (batch_size if split else batch_size * size)
+        assert shard.remainder == (left if even and not drop_last else 0)
+
+
+@given(cases())
+@settings(deadline=None)
+def test_the_length_is_the_number_of_batches(case):
+    assert all(len(shard) == len(list(shard)) for shard in shards_of(case))
+
+
+@given(cases(), st.integers(0, 12))
+@settings(deadline=None)
+def test_skipping_leaves_out_the_first_batches_and_changes_nothing_else(case, skip):
+    for shard in shards_of(case):
+        skipping = SkipBatchSampler(shard, skip)
+        whole = list(shard)
+        assert list(skipping) == whole[skip:]
+        assert len(skipping) == len(whole[skip:])
+        assert list(SkipBatchSampler(skipping, 2)) == whole[skip + 2 :]
+
+
+@given(st.lists(st.lists(st.integers(), min_size=1, max_size=4), max_size=9), sizes, st.integers(0, 5))
+@settings(deadline=None)
+def test_batches_of_unknown_size_are_dealt_whole_and_as_many_to_each(batches, size, skip):
+    shards = [BatchSamplerShard(batches, size, rank) for rank in range(size)]
+    shares = [list(shard) for shard in shards]
+    assert shares == [list(PeerShard(batches, size, rank)) for rank in range(size)]
+    assert in_rounds(shares)[: len(batches)] == batches
+    assert len({len(share) for share in shares}) == 1
+    assert [len(shard) for shard in shards] == [len(share) for share in shares]
+    left = len(batches) % size
+    assert {shard.remainder for shard in shards} == {sum(map(len, batches[-left:])) if left else 0}
+    assert [list(SkipBatchSampler(shard, skip)) for shard in shards] == [share[skip:] for share in shares]
+
+
+class Varying:
+    """Batches whose sizes are not what `batch_size` says."""
+
+    batch_size = 3
+
+    def __init__(self, *sizes):
+        starts = [sum(sizes[:k]) for k in range(len(sizes))]
+        self.batches = [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 3, 3), (3, 3, 2, 3), (2, 3), (3, 2, 3), (3, 4)])
+def test_varying_batches_cannot_be_made_even(sizes):
+    for rank in range(2):
+        with pytest.raises(ConfigError, match=r"batch_size 3 but made a batch of [24] .*even_batches=False"):
+            list(BatchSamplerShard(Varying(*sizes), 2, rank))
+
+
+def test_varying_batches_are_handed_out_as_they_are_without_even_batches():
+    batches = Varying(3, 2, 4, 3, 1)
+    shares = [list(BatchSamplerShard(batches, 2, rank, even_batches=False)) for rank in range(2)]
+    assert in_rounds(shares) == batches.batches
+    assert [len(BatchSamplerShard(batches, 2, rank, even_batches=False)) for rank in range(2)] == [3, 2]
+
+
+def test_a_batch_too_long_to_be_cut_is_refused():
+    sampler = Varying(3, 4)
+    sampler.batch_size = 2
+    with pytest.raises(ConfigError, match="batch_size 2 but made a batch of 3"):
+        list(BatchSamplerShard(sampler, 2, 0, split_batches=True, even_batches=False))
+
+
+def test_split_batches_needs_a_batch_size_that_can_be_cut():
+    with pytest.raises(ConfigError, match=r"batch size \(6\) .* number of processes \(4\). Try 8"):
+        BatchSamplerShard(BatchSampler(range(9), 6, False), 4, 0, split_batches=True)
+    with pytest.raises(ConfigError, match="needs a known batch size"):
+        BatchSamplerShard([[1, 2]], 2, 0, split_batches=True)
+
+
+def test_even_batches_may_change_between_iterations():
+    shard = BatchSamplerShard(BatchSampler(range(5), 2, False), 2, 1)
+    assert [list(shard), shard.remainder] == [[[2, 3], [1, 2]], 1]
+    shard.even_batches = False
+    assert [list(shard), shard.remainder] == [[[2, 3]], 0]
+
+
+def test_skipping_keeps_what_the_last_round_may_need():
+    sampler = BatchSampler(SequentialSampler(range(10**6)), 2, False)
+    assert next(batches_after(sampler, 400_000)) == [800_000, 800_001]
+    assert list(batches_after(sampler, 499_999, keep=1)) == [[0, 1], [999_998, 999_999]]
+    assert list(batches_after([[0], [1], [2], [3]], 3, keep=1)) == [[0], [3]]
+    assert list(batches_after([[0], [1]], 1, keep=5)) == [[0], [1]]
+
+
+@given(st.lists(st.integers(), max_size=20), st.integers(1, 6))
+def test_rounds_are_complete_but_for_the_last(items, size):
+    plain = list(rounds(items, size, drop_last=False, even=False))
+    assert [item for group, _ in plain for item in group] == items
+    assert all(len(group) == real for group, real in plain)
+    even = list(rounds(items, size, drop_last=False, even=True))
+    assert all(len(group) == size for group, _ in even)
+    assert [item for group, real in even for item in group[:real]] == items
+    assert list(rounds(items, size, drop_last=True, even=True)) == [pair for pair in even if pair[1] == size]
+
+
+def test_padding_starts_over_when_the_first_round_is_short():
+    assert filled([1, 2], [1, 2], 7) == [1, 2, 1, 2, 1, 2, 1]
+    assert list(BatchSamplerShard(BatchSampler(range(1), 2, False), 4, 3)) == [[0, 0]]
+
+
+@given(st.integers(1, 20), st.integers(0, 2**64 - 1), st.integers(0, 5))
+@settings(deadline=None, max_examples=30)
+def test_a_seedable_order_depends_on_seed_and_epoch_alone(length, seed, epoch):
+    sampler = SeedableRandomSampler(range(length), data_seed=seed)
+    sampler.set_epoch(epoch)
+    order = list(sampler)
+    torch.rand(3)
+    again = SeedableRandomSampler(range(length), generator=torch.Generator(), data_seed=seed)
+    again.set_epoch(epoch)
+    assert list(again) == order
+    assert sampler.epoch == epoch + 1
+    assert isinstance(sampler, RandomSampler)
+
+
+def test_a_seedable_order_is_that_of_accelerate():
+    torch.manual_seed(7)
+    ours, peers = SeedableRandomSampler(range(9)), PeerSampler(range(9))
+    assert [list(ours) for _ in range(3)] == [list(peers) for _ in range(3)]
+
+
+def test_a_sampler_may_be_endless():
+    class Endless:
+        def __iter__(self):
+            k = 0
+            while True:
+                yield [k]
+                k += 1
+
+    shard = BatchSamplerShard(Endless(), 2, 1)
+    assert list(islice(shard, 3)) == [[1], [3], [5]]
