@@ -86,3 +86,8 @@ def test_what_torch_wrote_and_what_we_wrote_is_read():
     said["extraInfo"]["precise_timestamp"] = 100.25
     assert Failure.of(1, 1, {"message": said}).time_s == 100.25
     assert Failure.of(1, -9, {"message": "<NONE>"}, pid=5, seen_s=7) == Failure(1, -9, 5, time_s=7)
+
+
+def test_a_machine_where_nothing_but_the_connection_failed_points_to_the_others():
+    assert "the report there has the cause" in explain([failed(0, LOST), failed(1, LOST)])[1]
+    assert "the report there" not in explain([failed(0, LOST), failed(1, "ValueError: x")])[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -98,6 +99,20 @@ def test_two_processes_are_connected_and_told_what_was_set(laconic, home):
         assert (told["ACCELERATE_USE_CPU"], told["ACCELERATE_MIXED_PRECISION"]) == ("true", "bf16")
         assert told["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "4"
         assert int(told["OMP_NUM_THREADS"]) >= 1
+
+
+def test_two_machines_meet(home):
+    (home / "train.py").write_text(CONNECTED)
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    common = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port, "--cpu"]
+    command = [sys.executable, "-m", "laconic", "launch", *common, "--machine_rank"]
+    machines = [subprocess.Popen([*command, rank, "train.py"], stderr=subprocess.PIPE, text=True) for rank in "01"]
+    said = [machine.communicate(timeout=90)[1] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0]
+    assert said == [f"laconic: machine {rank} of 2 waits for the others at 127.0.0.1:{port}\n" for rank in "01"]
+    assert [seen_by(f"rank{rank}.json")["total"] for rank in (0, 1)] == [3, 3]
 
 
 def test_torchrun_does_just_as_well(home):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Any, get_args, get_type_hints
 
 from laconic.base.enums import DynamoBackend
@@ -292,8 +293,8 @@ class LaunchSettings:
                 raise ConfigError(f"{name} is {value}; it must be at least {bound}.")
         for name in ("gradient_clipping", "monitor_interval"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} is {value}; it must be greater than 0.")
+            if value is not None and not 0 < value < inf:
+                raise ConfigError(f"{name} is {value}; it must be greater than 0, and finite.")
         if self.main_process_port is not None and self.main_process_port > 65535:
             raise ConfigError(f"main_process_port is {self.main_process_port}; the largest port is 65535.")
 

@@ -105,6 +105,8 @@ def explain(failures: Sequence[Failure]) -> tuple[str, str]:
     others = [f"rank {other.rank} failed too: {_in_short(other)}" for other in own[1:] if _distance(other) < 2]
     others += _listed([other for other in own[1:] if _distance(other) == 2], "lost the connection to it")
     others += _listed(ended, "ended by the launcher")
+    if _distance(cause) == 2:
+        others.append("It lost the connection to a rank of another machine; the report there has the cause.")
     if others:
         parts.append("\n".join(others))
     return f"rank {cause.rank} failed on {socket.gethostname()}: {cause.how}", "\n\n".join(parts)

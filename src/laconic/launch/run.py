@@ -29,6 +29,9 @@ def _launch(script: str, script_args: tuple[str, ...], **params: Any) -> None:
     if resolved.file is not None and not settings.quiet:
         click.echo(f"laconic: settings from {resolved.file}", err=True)
     plan = make_plan(settings, script, script_args)
+    if settings.num_machines > 1 and not settings.quiet:
+        where = f"machine {settings.machine_rank} of {settings.num_machines}"
+        click.echo(f"laconic: {where} waits for the others at {plan.meeting.endpoint}", err=True)
     if plan.alone:
         become(plan)
     sys.exit(start(settings, plan))
