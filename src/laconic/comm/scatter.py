@@ -96,7 +96,7 @@ class Scatter:
             self._deliver({k: word for k in range(self._group.size) if k != self._src})
 
     def receive(self) -> Any:
-        """Return the value that the source sent to this rank.
+        """Return the value that the source sent to this rank. Its tensors share one block of memory, and nobody else's.
 
         Raises:
             RankFailure: the source called `fail`.
