@@ -46,8 +46,9 @@ class OuterLoop:
     come, and a last round leaves all replicas with the same bits. An exception leaves the block without a collective;
     the other ranks then get a `RankFailure` that names the one that left.
 
-    In a round each rank counts by the optimizer steps it has really done since the last one. Values that are not
-    finite on any rank make all ranks drop the round: they keep their own weights, and it is counted and warned of.
+    In a round each rank counts by the optimizer steps it has really done since the last one. Weights that are not
+    finite on any rank make all ranks drop the round: they keep their own weights, and it is counted and warned of. A
+    rank whose floating buffers are not finite gets those of the others.
     Parameters that are frozen when the loop is built cost nothing, floating buffers are averaged, integer ones take
     the maximum, `.grad` is never touched.
 
@@ -83,7 +84,7 @@ class OuterLoop:
         self._warned = False
         self._model = model
         with torch.no_grad():
-            self._vote(Ballot(0, 0, 0.0, False))
+            self._vote(Ballot(0, 0, 0.0, True, False))
             self._parts = [Part(fragment, recipe, group, bucket_bytes) for fragment in fragments]
 
     def count(self, done: bool = True) -> None:
@@ -228,15 +229,14 @@ class OuterLoop:
         part = self._parts[number]
         with self._meter.timed("packing"):
             part.rebind()
-            largest = part.largest() if self._fresh else 0.0
-        tally = self._vote(Ballot(self._votes, self._fresh, largest, finished))
+            largest, sound = part.look_over() if self._fresh else (0.0, True)
+        tally = self._vote(Ballot(self._votes, self._fresh, largest, sound, finished))
         unfit = tally.unfit(self._recipe.codec.limit)
         if unfit:
             self._drop(unfit)
         elif any(tally.weights):
-            loaded = part.weighed if self._fresh else []
-            share = tally.share(self._group.rank)
-            self._flights[number] = Flight(part.lanes, loaded, self._group, share, self._meter)
+            lanes = part.lanes(tally, self._group)
+            self._flights[number] = Flight(lanes, self._fresh > 0, self._group, self._meter)
         return tally.finished
 
     def _apply(self, number: int) -> None:
@@ -258,7 +258,7 @@ class OuterLoop:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"Rank {self._group.rank}: a round was dropped, as the values of ranks {unfit} are not finite, or too "
+                f"Rank {self._group.rank}: a round was dropped, as the weights of ranks {unfit} are not finite, or too "
                 f"large for {self._recipe.codec}. All ranks go on with their own weights. Further dropped rounds are "
                 "only counted, in stats().dropped_rounds.",
                 RuntimeWarning,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,25 +104,21 @@ class Highest:
 def look_over(lane: Averaged | Anchored) -> float:
     """Return a number that is finite if and only if all that this rank brings is; load the first buckets on the way.
 
-    Under a codec with a limit it is the largest magnitude, exactly. Without one it is a sum, the cheapest pass over
-    memory that no NaN or infinity survives.
+    Under a codec with a limit it is the largest magnitude. Without one it is 0 or no number at all, found by the
+    cheapest pass over memory: no NaN and no infinity survives a sum.
     """
-    exact = lane.codec.limit < float("inf")
+    if not len(lane.buckets):
+        return 0.0
+    exact = lane.codec.limit < math.inf
     seen = []
     for k in reversed(range(len(lane.buckets))):
         if not exact and k >= lane.buckets.num_buffers and lane.buckets.is_coarse(k):
             seen += [piece.sum(dtype=lane.buckets.dtype) for piece in lane.buckets.pieces(k)]
         else:
             seen.append(_magnitude(lane.load(k)) if exact else lane.load(k).sum())
-    if not seen:
-        return 0.0
-    values = torch.stack(seen)
-    return float(values.max() if exact else values.sum())
-
-
-def is_finite(lane: Averaged | Anchored) -> bool:
-    """Say the same with certainty, element by element: a sum of large finite values can overflow."""
-    return all(bool(torch.isfinite(piece).all()) for k in range(len(lane.buckets)) for piece in lane.buckets.pieces(k))
+    if exact:
+        return float(torch.stack(seen).max())
+    return 0.0 if math.isfinite(torch.stack(seen).sum()) or _is_finite(lane.buckets) else math.nan
 
 
 def _magnitude(x: Tensor) -> Tensor:
@@ -129,19 +126,24 @@ def _magnitude(x: Tensor) -> Tensor:
     return torch.maximum(-low, high)
 
 
+def _is_finite(buckets: Buckets) -> bool:
+    """Look at element by element: a sum of large finite values can overflow."""
+    return all(bool(torch.isfinite(piece).all()) for k in range(len(buckets)) for piece in buckets.pieces(k))
+
+
 class Flight:
     """The buckets of some lanes under way, two at a time: one is copied while the other is on the wire.
 
     Args:
-        loaded: as many buckets of each lane as it has buffers are loaded already.
+        lanes: what travels, and how this rank counts in it.
+        is_loaded: the first buckets of lanes that were looked over are in their buffers already.
     """
 
-    def __init__(self, lanes: Sequence[Lane], loaded: Sequence[Lane], group: Group, share: Share, meter: Meter) -> None:
-        self._coming = deque((lane, k) for lane in lanes for k in range(len(lane.buckets)))
-        self._loaded = {(id(lane), k) for lane in loaded for k in range(lane.buckets.num_buffers)}
+    def __init__(self, lanes: Sequence[tuple[Lane, Share]], is_loaded: bool, group: Group, meter: Meter) -> None:
+        self._coming = deque((lane, share, k) for lane, share in lanes for k in range(len(lane.buckets)))
+        self._is_loaded = is_loaded
         self._flying: deque[tuple[Lane, int, Pending]] = deque()
         self._group = group
-        self._share = share
         self._meter = meter
         self._send()
         self._send()
@@ -158,9 +160,9 @@ class Flight:
         if not self._coming:
             return
         with self._meter.timed("packing"):
-            lane, k = self._coming.popleft()
-            if (id(lane), k) not in self._loaded:
+            lane, share, k = self._coming.popleft()
+            if not (self._is_loaded and isinstance(lane, (Averaged, Anchored)) and k < lane.buckets.num_buffers):
                 lane.load(k)
-            pending = lane.start(k, self._group, self._share)
+            pending = lane.start(k, self._group, share)
         self._flying.append((lane, k, pending))
         self._meter.add("bytes_sent", pending.bytes_sent)

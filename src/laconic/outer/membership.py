@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from laconic.base.errors import CollectiveMismatch
 from laconic.comm.group import Group
 from laconic.outer.aggregate import Share
 
-BALLOT_BYTES = 5 * 8  # of one ballot on the wire
+BALLOT_BYTES = 6 * 8  # of one ballot on the wire
 _TEXT_BYTES = 1024  # of a rank's description of itself, sent only to explain a mismatch
 
 
@@ -24,14 +25,16 @@ class Ballot:
     Args:
         number: of the vote; ranks that are not in the same one must not reduce together.
         weight: optimizer steps that were really done since this rank's values were last agreed on.
-        largest: something that is finite if and only if this rank's values are; their largest magnitude where the
+        largest: something that is finite if and only if this rank's weights are; their largest magnitude where the
             codec has a limit.
+        sound: this rank's floating buffers are finite. A batch that fp16 could not hold spoils statistics for ever.
         finished: this rank has no more data and only stays for the others.
     """
 
     number: int
     weight: float
     largest: float
+    sound: bool
     finished: bool
 
 
@@ -41,14 +44,16 @@ class Tally:
 
     weights: tuple[float, ...]
     largest: tuple[float, ...]
+    sound: tuple[bool, ...]
     finished: bool  # all of them are
 
     def share(self, rank: int) -> Share:
-        """Return the share of `rank`; equal weights become 1, so that sums of exact values stay exact."""
-        at_work = [weight for weight in self.weights if weight]
-        if len(set(at_work)) <= 1:
-            return Share(1.0 if self.weights[rank] else 0.0, len(at_work))
-        return Share(self.weights[rank], sum(at_work))
+        """Return the share of `rank` in a mean of weights."""
+        return _share(self.weights, rank)
+
+    def share_of_buffers(self, rank: int) -> Share:
+        """Return the same among the ranks whose floating buffers are finite; the others get what those agree on."""
+        return _share([weight * sound for weight, sound in zip(self.weights, self.sound, strict=True)], rank)
 
     def unfit(self, limit: float) -> list[int]:
         """Name the ranks whose values are not finite, or would not be once summed under a codec's `limit`."""
@@ -57,6 +62,14 @@ class Tally:
             return bad
         parts = [self.share(rank).mine * value for rank, value in enumerate(self.largest)]
         return [] if sum(parts) <= limit else [rank for rank, part in enumerate(parts) if part > limit / len(parts)]
+
+
+def _share(weights: Sequence[float], rank: int) -> Share:
+    """Equal weights become 1, so that sums of exact values stay exact."""
+    at_work = [weight for weight in weights if weight]
+    if len(set(at_work)) <= 1:
+        return Share(1.0 if weights[rank] else 0.0, len(at_work))
+    return Share(weights[rank], sum(at_work))
 
 
 class Static:
@@ -79,13 +92,13 @@ class Static:
             CollectiveMismatch: the ranks differ in their descriptions, or in the number of the vote.
             RankFailure: a rank has left or died.
         """
-        mine = [self._fingerprint, ballot.number, ballot.weight, ballot.largest, ballot.finished]
+        mine = [self._fingerprint, ballot.number, ballot.weight, ballot.largest, ballot.sound, ballot.finished]
         votes = torch.tensor(mine, dtype=torch.float64)
         ballots = self.group.meet(votes)
         if bool((ballots[:, :2] != votes[:2]).any()):
             self._explain(ballot.number)
-        _, _, weights, largest, finished = ballots.t().tolist()
-        return Tally(tuple(weights), tuple(largest), all(finished))
+        _, _, weights, largest, sound, finished = ballots.t().tolist()
+        return Tally(tuple(weights), tuple(largest), tuple(map(bool, sound)), all(finished))
 
     def _explain(self, number: int) -> None:
         """Exchange the descriptions themselves, and raise the same error everywhere."""

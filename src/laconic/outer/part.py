@@ -15,10 +15,12 @@ from laconic.base.errors import ConfigError, StateError
 from laconic.comm.bucket import Buckets
 from laconic.comm.group import Group
 from laconic.comm.shards import local
+from laconic.outer.aggregate import Share
 from laconic.outer.anchor import Anchor
 from laconic.outer.codec.base import Identity
-from laconic.outer.exchange import Anchored, Averaged, Highest, Lane, is_finite, look_over
+from laconic.outer.exchange import Anchored, Averaged, Highest, Lane, look_over
 from laconic.outer.fragments import Fragment, Place, without_masks
+from laconic.outer.membership import Tally
 from laconic.outer.recipes import Recipe
 
 
@@ -35,19 +37,15 @@ class Part:
         self._fragment = without_masks(fragment)
         parameters = _buckets(self._fragment.parameters, cap_bytes)
         self._bound: list[tuple[tuple[Place, ...], Buckets]] = [(self._fragment.parameters, parameters)]
-        self.weighed: list[Averaged | Anchored] = []  # lanes that a rank's weight matters to
-        self.lanes: list[Lane] = []
         self.anchor: Anchor | None = None
+        self._weights: Averaged | Anchored
         if recipe.optimizer is not None:
             self.anchor = Anchor(parameters, recipe.optimizer)
-            self.weighed.append(Anchored(parameters, recipe.aggregator, recipe.codec, self.anchor, recipe.merge))
-        elif group.size > 1:  # the mean of one is what it was
-            self.weighed.append(Averaged(parameters, recipe.aggregator, recipe.codec))
-        if group.size > 1:
-            averages = self._bind(self._fragment.averages, cap_bytes)
-            self.weighed.append(Averaged(averages, recipe.aggregator, Identity()))
-            self.lanes.append(Highest(self._bind(self._fragment.counters, cap_bytes)))
-        self.lanes[:0] = self.weighed
+            self._weights = Anchored(parameters, recipe.aggregator, recipe.codec, self.anchor, recipe.merge)
+        else:
+            self._weights = Averaged(parameters, recipe.aggregator, recipe.codec)
+        self._buffers = Averaged(self._bind(self._fragment.averages, cap_bytes), recipe.aggregator, Identity())
+        self._counters = Highest(self._bind(self._fragment.counters, cap_bytes))
 
     def _bind(self, places: tuple[Place, ...], cap_bytes: int) -> Buckets:
         buckets = _buckets(places, cap_bytes)
@@ -71,16 +69,17 @@ class Part:
                 "exchanged. End the loop, change requires_grad, begin anew."
             )
 
-    def largest(self) -> float:
-        """Look over what this rank brings: see `look_over`. The first buckets are loaded afterwards."""
-        largest = 0.0
-        for lane in self.weighed:
-            seen = look_over(lane)
-            if lane.codec.limit < math.inf:
-                largest = max(largest, seen) if math.isfinite(seen) else seen
-            elif not math.isfinite(seen) and not is_finite(lane):
-                return math.nan
-        return largest
+    def look_over(self) -> tuple[float, bool]:
+        """Return what a ballot says of weights and of floating buffers; their first buckets are loaded afterwards."""
+        return look_over(self._weights), math.isfinite(look_over(self._buffers))
+
+    def lanes(self, tally: Tally, group: Group) -> list[tuple[Lane, Share]]:
+        """Return what travels in the round that `tally` allows, and how this rank counts in it."""
+        share, of_buffers = tally.share(group.rank), tally.share_of_buffers(group.rank)
+        if group.size == 1:  # the mean of one is what it was
+            return [] if self.anchor is None else [(self._weights, share)]
+        averaged: list[tuple[Lane, Share]] = [(self._buffers, of_buffers)] if of_buffers.total else []
+        return [(self._weights, share), *averaged, (self._counters, share)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's weights and buffers, and of the anchor."""

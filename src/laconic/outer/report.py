@@ -21,7 +21,7 @@ class Stats:
         dropped_rounds: that were given up, because a rank's values were not finite; local steps were kept.
         bytes_sent: what this rank put on the wire in rounds, by the rule 2(M-1)/M of the payload for an all-reduce
             among M ranks. Neither votes nor the broadcast of the first weights are in it.
-        bytes_voting: what this rank sent in votes, 40 bytes to each other rank.
+        bytes_voting: what this rank sent in votes, 48 bytes to each other rank.
         seconds_exposed: that the training loop waited in rounds; it is the sum of the next three and little more.
         seconds_voting: waiting in votes, which is mostly waiting for slower ranks.
         seconds_packing: looking over local values, copying them into buffers, encoding.
