@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas as threads of one process: the whole of an outer loop without a network, the same bits each time.
+
+One replica runs at a time. It passes the turn on where it has to wait for the others, so runs are deterministic, and
+a wait that no one can end is an error at once instead of a hang.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.base.errors import CollectiveMismatch, RankFailure
+from laconic.comm.group import Op, Work
+
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def run_replicas(function: Callable[..., Any], num_replicas: int, *args: Any) -> list[Any]:
+    """Call `function(group, *args)` on `num_replicas` threads, each with its own `SimGroup`; return values by rank.
+
+    All replicas share this process: its default generator, its memory. Seed and draw without a collective in between,
+    or give each replica a generator of its own.
+
+    Raises:
+        Exception: the error of the lowest rank that failed by itself, rather than because another one had failed.
+    """
+    stage = _Stage(num_replicas)
+    values: list[Any] = [None] * num_replicas
+    errors: dict[int, BaseException] = {}
+
+    def play(rank: int) -> None:
+        group = SimGroup(stage, rank)
+        stage.await_turn(rank)
+        try:
+            values[rank] = function(group, *args)
+            stage.exit(rank, "it returned")
+        except BaseException as error:  # handed to the caller below
+            errors[rank] = error
+            stage.exit(rank, f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=play, args=(rank,), daemon=True) for rank in range(num_replicas)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise min(errors.items(), key=lambda item: (isinstance(item[1], RankFailure), item[0]))[1]
+    return values
+
+
+@dataclass
+class _Call:
+    """One collective: what each rank has brought to it so far."""
+
+    kind: str
+    brought: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    done: bool = False
+    error: str = ""
+
+
+class _Stage:
+    """Whose turn it is, what the replicas wait for, and the collectives under way."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.calls: dict[int, _Call] = {}
+        self.departures: list[list[str]] = [[] for _ in range(size)]  # reasons, by rank
+        self._changed = threading.Condition()
+        self._turn = 0
+        self._waiting: dict[int, Callable[[], bool]] = {}
+        self._exited: set[int] = set()
+
+    def await_turn(self, rank: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn == rank)
+
+    def wait_until(self, rank: int, ready: Callable[[], bool]) -> bool:
+        """Let others run until `ready()`; return False if that can never be, as all of them wait or have ended."""
+        if ready():
+            return True
+        self._waiting[rank] = ready
+        self._pass_on(rank)
+        self.await_turn(rank)
+        del self._waiting[rank]
+        return ready()
+
+    def exit(self, rank: int, reason: str) -> None:
+        self.departures[rank].append(reason)
+        self._exited.add(rank)
+        self._pass_on(rank)
+
+    def _pass_on(self, rank: int) -> None:
+        others = [(rank + step) % self.size for step in range(1, self.size + 1)]
+        alive = [other for other in others if other not in self._exited]
+        able = [other for other in alive if other not in self._waiting or self._waiting[other]()]
+        with self._changed:
+            self._turn = (able or alive or [-1])[0]  # where all wait, one is woken to find that out
+            self._changed.notify_all()
+
+    def missing(self, call: _Call, rank: int) -> dict[int, str]:
+        """Return the ranks that have not come to `call` and never will, with their reasons."""
+        mine = len(self.departures[rank])
+        absent = [other for other in range(self.size) if other not in call.brought]
+        return {other: self.departures[other][mine] for other in absent if len(self.departures[other]) > mine}
+
+
+class _SimWork:
+    """A collective of a `SimGroup` under way."""
+
+    def __init__(self, stage: _Stage, call: _Call, rank: int) -> None:
+        self._stage = stage
+        self._call = call
+        self._rank = rank
+
+    def wait(self) -> None:
+        call, stage = self._call, self._stage
+
+        def over() -> bool:
+            return call.done or bool(call.error) or bool(stage.missing(call, self._rank))
+
+        could = stage.wait_until(self._rank, over)
+        if call.error:
+            raise CollectiveMismatch(call.error)
+        if call.done:
+            return
+        gone = stage.missing(call, self._rank)
+        why = "; ".join(f"rank {rank} left ({reason})" for rank, reason in gone.items())
+        if not could:
+            absent = [rank for rank in range(stage.size) if rank not in call.brought]
+            why = f"ranks {absent} wait for something else"
+        raise RankFailure(f"Rank {self._rank} waits in vain in {call.kind}: {why}.")
+
+
+class SimGroup:
+    """The group of one replica that `run_replicas` made. Sums are made in rank order."""
+
+    def __init__(self, stage: _Stage, rank: int) -> None:
+        self.rank = rank
+        self.size = stage.size
+        self._stage = stage
+        self._number = 0
+
+    def speaks(self, device: str) -> bool:
+        """Every device will do."""
+        return True
+
+    def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
+        """Reduce in place."""
+
+        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
+            total = _reduced(xs, op)
+            for mine in outs:
+                mine.copy_(total)
+
+        return self._join(f"all_reduce({op})", x, x, finish)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        """Concatenate."""
+
+        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
+            everything = torch.cat([x.reshape(-1) for x in xs])
+            for mine in outs:
+                mine.view(-1).copy_(everything)
+
+        return self._join("all_gather", out, x, finish)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
+        """Reduce, and keep this rank's part."""
+
+        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
+            for part, mine in zip(_reduced(xs, op).view(-1).chunk(self.size), outs, strict=True):
+                mine.view(-1).copy_(part)
+
+        return self._join(f"reduce_scatter({op})", out, x, finish)
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        """Transpose the parts."""
+
+        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
+            parts = [x.view(-1).chunk(self.size) for x in xs]
+            for rank, mine in enumerate(outs):
+                mine.view(-1).copy_(torch.cat([row[rank] for row in parts]))
+
+        return self._join("all_to_all", out, x, finish)
+
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        """Copy from one."""
+
+        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
+            for mine in outs:
+                mine.copy_(xs[src])
+
+        return self._join(f"broadcast({src})", x, x, finish)
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
+        """Copy one part each."""
+
+        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
+            for part, mine in zip(xs[src].view(self.size, -1), outs, strict=True):
+                mine.view(-1).copy_(part)
+
+        sent = torch.cat([part.reshape(-1) for part in parts]) if parts is not None else out
+        return self._join(f"scatter({src})", out, sent, finish, alike=False)
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        nothing = torch.empty(0)
+        self._join("barrier", nothing, nothing, lambda xs, outs: None).wait()
+
+    def meet(self, x: Tensor) -> Tensor:
+        """Gather `[n]` as `[size, n]`."""
+        everyone = x.new_empty(self.size, x.numel())
+        self.all_gather(everyone, x).wait()
+        return everyone
+
+    def leave(self, reason: str) -> None:
+        """Let the others know that this rank will not come."""
+        self._stage.departures[self.rank].append(reason)
+
+    def _join(
+        self,
+        kind: str,
+        out: Tensor,
+        x: Tensor,
+        finish: Callable[[list[Tensor], list[Tensor]], None],
+        alike: bool = True,
+    ) -> Work:
+        """Bring `x` and `out` to the collective whose turn it is; the last rank to come does the work for all."""
+        call = self._stage.calls.setdefault(self._number, _Call(kind))
+        what = (kind, x.dtype, x.numel()) if alike else (kind, x.dtype)
+        first = next(iter(call.brought.values()), (what,))[0]
+        if first != what:
+            call.error = f"Rank {self.rank} brought {what} to a collective that others brought {first} to."
+        call.brought[self.rank] = (what, x, out)
+        if len(call.brought) == self.size and not call.error:
+            rows = [call.brought[rank] for rank in range(self.size)]
+            with torch.no_grad():
+                finish([row[1] for row in rows], [row[2] for row in rows])
+            call.done = True
+            del self._stage.calls[self._number]
+        self._number += 1
+        return _SimWork(self._stage, call, self.rank)
+
+
+def _reduced(xs: list[Tensor], op: Op) -> Tensor:
+    total = xs[0].clone()
+    for x in xs[1:]:
+        total = _COMBINE[op](total, x)
+    return total

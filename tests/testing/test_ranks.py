@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""run_ranks: values by rank, and one clear report when a rank fails, hangs or dies."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from laconic.base.errors import RankFailure
+from laconic.testing.ranks import run_ranks
+
+
+def connected(offset):
+    x = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(x)
+    return dist.get_rank() + offset, x.item(), torch.get_num_threads()
+
+
+def test_values_come_back_by_rank():
+    assert run_ranks(connected, 3, 10) == [(10, 3.0, 1), (11, 3.0, 1), (12, 3.0, 1)]
+
+
+def raises_on(rank):
+    if dist.get_rank() == rank:
+        raise KeyError("the seventh seal")
+
+
+def test_a_traceback_comes_back_with_its_rank():
+    with pytest.raises(RankFailure, match=r"rank 1: Traceback(.|\n)*raises_on(.|\n)*the seventh seal"):
+        run_ranks(raises_on, 2, 1)
+
+
+def sleeps_on(rank):
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def test_a_rank_that_hangs_is_named_in_time():
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"ranks \[2\] were not done after 1.5 s"):
+        run_ranks(sleeps_on, 3, 2, timeout_s=1.5)
+    assert time.monotonic() - start < 10
+
+
+def dies_on(rank):
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_is_named_with_its_exit_code():
+    with pytest.raises(RankFailure, match="rank 0: the process died with exit code -9"):
+        run_ranks(dies_on, 2, 0)
