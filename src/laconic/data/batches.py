@@ -34,9 +34,7 @@ class Samples:
 
     def __init__(self, batch: Any) -> None:
         self._leaves, self._spec = flatten(_grouped(batch))
-        tensors = [leaf.shape[0] for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
-        texts = [len(leaf) for leaf in self._leaves if isinstance(leaf, _Texts)]
-        self.length: int | None = next(iter(tensors + texts), None)
+        self.length = _first_length(self._leaves)
 
     def cut(self, part: slice) -> Any:
         """Return the batch that has only the samples of `part`."""
@@ -61,7 +59,20 @@ class Samples:
         return isinstance(mine, Tensor) == isinstance(other, Tensor)
 
     def _with(self, leaves: list[Any]) -> Any:
-        return _ungrouped(unflatten(self._spec, leaves))
+        batch = unflatten(self._spec, leaves)
+        return _ungrouped(batch) if any(isinstance(leaf, _Texts) for leaf in leaves) else batch
+
+
+def length_of(batch: Any) -> int | None:
+    """Return how many samples a batch has, None when nothing in it says so."""
+    kind = type(batch)
+    entries = batch.values() if kind is dict else batch if kind is list or kind is tuple else (batch,)
+    for entry in entries:
+        if type(entry) is not Tensor:
+            return Samples(batch).length
+        if entry.dim() > 0:
+            return entry.shape[0]  # the common case: there is no need to take the batch apart
+    return None
 
 
 def joined(parts: Sequence[Samples]) -> Samples:
@@ -91,6 +102,14 @@ def extended(batch: Samples, source: Samples, count: int) -> Samples:
         parts.append(Samples(fitting.cut(slice(0, min(count, length)))))
         count -= length
     return joined(parts)
+
+
+def _first_length(leaves: list[Any]) -> int | None:
+    """Return the first dimension of the first tensor that has one, else the length of the first text."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, _Texts)), None)
 
 
 def _grouped(node: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from laconic.base.errors import ConfigError
 from laconic.comm.group import Group
 from laconic.comm.scatter import Scatter
-from laconic.data.batches import Samples, extended, joined
+from laconic.data.batches import Samples, extended, joined, length_of
 from laconic.data.loader import PreparedLoader, reads_indices, without_first
 from laconic.data.samplers import filled
 
@@ -134,8 +134,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _dealt(self, group: list[Any], first: list[Any]) -> _Round:
         """Share out a round: a whole batch for each rank where that is fair, or equal parts of all of them together."""
-        batches = [Samples(batch) for batch in group]
-        lengths = [batch.length for batch in batches]
+        lengths = [length_of(batch) for batch in group]
         if self.split_batches:
             if lengths[0] is None:
                 raise ConfigError(
@@ -144,7 +143,8 @@ class DataLoaderDispatcher(PreparedLoader):
                 )
         elif len(group) == self._group.size and len(set(lengths)) == 1 and self.slice_fn is None:
             return group, 0
-        elif None in lengths or not all(batches[0].fits(batch) for batch in batches):
+        batches = [Samples(batch) for batch in group]
+        if None in lengths or not all(batches[0].fits(batch) for batch in batches):
             return self._dealt_whole(group, lengths)
         return self._cut(joined(batches), first)
 
