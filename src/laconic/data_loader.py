@@ -3,8 +3,8 @@
 
 from laconic.data.dispatcher import DataLoaderDispatcher
 from laconic.data.iterable import IterableDatasetShard
-from laconic.data.loader import DataLoaderShard
-from laconic.data.prepare import SkipDataLoader, prepare_data_loader, skip_first_batches
+from laconic.data.loader import DataLoaderShard, SkipDataLoader
+from laconic.data.prepare import prepare_data_loader, skip_first_batches
 from laconic.data.samplers import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
 
 __all__ = [
