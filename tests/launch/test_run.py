@@ -81,6 +81,14 @@ def none_left(mark: str) -> bool:
     return False
 
 
+def wait_for(*files: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.3)  # whoever wrote the file is in its long sleep now
+
+
 def seen_by(name: str) -> dict:
     return json.loads(Path(name).read_text())
 
@@ -183,14 +191,29 @@ def test_a_signal_to_the_launcher_ends_all_quietly(number, code, home, mark):
     (home / "train.py").write_text(DOOMED)
     command = [sys.executable, "-m", "laconic", "launch", "--cpu", "--num_processes", "2", "train.py", "pass"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as launcher:
-        deadline = time.monotonic() + 60
-        while not (home / "up1").exists() or not (home / "up0").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        time.sleep(0.3)  # both are in their long sleep now
+        wait_for(home / "up0", home / "up1")
         launcher.send_signal(number)
         said = launcher.communicate(timeout=30)[1]
     assert (launcher.returncode, said) == (code, "")
+    assert none_left(mark), left_behind(mark)
+
+
+def test_a_second_interrupt_ends_ranks_that_do_not_heed_the_first(home, mark):
+    deaf = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "open('up' + os.environ['RANK'], 'w').close()\n"
+        "time.sleep(300)\n"
+    )
+    (home / "train.py").write_text(deaf)
+    command = [sys.executable, "-m", "laconic", "launch", "--cpu", "--num_processes", "2", "train.py"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as launcher:
+        wait_for(home / "up0", home / "up1")
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.stderr is not None
+        assert "Ctrl-C once more ends them at once" in launcher.stderr.readline()
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(timeout=10) == 130
     assert none_left(mark), left_behind(mark)
 
 

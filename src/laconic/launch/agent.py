@@ -10,12 +10,15 @@ import json
 import logging
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from laconic.base.errors import RankFailure
@@ -24,6 +27,8 @@ from laconic.launch.plan import Meeting
 from laconic.launch.report import Failure
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that the agent takes over
+_PATIENCE_S = 2.0
+_SLOW = "laconic: the processes have 30 s to end by themselves; Ctrl-C once more ends them at once."
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 
@@ -68,44 +73,25 @@ def run_agent(
         RankFailure: the machines did not find each other.
     """
     from torch.distributed import DistNetworkError, DistStoreError
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     with ExitStack() as around:
         around.enter_context(_signals_put_back())
+        around.enter_context(_interrupts_raise(SignalException))
         around.enter_context(_agent_logs(watch))
         around.enter_context(environ.patched(variables))
         log_dir = watch.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="laconic_"))
-        config = LaunchConfig(
-            min_nodes=meeting.num_machines,
-            max_nodes=meeting.num_machines,
-            nproc_per_node=num_local,
-            run_id=meeting.run_id,
-            role=watch.role,
-            rdzv_endpoint=meeting.endpoint,
-            rdzv_backend=meeting.backend,
-            rdzv_configs=dict(meeting.conf),
-            max_restarts=watch.max_restarts,
-            monitor_interval=watch.monitor_interval_s,
-            start_method="fork",
-            log_line_prefix_template=watch.line_prefix,
-            local_addr=meeting.address,
-            logs_specs=DefaultLogsSpecs(log_dir=log_dir, tee=Std.from_str(watch.tee)),
-        )
         try:
-            returned = elastic_launch(config, entrypoint)(*_as_they_are(arguments))
+            agent = elastic_launch(_agent_settings(num_local, meeting, watch, log_dir), entrypoint)
+            returned = agent(*_as_they_are(arguments))
         except ChildFailedError as error:
-            named = [
-                Failure.of(rank, one.exitcode, one.error_file_data, pid=one.pid, seen_s=one.timestamp)
-                for rank, one in error.failures.items()
-            ]
             if isinstance(entrypoint, str):
-                _end_sessions([failure.pid for failure in named])
-                return Outcome(tuple(named))
-            before_us = min(rank - one.local_rank for rank, one in error.failures.items())
-            return Outcome((*named, *_unnamed(named, Path(log_dir), before_us)))
+                _end_sessions([failed.pid for failed in error.failures.values()])
+                return Outcome(_named(error.failures))
+            return Outcome((*_named(error.failures), *_unnamed(error.failures, Path(log_dir))))
         except SignalException as error:
             return Outcome(signal=int(error.sigval))
         except (RendezvousError, DistNetworkError, DistStoreError) as error:
@@ -118,21 +104,52 @@ def run_agent(
     return Outcome()
 
 
+def _agent_settings(num_local: int, meeting: Meeting, watch: Watch, log_dir: str) -> Any:
+    """Return torch's `LaunchConfig`."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig
+
+    settings: dict[str, Any] = {}
+    if "signals_to_handle" in signature(LaunchConfig).parameters:  # an older torch takes Ctrl-C for itself too
+        settings["signals_to_handle"] = "SIGTERM,SIGHUP,SIGQUIT"
+    return LaunchConfig(
+        min_nodes=meeting.num_machines,
+        max_nodes=meeting.num_machines,
+        nproc_per_node=num_local,
+        run_id=meeting.run_id,
+        role=watch.role,
+        rdzv_endpoint=meeting.endpoint,
+        rdzv_backend=meeting.backend,
+        rdzv_configs=dict(meeting.conf),
+        max_restarts=watch.max_restarts,
+        monitor_interval=watch.monitor_interval_s,
+        start_method="fork",
+        log_line_prefix_template=watch.line_prefix,
+        local_addr=meeting.address,
+        logs_specs=DefaultLogsSpecs(log_dir=log_dir, tee=Std.from_str(watch.tee)),
+        **settings,
+    )
+
+
 def _as_they_are(arguments: Sequence[Any]) -> list[Any]:
     """The agent puts the rank in for `${local_rank}` in texts; a doubled `$` is how it spells one."""
     return [argument.replace("$", "$$") if isinstance(argument, str) else argument for argument in arguments]
 
 
-def _unnamed(named: Sequence[Failure], log_dir: Path, before_us: int) -> list[Failure]:
-    """Return the failures that stand in error files only: of several functions that fail, the agent names one.
+def _named(failed: Mapping[int, Any]) -> tuple[Failure, ...]:
+    """Return the failures that the agent names, in its order; `failed` holds its `ProcessFailure` by rank."""
+    return tuple(
+        Failure.of(rank, one.exitcode, one.error_file_data, pid=one.pid, seen_s=one.timestamp)
+        for rank, one in failed.items()
+    )
 
-    Args:
-        before_us: ranks of the machines before this one.
-    """
-    ranks = {failure.rank for failure in named}
+
+def _unnamed(failed: Mapping[int, Any], log_dir: Path) -> list[Failure]:
+    """Return the failures that stand in error files only: of several functions that fail, the agent names one."""
+    before_us = min(rank - one.local_rank for rank, one in failed.items())  # ranks of the machines before this one
     last_attempt = max(log_dir.glob("*/attempt_*"), key=lambda folder: folder.stat().st_mtime)
     files = {before_us + int(file.parent.name): file for file in last_attempt.glob("*/error.json")}
-    return [Failure.of(rank, 1, _read(file)) for rank, file in sorted(files.items()) if rank not in ranks]
+    return [Failure.of(rank, 1, _read(file)) for rank, file in sorted(files.items()) if rank not in failed]
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -185,3 +202,27 @@ def _signals_put_back() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _interrupts_raise(error: Callable[[str, signal.Signals], Exception]) -> Iterator[None]:
+    """Make Ctrl-C raise the agent's `error`, which passes it on to the ranks, and say so when they are slow to end.
+
+    A rank may be writing a checkpoint, or be stuck in a collective: who pressed the keys knows which.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    slow = threading.Timer(_PATIENCE_S, print, [_SLOW], {"file": sys.stderr})
+    slow.daemon = True
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not slow.ident:
+            slow.start()
+        raise error("interrupted", signal.Signals(number))
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        slow.cancel()
