@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/migrating.md, run: what it says of Accelerate is so, and Laconic does the other thing.
+
+Each test makes the same program once with each library. It keeps the left side of a row; the test that the row names
+keeps the right side in full.
+"""
+
+import stat
+
+import accelerate
+import pytest
+import torch
+from accelerate.optimizer import AcceleratedOptimizer as TheirOptimizer
+from accelerate.utils import DataLoaderConfiguration as TheirLoading
+from accelerate.utils import gather_object as their_gather_object
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+import laconic
+from laconic.base.errors import ConfigError
+from laconic.config import environ
+from laconic.loop.optimizer import AcceleratedOptimizer as OurOptimizer
+from laconic.loop.state import LoopState
+from laconic.precision.amp import ScaledFp16
+from laconic.state import AcceleratorState
+from laconic.testing.ranks import run_ranks
+from laconic.utils import DataLoaderConfiguration as OurLoading
+from laconic.utils import gather_object as our_gather_object
+
+
+@pytest.fixture(autouse=True)
+def fresh_states():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+def both(program, *args):
+    """The values of `program` with Accelerate and with Laconic."""
+    return program(accelerate.Accelerator, *args), program(laconic.Accelerator, *args)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(7))
+
+
+def dtype_inside(make):
+    accelerator = make(cpu=True, mixed_precision="fp16")
+    seen = []
+
+    class Probe(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            seen.append(self.layer(x).dtype)
+            return x
+
+    accelerator.prepare(Probe())(torch.ones(1, 2))
+    return seen[0], accelerator.mixed_precision
+
+
+def test_fp16_on_a_cpu():
+    assert both(dtype_inside) == ((torch.float32, "fp16"), (torch.float16, "fp16"))
+
+
+def test_a_fused_optimizer_that_overflows():
+    def skipped(fused, prepare):
+        model = nn.Linear(2, 1)
+        optimizer, scale = prepare(torch.optim.AdamW(model.parameters(), fused=fused))
+        scale(model(torch.full((1, 2), float("inf"))).sum()).backward()
+        optimizer.step()
+        return optimizer.step_was_skipped
+
+    def theirs(optimizer):
+        scaler = torch.amp.GradScaler("cpu")
+        return TheirOptimizer(optimizer, scaler=scaler), scaler.scale
+
+    def ours(optimizer):
+        precision = ScaledFp16("cpu")
+        return OurOptimizer(optimizer, state=LoopState(), precision=precision), precision.scale
+
+    accelerate.Accelerator(cpu=True)
+    assert [skipped(fused, theirs) for fused in (False, True)] == [True, False]
+    assert [skipped(fused, ours) for fused in (False, True)] == [True, True]
+
+
+def window_gradients(make):
+    """Gradients at the end of windows of 3, over micro-batches whose gradients are 1, 2, 3 and 4."""
+    accelerator = make(cpu=True, gradient_accumulation_steps=3)
+    layer = nn.Linear(1, 1, bias=False)
+    loader = DataLoader(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+    model, optimizer, loader = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.0), loader)
+    gradients, norms = [], []
+    for x in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 100.0)))
+            if accelerator.sync_gradients:
+                gradients.append(round(layer.weight.grad.item(), 4))
+            optimizer.step()
+            optimizer.zero_grad()
+    return gradients, norms[0] == norms[0]  # NaN is not itself
+
+
+def test_a_short_last_window_and_clipping_inside_one():
+    assert both(window_gradients) == (([2.0, 1.3333], True), ([2.0, 4.0], False))
+
+
+def who_steps(make):
+    """Which of two models, accumulated in turn with windows of 2, is updated."""
+    accelerator = make(cpu=True, gradient_accumulation_steps=2)
+    layers = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    before = [layer.weight.item() for layer in layers]
+    pairs = [accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0)) for layer in layers]
+    for _ in range(4):
+        for model, optimizer in pairs:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    return [layer.weight.item() != old for layer, old in zip(layers, before, strict=True)]
+
+
+def test_two_models_in_turn():
+    assert both(who_steps) == ([False, True], [True, True])
+
+
+def end_is_seen(make):
+    """Whether the window completes at the end of the data, after an evaluation that was left by `break`."""
+    accelerator = make(cpu=True, gradient_accumulation_steps=3)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    train, evaluation = accelerator.prepare(DataLoader(range(4)), DataLoader(range(3)))
+    for number, _ in enumerate(train):
+        with accelerator.accumulate(model):
+            complete = accelerator.sync_gradients
+        if number == 1:
+            for _ in evaluation:
+                break
+    return complete
+
+
+def test_an_evaluation_left_by_break():
+    assert both(end_is_seen) == (False, True)
+
+
+def first_batches(make, loading):
+    accelerator = make(cpu=True, dataloader_config=loading(use_seedable_sampler=True))
+    loader = accelerator.prepare(DataLoader(range(64), batch_size=8, shuffle=True))
+    return [next(batch.tolist() for batch in loader) for _ in range(2)]
+
+
+def test_a_seedable_order_after_a_break():
+    first, second = first_batches(accelerate.Accelerator, TheirLoading)
+    assert first == second
+    first, second = first_batches(laconic.Accelerator, OurLoading)
+    assert first != second
+
+
+def settled(make, folder):
+    one, two = make(cpu=True, gradient_accumulation_steps=2), make(cpu=True, gradient_accumulation_steps=3)
+    layer = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    same = one.prepare(optimizer) is one.prepare(optimizer)
+    file = folder / make.__module__
+    one.save({"x": torch.ones(1)}, file, safe_serialization=True)
+    shared = bool(file.stat().st_mode & stat.S_IRGRP)
+    stream = type(one.prepare(DataLoader(Stream()))).__name__
+    return one.gradient_accumulation_steps, two.gradient_accumulation_steps, same, shared, stream
+
+
+def test_second_accelerators_second_prepares_files_and_streams(tmp_path):
+    theirs, ours = both(settled, tmp_path)
+    assert theirs == (3, 3, False, False, "DataLoaderDispatcher")
+    assert ours == (2, 3, True, True, "DataLoaderShard")
+
+
+def on_two_ranks():
+    environ.export({"ACCELERATE_USE_CPU": "true"})
+    theirs = talked(accelerate.Accelerator, TheirLoading, their_gather_object)
+    return theirs, talked(laconic.Accelerator, OurLoading, our_gather_object)
+
+
+def talked(make, loading, gather_object):
+    accelerator = make(cpu=True, dataloader_config=loading(dispatch_batches=False))
+    rank = accelerator.process_index
+    seen = []
+    for batch in accelerator.prepare(DataLoader(Stream(), batch_size=2)):
+        seen += accelerator.gather_for_metrics(batch).tolist()
+    for _ in accelerator.prepare(DataLoader(range(5), batch_size=2)):
+        if accelerator.gradient_state.end_of_dataloader:
+            break
+    later = len(accelerator.gather_for_metrics(torch.arange(4)))
+    layer = nn.Linear(1, 1)
+    inner = torch.optim.SGD(layer.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(inner, patience=1, factor=0.5)
+    optimizer, scheduler = accelerator.prepare(inner, scheduler)
+    for loss in (1.0, 2.0):
+        scheduler.step(loss)
+    sampler = DistributedSampler(range(8), num_replicas=2, rank=rank, shuffle=False)
+    return {
+        "stream": seen,
+        "gathered after a break": later,
+        "lr": optimizer.param_groups[0]["lr"],
+        "sampled": attempt(lambda: [int(x) for x in accelerator.prepare(DataLoader(range(8), sampler=sampler))]),
+        "avg": attempt(lambda: accelerator.reduce(torch.tensor([1.0]), "avg").item()),
+        "fp16 mean": accelerator.reduce(torch.tensor([60000.0], dtype=torch.float16), "mean").item(),
+        "dictionary": attempt(lambda: gather_object({"key": rank})),
+    }
+
+
+def attempt(action):
+    try:
+        return action()
+    except (ConfigError, TypeError) as error:
+        return type(error).__name__
+
+
+def test_two_ranks():
+    (theirs, ours), _ = run_ranks(on_two_ranks, 2)
+    assert theirs == {
+        "stream": [*range(7), 0],
+        "gathered after a break": 1,
+        "lr": 0.5,
+        "sampled": [0, 4],
+        "avg": 2.0,
+        "fp16 mean": float("inf"),
+        "dictionary": ["key", "key"],
+    }
+    assert ours == {
+        "stream": [*range(7)],
+        "gathered after a break": 8,
+        "lr": 1.0,
+        "sampled": "ConfigError",
+        "avg": "ConfigError",
+        "fp16 mean": 60000.0,
+        "dictionary": "TypeError",
+    }

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages say what is so: links lead somewhere, named tests exist, shown commands parse, marked examples run.
+
+A fenced block that opens with ```python run is executed. One that guards its main part by `__name__` starts processes,
+so it runs as a script of its own; the others run in this process, each in a fresh folder.
+"""
+
+import ast
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from laconic.launch.main import laconic
+from laconic.state import AcceleratorState
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
+ROOMS = sorted(p.name for p in (ROOT / "src" / "laconic").iterdir() if (p / "__init__.py").exists())
+DOORS = {"utils", "commands", "test_utils"}
+
+_FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]\[]*\]\(([^)\s]+)\)")
+_PATH = re.compile(r"`((?:src|tests|benchmarks|examples|docs)/[\w./-]*)(?:::(\w+))?`")
+
+
+def blocks(word):
+    """The fenced blocks whose info string is `word`, as (page, line, content)."""
+    found = []
+    for page, text in TEXTS.items():
+        for match in _FENCE.finditer(text):
+            if match[1].strip() == word:
+                found.append(pytest.param(match[2], id=f"{page}:{text[: match.start()].count(chr(10)) + 1}"))
+    return found
+
+
+def prose(text):
+    return _FENCE.sub("", text)
+
+
+def anchors(text):
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_to_files_and_headings(page):
+    for target in _LINK.findall(prose(TEXTS[page])):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), f"{page} links to {target}, which does not exist"
+        assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), f"{page}: no heading for {target}"
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_files_and_tests_that_are_named_exist(page):
+    for path, test in _PATH.findall(prose(TEXTS[page])):
+        assert (ROOT / path).exists(), f"{page} names {path}, which does not exist"
+        if test:
+            tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+            names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+            assert test in names, f"{page} names {path}::{test}; there is no such test"
+
+
+def test_each_row_of_differences_names_a_test():
+    rows = re.findall(r"^\|(.+)\|(.+)\|(.+)\|(.+)\|$", TEXTS["docs/migrating.md"], re.MULTILINE)
+    rows = [row for row in rows if "---" not in row[3] and row[3].strip() != "test"]
+    assert len(rows) > 20
+    for row in rows:
+        assert "::test_" in row[3], row
+
+
+def test_every_room_has_a_page_and_the_index_leads_to_it():
+    pages = sorted(path.stem for path in (ROOT / "docs" / "concepts").glob("*.md") if path.stem != "README")
+    assert pages == [room for room in ROOMS if room not in DOORS]
+    links = _LINK.findall(TEXTS["docs/concepts/README.md"])
+    assert set(pages) <= {link.removesuffix(".md") for link in links}
+
+
+@pytest.mark.parametrize("text", blocks("sh"))
+def test_commands_that_are_shown_parse(text):
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["laconic"]:
+            parse(laconic, words[1:])
+
+
+def parse(command, words):
+    """Have `command` read `words` as it would, without doing anything; a flag that does not exist is an error."""
+    name = next((word for word in words if not word.startswith("-")), None)
+    context = click.Context(command)
+    inner = command.get_command(context, name) if isinstance(command, click.Group) and name else None
+    if inner is not None:
+        at = words.index(name)
+        command.make_parser(context).parse_args(words[:at])
+        return parse(inner, words[at + 1 :])
+    return command.make_context(command.name, list(words), resilient_parsing=False)
+
+
+@pytest.fixture
+def fresh_slots():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("text", blocks("python run"))
+def test_examples_run(text, tmp_path, monkeypatch, fresh_slots):
+    script = tmp_path / "example.py"
+    script.write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    if "__main__" not in text:
+        runpy.run_path(str(script))
+        return
+    ended = subprocess.run([sys.executable, "-W", "error", str(script)], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_examples_that_need_more_around_them_are_python_at_least(text):
+    compile(text, "page", "exec")
