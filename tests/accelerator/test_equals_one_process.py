@@ -50,7 +50,9 @@ def plain_training(even, accumulation, clip):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     for _, (number, batch) in itertools.product(range(EPOCHS), enumerate(batches, 1)):
         stacked = {key: torch.stack([sample(i)[key] for i in batch]) for key in ("x", "y")}
-        (losses(model, stacked).mean() / accumulation).backward()
+        left = len(batches) % accumulation  # micro-batches in a last window that is short
+        in_window = left if left and number > len(batches) - left else accumulation
+        (losses(model, stacked).mean() / in_window).backward()
         if number % accumulation == 0 or number == len(batches):
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)

@@ -62,6 +62,7 @@ def test_the_loader_that_handed_out_the_latest_batch_is_the_one_that_counts():
 
 def test_only_the_micro_batches_inside_a_window_run_without_synchronization():
     entered = []
+    one, other = nn.Linear(1, 1), nn.Linear(1, 1)
 
     class Context:
         def __init__(self, model):
@@ -75,14 +76,14 @@ def test_only_the_micro_batches_inside_a_window_run_without_synchronization():
 
     state = LoopState(2)
     for _ in range(2):
-        with Accumulate(state, ("a", "b"), Context):
+        with Accumulate(state, (one, other), Context):
             entered.append("body")
-    assert entered == ["a", "b", "body", "left", "left", "body"]
+    assert entered == [one, other, "body", "left", "left", "body"]
 
 
 def test_sync_each_batch_synchronizes_inside_the_window_too():
     state = LoopState(2, sync_each_batch=True)
-    with Accumulate(state, ("a",), lambda model: pytest.fail("entered no_sync")):
+    with Accumulate(state, (nn.Linear(1, 1),), lambda model: pytest.fail("entered no_sync")):
         assert not state.sync_gradients
 
 
@@ -185,9 +186,7 @@ def test_clipping_unscales_first():
     model, optimizer, state = made(precision=ScaledFp16("cpu", scaler=GradScalerKwargs(init_scale=1024.0)))
     optimizer.precision.scale(model(torch.tensor([[3.0, 4.0]])).sum()).backward()
     assert torch.equal(model.weight.grad, torch.tensor([[3072.0, 4096.0]]))
-    norm = clip_grad_norm_(
-        model.parameters(), 1.0, 2, state=state, precision=optimizer.precision, optimizers=[optimizer]
-    )
+    norm = clip_grad_norm_(model.parameters(), 1.0, 2, state=state, precision=optimizer.precision)
     assert norm.item() == pytest.approx(5.0, rel=1e-3)
     assert torch.allclose(model.weight.grad, torch.tensor([[0.6, 0.8]]), atol=1e-3)
     optimizer.step()
@@ -197,7 +196,7 @@ def test_clipping_unscales_first():
 def test_clipping_by_value_unscales_first():
     model, optimizer, state = made(precision=ScaledFp16("cpu", scaler=GradScalerKwargs(init_scale=1024.0)))
     optimizer.precision.scale(model(torch.tensor([[0.25, 4.0]])).sum()).backward()
-    clip_grad_value_(model.parameters(), 1.0, state=state, precision=optimizer.precision, optimizers=[optimizer])
+    clip_grad_value_(model.parameters(), 1.0, state=state, precision=optimizer.precision)
     assert torch.equal(model.weight.grad, torch.tensor([[0.25, 1.0]]))
 
 
@@ -205,7 +204,7 @@ def test_clipping_inside_a_window_changes_nothing_and_says_so():
     model, optimizer, state = made(num_steps=2)
     state.advance()
     model(torch.tensor([[30.0, 40.0]])).sum().backward()
-    same = {"state": state, "precision": optimizer.precision, "optimizers": [optimizer]}
+    same = {"state": state, "precision": optimizer.precision}
     assert clip_grad_norm_(model.parameters(), 1.0, 2, **same).isnan()
     clip_grad_value_(model.parameters(), 1.0, **same)
     assert torch.equal(model.weight.grad, torch.tensor([[30.0, 40.0]]))
@@ -217,6 +216,84 @@ def test_only_the_optimizers_that_own_the_clipped_parameters_are_unscaled():
     second, other, _ = made(precision=precision)
     for model in (first, second):
         precision.scale(model(torch.tensor([[3.0, 4.0]])).sum()).backward()
-    clip_grad_norm_(first.parameters(), 100.0, 2, state=state, precision=precision, optimizers=[one, other])
+    clip_grad_norm_(first.parameters(), 100.0, 2, state=state, precision=precision)
     assert torch.allclose(first.weight.grad, torch.tensor([[3.0, 4.0]]))
     assert torch.equal(second.weight.grad, torch.tensor([[3072.0, 4096.0]]))
+
+
+def gan():
+    """Two models with an optimizer each, in one loop."""
+    (first, one, state), (second, _, _) = made(num_steps=2), made()
+    other = AcceleratedOptimizer(torch.optim.SGD(second.parameters(), lr=1.0), state=state, precision=Full())
+    return state, (first, one), (second, other)
+
+
+def test_each_optimizer_follows_the_window_of_its_own_model():
+    state, *pairs = gan()
+    for number in (1, 2):
+        for model, optimizer in pairs:
+            with Accumulate(state, (model,), None):
+                model(torch.ones(1, 2)).sum().backward()
+                assert state.sync_gradients is (number == 2)
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+    for model, _ in pairs:
+        assert torch.equal(model.weight.detach(), torch.full((1, 2), -1.0))
+
+
+def test_a_model_that_is_trained_less_often_keeps_its_window_open():
+    state, (first, one), (second, other) = gan()
+    for number in (1, 2):
+        with Accumulate(state, (first,), None):
+            first(torch.ones(1, 2)).sum().backward()
+        if number == 1:
+            with Accumulate(state, (second,), None):
+                second(torch.ones(1, 2)).sum().backward()
+        same = {"state": state, "precision": Full()}
+        assert clip_grad_norm_(second.parameters(), 1.0, 2, **same).isnan()
+        assert clip_grad_norm_(first.parameters(), 9.0, 2, **same).isnan() == (number == 1)
+        one.step()
+        other.step()
+    assert torch.equal(first.weight.detach(), torch.full((1, 2), -1.0))
+    assert torch.equal(second.weight.detach(), torch.ones(1, 2))
+
+
+def test_models_that_accumulate_together_share_one_window():
+    state, (first, one), (second, other) = gan()
+    for _ in range(2):
+        with Accumulate(state, (first, second), None):
+            (first(torch.ones(1, 2)) + second(torch.ones(1, 2))).sum().backward()
+        one.step()
+        other.step()
+    assert torch.equal(first.weight.detach(), second.weight.detach())
+    assert torch.equal(first.weight.detach(), torch.full((1, 2), -1.0))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+def test_a_short_last_window_is_the_mean_of_what_is_in_it(length):
+    model, optimizer, state = made(num_steps=3)
+    batches = loader()
+    state.enter(batches)
+    gradients = []
+    for number in range(1, length + 1):
+        batches.end_of_dataloader = number == length
+        with Accumulate(state, (model,), None):
+            (model(torch.full((1, 2), float(number))).sum() / state.window.divisor).backward()
+            if state.sync_gradients:
+                gradients.append(model.weight.grad[0, 0].item())
+            optimizer.step()
+            optimizer.zero_grad()
+    numbers = list(range(1, length + 1))
+    windows = [numbers[at : at + 3] for at in range(0, length, 3)]
+    assert gradients == pytest.approx([sum(window) / len(window) for window in windows])
+
+
+def test_setting_the_flag_by_hand_reaches_every_window():
+    state, (first, one), _ = gan()
+    with Accumulate(state, (first,), None):
+        assert not one.window_is_complete
+    state.sync_gradients = True
+    assert one.window_is_complete
+    state.num_steps = 4
+    assert (state.num_steps, state.window.divisor) == (4, 4)

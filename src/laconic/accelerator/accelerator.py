@@ -20,7 +20,7 @@ from laconic.accelerator.outer import Outer
 from laconic.accelerator.prepare import PreparedLoader, Preparer, Registry
 from laconic.accelerator.settings import handlers_by_kind, refuse_engines, settled_accumulation
 from laconic.accelerator.views import AcceleratorState, GradientState
-from laconic.base.errors import ConfigError, Unsupported
+from laconic.base.errors import ConfigError, StateError, Unsupported
 from laconic.checkpoint.save import save_object
 from laconic.comm import collectives
 from laconic.config.handlers import (
@@ -36,7 +36,7 @@ from laconic.config.handlers import (
 )
 from laconic.data.prepare import skip_first_batches
 from laconic.loop import clip
-from laconic.loop.accumulation import Accumulate
+from laconic.loop.accumulation import Accumulate, weighed
 from laconic.loop.optimizer import AcceleratedOptimizer
 from laconic.loop.scheduler import AcceleratedScheduler, Ticks
 from laconic.outer.recipes import Recipe
@@ -308,15 +308,30 @@ class Accelerator(ProcessControl):
         """Return a context that computes in the session's precision."""
         return self._precision.autocast(autocast_handler or self.autocast_handler)
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run the backward pass of `loss` divided by the number of micro-batches in a window, scaled under fp16.
+    def backward(self, loss: Tensor, *, num_items: float | Tensor | None = None, **kwargs: Any) -> None:
+        """Run the backward pass of a loss, scaled under fp16.
+
+        A mean loss is divided by the number of micro-batches in its window, which may be short when the data end.
 
         Args:
+            loss: 0-d, the mean over the micro-batch; or, with `num_items`, the sum.
+            num_items: how many items (tokens, samples) that sum is over. The gradient of a window is then that of
+                `sum(loss) / sum(num_items)` over all its micro-batches and all ranks, whatever each of them has.
             kwargs: arguments of `Tensor.backward`.
+
+        Raises:
+            StateError: some losses of a window come with `num_items`, others without.
         """
-        loop = self._loop
-        if loop.num_steps > 1:
-            loss = loss / loop.num_steps
+        window = self._loop.window
+        if num_items is not None:
+            models = window.models or tuple(self._registry.models)
+            synced = self._distributed and all(self._strategy.synchronizes(model) for model in models)
+            group = self._joined.group if synced else None
+            loss = weighed(loss, num_items, window, self._loop.num_steps, group)
+        elif window.scale is not None:
+            raise StateError("backward: the earlier losses of this window came with num_items. Give it to all.")
+        elif window.divisor > 1:
+            loss = loss / window.divisor
         self._precision.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
@@ -328,9 +343,8 @@ class Accelerator(ProcessControl):
             parameters,
             max_norm,
             norm_type,
-            state=self._loop,
             precision=self._precision,
-            optimizers=self._registry.optimizers,
+            state=self._loop,
         )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -338,9 +352,8 @@ class Accelerator(ProcessControl):
         clip.clip_grad_value_(
             parameters,
             clip_value,
-            state=self._loop,
             precision=self._precision,
-            optimizers=self._registry.optimizers,
+            state=self._loop,
         )
 
     def unscale_gradients(self, optimizer: Optimizer | list[Optimizer] | None = None) -> None:
@@ -438,9 +451,7 @@ class Accelerator(ProcessControl):
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget all that was prepared and free what nobody else holds; returns a None for each of `objects`."""
         self._registry.clear()
-        self._loop.step = 0
-        self._loop.sync_gradients = True
-        self._loop.loaders.clear()
+        self._loop.reset()
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:

@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`with accumulate(model)`: count a micro-batch, and leave gradients unsynchronized until its window is complete."""
+"""`with accumulate(model)`: count a micro-batch, and leave gradients unsynchronized until its window is complete.
+
+The gradient of a window is the mean of its micro-batches' gradients, also in a last window that is short:
+`1/k * sum(g_1 ... g_k)`. Losses that come with their number of items are weighed by it instead: the gradient is that of
+`sum(loss) / sum(items)` over the window and all ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from laconic.loop.state import LoopState
+from laconic.base.errors import ConfigError, StateError
+from laconic.comm.group import Group
+from laconic.loop.state import LoopState, Window
 
 
 class Accumulate:
-    """One entry into the accumulation window, for one or several models.
+    """One entry into the accumulation window of one or several models.
 
     Args:
         no_sync: makes the context in which a model's gradients stay on this process, or None where they always do.
@@ -33,13 +41,62 @@ class Accumulate:
         self._stack: ExitStack | None = None
 
     def __enter__(self) -> None:
-        completes = self._state.advance()
-        if completes or self._no_sync is None or self._state.sync_each_batch:
-            return
-        self._stack = ExitStack()
-        for model in self._models:
-            self._stack.enter_context(self._no_sync(model))
+        state = self._state
+        window = state.window_of(self._models)
+        if state.advance(window):
+            if window.divisor != state.num_steps and window.size > 1 and window.scale is None:
+                # What the earlier micro-batches left was divided for a window of full length.
+                rescale(window.parameters(), state.num_steps / window.divisor)
+        elif self._no_sync is not None and not state.sync_each_batch:
+            self._stack = ExitStack()
+            for model in self._models:
+                self._stack.enter_context(self._no_sync(model))
 
     def __exit__(self, *error: Any) -> None:
         if self._stack is not None:
             self._stack.close()
+
+
+def weighed(loss: Tensor, num_items: float | Tensor, window: Window, num_steps: int, group: Group | None) -> Tensor:
+    """Return a sum of losses so scaled that the window's gradient is that of `sum(losses) / sum(items)` over the ranks.
+
+    The scale is only known with the window's last micro-batch; what the earlier ones left is scaled again then.
+
+    Args:
+        loss: 0-d, the sum over the items of this micro-batch.
+        num_items: how many items that is; 0 is fine.
+        group: the ranks that average the model's gradients in this backward pass, or None.
+
+    Raises:
+        ConfigError: a negative number of items.
+        StateError: an earlier loss of the window came without its number of items.
+    """
+    count = float(num_items)
+    if not count >= 0:
+        raise ConfigError(f"backward: num_items is {num_items}; it must be a number, 0 or more.")
+    if window.size > 1 and window.scale is None:
+        raise StateError(
+            "backward: an earlier loss of this accumulation window came without num_items. Give it to all."
+        )
+    window.items = window.items + count if window.size else count  # outside `accumulate` each call is a window
+    if not window.complete:
+        if window.scale is None:
+            window.scale = 1.0 / (max(count, 1.0) * num_steps)
+        return loss * window.scale
+    total = window.items
+    if group is not None and group.size > 1:
+        everyone = torch.tensor([total], dtype=torch.float64)
+        group.all_reduce(everyone).wait()
+        total = everyone.item() / group.size  # DDP averages: the sum over ranks is `size` times what it leaves
+    scale = 1.0 / total if total > 0 else 0.0
+    if window.scale is not None:
+        rescale(window.parameters(), scale / window.scale)
+    window.scale = scale if window.size else None
+    return loss * scale
+
+
+def rescale(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply the gradients of `parameters` by `factor`, in place."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic.base.tree import send_to_device
-from laconic.loop.state import LoopState
+from laconic.loop.state import LoopState, Window
 from laconic.precision.base import Closure, Precision
 
 
@@ -19,6 +20,7 @@ class AcceleratedOptimizer(Optimizer):
 
     Attributes:
         optimizer: the one that does the work.
+        window: the accumulation window that it follows; None: the one that was entered last.
         step_was_skipped: the last attempted step was skipped because gradients overflowed.
         listeners: called after each attempted step with True when it was done, False when it was skipped.
     """
@@ -32,12 +34,14 @@ class AcceleratedOptimizer(Optimizer):
         self.precision = precision
         self.step_was_skipped = False
         self.listeners: list[Callable[[bool], None]] = []
+        self.window: Window | None = None
+        state.adopt(self)
         if device is not None and optimizer.state:
             optimizer.load_state_dict(send_to_device(optimizer.state_dict(), device))
 
     def step(self, closure: Closure = None) -> None:  # type: ignore[override]
         """Step when the window is complete, else do nothing."""
-        if not self.loop_state.sync_gradients:
+        if not (self.window or self.loop_state.window).complete:
             return
         done = self.precision.step(self.optimizer, closure)
         self.step_was_skipped = not done
@@ -46,8 +50,23 @@ class AcceleratedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients when the window is complete, else do nothing."""
-        if self.loop_state.sync_gradients:
+        if (self.window or self.loop_state.window).complete:
             self.optimizer.zero_grad(set_to_none)
+
+    @property
+    def window_is_complete(self) -> bool:
+        """Whether the accumulation window of the models that this optimizer trains is complete."""
+        return (self.window or self.loop_state.window).complete
+
+    def follow(self, window: Window) -> None:
+        """Step when `window` is complete, if this optimizer trains one of its models."""
+        if window.models and self.owns(window.parameters()):
+            self.window = window
+
+    def owns(self, parameters: Iterable[Tensor]) -> bool:
+        """Say whether this optimizer trains any of `parameters`."""
+        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return any(id(parameter) in mine for parameter in parameters)
 
     @property
     def state(self) -> Any:

@@ -45,7 +45,7 @@ class AcceleratedScheduler:
         scheduler = self.scheduler
         if self.step_with_optimizer:
             for optimizer in self.optimizers:
-                if not optimizer.loop_state.sync_gradients or optimizer.step_was_skipped:
+                if not optimizer.window_is_complete or optimizer.step_was_skipped:
                     return
             for _ in range(self._ticks):
                 # A OneCycleLR raises past its end, and the ticks of the last update may reach over it.

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a training loop stands: the accumulation window it is in and the loaders that are being iterated."""
+"""Where a training loop stands: the accumulation windows it is in and the loaders that are being iterated."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
 class ActiveLoader(Protocol):
@@ -13,28 +17,114 @@ class ActiveLoader(Protocol):
     remainder: int  # samples of the final global batch that are no padding; 0: all of them, -1: not known
 
 
+class Follower(Protocol):
+    """What the loop needs to know of a prepared optimizer."""
+
+    optimizer: Optimizer  # the one that does the work
+
+    @property
+    def window_is_complete(self) -> bool:
+        """Whether the accumulation window of the models that it trains is complete."""
+
+    def follow(self, window: Window) -> None:
+        """Step when `window` is complete, if it trains one of its models."""
+
+    def owns(self, parameters: Iterable[Tensor]) -> bool:
+        """Say whether it trains any of `parameters`."""
+
+
+class Window:
+    """The accumulation window of some models: the micro-batches between two steps of their optimizers.
+
+    Attributes:
+        models: the models that accumulate together; none stands for all.
+        step: micro-batches since the data began, counted on through broken-off loops.
+        size: micro-batches in the window so far.
+        complete: the current micro-batch is the window's last.
+        divisor: what the loss of the current micro-batch is divided by.
+        items: what `backward(num_items=)` counted in the window so far, on this process.
+        scale: what the losses of the window were multiplied by so far when they come with `num_items`.
+    """
+
+    __slots__ = ("complete", "divisor", "items", "models", "scale", "size", "step")
+
+    def __init__(self, models: tuple[nn.Module, ...] = (), divisor: int = 1) -> None:
+        self.models = models
+        self.step = 0
+        self.size = 0
+        self.complete = True
+        self.divisor = divisor
+        self.items = 0.0
+        self.scale: float | None = None
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """The parameters of all models of the window."""
+        for model in self.models:
+            yield from model.parameters()
+
+
 class LoopState:
-    """The accumulation window and the loaders under way. Loaders report to it; optimizers and schedulers read it.
+    """The accumulation windows and the loaders under way. Loaders report to it; optimizers and schedulers read it.
 
     Args:
         num_steps: micro-batches in one accumulation window.
         sync_with_dataloader: the last batch of a loader completes its window.
         sync_each_batch: gradients are synchronized on each micro-batch, though the optimizer waits for the window.
+
+    Attributes:
+        window: the one that was entered last.
     """
 
-    def __init__(
-        self,
-        num_steps: int = 1,
-        *,
-        sync_with_dataloader: bool = True,
-        sync_each_batch: bool = False,
-    ) -> None:
-        self.num_steps = num_steps
+    def __init__(self, num_steps: int = 1, *, sync_with_dataloader: bool = True, sync_each_batch: bool = False) -> None:
+        self._num_steps = num_steps
         self.sync_with_dataloader = sync_with_dataloader
         self.sync_each_batch = sync_each_batch
-        self.step = 0
-        self.sync_gradients = True
         self.loaders: list[ActiveLoader] = []
+        self.optimizers: list[Follower] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all windows, loaders and optimizers."""
+        self.window = Window(divisor=self._num_steps)
+        self._windows: dict[tuple[int, ...], Window] = {(): self.window}
+        self.loaders = []
+        self.optimizers = []
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches in one accumulation window."""
+        return self._num_steps
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self._num_steps = value
+        for window in self._windows.values():
+            window.divisor = value
+
+    @property
+    def has_one_window(self) -> bool:
+        """Whether all models accumulate in step."""
+        return len(self._windows) <= 2  # the one for all, and at most one of its own
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch completes the window that was entered last."""
+        return self.window.complete
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        for window in self._windows.values():
+            window.complete = value
+
+    @property
+    def step(self) -> int:
+        """Micro-batches of the window that was entered last, since the data began."""
+        return self.window.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        for window in self._windows.values():
+            window.step = value
 
     @property
     def current(self) -> ActiveLoader | None:
@@ -62,12 +152,37 @@ class LoopState:
         """Forget `loader`: its iteration ended, was broken off, or was thrown away."""
         self.loaders = [other for other in self.loaders if other is not loader]
 
-    def advance(self) -> bool:
-        """Count one micro-batch and say whether it completes its accumulation window."""
-        if self.sync_with_dataloader and self.end_of_dataloader:
-            self.step = 0
-            self.sync_gradients = True
+    def window_of(self, models: tuple[nn.Module, ...]) -> Window:
+        """Return the window that `models` accumulate in; the optimizers that train them follow it from now on."""
+        key = tuple(map(id, models))
+        window = self._windows.get(key)
+        if window is None:
+            window = self._windows[key] = Window(models, self._num_steps)
+            for optimizer in self.optimizers:
+                optimizer.follow(window)
+        return window
+
+    def adopt(self, optimizer: Follower) -> None:
+        """Take an optimizer into the loop; it follows the windows of the models that it trains."""
+        self.optimizers.append(optimizer)
+        for window in self._windows.values():
+            optimizer.follow(window)
+
+    def advance(self, window: Window | None = None) -> bool:
+        """Count one micro-batch of `window` (of the one entered last when None); say whether it completes it."""
+        if window is None:
+            window = self.window
+        self.window = window
+        num_steps = self._num_steps
+        if window.complete:
+            window.size, window.items, window.scale = 0, 0.0, None
+        window.size += 1
+        window.divisor = num_steps
+        if self.sync_with_dataloader and self.loaders and self.loaders[-1].end_of_dataloader:
+            window.step = 0
+            window.complete = True
+            window.divisor = min(window.size, num_steps)  # a short last window is the mean of what is in it
         else:
-            self.step += 1
-            self.sync_gradients = self.step % self.num_steps == 0
-        return self.sync_gradients
+            window.step += 1
+            window.complete = window.step % num_steps == 0
+        return window.complete

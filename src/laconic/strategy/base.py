@@ -33,5 +33,8 @@ class Strategy(Protocol):
     def local(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which nothing of `model` travels by itself: neither gradients nor buffers."""
 
+    def synchronizes(self, model: nn.Module) -> bool:
+        """Whether the gradients of `model` are averaged over ranks: it is wrapped for it and not inside `local`."""
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that `prepare` was given."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -41,6 +40,7 @@ class DDP:
         self.replicas = replicas
         self._device = device
         self._handler = handler or DistributedDataParallelKwargs()
+        self._local: list[DistributedDataParallel] = []
 
     def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
         return [self._wrapped(model) for model, _ in pairs]
@@ -63,14 +63,19 @@ class DDP:
         # The first forward pass after a synchronized backward broadcasts the buffers, even inside no_sync().
         before = ddp.require_forward_param_sync
         ddp.require_forward_param_sync = False
+        self._local.append(ddp)
         try:
             with ddp.no_sync():
                 yield
         finally:
             ddp.require_forward_param_sync = before
+            self._local.remove(ddp)
 
     def local(self, model: nn.Module) -> AbstractContextManager[Any]:
         return self._alone(model) if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    def synchronizes(self, model: nn.Module) -> bool:
+        return isinstance(model, DistributedDataParallel) and all(model is not other for other in self._local)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
@@ -79,7 +84,8 @@ class DDP:
 def _cast_hook(dtype: torch.dtype) -> Any:
     """Return a hook that averages gradients in `dtype`, for backends whose torch hook of that name is refused."""
 
-    def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    # No annotations: torch looks at them, and does not understand postponed ones.
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
         group = dist.group.WORLD
         assert group is not None
         gradient = bucket.buffer()

@@ -31,5 +31,8 @@ class Single:
     def local(self, model: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def synchronizes(self, model: nn.Module) -> bool:
+        return False
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from laconic.base.errors import RankFailure
 from laconic.config import environ
+
+_GRACE_S = 3.0  # for the other ranks, once one has failed: they need a second to find out, and say what they know
 
 
 def run_ranks(
@@ -76,11 +79,12 @@ def _rank_main(
     try:
         if connect:
             dist.init_process_group("gloo")
-        pipe.send(("value", function(*args)))
+        # By value: what torch would send of a tensor dies with this process.
+        word = pickle.dumps(("value", function(*args)))
     except BaseException:
-        pipe.send(("error", traceback.format_exc()))
-    finally:
-        pipe.close()
+        word = pickle.dumps(("error", traceback.format_exc()))
+    pipe.send_bytes(word)
+    pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -99,13 +103,13 @@ def _collect(workers: list[BaseProcess], pipes: list[Connection], deadline: floa
             break
         for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
             try:
-                kind, value = pending.pop(rank).recv()
+                kind, value = pickle.loads(pending.pop(rank).recv_bytes())
             except EOFError:
                 workers[rank].join()
                 kind, value = "error", f"the process died with exit code {workers[rank].exitcode}"
             (values if kind == "value" else errors)[rank] = value
             if errors:
-                deadline = min(deadline, time.monotonic() + 1.0)
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
     if errors:
         raise RankFailure("\n".join(f"rank {rank}: {errors[rank]}" for rank in sorted(errors)))
     for rank, worker in enumerate(workers):

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`backward(loss_sum, num_items=n)`: the gradient of `sum(loss) / sum(n)`, however the batch is cut up."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from laconic import Accelerator
+from laconic.base.errors import ConfigError, StateError
+from laconic.outer import local_sgd
+from laconic.state import AcceleratorState
+from laconic.testing.ranks import run_ranks
+from laconic.utils import GradScalerKwargs
+
+# For each rank the sizes of the micro-batches of one window: all different, one of them empty.
+SHARES = {1: [(3, 0, 7)], 2: [(3, 0, 7), (1, 12, 2)], 4: [(3, 7), (1, 2), (0, 0), (9, 5)]}
+CUTS = [(ranks, precision, clip) for ranks in SHARES for precision in ("no", "fp16") for clip in (None, 0.05)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_slots():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def tokens(rank, number, count):
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randn(count, 4, generator=generator)
+
+
+def network():
+    torch.manual_seed(3)
+    return nn.Linear(4, 1)
+
+
+def loss_sum(model, x):
+    return (model(x) - 1.0).pow(2).sum()
+
+
+def expected(shares, clip):
+    model = network()
+    everything = torch.cat([tokens(rank, k, n) for rank, sizes in enumerate(shares) for k, n in enumerate(sizes)])
+    (loss_sum(model, everything) / len(everything)).backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def gradients(shares, precision, clip):
+    sizes = shares[int(torch.distributed.get_rank()) if torch.distributed.is_initialized() else 0]
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=len(sizes),
+        mixed_precision=precision,
+        kwargs_handlers=[GradScalerKwargs(init_scale=256.0)] if precision == "fp16" else None,  # no overflow
+    )
+    model = accelerator.prepare(network())
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    for number, count in enumerate(sizes):
+        with accelerator.accumulate(model):
+            x = tokens(accelerator.process_index, number, count)
+            accelerator.backward(loss_sum(model, x), num_items=count)
+    if clip is not None:
+        accelerator.clip_grad_norm_(model.parameters(), clip)
+    else:
+        accelerator.unscale_gradients(optimizer)
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(("ranks", "precision", "clip"), CUTS)
+def test_the_gradient_is_that_of_the_whole_batch(ranks, precision, clip):
+    reference = expected(SHARES[ranks], clip)
+    tolerance = 1e-6 if precision == "no" else 5e-3
+    for outcome in run_ranks(gradients, ranks, SHARES[ranks], precision, clip, connect=ranks > 1):
+        for ours, whole in zip(outcome, reference, strict=True):
+            assert torch.allclose(ours, whole, atol=tolerance, rtol=tolerance)
+
+
+@settings(max_examples=25, deadline=None)
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
+def test_any_cut_of_one_process_gives_the_same_gradient(sizes):
+    ours = gradients([tuple(sizes)], "no", None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for mine, whole in zip(ours, expected([tuple(sizes)], None), strict=True):
+        assert torch.allclose(mine, whole, atol=1e-6)
+
+
+def test_without_accumulation_each_call_is_a_window_of_its_own():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(network())
+    for _ in range(2):
+        model.zero_grad()
+        accelerator.backward(loss_sum(model, tokens(0, 0, 5)), num_items=torch.tensor(5))
+    for mine, whole in zip(model.parameters(), expected([(5,)], None), strict=True):
+        assert torch.allclose(mine.grad, whole, atol=1e-6)
+
+
+def test_no_items_at_all_give_a_gradient_of_zero():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(network())
+    accelerator.backward(loss_sum(model, tokens(0, 0, 0)), num_items=0)
+    assert not model.weight.grad.any()
+
+
+def test_what_cannot_be_is_refused():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(network())
+    with pytest.raises(ConfigError, match="-1"):
+        accelerator.backward(loss_sum(model, tokens(0, 0, 1)), num_items=-1)
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_sum(model, tokens(0, 0, 1)), num_items=1)
+    with accelerator.accumulate(model), pytest.raises(StateError, match="num_items"):
+        accelerator.backward(loss_sum(model, tokens(0, 0, 1)))
+
+
+def windows_of_a_replica(shares):
+    sizes = shares[torch.distributed.get_rank()]
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(sizes))
+    model = accelerator.prepare(network())
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+    with accelerator.outer(model, local_sgd(8)):
+        for number, count in enumerate(sizes):
+            with accelerator.accumulate(model):
+                x = tokens(accelerator.process_index, number, count)
+                accelerator.backward(loss_sum(model, x), num_items=count)
+        optimizer.step()
+    return accelerator.unwrap_model(model).weight.grad.clone()
+
+
+def test_under_an_outer_loop_the_window_is_that_of_the_replica():
+    for rank, gradient in enumerate(run_ranks(windows_of_a_replica, 2, SHARES[2])):
+        model = network()
+        alone = torch.cat([tokens(rank, number, count) for number, count in enumerate(SHARES[2][rank])])
+        (loss_sum(model, alone) / len(alone)).backward()
+        assert torch.allclose(gradient, model.weight.grad, atol=1e-6)
