@@ -88,6 +88,25 @@ def test_an_overflow_skips_the_step_and_says_so(fused):
         assert torch.equal(model.weight.detach(), before) is not expected
 
 
+@pytest.mark.parametrize("clipped", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("overflow", [False, True])
+def test_two_optimizers_step_on_gradients_of_one_scale(clipped, overflow):
+    """The first one's step changes nothing for the second: neither that it is unscaled nor the scale by an overflow."""
+    precision = ScaledFp16("cpu", scaler=GradScalerKwargs(init_scale=1024.0))
+    models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    for number, model in enumerate(models):
+        nn.init.ones_(model.weight)
+        x = torch.full((1, 2), float("inf") if overflow and number == 0 else 1.0)
+        precision.scale(model(x).sum()).backward()
+    for number in clipped:
+        precision.unscale_(optimizers[number])
+    assert [precision.step(optimizer) for optimizer in optimizers] == [not overflow, True]
+    assert models[1].weight.tolist() == [[0.0, 0.0]]
+    precision.scale(torch.ones(1))
+    assert precision.scaler.get_scale() == (512.0 if overflow else 1024.0)
+
+
 def test_what_cannot_be_is_refused():
     with pytest.raises(Unsupported, match="fp8"):
         choose_precision("fp8", CPU)

@@ -70,8 +70,10 @@ class ScaledFp16(Autocast):
         super().__init__("fp16", device_type, handler)
         self.scaler = torch.amp.GradScaler(device_type, **(scaler.to_kwargs() if scaler else {}))
         self._unscaled: set[int] = set()
+        self._stepped: set[int] = set()
 
     def scale(self, loss: Tensor) -> Tensor:
+        self._settle()
         return self.scaler.scale(loss)  # type: ignore[no-any-return]
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -82,13 +84,19 @@ class ScaledFp16(Autocast):
     def step(self, optimizer: Optimizer, closure: Closure = None) -> bool:
         if closure is not None:
             raise Unsupported("fp16 with a loss scaler can't step with a closure. Use bf16, or step without one.")
-        before = self.scaler.get_scale()
+        if id(optimizer) in self._stepped:
+            self._settle()
         self.scaler.step(optimizer)
-        self.scaler.update()
-        self._unscaled.discard(id(optimizer))
-        # The scaler only ever lowers its scale after an overflow. A fused optimizer's step is called even then, so the
-        # call itself says nothing.
-        return bool(self.scaler.get_scale() >= before)
+        self._stepped.add(id(optimizer))
+        # A fused optimizer's step is called even after an overflow, so the call itself says nothing.
+        return not any(found.item() for found in self.scaler._found_inf_per_device(optimizer).values())
+
+    def _settle(self) -> None:
+        """Let the scale change between two losses, never between two optimizers that step on gradients of one scale."""
+        if self._stepped:
+            self.scaler.update()
+            self._unscaled.clear()
+            self._stepped.clear()
 
 
 def restore_forward(model: nn.Module) -> None:
