@@ -88,6 +88,24 @@ def test_a_fused_optimizer_that_overflows():
     assert [skipped(fused, ours) for fused in (False, True)] == [True, True]
 
 
+def test_two_optimizers_of_which_the_first_overflows():
+    def second_weight(prepare, scale):
+        models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+        optimizers = [prepare(torch.optim.SGD(model.parameters(), lr=1.0)) for model in models]
+        for model, x in zip(models, (float("inf"), 1.0), strict=True):
+            nn.init.ones_(model.weight)
+            scale(model(torch.full((1, 1), x)).sum()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return models[1].weight.item()
+
+    accelerate.Accelerator(cpu=True)
+    scaler, precision = torch.amp.GradScaler("cpu"), ScaledFp16("cpu")
+    assert second_weight(lambda inner: TheirOptimizer(inner, scaler=scaler), scaler.scale) == -1.0
+    state = LoopState()
+    assert second_weight(lambda inner: OurOptimizer(inner, state=state, precision=precision), precision.scale) == 0.0
+
+
 def window_gradients(make):
     """Gradients at the end of windows of 3, over micro-batches whose gradients are 1, 2, 3 and 4."""
     accelerator = make(cpu=True, gradient_accumulation_steps=3)
