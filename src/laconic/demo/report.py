@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo says at the end: a table of the three ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from laconic.demo.settings import Result
+
+
+def table_of(results: Sequence[Result], steps: int) -> Table:
+    """Lay out one row for each way that took `steps` steps."""
+    table = Table("way", title=f"{steps} steps on the same data, from the same weights")
+    for heading in ("validation loss", "tokens/s", "sent per step", "time waited"):
+        table.add_column(heading, justify="right")
+    for result in results:
+        table.add_row(
+            result.way,
+            f"{result.loss:.3f}",
+            f"{result.tokens / result.seconds:,.0f}",
+            in_bytes(result.bytes_sent / steps),
+            f"{result.waited_s:.2f} s ({result.waited_s / result.seconds:.1%})",
+        )
+    table.caption = "loss: nats a byte; sent: by each process; waited: for the network and for each other"
+    return table
+
+
+def in_bytes(count: float) -> str:
+    """Write a number of bytes with the unit that suits it: 1.6 MB, 98 kB."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a demo run is told, and where it puts what it makes; known to the command before torch is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a model: `depth` blocks of `width` numbers a byte, `heads` heads, `context` bytes at a time."""
+
+    depth: int
+    width: int
+    heads: int
+    context: int
+
+
+SIZES = {
+    "tiny": Shape(depth=2, width=48, heads=2, context=64),
+    "small": Shape(depth=3, width=96, heads=4, context=128),
+    "medium": Shape(depth=6, width=192, heads=6, context=256),
+    "large": Shape(depth=8, width=384, heads=8, context=256),
+}
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """One run of the demo.
+
+    Args:
+        steps: optimizer steps of each of the three ways.
+        processes: how many train together.
+        size: a key of `SIZES`.
+        data: a folder of text; None takes the sources of the standard library.
+        output: where results, picture and model go.
+        every: inner steps between two synchronizations of Local SGD and DiLoCo.
+        batch: sequences that one process sees in one step.
+        seed: fixes initial weights and the order of the data.
+    """
+
+    steps: int
+    processes: int
+    size: str
+    data: str | None
+    output: str
+    every: int
+    batch: int
+    seed: int
+
+    @property
+    def shape(self) -> Shape:
+        """The model's size in numbers."""
+        return SIZES[self.size]
+
+    def path(self, name: str) -> Path:
+        """Return where the file `name` lies in the output folder."""
+        return Path(self.output) / name
+
+    def save(self) -> Path:
+        """Write the settings to the output folder, for the processes to read, and return the file."""
+        target = self.path(SETTINGS_FILE)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        return target
+
+    @classmethod
+    def load(cls, file: str | Path) -> DemoSettings:
+        """Read what `save` wrote."""
+        return cls(**json.loads(Path(file).read_text(encoding="utf-8")))
+
+
+SETTINGS_FILE = "settings.json"
+RESULTS_FILE = "results.json"
+MODEL_FILE = "model.safetensors"
+PICTURE_FILE = "curves.png"
+
+
+@dataclass
+class Point:
+    """Where a way stood: after `step` steps one process had sent `bytes_sent`, and the validation loss was `loss`."""
+
+    step: int
+    bytes_sent: int
+    loss: float
+
+
+@dataclass
+class Result:
+    """What one way of training came to; seconds and bytes are those of rank 0, without the validation."""
+
+    way: str
+    curve: list[Point]
+    tokens: int  # of all processes together
+    seconds: float
+    bytes_sent: int
+    waited_s: float
+
+    @property
+    def loss(self) -> float:
+        """The validation loss at the end, in nats a byte."""
+        return self.curve[-1].loss
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Result:
+        """Rebuild what `dataclasses.asdict` took apart."""
+        return cls(**{**values, "curve": [Point(**point) for point in values["curve"]]})
+
+
+def save_results(settings: DemoSettings, results: list[Result]) -> None:
+    """Write `results` to the output folder."""
+    text = json.dumps([asdict(result) for result in results], indent=2)
+    settings.path(RESULTS_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def load_results(settings: DemoSettings) -> list[Result]:
+    """Read what `save_results` wrote."""
+    values = json.loads(settings.path(RESULTS_FILE).read_text(encoding="utf-8"))
+    return [Result.from_dict(value) for value in values]
