@@ -99,13 +99,17 @@ class Buckets:
 
     def pack(self, k: int) -> Tensor:
         """Copy the tensors' values into the buffer of bucket `k` and return it."""
-        torch._foreach_copy_(self._inside[k], self._outside[k])
-        return self.flat(k)
+        flat = self.flat(k)
+        if self._is_plain[k]:
+            torch.cat(self._outside[k], out=flat)  # half the time of the other for many small tensors
+        else:
+            torch._foreach_copy_(self._inside[k], self._outside[k])
+        return flat
 
     def unpack(self, k: int, divisor: float = 1) -> None:
         """Write the buffer of bucket `k`, divided by `divisor`, back into the tensors; the buffer is used up."""
         if divisor != 1:
-            if self._kind_kept[k] and self.is_coarse(k):
+            if self._is_plain[k] and self.is_coarse(k):
                 for part, target in zip(self._inside[k], self._outside[k], strict=True):
                     torch.div(part, divisor, out=target)
                 return
@@ -139,7 +143,7 @@ class Buckets:
                     "bucket was planned and is not now. Change the memory layout of the model first, then plan."
                 )
         self._outside = [[piece.of(storages[piece.tensor]) for piece in pieces] for pieces in self._plan]
-        self._kind_kept = [all(part.dtype == self.dtype for part in parts) for parts in self._outside]
+        self._is_plain = [all(p.dtype == self.dtype and p.dim() == 1 for p in parts) for parts in self._outside]
         self._addresses = addresses(tensors)
 
 

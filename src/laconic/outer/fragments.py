@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,12 @@ class Place:
     """Where a tensor of a model is kept, so that it is found again after someone has put another in its place."""
 
     name: str
-    owner: Mapping[str, Tensor | None]
+    owner: Mapping[str, Any]  # a module's own dictionary
     key: str
 
     def get(self) -> Tensor:
         """Return the tensor that is there now."""
-        tensor = self.owner[self.key]
-        assert tensor is not None
+        tensor: Tensor = self.owner[self.key]
         return tensor
 
 

@@ -59,15 +59,14 @@ class Part:
             StateError: since this part was made a parameter was frozen or thawed, or changed its shape or layout.
         """
         for places, buckets in self._bound:
-            buckets.rebind([place.get() for place in places])
-        fragment = self._fragment
-        odd = [place.name for place in fragment.parameters if not place.get().requires_grad]
-        odd += [place.name for place in fragment.frozen if place.get().requires_grad]
-        if odd:
-            raise StateError(
-                f"{', '.join(odd[:3])} was frozen or thawed after the outer loop began, which decides what is "
-                "exchanged. End the loop, change requires_grad, begin anew."
-            )
+            buckets.rebind([place.owner[place.key] for place in places])
+        for places, trained in ((self._fragment.parameters, True), (self._fragment.frozen, False)):
+            odd = [place.name for place in places if place.owner[place.key].requires_grad is not trained]
+            if odd:
+                raise StateError(
+                    f"{', '.join(odd[:3])} was {'frozen' if trained else 'thawed'} after the outer loop began, but "
+                    "what is exchanged was settled then. End the loop, change requires_grad, begin anew."
+                )
 
     def look_over(self) -> tuple[float, bool]:
         """Return what a ballot says of weights and of floating buffers; their first buckets are loaded afterwards."""
