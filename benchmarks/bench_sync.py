@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does one Local SGD synchronisation cost? Ours, Accelerate's, and a bare all-reduce of the same bytes, in turns.
+
+python benchmarks/bench_sync.py [--ranks 2] [--rounds-small 60] [--rounds-large 9] [--recipes] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from _measure import interleave, medians_us, ratios, report, seeded
+from accelerate.local_sgd import LocalSGD
+from torch import nn
+
+from laconic.outer import Cast, OuterLoop, diloco, local_sgd
+from laconic.testing.ranks import run_ranks
+
+SEED = 0
+SMALL = [(2048,)] * 500
+
+
+def gpt2_shapes() -> list[tuple[int, ...]]:
+    """110M values in 199 tensors: 16 blocks of 12, embeddings, a final norm."""
+    wide = 704
+    block = [(wide,), (wide,), (wide, 3 * wide), (3 * wide,), (wide, wide), (wide,)]
+    block += [(wide,), (wide,), (wide, 4 * wide), (4 * wide,), (4 * wide, wide), (wide,)]
+    head = [(50257 // 2, wide)] * 1 + [(1024, wide), (wide,), (wide,), (1024,), (1024,), (1024,)]
+    return head + block * 16
+
+
+class Bag(nn.Module):
+    """Parameters of given shapes, and nothing else."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds-small", type=int, default=60, help="timings of 500 tensors x 2048")
+    parser.add_argument("--rounds-large", type=int, default=9, help="timings of 110M values in 199 tensors")
+    parser.add_argument("--recipes", action="store_true", help="measure DiLoCo and bf16 too")
+    parser.add_argument("--write", action="store_true", help="append the lines to results/sync.jsonl")
+    chosen = parser.parse_args()
+    for name, shapes, rounds in (
+        ("500 tensors x 2048", SMALL, chosen.rounds_small),
+        ("110M values in 199 tensors", gpt2_shapes(), chosen.rounds_large),
+    ):
+        if rounds == 0:
+            continue
+        times = run_ranks(measure, chosen.ranks, shapes, rounds, chosen.recipes, timeout_s=600)[0]
+        report(
+            "What does one Local SGD synchronisation cost?",
+            {"median_us": times, "over_bare_all_reduce": ratios(times, "bare all_reduce")},
+            seed=SEED,
+            write_to="sync.jsonl" if chosen.write else None,
+            ranks=chosen.ranks,
+            tensors=name,
+            megabytes=round(sum(4 * torch.Size(shape).numel() for shape in shapes) / 1e6, 1),
+            accelerate=accelerate.__version__,
+        )
+
+
+def measure(shapes: list[tuple[int, ...]], rounds: int, recipes: bool) -> dict[str, float]:
+    seeded(SEED)
+    contestants: dict[str, Callable[[], Any]] = {}
+    flat = torch.randn(sum(torch.Size(shape).numel() for shape in shapes))
+    contestants["bare all_reduce"] = lambda: dist.all_reduce(flat)
+    contestants["laconic"] = OuterLoop(Bag(shapes), local_sgd(1)).step
+    if recipes:
+        contestants["laconic bf16"] = OuterLoop(Bag(shapes), local_sgd(1, codec=Cast("bf16"))).step
+        contestants["laconic diloco"] = OuterLoop(Bag(shapes), diloco(1, rounds=1000)).step
+    theirs = accelerate.Accelerator(cpu=True)
+    assert theirs.num_processes == dist.get_world_size(), "Accelerate did not join the group"
+    averaging = LocalSGD(accelerator=theirs, model=theirs.prepare(Bag(shapes)), local_sgd_steps=1, enabled=True)
+    averaging.__enter__()
+    contestants["accelerate"] = averaging.step
+    return medians_us(interleave(contestants, rounds, warmup=3))
+
+
+if __name__ == "__main__":
+    main()
