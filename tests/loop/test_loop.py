@@ -2,12 +2,13 @@
 """The accumulation window and those who follow it: optimizer, scheduler, clipping."""
 
 import pickle
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from laconic.config.handlers import GradScalerKwargs
 from laconic.loop.accumulation import Accumulate
@@ -166,7 +167,8 @@ def test_ticks_past_the_end_of_a_one_cycle_are_dropped():
     model, optimizer, _ = made()
     inner = OneCycleLR(optimizer.optimizer, max_lr=1.0, total_steps=5)
     scheduler = AcceleratedScheduler(inner, [optimizer], ticks=2)
-    updates(optimizer, scheduler, model, 4)
+    with pytest.warns(UserWarning, match="for 5 ticks"):
+        updates(optimizer, scheduler, model, 4)
     assert inner.last_epoch == 5
 
 
@@ -231,7 +233,7 @@ def gan():
 def test_each_optimizer_follows_the_window_of_its_own_model():
     state, *pairs = gan()
     for number in (1, 2):
-        for model, optimizer in pairs:
+        for model, _ in pairs:
             with Accumulate(state, (model,), None):
                 model(torch.ones(1, 2)).sum().backward()
                 assert state.sync_gradients is (number == 2)
@@ -297,3 +299,48 @@ def test_setting_the_flag_by_hand_reaches_every_window():
     assert one.window_is_complete
     state.num_steps = 4
     assert (state.num_steps, state.window.divisor) == (4, 4)
+
+
+class Batches(list):
+    """A loader of known length that is being iterated."""
+
+    end_of_dataloader, remainder = False, 0
+
+
+@pytest.mark.parametrize("kind", ["cosine", "one cycle", "transformers"])
+def test_a_schedule_that_ends_before_the_data_is_said_aloud_once_with_the_number_that_fits(kind):
+    model, optimizer, state = made()
+    state.enter(Batches(range(6)))
+    inner = {
+        "cosine": lambda: CosineAnnealingLR(optimizer.optimizer, T_max=4),
+        "one cycle": lambda: OneCycleLR(optimizer.optimizer, max_lr=1.0, total_steps=4),
+        "transformers": lambda: LambdaLR(optimizer.optimizer, partial(decay, num_training_steps=4)),
+    }[kind]()
+    scheduler = AcceleratedScheduler(inner, [optimizer], ticks=2)
+    updates(optimizer, scheduler, model, 2)
+    with pytest.warns(UserWarning, match="for 4 ticks.*6 updates, so 12 ticks"):
+        updates(optimizer, scheduler, model)
+    updates(optimizer, scheduler, model)
+
+
+def decay(step, num_training_steps):
+    return max(0.0, 1 - step / num_training_steps)
+
+
+def test_under_an_outer_loop_a_skipped_step_ticks_so_that_replicas_keep_one_learning_rate():
+    model, optimizer, _ = made(precision=ScaledFp16("cpu"))
+    optimizer.in_lockstep = True
+    scheduler = scheduler_of(optimizer)
+    optimizer.optimizer.step()
+    updates(optimizer, scheduler, model, x=float("inf"))
+    assert optimizer.step_was_skipped
+    assert scheduler.last_epoch == 1
+
+
+def test_one_norm_over_parameters_of_different_dtypes():
+    half = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    full = nn.Parameter(torch.zeros(1))
+    half.grad, full.grad = torch.full_like(half, 3.0), torch.full_like(full, 4.0)
+    assert clip_grad_norm_([half, full], 1.0, 2, state=LoopState(), precision=Full()).item() == 5.0
+    assert half.grad.item() == pytest.approx(0.6, rel=1e-2)
+    assert full.grad.item() == pytest.approx(0.8)

@@ -38,6 +38,11 @@ def test_a_wrapped_model_computes_in_half_and_answers_in_fp32(name, dtype):
     assert model.layer.weight.dtype == torch.float32
 
 
+def test_outputs_can_be_kept_in_half():
+    model = choose_precision("bf16", CPU, AutocastKwargs(outputs_to_fp32=False)).wrap(Probe())
+    assert model(torch.ones(2, 4))["out"].dtype == torch.bfloat16
+
+
 def test_wrapping_twice_wraps_once_and_restoring_gives_the_plain_forward_back():
     model, precision = Probe(), Autocast("bf16", "cpu")
     precision.wrap(precision.wrap(model))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,14 +34,19 @@ def gather_for_metrics(exchange: Exchange, data: Any, remainder: int, use_gather
     """Gather `data` and keep the first `remainder` samples of it; all of them where that is 0 or less.
 
     Args:
-        data: a tree of tensors, whose first dimensions may differ between ranks; or a list of picklable objects.
-        use_gather_object: gather as pickled objects even where all leaves are tensors.
+        data: a tree of tensors, whose first dimensions may differ between ranks; a list of picklable objects, one a
+            sample; or a dictionary of such.
+        use_gather_object: gather as pickled objects even where all leaves are tensors, whose rows then are the samples
+            and may differ in shape.
     """
-    if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves_of(data)):
+    if not use_gather_object and all(isinstance(leaf, torch.Tensor) for leaf in leaves_of(data)):
+        gathered = collectives.gather(exchange, data, ragged=True)
+        return recursively_apply(lambda x: x[:remainder], gathered) if remainder > 0 else gathered
+    if use_gather_object or not isinstance(data, Mapping):
         items = collectives.gather_object(exchange, data)
         return items[:remainder] if remainder > 0 else items
-    gathered = collectives.gather(exchange, data, ragged=True)
-    return recursively_apply(lambda x: x[:remainder], gathered) if remainder > 0 else gathered
+    columns = {key: gather_for_metrics(exchange, value, remainder, False) for key, value in data.items()}
+    return type(data)(columns)  # type: ignore[call-arg]
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:

@@ -59,6 +59,8 @@ class Outer:
 
         self._optimizer.listeners.append(attempted)
         stack.callback(self._optimizer.listeners.remove, attempted)
+        self._optimizer.in_lockstep = True
+        stack.callback(setattr, self._optimizer, "in_lockstep", False)
         return loop
 
     def __exit__(

@@ -28,10 +28,15 @@ class KwargsHandler:
 
 @dataclass(frozen=True)
 class AutocastKwargs(KwargsHandler):
-    """Arguments of `torch.autocast`."""
+    """Arguments of `torch.autocast`.
+
+    Args:
+        outputs_to_fp32: a prepared model's half-precision outputs are converted to fp32; False keeps them.
+    """
 
     enabled: bool = True
     cache_enabled: bool | None = None
+    outputs_to_fp32: bool = True
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ class AcceleratedOptimizer(Optimizer):
     Attributes:
         optimizer: the one that does the work.
         window: the accumulation window that it follows; None: the one that was entered last.
+        in_lockstep: under an outer loop, where a skipped step is this replica's own: schedulers tick all the same, so
+            that the replicas' learning rates don't drift apart.
         step_was_skipped: the last attempted step was skipped because gradients overflowed.
         listeners: called after each attempted step with True when it was done, False when it was skipped.
     """
@@ -35,6 +37,7 @@ class AcceleratedOptimizer(Optimizer):
         self.step_was_skipped = False
         self.listeners: list[Callable[[bool], None]] = []
         self.window: Window | None = None
+        self.in_lockstep = False
         state.adopt(self)
         if device is not None and optimizer.state:
             optimizer.load_state_dict(send_to_device(optimizer.state_dict(), device))

@@ -49,7 +49,7 @@ class Autocast(Full):
         def forward(*args: Any, **kwargs: Any) -> Any:
             with self.autocast():
                 outputs = plain(*args, **kwargs)
-            return convert_to_fp32(outputs)
+            return convert_to_fp32(outputs) if self._handler.outputs_to_fp32 else outputs
 
         object.__setattr__(model, _MARK, plain)
         model.forward = forward
