@@ -27,6 +27,8 @@ DOORS = {"utils", "commands", "test_utils"}
 
 _FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]\[]*\]\(([^)\s]+)\)")
+_OURS = "ConfigError|StateError|TypeError|Unsupported|CollectiveMismatch|RankFailure|RuntimeWarning"
+_ERROR = re.compile(rf"`{{1,2}}(?:{_OURS}): (.+?)`{{1,2}}(?: \||:|$)", re.MULTILINE)
 _PATH = re.compile(r"`((?:src|tests|benchmarks|examples|docs)/[\w./-]*)(?:::(\w+))?`")
 
 
@@ -79,6 +81,30 @@ def test_each_row_of_differences_names_a_test():
         assert "::test_" in row[3], row
 
 
+def words(text):
+    return " ".join(re.sub(r"[^a-z]", " ", text.lower()).split())
+
+
+@pytest.fixture(scope="module")
+def source_words():
+    """All of the package's words in order, without what f-strings put in and where a long text is wrapped."""
+    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "src" / "laconic").rglob("*.py"))
+    whole = re.sub(r'"\s*\n\s*f?"', "", source)
+    return f" {words(re.sub('{[^{}]*}', ' ', whole))} "
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if _ERROR.search(TEXTS[page])])
+def test_errors_that_are_shown_are_worded_as_in_the_sources(page, source_words):
+    for message in _ERROR.findall(TEXTS[page]):
+        shown = words(message).split()
+        ends = range(len(shown), 0, -1)
+        longest = max(
+            next((end - start for end in ends if f" {' '.join(shown[start:end])} " in source_words), 0)
+            for start in range(len(shown))
+        )
+        assert 4 * longest >= len(shown), f"{page}: {message}"
+
+
 def test_every_room_has_a_page_and_the_index_leads_to_it():
     pages = sorted(path.stem for path in (ROOT / "docs" / "concepts").glob("*.md") if path.stem != "README")
     assert pages == [room for room in ROOMS if room not in DOORS]
@@ -89,21 +115,22 @@ def test_every_room_has_a_page_and_the_index_leads_to_it():
 @pytest.mark.parametrize("text", blocks("sh"))
 def test_commands_that_are_shown_parse(text):
     for line in text.splitlines():
-        words = shlex.split(line, comments=True)
-        if words[:1] == ["laconic"]:
-            parse(laconic, words[1:])
+        command = shlex.split(line, comments=True)
+        if command[:1] == ["laconic"]:
+            parse(laconic, command[1:])
 
 
-def parse(command, words):
-    """Have `command` read `words` as it would, without doing anything; a flag that does not exist is an error."""
-    name = next((word for word in words if not word.startswith("-")), None)
+def parse(command, arguments):
+    """Have `command` read `arguments` as it would, without doing anything; a flag that does not exist is an error."""
+    name = next((word for word in arguments if not word.startswith("-")), None)
     context = click.Context(command)
     inner = command.get_command(context, name) if isinstance(command, click.Group) and name else None
-    if inner is not None:
-        at = words.index(name)
-        command.make_parser(context).parse_args(words[:at])
-        return parse(inner, words[at + 1 :])
-    return command.make_context(command.name, list(words), resilient_parsing=False)
+    if inner is None:
+        command.make_context(command.name, list(arguments))
+        return
+    at = arguments.index(name)
+    command.make_parser(context).parse_args(arguments[:at])
+    parse(inner, arguments[at + 1 :])
 
 
 @pytest.fixture
