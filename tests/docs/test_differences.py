@@ -226,6 +226,7 @@ def talked(make, loading, gather_object):
         "sampled": attempt(lambda: [int(x) for x in accelerator.prepare(DataLoader(range(8), sampler=sampler))]),
         "avg": attempt(lambda: accelerator.reduce(torch.tensor([1.0]), "avg").item()),
         "fp16 mean": accelerator.reduce(torch.tensor([60000.0], dtype=torch.float16), "mean").item(),
+        "mixed": accelerator.gather_for_metrics({"words": [f"w{rank}"]}),
         "dictionary": attempt(lambda: gather_object({"key": rank})),
     }
 
@@ -246,6 +247,7 @@ def test_two_ranks():
         "sampled": [0, 4],
         "avg": 2.0,
         "fp16 mean": float("inf"),
+        "mixed": ["words", "words"],
         "dictionary": ["key", "key"],
     }
     assert ours == {
@@ -255,5 +257,6 @@ def test_two_ranks():
         "sampled": "ConfigError",
         "avg": "ConfigError",
         "fp16 mean": 60000.0,
+        "mixed": {"words": ["w0", "w1"]},
         "dictionary": "TypeError",
     }
