@@ -208,6 +208,7 @@ def talked(make, loading, gather_object):
     seen = []
     for batch in accelerator.prepare(DataLoader(Stream(), batch_size=2)):
         seen += accelerator.gather_for_metrics(batch).tolist()
+    mixed = accelerator.gather_for_metrics({"words": [f"w{rank}"]})
     for _ in accelerator.prepare(DataLoader(range(5), batch_size=2)):
         if accelerator.gradient_state.end_of_dataloader:
             break
@@ -226,7 +227,7 @@ def talked(make, loading, gather_object):
         "sampled": attempt(lambda: [int(x) for x in accelerator.prepare(DataLoader(range(8), sampler=sampler))]),
         "avg": attempt(lambda: accelerator.reduce(torch.tensor([1.0]), "avg").item()),
         "fp16 mean": accelerator.reduce(torch.tensor([60000.0], dtype=torch.float16), "mean").item(),
-        "mixed": accelerator.gather_for_metrics({"words": [f"w{rank}"]}),
+        "mixed": mixed,
         "dictionary": attempt(lambda: gather_object({"key": rank})),
     }
 
