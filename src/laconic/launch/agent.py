@@ -23,7 +23,7 @@ from typing import Any
 
 from laconic.base.errors import RankFailure
 from laconic.config import environ
-from laconic.launch.plan import Meeting
+from laconic.launch.plan import Meeting, uncollected
 from laconic.launch.report import Failure
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that the agent takes over
@@ -72,11 +72,12 @@ def run_agent(
     Raises:
         RankFailure: the machines did not find each other.
     """
-    from torch.distributed import DistNetworkError, DistStoreError
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import elastic_launch
+    with uncollected():
+        from torch.distributed import DistNetworkError, DistStoreError
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
+        from torch.distributed.launcher.api import elastic_launch
 
     with ExitStack() as around:
         around.enter_context(_signals_put_back())

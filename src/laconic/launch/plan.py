@@ -6,11 +6,13 @@ Everything that can be known to fail is refused here, before any process starts.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -133,9 +135,23 @@ def _count_processes(settings: LaunchSettings) -> tuple[int, bool]:
 
 def count_gpus() -> int:
     """Return how many GPUs torch finds on this machine."""
-    import torch  # a second, so only on demand
-
+    with uncollected():
+        import torch  # a second, so only on demand
     return torch.cuda.device_count()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Put off collecting garbage: what an import makes is there to stay, and looking through it again and again costs
+    a tenth of torch's second.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def usable_cores() -> int:
