@@ -121,6 +121,7 @@ def prepare_data_loader(
     Args:
         num_processes, process_index: the processes that share the data, and which of them this is; None is those of the
             run. Other numbers only choose what this process reads: nothing is said to any other process then.
+        rng_types: None is `["generator"]`, so that all processes draw one order.
 
     Raises:
         ConfigError: settings that do not fit the loader, or dispatching among processes that are not those of the run.
@@ -155,7 +156,7 @@ def prepare_data_loader(
         device=device if put_on_device else None,
         state=LoopState(),
         config=config,
-        rng_types=rng_types or [],
+        rng_types=["generator"] if rng_types is None else rng_types,
         slice_fn=slice_fn_for_dispatch,
     )
 
@@ -332,7 +333,7 @@ def _refuse_unshareable(loader: DataLoader[Any]) -> None:
             "shared out again, most of the data would never be seen. Prepare the loader without this sampler (with "
             "shuffle=True, if it shuffles), or iterate over it unprepared."
         )
-    if isinstance(loader.dataset, torch_data.IterDataPipe):
+    if isinstance(loader.dataset, getattr(torch_data, "IterDataPipe", ())):  # torch says it will go away
         raise Unsupported(
             f"The data set is a data pipe ({type(loader.dataset).__name__}); torch makes a collective of each of its "
             "iterators. Wrap it in an IterableDataset whose __iter__ iterates over it."
