@@ -24,6 +24,7 @@ from laconic.utils import (
     InitProcessGroupKwargs,
     ProfileKwargs,
     ProjectConfiguration,
+    TorchDynamoPlugin,
     extract_model_from_parallel,
 )
 
@@ -91,7 +92,8 @@ def test_each_accelerator_keeps_its_own_accumulation_and_registry():
         ({"deepspeed_plugin": object()}, Unsupported, "DeepSpeed"),
         ({"fsdp_plugin": object()}, Unsupported, "FSDP"),
         ({"log_with": "wandb"}, Unsupported, "is_main_process"),
-        ({"dynamo_backend": "inductor"}, Unsupported, "torch.compile"),
+        ({"dynamo_backend": "inductr"}, ConfigError, "Did you mean `inductor`"),
+        ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin("eager")}, ConfigError, "both"),
         ({"scheduler_ticks": "never"}, ConfigError, "never"),
         ({"split_batches": True, "dataloader_config": DataLoaderConfiguration()}, ConfigError, "split_batches"),
     ],

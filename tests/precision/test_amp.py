@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixed precision on the CPU: what is computed in half, what comes out, and what the loss scaler does."""
 
+import copy
 import pickle
 
 import pytest
@@ -51,6 +52,27 @@ def test_wrapping_twice_wraps_once_and_restoring_gives_the_plain_forward_back():
     assert model.seen == torch.float32
     restore_forward(model)
     pickle.loads(pickle.dumps(model))
+
+
+def test_a_copy_of_a_wrapped_model_computes_with_its_own_weights():
+    model = Autocast("bf16", "cpu").wrap(Probe())
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        average.layer.weight.zero_()
+        average.layer.bias.zero_()
+    x = torch.ones(2, 4)
+    assert not average(x)["out"].any()
+    assert average.seen == torch.bfloat16
+    assert model(x)["out"].any()
+
+
+def test_restoring_gives_a_forward_of_its_own_back():
+    model = Probe()
+    model.forward = patched = lambda x: model.layer(x).dtype
+    Autocast("bf16", "cpu").wrap(model)
+    assert model(torch.ones(2, 4)) == torch.bfloat16
+    restore_forward(model)
+    assert model.forward is patched
 
 
 def test_autocast_can_be_switched_off_for_a_block():

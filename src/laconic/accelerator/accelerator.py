@@ -18,11 +18,13 @@ from laconic.accelerator.join import join_uneven_inputs
 from laconic.accelerator.operations import extract_model_from_parallel, gather_for_metrics, release_memory
 from laconic.accelerator.outer import Outer
 from laconic.accelerator.prepare import PreparedLoader, Preparer, Registry
-from laconic.accelerator.settings import handlers_by_kind, refuse_engines, settled_accumulation
+from laconic.accelerator.settings import handlers_by_kind, refuse_engines, settled_accumulation, settled_compile
 from laconic.accelerator.views import AcceleratorState, GradientState
+from laconic.base.enums import DynamoBackend
 from laconic.base.errors import ConfigError, StateError, Unsupported
 from laconic.checkpoint.save import save_object
 from laconic.comm import collectives
+from laconic.config.compile import TorchDynamoPlugin
 from laconic.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -79,8 +81,8 @@ class Accelerator(ProcessControl):
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: list[KwargsHandler] | None = None,
-        dynamo_backend: Any = None,
-        dynamo_plugin: Any = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
         *,
@@ -93,8 +95,6 @@ class Accelerator(ProcessControl):
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
             parallelism_config=parallelism_config,
-            dynamo_plugin=dynamo_plugin,
-            dynamo_backend=dynamo_backend,
             log_with=log_with,
         )
         if scheduler_ticks not in ("per_process", "per_update"):
@@ -106,6 +106,7 @@ class Accelerator(ProcessControl):
         self.autocast_handler: AutocastKwargs | None = handlers.get(AutocastKwargs)
         self.profile_handler: ProfileKwargs | None = handlers.get(ProfileKwargs)
         accumulation = settled_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
+        compiling = settled_compile(dynamo_backend, dynamo_plugin)
         self.project_configuration = project_config or ProjectConfiguration()
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(os.fspath(project_dir))
@@ -131,6 +132,7 @@ class Accelerator(ProcessControl):
             world=self._joined,
             strategy=self._strategy,
             precision=self._precision,
+            compiling=compiling,
             loop=self._loop,
             registry=self._registry,
             data=self.dataloader_config,
@@ -290,7 +292,7 @@ class Accelerator(ProcessControl):
 
         Args:
             keep_fp32_wrapper: False also undoes mixed precision's change to its forward pass.
-            keep_torch_compile: False also returns the module inside a compiled one.
+            keep_torch_compile: False returns what computes without torch.compile; its tensors are the model's own.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from laconic.base.errors import Unsupported
 from laconic.base.optional import compare_versions, is_available
@@ -18,6 +18,9 @@ from laconic.comm import collectives
 from laconic.comm.exchange import Exchange
 from laconic.precision.amp import restore_forward
 from laconic.process.bootstrap import join_world
+from laconic.strategy.compile import is_optimized, without_compile
+
+_PARALLEL = (DistributedDataParallel, DataParallel)
 
 
 def gather(tensor: Any) -> Any:
@@ -81,21 +84,27 @@ def extract_model_from_parallel(
 
     Args:
         keep_fp32_wrapper: False also undoes mixed precision's change to its forward pass.
-        keep_torch_compile: False also returns the module inside a compiled one.
+        keep_torch_compile: False returns what computes without torch.compile: the module inside a compiled one, or,
+            where the module itself was compiled, a twin that shares all its tensors.
         recursive: not done.
     """
     if recursive:
         raise Unsupported("extract_model_from_parallel(recursive=True) is not done. Unwrap inner modules one by one.")
-    compiled = None
+    compiled: Any = None
     inner: Any = model
-    while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
-        if hasattr(inner, "_orig_mod"):
+    while isinstance(inner, _PARALLEL) or is_optimized(inner):
+        if is_optimized(inner):
             compiled, inner = inner, inner._orig_mod
         else:
             inner = inner.module
     if not keep_fp32_wrapper:
         restore_forward(inner)
-    return compiled if keep_torch_compile and compiled is not None and compiled._orig_mod is inner else inner
+    if not keep_torch_compile:
+        return without_compile(inner)
+    if compiled is None:
+        return inner
+    # Where DDP itself was compiled, compile what it holds in the same way.
+    return compiled if compiled._orig_mod is inner else type(compiled)(inner, compiled.dynamo_ctx)
 
 
 def release_memory(*objects: Any) -> list[None]:

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from laconic.base.errors import ConfigError
+from laconic.config.compile import TorchDynamoPlugin
 from laconic.config.handlers import DataLoaderConfiguration
 from laconic.data.dispatcher import DataLoaderDispatcher
 from laconic.data.loader import DataLoaderShard
@@ -23,6 +24,7 @@ from laconic.loop.state import LoopState
 from laconic.precision.base import Precision
 from laconic.process.world import World
 from laconic.strategy.base import Strategy
+from laconic.strategy.compile import compile_in_place
 
 PreparedLoader = DataLoaderShard | DataLoaderDispatcher
 
@@ -61,6 +63,7 @@ class Preparer:
     world: World
     strategy: Strategy
     precision: Precision
+    compiling: TorchDynamoPlugin
     loop: LoopState
     registry: Registry
     data: DataLoaderConfiguration
@@ -87,7 +90,7 @@ class Preparer:
         return [self.scheduler(thing) if isinstance(thing, kinds) else thing for thing in first]
 
     def model(self, model: nn.Module, place: bool | None, evaluation_mode: bool = False) -> nn.Module:
-        """Prepare one model: device, precision, and the strategy's wrapper unless it is only evaluated."""
+        """Prepare one model: device, precision, compiling, and the strategy's wrapper unless it is only evaluated."""
         return self._model(model, place, [], evaluation_mode)
 
     def _model(
@@ -105,6 +108,7 @@ class Preparer:
         if self._placed(place) and len(devices) <= 1:
             model = model.to(self.world.device)
         self.precision.wrap(model)
+        compile_in_place(model, self.compiling)
         owners = [optimizer for optimizer in optimizers if _owns(optimizer, model)]
         prepared = model if evaluation_mode else self.strategy.prepare([(model, owners)])[0]
         self.registry.models.append(prepared)

@@ -8,6 +8,7 @@ from typing import Any
 from laconic.base.enums import DynamoBackend
 from laconic.base.errors import ConfigError, Unsupported
 from laconic.config import environ
+from laconic.config.compile import TorchDynamoPlugin
 from laconic.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -27,8 +28,6 @@ _INSTEAD = {
     "fsdp_plugin": "FSDP is not done yet; use DDP, or an outer loop over it",
     "torch_tp_plugin": "tensor parallelism is not done; use DDP",
     "parallelism_config": "parallelism configurations are not done yet; use DDP",
-    "dynamo_plugin": "compiling at `prepare` is not done yet; give `prepare` a model that went through torch.compile",
-    "dynamo_backend": "compiling at `prepare` is not done yet; give `prepare` a model that went through torch.compile",
     "log_with": "trackers are not done yet; call yours on the main process (`accelerator.is_main_process`)",
 }
 
@@ -39,11 +38,20 @@ def refuse_engines(**given: Any) -> None:
     Raises:
         Unsupported: one of the arguments asks for something.
     """
-    backend = environ.text("ACCELERATE_DYNAMO_BACKEND", "no")
-    for name, value in {**given, "dynamo_backend": given.get("dynamo_backend") or backend}.items():
-        asks_nothing = value is None or (name == "dynamo_backend" and str(value).upper() == DynamoBackend.NO)
-        if not asks_nothing:
+    for name, value in given.items():
+        if value is not None:
             raise Unsupported(f"{name}={value!r}: {_INSTEAD[name]}.")
+
+
+def settled_compile(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """Return how to compile models: as the plugin, the backend, or the environment says.
+
+    Raises:
+        ConfigError: both a plugin and a backend, or a backend that there is not.
+    """
+    if plugin is not None and backend is not None:
+        raise ConfigError(f"dynamo_backend={str(backend)!r} and a dynamo_plugin were both given. Give one of them.")
+    return plugin or TorchDynamoPlugin(backend=backend)
 
 
 def handlers_by_kind(handlers: list[KwargsHandler]) -> dict[type, Any]:

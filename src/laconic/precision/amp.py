@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from laconic.base.tree import convert_to_fp32
 from laconic.config.handlers import AutocastKwargs, GradScalerKwargs
 from laconic.precision.base import Closure, Full, Precision
 
-_MARK = "_laconic_plain_forward"  # where a wrapped model keeps the forward that it had
+_MARK = "_laconic_plain_forward"  # where a wrapped model keeps the forward of its own that it had, or None
 
 
 class Autocast(Full):
@@ -44,16 +46,22 @@ class Autocast(Full):
         if hasattr(model, _MARK):
             return model
         plain = model.forward
+        object.__setattr__(model, _MARK, model.__dict__.get("forward"))
+        if isinstance(plain, MethodType) and plain.__self__ is model:
+            # A method, so that a copy of the model computes with the weights of the copy.
+            model.forward = MethodType(self._computing(plain.__func__), model)
+        else:
+            model.forward = self._computing(plain)
+        return model
 
+    def _computing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def forward(*args: Any, **kwargs: Any) -> Any:
             with self.autocast():
                 outputs = plain(*args, **kwargs)
             return convert_to_fp32(outputs) if self._handler.outputs_to_fp32 else outputs
 
-        object.__setattr__(model, _MARK, plain)
-        model.forward = forward
-        return model
+        return forward
 
 
 class ScaledFp16(Autocast):
@@ -102,8 +110,11 @@ class ScaledFp16(Autocast):
 def restore_forward(model: nn.Module) -> None:
     """Undo `Precision.wrap` on `model`; does nothing when it was not wrapped."""
     if hasattr(model, _MARK):
+        own = getattr(model, _MARK)
         object.__delattr__(model, "forward")
         object.__delattr__(model, _MARK)
+        if own is not None:
+            model.forward = own
 
 
 def choose_precision(

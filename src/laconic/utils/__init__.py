@@ -39,6 +39,7 @@ from laconic.base.tree import (
     send_to_device,
     slice_tensors,
 )
+from laconic.config.compile import TorchDynamoPlugin
 from laconic.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -51,6 +52,7 @@ from laconic.config.handlers import (
     ProjectConfiguration,
 )
 from laconic.process.seed import set_seed, synchronize_rng_state, synchronize_rng_states
+from laconic.strategy.compile import compile_regions, has_compiled_regions, is_compiled_module
 
 __all__ = [
     "AutocastKwargs",
@@ -68,9 +70,11 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
+    "TorchDynamoPlugin",
     "broadcast",
     "broadcast_object_list",
     "compare_versions",
+    "compile_regions",
     "concatenate",
     "convert_to_fp32",
     "extract_model_from_parallel",
@@ -78,8 +82,10 @@ __all__ = [
     "find_device",
     "gather",
     "gather_object",
+    "has_compiled_regions",
     "honor_type",
     "is_bf16_available",
+    "is_compiled_module",
     "is_fp16_available",
     "is_namedtuple",
     "is_peft_model",
