@@ -23,7 +23,7 @@ def table_of(results: Sequence[Result], steps: int) -> Table:
             in_bytes(result.bytes_sent / steps),
             f"{result.waited_s:.2f} s ({result.waited_s / result.seconds:.1%})",
         )
-    table.caption = "loss: nats a byte; sent: by each process; waited: for the network and for each other"
+    table.caption = "loss in nats a byte; each process sends; it waits for the others and the network"
     return table
 
 

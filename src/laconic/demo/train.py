@@ -78,15 +78,14 @@ class Trial:
             model, optimizer, schedule, batches, judges
         )
 
-    def learn(self, batch: Tensor) -> float:
-        """Take one step on `batch` `[sequences, context + 1]`; return this process's loss before it."""
+    def learn(self, batch: Tensor) -> None:
+        """Take one step on `batch` `[sequences, context + 1]`."""
         loss = loss_per_sequence(self.model(batch[:, :-1]), batch[:, 1:]).mean()
         self.accelerator.backward(loss)
         self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
-        return loss.item()
 
     @torch.no_grad()
     def judge(self) -> float:
