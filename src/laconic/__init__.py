@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from laconic.config.handlers import GradScalerKwargs as GradScalerKwargs
     from laconic.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from laconic.config.handlers import ProfileKwargs as ProfileKwargs
+    from laconic.config.handlers import WatchdogKwargs as WatchdogKwargs
     from laconic.data.prepare import skip_first_batches as skip_first_batches
     from laconic.launch.notebook import debug_launcher as debug_launcher
     from laconic.launch.notebook import notebook_launcher as notebook_launcher
@@ -40,6 +41,7 @@ _WHERE = {
     "GradScalerKwargs": "laconic.config.handlers",
     "InitProcessGroupKwargs": "laconic.config.handlers",
     "ProfileKwargs": "laconic.config.handlers",
+    "WatchdogKwargs": "laconic.config.handlers",
     "skip_first_batches": "laconic.data.prepare",
     "debug_launcher": "laconic.launch.notebook",
     "notebook_launcher": "laconic.launch.notebook",

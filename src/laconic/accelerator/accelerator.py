@@ -35,6 +35,7 @@ from laconic.config.handlers import (
     KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
+    WatchdogKwargs,
 )
 from laconic.data.prepare import skip_first_batches
 from laconic.loop import clip
@@ -115,7 +116,7 @@ class Accelerator(ProcessControl):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = [str(kind) for kind in (["generator"] if rng_types is None else rng_types)]
 
-        self._joined = join_world(cpu, self.init_handler)
+        self._joined = join_world(cpu, self.init_handler, handlers.get(WatchdogKwargs))
         session = slot.open_or_join(self._joined, mixed_precision, accumulation)
         try:
             self._precision = choose_precision(
@@ -334,7 +335,11 @@ class Accelerator(ProcessControl):
             raise StateError("backward: the earlier losses of this window came with num_items. Give it to all.")
         elif window.divisor > 1:
             loss = loss / window.divisor
-        self._precision.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+        try:
+            self._precision.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            self._joined.group.raise_if_broken()  # which names the rank, where torch speaks of a closed connection
+            raise
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip the gradients' common norm to `max_norm`; return the norm they had, as a 0-d tensor.

@@ -17,9 +17,17 @@ from laconic.config.handlers import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
+    WatchdogKwargs,
 )
 
-_HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
+_HANDLERS = (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    WatchdogKwargs,
+)
 
 _INSTEAD = {
     "deepspeed_plugin": "DeepSpeed is not done; use DDP, or an outer loop over it",

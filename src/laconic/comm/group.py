@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.base.errors import RankFailure
+from laconic.comm.register import Register
 
 Op = Literal["sum", "max", "min"]
 
@@ -28,8 +29,8 @@ _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _NAP_S = 5e-5  # how long `meet` sleeps between two looks where a wait would not block the caller
+_UNUSED_TAG = 0x1ACC  # of messages between two ranks; a script's own usually count from 0
 _WATCH_S = 0.2  # how often a waiting rank asks whether another one has left
-_ROLL_CALL_S = 1.0  # how long the ranks of a broken group wait for each other's sign of life
 
 
 class Work(Protocol):
@@ -82,8 +83,16 @@ class Group(Protocol):
             RankFailure: a rank called `leave`; the message names it and gives its reason.
         """
 
-    def leave(self, reason: str) -> None:
-        """Tell the ranks that wait in `meet`, now or later, that this one will not come. Never blocks."""
+    def leave(self, reason: str, for_good: bool = False) -> None:
+        """Tell the ranks that wait, now or later, that this one will not come. Never waits for them.
+
+        Args:
+            for_good: this process fails, so end their waits in torch's own collectives too, as of DDP, where there is a
+                connection that can be closed.
+        """
+
+    def raise_if_broken(self) -> None:
+        """Raise RankFailure when another rank is known to have left, to be dead, or to be late for too long."""
 
 
 class Done:
@@ -127,7 +136,10 @@ class SoloGroup:
     def meet(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0).clone()
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, for_good: bool = False) -> None:
+        return None
+
+    def raise_if_broken(self) -> None:
         return None
 
     @staticmethod
@@ -137,9 +149,17 @@ class SoloGroup:
 
 
 class TorchGroup:
-    """The ranks of a c10d process group (the default one when none is given)."""
+    """The ranks of a c10d process group (the default one when none is given).
 
-    def __init__(self, pg: dist.ProcessGroup | None = None) -> None:
+    Args:
+        register: where they write down who left; None makes one for this group. The same ranks may share one.
+
+    Attributes:
+        entered: how many collectives of this object this rank has started.
+        waiting: the number of the one that it has been waiting for, since a moment at least; 0 for none.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup | None = None, register: Register | None = None) -> None:
         group = pg if pg is not None else dist.group.WORLD
         assert group is not None, "TorchGroup needs torch.distributed to be initialized"
         self.pg = group
@@ -148,90 +168,104 @@ class TorchGroup:
         backends = dict(part.split(":") for part in str(dist.get_backend_config(self.pg)).split(","))
         # gloo moves tensors from a GPU too, but not in every collective.
         self._spoken = {device for device, backend in backends.items() if device == "cpu" or backend != "gloo"}
-        self._register = _Register(f"laconic/{self.pg.group_name}", self.rank, self.size)
+        self.register = register or Register(f"laconic/{self.pg.group_name}", self.rank, self.size)
+        self.entered = 0
+        self.waiting = 0
 
     def speaks(self, device: str) -> bool:
         return device in self._spoken
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
-        return self._started(x, dist.all_reduce(x, op=_REDUCE[op], group=self.pg, async_op=True))
+        return self._started(x.is_cpu, dist.all_reduce(x, op=_REDUCE[op], group=self.pg, async_op=True))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return self._started(x, _all_gather_flat(out, x, group=self.pg, async_op=True))
+        return self._started(x.is_cpu, _all_gather_flat(out, x, group=self.pg, async_op=True))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
-        return self._started(x, _reduce_scatter_flat(out, x, op=_REDUCE[op], group=self.pg, async_op=True))
+        return self._started(x.is_cpu, _reduce_scatter_flat(out, x, op=_REDUCE[op], group=self.pg, async_op=True))
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        return self._started(x, dist.all_to_all_single(out, x, group=self.pg, async_op=True))
+        return self._started(x.is_cpu, dist.all_to_all_single(out, x, group=self.pg, async_op=True))
 
     def broadcast(self, x: Tensor, src: int) -> Work:
-        return self._started(x, dist.broadcast(x, group_src=src, group=self.pg, async_op=True))
+        return self._started(x.is_cpu, dist.broadcast(x, group_src=src, group=self.pg, async_op=True))
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
         listed = None if parts is None else list(parts)
-        return self._started(out, dist.scatter(out, listed, group_src=src, group=self.pg, async_op=True))
+        return self._started(out.is_cpu, dist.scatter(out, listed, group_src=src, group=self.pg, async_op=True))
 
     def barrier(self) -> None:
-        dist.barrier(group=self.pg)
+        self._finish(self._spoken == {"cpu"}, dist.barrier(group=self.pg, async_op=True))
 
     def meet(self, x: Tensor) -> Tensor:
         device = torch.device("cpu") if self.speaks("cpu") else torch.device("cuda", torch.cuda.current_device())
         mine = x.to(device)
         everyone = mine.new_empty(self.size * mine.numel())
-        work = _all_gather_flat(everyone, mine, group=self.pg, async_op=True)
-        if not mine.is_cpu:
-            self._look_out(work)
-        self._started(mine, work).wait()
+        self._finish(mine.is_cpu, _all_gather_flat(everyone, mine, group=self.pg, async_op=True))
         return everyone.cpu().view(self.size, -1)
 
-    def leave(self, reason: str) -> None:
-        self._register.sign_out(reason)
-
-    def _started(self, x: Tensor, work: Any) -> Work:
-        assert work is not None, "this process is not a member of the group"
-        return _Watched(work, self) if x.is_cpu else work
-
-    def _look_out(self, work: Any) -> None:
-        """Wait on the host for a collective whose own `wait` only makes the stream wait."""
-        looked = time.monotonic()
-        while not work.is_completed():
-            time.sleep(_NAP_S)
-            if time.monotonic() - looked > _WATCH_S:
-                self.raise_if_broken()
-                looked = time.monotonic()
+    def leave(self, reason: str, for_good: bool = False) -> None:
+        self.register.sign_out(reason)
+        if for_good:
+            self.break_off()
 
     def raise_if_broken(self) -> None:
-        """Raise RankFailure when a rank of this group has called `leave`, or has found that another one is dead."""
-        known = self._register.signed_out() or (self._register.call_roll() if self._register.alarmed() else "")
+        known = self.register.signed_out()
+        if not known and self.register.alarmed():
+            known = self.register.verdict() or self.register.call_roll()
         if known:
-            self._break_off()
+            self.break_off()
             raise RankFailure(f"Rank {self.rank} waits in vain: {known}.")
 
     def failure(self, error: RuntimeError) -> RankFailure:
         """Say in one error what is known about the ranks of this group, in which a collective ended with `error`."""
-        known = self._register.signed_out() or self._register.call_roll()
-        self._break_off()
+        known = self.register.verdict() or self.register.signed_out() or self.register.call_roll()
+        self.break_off()
         said = str(error).split(". ", 1)[0]
         return RankFailure(f"A collective of rank {self.rank} broke off: {known}. The transport said: {said}.")
 
-    def _break_off(self) -> None:
+    def break_off(self) -> None:
         """Close the connections: a gloo operation that can never end would hold up the exit of this process."""
-        if self.speaks("cpu"):
-            options = dist.AllreduceOptions()
-            options.timeout = timedelta(milliseconds=1)
-            with suppress(RuntimeError):  # its timeout is what closes the connections
-                self.pg.allreduce([torch.zeros(1)], options).wait(timedelta(seconds=_WATCH_S))
+        if self.speaks("cpu") and self.size > 1:
+            # A time-out is what closes gloo's connections. Nobody sends what is waited for here, while a collective
+            # could meet one that the other ranks are in.
+            with suppress(RuntimeError):
+                self.pg.recv([torch.empty(1)], (self.rank + 1) % self.size, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+    def _started(self, is_gloo: bool, work: Any) -> Work:
+        assert work is not None, "this process is not a member of the group"
+        self.entered += 1
+        return _Watched(work, self, self.entered) if is_gloo else work
+
+    def _finish(self, is_gloo: bool, work: Any) -> None:
+        """End a collective on the host, also where its own `wait` only makes the stream wait."""
+        started = self._started(is_gloo, work)
+        if not is_gloo:
+            self._look_out(work)
+        started.wait()
+
+    def _look_out(self, work: Any) -> None:
+        looked = time.monotonic()
+        try:
+            while not work.is_completed():
+                time.sleep(_NAP_S)
+                if time.monotonic() - looked > _WATCH_S:
+                    self.waiting = self.entered
+                    self.raise_if_broken()
+                    looked = time.monotonic()
+        finally:
+            self.waiting = 0
 
 
 class _Watched:
     """A gloo collective under way, whose wait looks up now and then to see whether all ranks are still there."""
 
-    __slots__ = ("_group", "_work")
+    __slots__ = ("_group", "_number", "_work")
 
-    def __init__(self, work: Any, group: TorchGroup) -> None:
+    def __init__(self, work: Any, group: TorchGroup, number: int) -> None:
         self._work = work
         self._group = group
+        self._number = number
 
     def wait(self) -> None:
         try:
@@ -240,66 +274,17 @@ class _Watched:
             self._wait_on()
 
     def _wait_on(self) -> None:
-        while not self._work.is_completed():
-            self._group.raise_if_broken()
-            with suppress(RuntimeError):
-                self._work.wait(timedelta(seconds=_WATCH_S))
+        group = self._group
+        group.waiting = self._number
         try:
+            while not self._work.is_completed():
+                group.raise_if_broken()
+                with suppress(RuntimeError):
+                    self._work.wait(timedelta(seconds=_WATCH_S))
             self._work.wait()
+        except RankFailure:
+            raise
         except RuntimeError as error:
-            raise self._group.failure(error) from error
-
-
-class _Register:
-    """Who left a group, and why, written down in the store of the default process group."""
-
-    def __init__(self, prefix: str, rank: int, size: int) -> None:
-        self._prefix = prefix
-        self._rank = rank
-        self._size = size
-
-    def sign_out(self, reason: str) -> None:
-        # A rank may leave, come back and leave again. Only those that left more often than this one are gone.
-        with suppress(dist.DistError):  # where the store is gone, there is nobody to tell
-            store = _store()
-            times = store.add(f"{self._prefix}/left/{self._rank}", 1)
-            store.set(f"{self._prefix}/left/{self._rank}/{times}", reason)
-            store.set(f"{self._prefix}/left/any/{times}", "")
-
-    def signed_out(self) -> str:
-        """Name the ranks that have left more often than this one, with their reasons; empty when there is none."""
-        with suppress(dist.DistError):  # without a store the collective itself ends with an error
-            store = _store()
-            times = store.add(f"{self._prefix}/left/{self._rank}", 0) + 1
-            if store.check([f"{self._prefix}/left/any/{times}"]):
-                keys = {rank: f"{self._prefix}/left/{rank}/{times}" for rank in range(self._size)}
-                gone = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
-                return "; ".join(f"rank {rank} left ({reason})" for rank, reason in gone.items())
-        return ""
-
-    def alarmed(self) -> bool:
-        """Say whether a rank has called the roll, because a collective of its own broke off."""
-        with suppress(dist.DistError):
-            return bool(_store().check([f"{self._prefix}/alarm"]))
-        return False
-
-    def call_roll(self) -> str:
-        """Give a sign of life, wait a moment for those of the other ranks, and name those that gave none."""
-        try:
-            store = _store()
-            store.set(f"{self._prefix}/alarm", "")
-            store.set(f"{self._prefix}/alive/{self._rank}", "")
-            silent = [rank for rank in range(self._size) if rank != self._rank]
-            deadline = time.monotonic() + _ROLL_CALL_S
-            while silent and time.monotonic() < deadline:
-                time.sleep(_ROLL_CALL_S / 50)
-                silent = [rank for rank in silent if not store.check([f"{self._prefix}/alive/{rank}"])]
-        except dist.DistError:
-            return "the store is gone too, so the process that serves it (rank 0, or the launcher) has probably died"
-        if silent:
-            return f"ranks {silent} gave no sign of life for {_ROLL_CALL_S:g} s, so they died or are busy elsewhere"
-        return "every rank is alive, so they brought different sizes to one collective, or the network broke down"
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
+            raise group.failure(error) from error
+        finally:
+            group.waiting = 0

@@ -103,6 +103,23 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 
 @dataclass(frozen=True)
+class WatchdogKwargs(KwargsHandler):
+    """What to do about ranks that do not come to a collective. Not in Accelerate.
+
+    Args:
+        timeout_s: how long a rank may wait in a collective that another one has not entered. Then those that wait raise
+            an error that names the late ranks and shows what they are doing. Without this handler the environment
+            variable `LACONIC_HANG_TIMEOUT_S` says it; without both there is no watchdog.
+    """
+
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s < float("inf"):
+            raise ConfigError(f"WatchdogKwargs: timeout_s is {self.timeout_s}; it must be a number of seconds above 0.")
+
+
+@dataclass(frozen=True)
 class ProfileKwargs(KwargsHandler):
     """Arguments of `torch.profiler.profile`, for `Accelerator.profile`.
 

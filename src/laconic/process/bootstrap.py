@@ -7,6 +7,7 @@ Where `WORLD_SIZE > 1` there is a group in the end, or an error; never several c
 from __future__ import annotations
 
 import atexit
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,10 @@ from laconic.base.errors import ConfigError, Unsupported
 from laconic.comm.exchange import Exchange
 from laconic.comm.group import Group, SoloGroup, TorchGroup
 from laconic.config import environ
-from laconic.config.handlers import InitProcessGroupKwargs
+from laconic.config.handlers import InitProcessGroupKwargs, WatchdogKwargs
 from laconic.process import world as slot
-from laconic.process.failure import install_failure_report
+from laconic.process.failure import install_failure_report, install_farewell
+from laconic.process.watchdog import Watchdog
 from laconic.process.world import World
 
 # Each launcher's name for a number, torchrun's first. Slurm's step variables are set by srun alone: the batch script
@@ -35,6 +37,12 @@ _ENGINES = {
     "ACCELERATE_USE_FSDP": "FSDP is not done yet. Use DDP, or an outer loop over it.",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "Parallelism configurations are not done yet. Use DDP.",
 }
+
+# A worker thread of gloo lets go of the tensors of its last collective after the caller has been told that it is done,
+# and needs Python's lock for that. If the group is destroyed meanwhile by a thread that holds the lock (as a DDP model
+# does that outlives it), both wait for ever; if the interpreter ends meanwhile, the process aborts. Nothing tells when
+# the worker is through, so it is given time, with the lock free.
+_SETTLE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -100,10 +108,13 @@ def choose_device(place: Place, cpu: bool) -> torch.device:
     return device
 
 
-def join_world(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> World:
+def join_world(
+    cpu: bool = False, init: InitProcessGroupKwargs | None = None, watchdog: WatchdogKwargs | None = None
+) -> World:
     """Return the world that this process is in, joining it first where that has not happened yet.
 
-    A default process group that the script initialized itself is used as it is.
+    A default process group that the script initialized itself is used as it is. The watchdog starts with the first call
+    that gives a time for it, or that finds one in `LACONIC_HANG_TIMEOUT_S`.
 
     Raises:
         ConfigError: the launcher's variables or the settings cannot work; or the world was joined with another device.
@@ -112,6 +123,7 @@ def join_world(cpu: bool = False, init: InitProcessGroupKwargs | None = None) ->
     if here is not None:
         if cpu and here.device.type != "cpu":
             raise ConfigError(f"cpu=True, but this process has joined its world with device {here.device} already.")
+        _watch(here, watchdog)
         return here
     for name, message in _ENGINES.items():
         if environ.flag(name):
@@ -121,11 +133,14 @@ def join_world(cpu: bool = False, init: InitProcessGroupKwargs | None = None) ->
     else:
         place = read_place()
     device = choose_device(place, cpu)
+    if place.size > 1:
+        install_farewell()
     install_failure_report(place.rank)
     owns = place.size > 1 and not dist.is_initialized()
     if owns:
         _initialize(place, device, init or InitProcessGroupKwargs())
-    group: Group = TorchGroup() if place.size > 1 else SoloGroup()
+    torch_group = TorchGroup() if place.size > 1 else None
+    group: Group = torch_group or SoloGroup()
     world = World(
         rank=place.rank,
         size=place.size,
@@ -136,19 +151,30 @@ def join_world(cpu: bool = False, init: InitProcessGroupKwargs | None = None) ->
         exchange=Exchange(group),
         backend=dist.get_backend() if place.size > 1 else None,
         owns_group=owns,
+        watchdog=Watchdog(torch_group) if torch_group else None,
     )
     if owns:
         atexit.register(leave_world)
+    _watch(world, watchdog)
     return slot.occupy(world)
 
 
 def leave_world() -> None:
     """Forget the world; destroy the process group where Laconic made it. Does nothing in no world."""
     world = slot.vacate()
+    if world is not None and world.watchdog is not None:
+        world.watchdog.stop()
     if world is not None and world.owns_group:
         atexit.unregister(leave_world)
         if dist.is_initialized():
+            time.sleep(_SETTLE_S)
             dist.destroy_process_group()
+
+
+def _watch(world: World, asked: WatchdogKwargs | None) -> None:
+    timeout_s = asked.timeout_s if asked is not None else environ.integer("LACONIC_HANG_TIMEOUT_S") or 0
+    if world.watchdog is not None and timeout_s:
+        world.watchdog.start(timeout_s)
 
 
 def _place_in_existing_group() -> Place:

@@ -12,7 +12,10 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from types import TracebackType
 
+import torch.distributed as dist
+
 from laconic.config import environ
+from laconic.process import world as slot
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -45,6 +48,23 @@ def install_failure_report(rank: int) -> None:
         sys.stderr.flush()
 
     sys.excepthook = report
+
+
+def install_farewell() -> None:
+    """Have an exception that nobody catches end the other ranks' waits at once, with its name as the reason.
+
+    Otherwise they would wait until this process is gone, which may take minutes: it may run `atexit` functions, or wait
+    for its threads. The hook that stood before is still called.
+    """
+    before = sys.excepthook
+
+    def farewell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        world = slot.current()
+        if world is not None and dist.is_initialized():
+            world.group.leave(f"{kind.__name__}: {error}"[:500], for_good=True)
+        before(kind, error, trace)
+
+    sys.excepthook = farewell
 
 
 def record_failure(error: BaseException) -> None:

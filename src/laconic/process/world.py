@@ -11,6 +11,7 @@ from laconic.base.enums import DistributedType
 from laconic.base.errors import StateError
 from laconic.comm.exchange import Exchange
 from laconic.comm.group import Group
+from laconic.process.watchdog import Watchdog
 
 _KINDS = {
     "cpu": DistributedType.MULTI_CPU,
@@ -34,6 +35,7 @@ class World:
         exchange: what gather, reduce and the like over `group` work with.
         backend: how the processes talk (`gloo`, `cpu:gloo,cuda:nccl` ...), None when there is one.
         owns_group: Laconic initialized torch.distributed, so Laconic destroys it.
+        watchdog: finds ranks that do not come, once it is started; None where there is one process.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class World:
     exchange: Exchange
     backend: str | None = None
     owns_group: bool = False
+    watchdog: Watchdog | None = None
 
     @property
     def kind(self) -> DistributedType:

@@ -219,9 +219,12 @@ class SimGroup:
         self.all_gather(everyone, x).wait()
         return everyone
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, for_good: bool = False) -> None:
         """Let the others know that this rank will not come."""
         self._stage.departures[self.rank].append(reason)
+
+    def raise_if_broken(self) -> None:
+        """Do nothing: waits of replicas end by themselves."""
 
     def _join(
         self,

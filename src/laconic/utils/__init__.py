@@ -50,6 +50,7 @@ from laconic.config.handlers import (
     KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
+    WatchdogKwargs,
 )
 from laconic.process.seed import set_seed, synchronize_rng_state, synchronize_rng_states
 from laconic.strategy.compile import compile_regions, has_compiled_regions, is_compiled_module
@@ -71,6 +72,7 @@ __all__ = [
     "ProjectConfiguration",
     "RNGType",
     "TorchDynamoPlugin",
+    "WatchdogKwargs",
     "broadcast",
     "broadcast_object_list",
     "compare_versions",

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a group write down for each other beside their collectives: who left, who is alive, who is late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+_ROLL_CALL_S = 1.0  # how long the ranks of a broken group wait for each other's sign of life
+
+
+class Register:
+    """Notes of one group, in the store of the default process group.
+
+    Where the store is gone, `ask`, `asked`, `answer`, `answers` and `pronounce` raise a `DistError`; the others take it
+    as one more thing that is known of a broken group.
+
+    Args:
+        own_connection: talk to the store apart from everybody else in this process, who may be waiting in it.
+    """
+
+    def __init__(self, prefix: str, rank: int, size: int, own_connection: bool = False) -> None:
+        self.prefix = prefix
+        self._rank = rank
+        self._size = size
+        # torch 2.6 cannot clone a store: there a thread that blocks in it blocks the others too.
+        self._clone = getattr(_default_store(), "clone", lambda: None)() if own_connection else None
+
+    # ---- leaving
+
+    def sign_out(self, reason: str) -> None:
+        """Write down that this rank will not come to what the others wait for."""
+        # A rank may leave, come back and leave again. Only those that left more often than this one are gone.
+        with suppress(dist.DistError):  # where the store is gone, there is nobody to tell
+            times = self._store.add(self._key("left", self._rank), 1)
+            self._store.set(self._key("left", self._rank, times), reason)
+            self._store.set(self._key("left", "any", times), "")
+
+    def signed_out(self) -> str:
+        """Name the ranks that have left more often than this one, with their reasons; empty when there is none."""
+        with suppress(dist.DistError):  # without a store the collective itself ends with an error
+            store = self._store
+            times = store.add(self._key("left", self._rank), 0) + 1
+            if store.check([self._key("left", "any", times)]):
+                keys = {rank: self._key("left", rank, times) for rank in range(self._size)}
+                gone = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+                # Ranks that left because others had left say nothing new.
+                first = {rank: reason for rank, reason in gone.items() if not reason.startswith("RankFailure")} or gone
+                return "; ".join(f"rank {rank} left ({reason})" for rank, reason in first.items())
+        return ""
+
+    # ---- breaking off
+
+    def alarmed(self) -> bool:
+        """Say whether a rank has called the roll or pronounced a verdict, because a collective can not end."""
+        with suppress(dist.DistError):
+            return bool(self._store.check([self._key("alarm")]))
+        return False
+
+    def call_roll(self) -> str:
+        """Give a sign of life, wait a moment for those of the other ranks, and name those that gave none."""
+        try:
+            store = self._store
+            store.set(self._key("alarm"), "")
+            store.set(self._key("alive", self._rank), "")
+            silent = [rank for rank in range(self._size) if rank != self._rank]
+            deadline = time.monotonic() + _ROLL_CALL_S
+            while silent and time.monotonic() < deadline:
+                time.sleep(_ROLL_CALL_S / 50)
+                silent = [rank for rank in silent if not store.check([self._key("alive", rank)])]
+        except dist.DistError:
+            return "the store is gone too, so the process that serves it (rank 0, or the launcher) has probably died"
+        if silent:
+            return (
+                f"ranks {silent} gave no sign of life for {_ROLL_CALL_S:g} s, so they died, have ended or are busy "
+                "elsewhere"
+            )
+        return "every rank is alive, so they brought different sizes to one collective, or the network broke down"
+
+    # ---- being late
+
+    def ask(self) -> int:
+        """Ask all ranks where they are; return the question's number."""
+        return int(self._store.add(self._key("questions"), 1))
+
+    def asked(self) -> int:
+        """Return the number of the latest question; a verdict counts as one too."""
+        return int(self._store.add(self._key("questions"), 0))
+
+    def answer(self, text: str) -> None:
+        """Write down where this rank is, in place of what it said before."""
+        self._store.set(self._key("answer", self._rank), text)
+
+    def answers(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the latest answer of each of `ranks` that has ever given one."""
+        keys = {rank: self._key("answer", rank) for rank in ranks}
+        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+
+    def pronounce(self, verdict: str) -> None:
+        """Write down which ranks are late, for all that wait."""
+        self._store.set(self._key("verdict"), verdict)
+        self._store.set(self._key("alarm"), "")
+        self.ask()
+
+    def verdict(self) -> str:
+        """Return what was pronounced, or an empty string."""
+        with suppress(dist.DistError):
+            if self._store.check([self._key("verdict")]):
+                return str(self._store.get(self._key("verdict")).decode())
+        return ""
+
+    @property
+    def _store(self) -> Any:
+        return self._clone or _default_store()
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, (self.prefix, *parts)))
+
+
+def _default_store() -> Any:
+    return dist.distributed_c10d._get_default_store()

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No rank waits for long for one that does not come: it learns within seconds who that is, where it is, and why."""
+
+import ctypes
+import subprocess
+import sys
+import threading
+import time
+from contextlib import redirect_stderr
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from laconic import Accelerator, WatchdogKwargs
+from laconic.base.errors import ConfigError, RankFailure
+from laconic.config import environ
+from laconic.outer import OuterLoop, local_sgd
+from laconic.process import watchdog
+from laconic.state import AcceleratorState
+from laconic.testing.ranks import run_ranks
+from laconic.utils import DataLoaderConfiguration
+
+LATE = 1
+
+
+def gathers(run):
+    run.accelerator.gather(torch.ones(2))
+
+
+def gathers_much(run):
+    run.accelerator.gather(torch.ones(1 << 20))
+
+
+def reduces(run):
+    run.accelerator.reduce(torch.ones(2))
+
+
+def waits(run):
+    run.accelerator.wait_for_everyone()
+
+
+def lets_one_go_first(run):
+    with run.accelerator.main_process_first():
+        pass
+
+
+def loads(run):
+    for _ in run.loader:
+        pass
+
+
+def averages(run):
+    OuterLoop(nn.Linear(2, 1), local_sgd(1), group=run.accelerator._joined.group)
+
+
+def learns(run):
+    run.accelerator.backward(run.model(torch.ones(1, 2)).sum())
+
+
+def started(call=None, timeout_s=None):
+    """A rank with what `call` uses."""
+    watchdog._TICK_S = 0.1
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    run = SimpleNamespace(accelerator=accelerator, rank=accelerator.process_index)
+    if call is loads:
+        run.loader = accelerator.prepare(DataLoader(range(64), batch_size=4))
+    if call is learns:
+        run.model = accelerator.prepare(nn.Linear(2, 1))
+        for _ in range(3):  # until DDP has nothing more to settle before a forward pass
+            learns(run)
+    accelerator.wait_for_everyone()
+    if timeout_s is not None:
+        Accelerator(kwargs_handlers=[WatchdogKwargs(timeout_s)])
+    return run
+
+
+def is_told(path, call, run):
+    """Make the call, and return what its error says and how long it took."""
+    began = time.monotonic()
+    try:
+        call(run)
+    except RankFailure as error:
+        return str(error), time.monotonic() - began
+    finally:
+        (path / str(run.rank)).touch()
+    return "nothing was raised", time.monotonic() - began
+
+
+def evaluates_alone(path, num_others):
+    while len(list(path.iterdir())) < num_others:
+        time.sleep(0.05)
+
+
+def comes_late(path, call):
+    run = started(call, timeout_s=0.5)
+    if run.rank == LATE:
+        evaluates_alone(path, dist.get_world_size() - 1)
+    return is_told(path, call, run)
+
+
+@pytest.mark.parametrize("call", [gathers, lets_one_go_first, loads, averages])
+def test_a_late_rank_is_named_with_the_line_waited_in_and_the_line_it_is_at(call, tmp_path):
+    first, _ = run_ranks(comes_late, 2, tmp_path, call, timeout_s=20)
+    said, seconds = first
+    assert "rank 1 did not come to `" in said
+    assert "within 0.5 s" in said
+    assert f"{__file__}:" in said.split("\n")[0]
+    assert "in evaluates_alone" in said
+    assert seconds < 5
+
+
+def test_all_that_wait_are_told_and_the_late_rank_learns_it_when_it_comes(tmp_path):
+    for said, seconds in run_ranks(comes_late, 4, tmp_path, gathers, timeout_s=20):
+        assert "rank 1 did not come to `Accelerator.gather`" in said
+        assert "`run.accelerator.gather(torch.ones(2))`) within 0.5 s" in said
+        assert "LACONIC_HANG_TIMEOUT_S" in said
+        assert seconds < 5
+
+
+def reports_of_torchs_own(path):
+    run = started(timeout_s=0.5)
+    if run.rank == LATE:
+        evaluates_alone(path, 1)
+        return None
+    with open(path.parent / "stderr", "w") as file, redirect_stderr(file), pytest.raises(RuntimeError) as raised:
+        dist.all_reduce(torch.ones(2))
+    (path / "done").touch()
+    return raised.type.__name__, (path.parent / "stderr").read_text()
+
+
+def test_torchs_own_collectives_end_too_and_the_report_is_printed(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    (kind, printed), _ = run_ranks(reports_of_torchs_own, 2, tmp_path / "ranks", timeout_s=20)
+    assert kind == "RuntimeError"
+    assert "rank 1 did not come to `all_reduce` (" in printed
+    assert "`dist.all_reduce(torch.ones(2))`)" in printed
+    assert "in evaluates_alone" in printed
+
+
+def test_a_late_rank_is_named_in_backward(tmp_path):
+    (said, seconds), _ = run_ranks(comes_late, 2, tmp_path, learns, timeout_s=20)
+    assert "rank 1 did not come to" in said
+    assert seconds < 5
+
+
+def holds_the_lock(path):
+    watchdog._ANSWER_S = 0.5
+    run = started(timeout_s=0.5)
+    if run.rank == LATE:
+        ctypes.PyDLL(None).sleep(3)  # native code that does not let other threads run
+    return is_told(path, gathers, run)
+
+
+def test_a_rank_that_cannot_answer_is_named_all_the_same(tmp_path):
+    (said, seconds), _ = run_ranks(holds_the_lock, 2, tmp_path, timeout_s=20)
+    assert "`Accelerator.gather`" in said
+    assert "rank 1 did not answer: the process is gone or stopped, or in native code" in said
+    assert seconds < 3
+
+
+def is_slow():
+    accelerator = started(timeout_s=0.6).accelerator
+    for _ in range(3):
+        time.sleep(0.4 * accelerator.process_index)
+        accelerator.gather(torch.ones(2))
+    group = accelerator._joined.group
+    group.waiting = group.entered  # as in a transfer that takes long: every rank has entered it
+    time.sleep(1.5)
+    group.waiting = 0
+    return accelerator.gather(torch.ones(1)).sum().item()
+
+
+def test_a_rank_within_the_time_and_a_long_transfer_raise_no_alarm():
+    assert run_ranks(is_slow, 2, timeout_s=20) == [2.0, 2.0]
+
+
+def fails(path, call):
+    run = started(call)
+    if run.rank == LATE:
+        try:
+            raise ValueError("no such file")
+        except ValueError:
+            sys.excepthook(*sys.exc_info())  # what the interpreter does when nobody catches it
+        evaluates_alone(path, dist.get_world_size() - 1)
+        return None
+    return is_told(path, call, run)
+
+
+@pytest.mark.parametrize("call", [gathers_much, reduces, waits, loads, averages, learns])
+def test_a_failure_reaches_the_others_within_seconds_though_its_process_lives_on(call, tmp_path):
+    first, _, third = run_ranks(fails, 3, tmp_path, call, timeout_s=20)
+    for said, seconds in (first, third):
+        assert "rank 1 left (ValueError: no such file)" in said
+        assert seconds < 5
+
+
+SCRIPT = """
+import atexit, time, torch
+from laconic import Accelerator
+accelerator = Accelerator(cpu=True)
+accelerator.wait_for_everyone()
+if accelerator.process_index == 1:
+    atexit.register(time.sleep, 60)
+    raise ValueError("no such file")
+accelerator.gather(torch.ones(2))
+"""
+
+
+def test_a_run_ends_soon_after_a_rank_has_failed_and_says_why(tmp_path):
+    script = tmp_path / "fails_slowly.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "laconic", "launch", "--cpu", "--num_processes", "2", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=45)
+    assert ended.returncode != 0
+    assert "rank 1 left (ValueError: no such file)" in ended.stderr
+
+
+def threads():
+    return [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
+
+
+def when_it_watches():
+    accelerator = started().accelerator
+    seen = [threads()]
+    Accelerator(kwargs_handlers=[WatchdogKwargs(30)])
+    seen.append(threads())
+    with pytest.raises(ConfigError, match="60 s, but this process has 30 s"):
+        Accelerator(kwargs_handlers=[WatchdogKwargs(60)])
+    accelerator.end_training()
+    return [*seen, threads()]
+
+
+def test_it_watches_from_when_it_is_asked_until_the_end():
+    assert run_ranks(when_it_watches, 2) == [[[], ["laconic watchdog"], []]] * 2
+
+
+def watches_by_environment():
+    with environ.patched({"LACONIC_HANG_TIMEOUT_S": "20"}):
+        Accelerator(cpu=True)
+    return threads()
+
+
+def test_the_environment_can_ask_for_it():
+    assert run_ranks(watches_by_environment, 2) == [["laconic watchdog"]] * 2
+
+
+def test_nothing_is_started_in_one_process():
+    hook = sys.excepthook
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[WatchdogKwargs(1)])
+    assert threads() == []
+    assert sys.excepthook is hook
+    assert accelerator._joined.watchdog is None
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_time_that_cannot_be_is_refused():
+    for timeout_s in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="above 0"):
+            WatchdogKwargs(timeout_s)
+
+
+def leaves_in_silence():
+    accelerator = started(timeout_s=30).accelerator
+    accelerator.gather(torch.ones(1))
+    dist.destroy_process_group()  # the script ends the group itself; the watchdog must not fail over it
+    time.sleep(0.3)
+    return threads()
+
+
+def test_a_group_that_the_script_ends_is_no_failure():
+    assert len(run_ranks(leaves_in_silence, 2)) == 2
