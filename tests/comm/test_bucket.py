@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buckets: whatever the tensors are, packing and writing back loses nothing, and touches nothing else."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from laconic.base.errors import StateError
+from laconic.comm.bucket import Buckets
+from laconic.comm.shards import addresses, local
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+KINDS = ["plain", "transposed", "strided", "parameter"]
+
+
+@st.composite
+def tensors(draw, dtypes=tuple(FLOATS)):
+    shape = draw(st.lists(st.integers(0, 6), max_size=3))  # scalars, empty and one-element tensors are among them
+    dtype = draw(st.sampled_from(dtypes))
+    values = torch.randint(-100, 100, shape).to(dtype)
+    kind = draw(st.sampled_from(KINDS))
+    if kind == "transposed" and values.dim() > 1:
+        return values.transpose(0, -1)
+    if kind == "strided" and values.dim() > 0:
+        return torch.stack([values, values], dim=-1)[..., 0]
+    return nn.Parameter(values, requires_grad=dtype.is_floating_point) if kind == "parameter" else values
+
+
+many = st.lists(tensors(), max_size=8)
+caps = st.integers(1, 200)
+
+
+@settings(max_examples=60, deadline=None)
+@given(many, caps, st.integers(1, 3))
+@torch.no_grad()
+def test_what_is_packed_comes_back(ts, cap, num_buffers):
+    buckets = Buckets(ts, cap_bytes=cap, num_buffers=num_buffers)
+    before, where = [t.clone() for t in ts], addresses(ts)
+    for k in range(len(buckets)):
+        packed = buckets.pack(k).clone()
+        for t in buckets.pieces(k):
+            t.zero_()
+        buckets.flat(k).copy_(packed)
+        buckets.unpack(k)
+    assert all(torch.equal(a, b) for a, b in zip(ts, before, strict=True))
+    assert addresses(ts) == where
+
+
+@settings(max_examples=60, deadline=None)
+@given(many, caps)
+def test_buckets_hold_each_value_once_and_keep_to_their_size(ts, cap):
+    buckets = Buckets(ts, cap_bytes=cap)
+    assert sum(buckets.sizes) == sum(t.numel() for t in ts)
+    room = max(1, cap // 4)
+    whole = [t.numel() for t in ts if not t.is_contiguous()]
+    assert all(size <= room or size in whole for size in buckets.sizes)
+    flat = [buckets.pack(k).clone() for k in range(len(buckets))]
+    expected = [local(t).reshape(-1).float() for t in ts]
+    assert torch.equal(torch.cat([torch.empty(0), *flat]), torch.cat([torch.empty(0), *expected]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(many, caps, st.sampled_from([2, 3, 4]))
+@torch.no_grad()
+def test_dividing_on_the_way_back_is_dividing(ts, cap, divisor):
+    expected = [(t.float() / divisor).to(t.dtype) for t in ts]
+    buckets = Buckets(ts, cap_bytes=cap)
+    for k in range(len(buckets)):
+        buckets.pack(k)
+        buckets.unpack(k, divisor)
+    assert all(torch.equal(a, b) for a, b in zip(ts, expected, strict=True))
+
+
+@torch.no_grad()
+def test_large_tensors_are_divided_piece_by_piece_with_the_same_bits():
+    t = torch.randn(3 * 2**16 + 5)
+    expected = t / 3
+    buckets = Buckets([t], cap_bytes=4 * 2**16)
+    assert [buckets.is_coarse(k) for k in range(len(buckets))] == [True, True, True, False]
+    for k in range(len(buckets)):
+        buckets.pack(k)
+        buckets.unpack(k, 3)
+    assert torch.equal(t, expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(tensors(dtypes=(torch.int64, torch.int32, torch.uint8, torch.bool)), max_size=6), caps)
+@torch.no_grad()
+def test_integers_are_exact(ts, cap):
+    ts = [local(t) for t in ts]
+    if ts:
+        ts.append(torch.tensor(2**53 + 1))  # more than a float64 holds
+    before = [t.clone() for t in ts]
+    buckets = Buckets(ts, torch.int64, cap_bytes=cap)
+    for k in range(len(buckets)):
+        packed = buckets.pack(k).clone()
+        for t in buckets.pieces(k):
+            t.zero_()
+        buckets.flat(k).copy_(packed)
+        buckets.unpack(k)
+    assert all(torch.equal(a, b) for a, b in zip(ts, before, strict=True))
+
+
+def test_two_buffers_take_turns():
+    buckets = Buckets([torch.arange(10.0)], cap_bytes=16)
+    assert buckets.sizes == [4, 4, 2]
+    first, second = buckets.pack(0), buckets.pack(1)
+    assert first.tolist() == [0, 1, 2, 3]
+    assert second.tolist() == [4, 5, 6, 7]
+    assert buckets.pack(2).data_ptr() == first.data_ptr()
+    assert buckets.pack(0).data_ptr() == first.data_ptr()
+
+
+@torch.no_grad()
+def test_tensors_that_got_other_memory_are_found_again():
+    a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))
+    buckets = Buckets([a, b])
+    a.data = torch.full((3,), 5.0)
+    buckets.rebind([a, b])
+    assert buckets.pack(0).tolist() == [5, 5, 5, 1, 1, 1, 1]
+    buckets.flat(0).fill_(7)
+    buckets.unpack(0)
+    assert a.tolist() == [7, 7, 7]
+
+
+def test_other_shapes_and_layouts_are_refused():
+    a = nn.Parameter(torch.ones(3, 2))
+    buckets = Buckets([a])
+    a.data = torch.ones(2, 3)
+    with pytest.raises(StateError, match=r"\[3, 2\].*\[2, 3\]"):
+        buckets.rebind([a])
+    a.data = torch.ones(2, 3).t()
+    with pytest.raises(StateError, match="contiguous"):
+        buckets.rebind([a])
+
+
+def test_nothing_makes_no_bucket():
+    assert len(Buckets([])) == 0
+    assert len(Buckets([torch.empty(0), torch.empty(3, 0)])) == 0

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The laws that tie the recipes to each other and to what they are in other words, on replicas that are threads."""
+
+import copy
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from laconic.comm.group import SoloGroup
+from laconic.outer import Cast, OuterLoop, diloco, local_sgd
+from laconic.testing.sim import run_replicas
+from tests.outer.replicas import Counting, linear, same, train, values
+
+LR = 2.0**-3
+
+
+def trained(group, recipe, steps, make=linear, lr=LR, **options):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    with OuterLoop(model, recipe, group, **options) as outer:
+        for step in range(steps):
+            train(model, optimizer, step, group.rank)
+            outer.step()
+    return values(model)
+
+
+def wide():
+    return linear().double()
+
+
+def alone(rank, model, steps):
+    """Train a copy of `model` without an outer loop."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in steps:
+        train(model, optimizer, step, rank)
+    return model
+
+
+def mean(models):
+    """The mean of the models' parameters, summed in rank order."""
+    columns = zip(*(model.parameters() for model in models), strict=True)
+    return [sum(column[1:], start=column[0].detach().clone()).detach() / len(models) for column in columns]
+
+
+@torch.no_grad()
+def put(model, tensors):
+    for parameter, tensor in zip(model.parameters(), tensors, strict=True):
+        parameter.copy_(tensor)
+
+
+# Local SGD, for which law 7 says: Identity is as good as no codec at all.
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_local_sgd_is_the_bitwise_mean_of_the_weights(size):
+    model = linear()
+    for start in (0, 2, 4):
+        put(model, mean([alone(rank, model, (start, start + 1)) for rank in range(size)]))
+    assert same(values(model), *run_replicas(trained, size, local_sgd(2), 6))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_data_of_these_laws_is_exact(size):
+    """A run in fp64 gives the same numbers as one in fp32, so bitwise equality is a fair claim."""
+    for recipe in (local_sgd(1), diloco(1, lr=0.5, momentum=0.5)):
+        narrow = run_replicas(trained, size, recipe, 2)[0]
+        assert same({name: x.double() for name, x in narrow.items()}, run_replicas(trained, size, recipe, 2, wide)[0])
+
+
+# Law 2.
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_an_outer_sgd_of_one_and_nothing_is_averaging(size):
+    plain = run_replicas(trained, size, local_sgd(1), 2)
+    outer = run_replicas(trained, size, diloco(1, lr=1.0, momentum=0.0), 2)
+    assert same(*plain, *outer)
+
+
+# Law 3. SlowMo: u <- beta u + (x0 - mean x) / gamma;  x0 <- x0 - alpha gamma u, gamma the inner learning rate.
+@pytest.mark.parametrize("size", [2, 4])
+def test_slowmo_is_an_outer_heavy_ball(size):
+    alpha, beta, gamma = 0.5, 0.5, LR
+    model = linear()
+    momenta = [torch.zeros_like(p) for p in model.parameters()]
+    for start in (0, 1, 2):
+        anchor = [p.detach().clone() for p in model.parameters()]
+        averaged = mean([alone(rank, model, (start,)) for rank in range(size)])
+        momenta = [beta * u + (x0 - x) / gamma for u, x0, x in zip(momenta, anchor, averaged, strict=True)]
+        put(model, [x0 - alpha * gamma * u for x0, u in zip(anchor, momenta, strict=True)])
+    assert same(values(model), *run_replicas(trained, size, diloco(1, lr=alpha, momentum=beta, nesterov=False), 3))
+
+
+# DiLoCo's own equations: m <- mu m + Delta;  Theta <- Theta - gamma (Delta + mu m).
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_diloco_is_its_published_equations(size):
+    gamma, mu = 0.5, 0.5
+    model = linear()
+    momenta = [torch.zeros_like(p) for p in model.parameters()]
+    for start in (0, 1):
+        anchor = [p.detach().clone() for p in model.parameters()]
+        averaged = mean([alone(rank, model, (start,)) for rank in range(size)])
+        deltas = [x0 - x for x0, x in zip(anchor, averaged, strict=True)]
+        momenta = [mu * m + delta for m, delta in zip(momenta, deltas, strict=True)]
+        put(model, [x - gamma * (d + mu * m) for x, d, m in zip(anchor, deltas, momenta, strict=True)])
+    assert same(values(model), *run_replicas(trained, size, diloco(1, lr=gamma, momentum=mu), 2))
+
+
+# Law 4. Lookahead: slow <- slow + alpha (fast - slow); fast <- slow.
+def test_one_replica_without_momentum_is_lookahead():
+    alpha, model = 0.5, linear()
+    for start in (0, 2):
+        slow = [p.detach().clone() for p in model.parameters()]
+        fast = mean([alone(0, model, (start, start + 1))])
+        put(model, [s + alpha * (f - s) for s, f in zip(slow, fast, strict=True)])
+    assert same(values(model), trained(SoloGroup(), diloco(2, lr=alpha, momentum=0.0), 4))
+
+
+def test_one_replica_and_a_neutral_outer_optimizer_are_the_inner_one_alone():
+    expected = values(alone(0, linear(), range(3)))
+    assert same(expected, trained(SoloGroup(), diloco(1, lr=1.0, momentum=0.0), 3))
+    assert same(expected, trained(SoloGroup(), local_sgd(1), 3))
+
+
+def counted(group, recipe, steps, make, **options):
+    counting = Counting(group)
+    model = make()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or [torch.zeros(1)], lr=LR)
+    with OuterLoop(model, recipe, counting, **options) as outer:
+        for step in range(steps):
+            if any(p.requires_grad for p in model.parameters()):
+                train(model, optimizer, step, group.rank)
+            outer.step()
+    return counting.reduced(), counting.calls, outer.stats()
+
+
+# Law 7, and bytes: what the group is handed is what the codec says, no more.
+@pytest.mark.parametrize("codec", [None, Cast("bf16"), Cast("fp16")])
+@pytest.mark.parametrize("make_recipe", [local_sgd, diloco])
+def test_the_wire_carries_the_bytes_that_the_codec_states(codec, make_recipe):
+    recipe = make_recipe(2, codec=codec)
+    for reduced, calls, stats in run_replicas(counted, 4, recipe, 6, linear):
+        assert reduced == 3 * recipe.codec.wire_bytes(8)
+        assert stats.rounds == 3
+        assert stats.bytes_sent == 2 * 3 * reduced // 4
+        votes = [size for kind, _, size in calls if kind == "meet"]
+        assert stats.bytes_voting == 3 * sum(votes)
+        assert len(votes) == 5  # at the start, thrice, and the last one that finds nothing to average
+
+
+# Law 10.
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("codec", [None, Cast("bf16")])
+def test_where_nobody_moves_nothing_moves(size, codec):
+    torch.manual_seed(0)
+    start = nn.Linear(3, 2)
+    recipes = [diloco(1, codec=codec), diloco(2, codec=codec, momentum=0.0)]
+    if codec is None and size != 3:  # (x + x + x) / 3 may differ from x in the last bit, so there is no such claim
+        recipes.append(local_sgd(1))
+    for recipe in recipes:
+        outcomes = run_replicas(trained, size, recipe, 4, partial(copy.deepcopy, start), 0.0)
+        assert same(values(start), *outcomes)
+
+
+# Law 11.
+def gradients_before_and_after(group, recipe):
+    torch.manual_seed(0)
+    model = nn.Sequential(linear(), nn.Linear(2, 1))
+    model[1].weight.requires_grad_(False)
+    outer = OuterLoop(model, recipe, group)
+    model[0].weight.grad = torch.full((2, 3), 3.0 + group.rank)
+    before = [p.grad for p in model.parameters()]
+    with torch.no_grad():
+        model[0].weight.add_(group.rank)
+    outer.step()
+    after = [p.grad for p in model.parameters()]
+    return all(a is b for a, b in zip(before, after, strict=True)), after[0].unique().tolist(), values(model)
+
+
+@pytest.mark.parametrize("recipe", [local_sgd(1), diloco(1)])
+def test_gradients_are_not_touched(recipe):
+    outcomes = run_replicas(gradients_before_and_after, 2, recipe)
+    assert [(kept, left) for kept, left, _ in outcomes] == [(True, [3.0]), (True, [4.0])]
+    assert same(*(weights for _, _, weights in outcomes))
+
+
+# Law 12.
+def half_frozen():
+    return nn.Sequential(nn.Linear(3, 3).requires_grad_(False), linear())
+
+
+def all_frozen():
+    return linear().requires_grad_(False)
+
+
+@pytest.mark.parametrize("recipe", [local_sgd(1), diloco(1)])
+def test_frozen_parameters_cost_no_byte(recipe):
+    plain = run_replicas(counted, 2, recipe, 2, linear)[0]
+    frozen = run_replicas(counted, 2, recipe, 2, half_frozen)[0]
+    assert frozen[0] == plain[0] == 2 * 4 * 8
+    assert [call for call in frozen[1] if call[0] == "broadcast"] == [
+        call for call in plain[1] if call[0] == "broadcast"
+    ]
+    assert run_replicas(counted, 2, recipe, 2, all_frozen)[0][0] == 0
+
+
+@pytest.mark.parametrize("recipe", [local_sgd(1), diloco(1, lr=0.5, momentum=0.5)])
+@pytest.mark.parametrize("bucket_bytes", [4, 12, 20])
+def test_the_cut_into_buckets_changes_no_bit(recipe, bucket_bytes):
+    def small(group):
+        return trained(group, recipe, 2, bucket_bytes=bucket_bytes)
+
+    assert same(*run_replicas(trained, 2, recipe, 2), *run_replicas(small, 2))
+
+
+def test_any_torch_optimizer_moves_the_anchor():
+    recipe = replace(diloco(1), optimizer=partial(torch.optim.Adam, lr=0.25))
+    model, anchor = linear(), linear()
+    optimizer = torch.optim.Adam(anchor.parameters(), lr=0.25)
+    for start in range(3):
+        averaged = mean([alone(rank, model, (start,)) for rank in range(2)])
+        for parameter, x in zip(anchor.parameters(), averaged, strict=True):
+            parameter.grad = parameter.detach() - x
+        optimizer.step()
+        put(model, [p.detach() for p in anchor.parameters()])
+    first, second = run_replicas(trained, 2, recipe, 3)
+    assert same(first, second)
+    assert all(torch.allclose(first[name], x, atol=1e-6) for name, x in values(model).items())

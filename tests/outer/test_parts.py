@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small parts of the outer loop: schedule, codecs, fragments, shares of a vote, recipes."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from laconic.base.errors import ConfigError
+from laconic.outer import Cast, Every, Identity, diloco, local_sgd
+from laconic.outer.aggregate import Share
+from laconic.outer.fragments import whole, without_masks
+from laconic.outer.membership import Tally
+from laconic.outer.schedule import Apply, Launch
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 50), st.integers(1, 500))
+def test_every_is_due_at_each_multiple_and_launches_before_it_applies(every, steps):
+    schedule = Every(every)
+    due = [step for step in range(1, steps + 1) if schedule(step)]
+    assert due == list(range(every, steps + 1, every))
+    assert all(list(schedule(step)) == [Launch(0), Apply(0)] for step in due)
+    assert schedule(every) == schedule(every)
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, True, "8", None])
+def test_a_number_of_steps_that_cannot_be_is_refused(every):
+    for make in (Every, local_sgd, diloco):
+        with pytest.raises(ConfigError, match=r"every=.*int of 1 or more"):
+            make(every)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 300), st.sampled_from([Identity(), Cast("bf16"), Cast("fp16")]))
+def test_codecs_keep_their_bound_and_weigh_what_they_say(n, codec):
+    x = torch.randn(n) * 100
+    kept = x.clone()
+    wire = codec.encode(x)
+    assert sum(part.nbytes for part in wire) == codec.wire_bytes(n)
+    out = codec.decode(wire, torch.empty(n))
+    error = {Identity(): 0.0, Cast("bf16"): 2.0**-8, Cast("fp16"): 2.0**-11}[codec]
+    assert bool(((out - kept).abs() <= error * kept.abs()).all())
+    assert torch.equal(codec.decode(codec.encode(x), x), out)  # in place, as the engine does
+
+
+def test_a_codec_says_what_it_can_hold():
+    assert math.isinf(Identity().limit)
+    assert Cast("fp16").limit == 65504
+    with pytest.raises(ConfigError, match="bf16, fp16"):
+        Cast("int8")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(2, 2)
+        self.tied = nn.Linear(2, 2)
+        self.tied.weight = self.a.weight
+        self.same_memory = nn.Parameter(self.a.bias.data)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(2)
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.also_nothing = nn.Parameter(torch.empty(0))
+        self.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+        self.register_buffer("causal", torch.ones(2, 2, dtype=torch.bool).tril())
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+        self.register_buffer("absent", None)
+
+
+def test_a_fragment_has_each_trained_tensor_once_and_no_frozen_one():
+    (fragment,) = whole(Net())
+    names = [place.name for place in fragment.parameters]
+    assert names[:3] == ["same_memory", "nothing", "also_nothing"]
+    assert names[3:] == ["a.weight", "tied.bias", "norm.weight", "norm.bias"]  # a.bias is same_memory
+    assert [place.name for place in fragment.frozen] == ["frozen.weight", "frozen.bias"]
+
+
+def test_buffers_go_by_kind_and_caches_stay():
+    (fragment,) = whole(Net())
+    assert [place.name for place in fragment.averages] == ["mask", "norm.running_mean", "norm.running_var"]
+    assert [place.name for place in fragment.counters] == ["causal", "norm.num_batches_tracked"]
+    kept = without_masks(fragment)
+    assert [place.name for place in kept.averages] == ["norm.running_mean", "norm.running_var"]
+
+
+def test_a_replaced_tensor_is_found_where_it_was():
+    net = Net()
+    (fragment,) = whole(net)
+    net.norm.running_mean = torch.tensor([3.0, 4.0])
+    place = next(place for place in fragment.averages if place.name == "norm.running_mean")
+    assert place.get() is net.norm.running_mean
+
+
+def test_a_lazy_parameter_is_refused():
+    with pytest.raises(ConfigError, match=r"weight.*no shape"):
+        whole(nn.LazyLinear(3))
+
+
+def tally(*weights, largest=None, sound=None):
+    largest = largest or (0.0,) * len(weights)
+    return Tally(weights, largest, sound or (True,) * len(weights), False)
+
+
+def test_equal_weights_count_as_one_and_others_as_they_are():
+    assert [tally(4, 4, 0).share(rank) for rank in range(3)] == [Share(1, 2), Share(1, 2), Share(0, 2)]
+    assert [tally(4, 2, 0).share(rank) for rank in range(3)] == [Share(4, 6), Share(2, 6), Share(0, 6)]
+    assert tally(7).share(0) == Share(1, 1)
+    odd = tally(4, 2, 1, sound=(True, False, True))
+    assert [odd.share_of_buffers(rank) for rank in range(3)] == [Share(4, 5), Share(0, 5), Share(1, 5)]
+
+
+def test_ranks_that_spoil_a_sum_are_named():
+    assert tally(1, 1, 1, largest=(1.0, math.nan, math.inf)).unfit(math.inf) == [1, 2]
+    assert tally(1, 1, largest=(3e4, 3e4)).unfit(65504) == []
+    assert tally(1, 1, largest=(1.0, 65504.0)).unfit(65504) == [1]
+    assert tally(30, 1, largest=(3e3, 3e3)).unfit(65504) == [0]  # weights are applied before the cast
+    assert tally(1, 1, largest=(1e30, 1e30)).unfit(math.inf) == []
+
+
+def outer_sgd(recipe):
+    return recipe.optimizer([nn.Parameter(torch.zeros(1))]).defaults
+
+
+def test_the_default_momentum_follows_the_number_of_rounds():
+    momenta = [outer_sgd(diloco(32, rounds=rounds))["momentum"] for rounds in (None, 30, 99, 100, 5000)]
+    assert momenta == [0.9, 0.6, 0.6, 0.9, 0.9]
+    assert outer_sgd(diloco(32))["lr"] == 0.7
+    assert outer_sgd(diloco(32))["nesterov"]
+
+
+def test_a_momentum_that_short_runs_do_not_pay_back_is_warned_of():
+    with pytest.warns(UserWarning, match="hundreds of rounds"):
+        diloco(32, rounds=30, momentum=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        diloco(32, rounds=100, momentum=0.9)
+        diloco(32, rounds=30, momentum=0.6)
+        diloco(32, momentum=0.0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lr": 0}, {"lr": -1.0}, {"momentum": 1.0}, {"momentum": -0.1}, {"rounds": 0}, {"rounds": 2.5}]
+)
+def test_numbers_out_of_range_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        diloco(8, **wrong)
