@@ -106,6 +106,21 @@ def test_with_nothing_but_torchruns_variables_every_rank_joins_the_group():
         assert not left_over
 
 
+def joins_many_times():
+    total = 0.0
+    for _ in range(20):
+        world = join_world(cpu=True)
+        one = torch.ones(1)
+        world.group.all_reduce(one).wait()
+        total += one.item()
+        leave_world()
+    return total
+
+
+def test_a_world_can_be_joined_again_and_again():
+    assert run_ranks(joins_many_times, 2, connect=False) == [40.0, 40.0]
+
+
 def uses_the_scripts_group():
     world = join_world(cpu=True)
     leave_world()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from laconic.base.errors import ConfigError, Unsupported
 from laconic.comm.exchange import Exchange
@@ -201,6 +202,11 @@ def _initialize(place: Place, device: torch.device, init: InitProcessGroupKwargs
         arguments["timeout"] = init.timeout
     if device.type == "cuda":
         arguments["device_id"] = device
+    if init.init_method is None and slot.num_left():
+        # A store of the launcher's outlives a group, and still has the addresses where its ranks were to be found.
+        store, rank, size = next(rendezvous("env://"))
+        store = PrefixStore(f"world_{slot.num_left()}", store)
+        arguments |= {"store": store, "rank": rank, "world_size": size}
     dist.init_process_group(**arguments)
 
 

@@ -71,6 +71,7 @@ class World:
 
 
 _slot: World | None = None
+_num_left = 0
 
 
 def current() -> World | None:
@@ -106,6 +107,12 @@ def occupy(world: World) -> World:
 
 def vacate() -> World | None:
     """Empty the slot and return what was in it."""
-    global _slot
+    global _num_left, _slot
     world, _slot = _slot, None
+    _num_left += world is not None and world.owns_group
     return world
+
+
+def num_left() -> int:
+    """Return how many worlds of several processes this one has made and left, as all ranks of a run do together."""
+    return _num_left
