@@ -21,7 +21,7 @@ class Shape:
 
 SIZES = {
     "tiny": Shape(depth=2, width=48, heads=2, context=64),
-    "small": Shape(depth=3, width=96, heads=3, context=128),
+    "small": Shape(depth=3, width=96, heads=4, context=128),
     "medium": Shape(depth=6, width=192, heads=6, context=256),
     "large": Shape(depth=8, width=384, heads=8, context=256),
 }

@@ -27,7 +27,7 @@ WAYS = ("DDP", "Local SGD", "DiLoCo")
 NUM_POINTS = 12  # how often the validation loss is taken, about
 VALIDATION_SEQUENCES = 256
 WARMUP = 0.05  # of all steps
-PEAK_LR = 4e-3
+PEAK_LR = 3e-3
 MAX_NORM = 1.0
 
 Traffic: TypeAlias = Callable[[], tuple[int, float]]  # bytes that this process sent, seconds that it waited, so far
