@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same script under Accelerate 1.15 and under Laconic: what it sees is the same, or a row of docs/migrating.md.
+
+`tests/parity_program.py` is the script. All settings of the table run one after the other in one process, and in one
+pair of processes, with each library. What both make of the same torch calls is compared bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from laconic.testing.ranks import run_ranks
+from tests.parity_program import EPOCHS, Case, run
+
+MIGRATING = Path(__file__).parent.parent / "docs" / "migrating.md"
+
+
+def trainings() -> list[Case]:
+    cases = [
+        Case(f"windows of {steps} over {length}", accumulation=steps, length=length, max_norm=100.0)
+        for steps, length in product((1, 2, 3), (24, 14, 9))
+    ]
+    for split, dispatch in product((False, True), (None, True)):
+        batch_size = 4 if split else 2
+        name = f"split={split} dispatch={dispatch}"
+        cases.append(Case(f"{name} bf16", split=split, dispatch=dispatch, batch_size=batch_size, precision="bf16"))
+        for schedule, follows in product(("inverse", "onecycle", "cosine"), (True, False)):
+            cases.append(
+                Case(
+                    f"{name} {schedule} follows={follows}",
+                    split=split,
+                    dispatch=dispatch,
+                    batch_size=batch_size,
+                    schedule=schedule,
+                    schedule_follows=follows,
+                    accumulation=2,
+                )
+            )
+    for order, seedable, length in product(("shuffle", "generator"), (False, True), (16, 11)):
+        cases.append(Case(f"{order} seedable={seedable} {length}", order=order, seedable=seedable, length=length))
+    return [
+        *cases,
+        Case("windows that go on over the end", accumulation=3, length=16, sync_with_dataloader=False),
+        Case("a stream", data="stream", length=13),
+        Case("a stream, drop_last", data="stream", length=13, drop_last=True),
+        Case("drop_last", length=13, drop_last=True, accumulation=3),
+        Case("workers", order="shuffle", num_workers=1),
+        Case("skipping", order="shuffle", skip=2),
+        Case("uneven inputs", length=13, join=True, processes=(2,)),
+        Case("local SGD", local_sgd=2, length=24),
+        Case("the remainder", length=13, tells_remainder=True),
+    ]
+
+
+def readings() -> list[Case]:
+    """Each way of sharing out data: all of them among two processes, and those that are left in one."""
+    settings = product((False, True), (None, False, True), (True, False), (False, True), ("map", "stream", "sized"))
+    return [
+        Case(
+            f"read split={split} dispatch={dispatch} even={even} drop={drop_last} {data} {length}",
+            processes=(2,) if split or not even else (1, 2),
+            train=False,
+            split=split,
+            dispatch=dispatch,
+            even=even,
+            drop_last=drop_last,
+            data=data,
+            length=length,
+            batch_size=4 if split else 2,
+        )
+        for split, dispatch, even, drop_last, data in settings
+        for length in (16, 13, 11, 1)
+    ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A deliberate difference.
+
+    Attributes:
+        what: the first column of the row in docs/migrating.md.
+        fields: what of the report differs on a rank, given the case, the number of processes and the rank.
+    """
+
+    what: str
+    fields: Callable[[Case, int, int], set[str]]
+
+
+def short_window(case: Case, processes: int, _: int) -> set[str]:
+    size = case.per_round(processes)
+    batches = case.length // size if case.drop_last else -(-case.length // size)
+    short = case.train and case.sync_with_dataloader and batches % case.accumulation
+    return {"norm", "loss", "mean_loss", "predictions", "weights"} if short else set()
+
+
+def padding_stays(case: Case, processes: int, _: int) -> set[str]:
+    sharded = processes > 1 and not case.is_map and not case.dispatches
+    return {"gathered"} if sharded and case.even and not case.drop_last and case.left(processes) else set()
+
+
+def padded_nevertheless(case: Case, processes: int, rank: int) -> set[str]:
+    left = case.left(processes)
+    if processes == 1 or case.even or case.drop_last or not left or (case.is_map and not case.dispatches):
+        return set()
+    part = case.per_round(processes) // processes
+    fair = -(-left // processes) if case.dispatches else part
+    own = min(max(left - rank * fair, 0), fair)
+    if own == (fair if case.dispatches else part):
+        return set()
+    if own:
+        return {"indices"}
+    return {"indices", "end", "batches", *(["length"] if case.data == "sized" and not case.dispatches else [])}
+
+
+def no_whole_round(case: Case, processes: int, _: int) -> set[str]:
+    empty = case.dispatches and case.drop_last and case.length < case.per_round(processes)
+    return {"error"} if empty else set()
+
+
+def batch_size_of_all(case: Case, processes: int, _: int) -> set[str]:
+    missing = case.dispatches or case.skip or (processes > 1 and not case.is_map)
+    return {"total_batch_size"} if missing else set()
+
+
+def not_joined(case: Case, _: int, rank: int) -> set[str]:
+    if not case.join:
+        return set()
+    later = {"rate", "syncs", "end", "batches"} if rank == 1 else set()
+    return {"indices", "loss", "norm", "weights", *later}
+
+
+def remainder(case: Case, *_: int) -> set[str]:
+    return {"remainder"} if case.tells_remainder else set()
+
+
+ROWS = [
+    Row("let the data end inside an accumulation window", short_window),
+    Row("`gather_for_metrics` over iterable data with `dispatch_batches=False`", padding_stays),
+    Row("`even_batches=False` with iterable or dispatched data", padded_nevertheless),
+    Row("dispatch data that have no whole round, with `drop_last=True`", no_whole_round),
+    Row("ask a loader for its `total_batch_size`", batch_size_of_all),
+    Row("`join_uneven_inputs` on processes without GPUs", not_joined),
+    Row("read `gradient_state.remainder`", remainder),
+]
+WRONG_LENGTH = "`len` of a loader over iterable data, or with `even_batches=False`"
+CASES = [*trainings(), *readings()]
+
+
+@cache
+def reports(library: str, processes: int) -> list[dict[str, dict[str, Any]]]:
+    """What each rank saw with a library, by the name of the case."""
+    cases = [case for case in CASES if processes in case.processes]
+    of_ranks = run_ranks(run, processes, library, cases, connect=False, timeout_s=100.0)
+    return [{case.name: report for case, report in zip(cases, seen, strict=True)} for seen in of_ranks]
+
+
+def same(one: Any, other: Any, tolerance: float) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(same(a, b, tolerance) for a, b in zip(one, other, strict=True))
+    if tolerance and isinstance(one, (float, np.ndarray)):
+        return np.allclose(one, other, rtol=0, atol=tolerance)
+    return np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("case", "processes"), [pytest.param(case, n, id=f"{case.name}-{n}") for case in CASES for n in case.processes]
+)
+def test_the_script_sees_the_same_but_for_the_rows_of_the_page(case, processes):
+    tolerance = 1e-6 if case.local_sgd else 0.0  # both average the same weights, by other sums
+    for rank in range(processes):
+        theirs = reports("accelerate", processes)[rank][case.name]
+        ours = reports("laconic", processes)[rank][case.name]
+        assert "error" not in ours, ours
+        expected = set().union(*(row.fields(case, processes, rank) for row in ROWS))
+        if "error" in expected:
+            assert set(theirs) == {"error"}
+            continue
+        if theirs["length"] not in ("unknown", theirs["batches"] / EPOCHS):
+            expected.add("length")
+        different = {name for name in theirs if not same(theirs[name], ours[name], tolerance)}
+        assert different == expected, {name: (theirs[name], ours[name]) for name in different ^ expected}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_loader_knows_its_length(processes):
+    for of_rank in reports("laconic", processes):
+        for case in CASES:
+            report = of_rank.get(case.name, {"length": "unknown"})
+            if report["length"] != "unknown" and case.even and not case.join:
+                assert report["length"] * EPOCHS == report["batches"], case.name
+
+
+def test_every_deliberate_difference_is_a_row_of_the_page_and_is_there():
+    page = MIGRATING.read_text(encoding="utf-8")
+    for row in ROWS:
+        assert f"| {row.what} |" in page
+        assert any(row.fields(case, n, n - 1) for case in CASES for n in case.processes), row.what
+    assert f"| {WRONG_LENGTH} |" in page
