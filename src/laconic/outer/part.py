@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ class Part:
             _start_alike(fragment, group, cap_bytes)
         self._fragment = without_masks(fragment)
         parameters = _buckets(self._fragment.parameters, cap_bytes)
-        self._bound: list[tuple[tuple[Place, ...], Buckets]] = [(self._fragment.parameters, parameters)]
+        self._bound = [(_slots(self._fragment.parameters), parameters)]
+        self._frozen = _slots(self._fragment.frozen)
         self.anchor: Anchor | None = None
         self._weights: Averaged | Anchored
         if recipe.optimizer is not None:
@@ -49,7 +50,7 @@ class Part:
 
     def _bind(self, places: tuple[Place, ...], cap_bytes: int) -> Buckets:
         buckets = _buckets(places, cap_bytes)
-        self._bound.append((places, buckets))
+        self._bound.append((_slots(places), buckets))
         return buckets
 
     def rebind(self) -> None:
@@ -58,15 +59,17 @@ class Part:
         Raises:
             StateError: since this part was made a parameter was frozen or thawed, or changed its shape or layout.
         """
-        for places, buckets in self._bound:
-            buckets.rebind([place.owner[place.key] for place in places])
-        for places, trained in ((self._fragment.parameters, True), (self._fragment.frozen, False)):
-            odd = [place.name for place in places if place.owner[place.key].requires_grad is not trained]
-            if odd:
-                raise StateError(
-                    f"{', '.join(odd[:3])} was {'frozen' if trained else 'thawed'} after the outer loop began, but "
-                    "what is exchanged was settled then. End the loop, change requires_grad, begin anew."
-                )
+        tensors: list[list[Tensor]] = [[owner[key] for owner, key in slots] for slots, _ in self._bound]
+        for now, (_, buckets) in zip(tensors, self._bound, strict=True):
+            buckets.rebind(now)
+        # Lists, as generators cost twice the time, and this is done in every round.
+        if not all([t.requires_grad for t in tensors[0]]) or any([o[key].requires_grad for o, key in self._frozen]):  # noqa: C419
+            odd = [place.name for place in self._fragment.parameters if not place.get().requires_grad]
+            odd += [place.name for place in self._fragment.frozen if place.get().requires_grad]
+            raise StateError(
+                f"{', '.join(odd[:3])} was frozen or thawed after the outer loop began, but what is exchanged was "
+                "settled then. End the loop, change requires_grad, begin anew."
+            )
 
     def look_over(self) -> tuple[float, bool]:
         """Return what a ballot says of weights and of floating buffers; their first buckets are loaded afterwards."""
@@ -120,6 +123,10 @@ def describe(recipe: Recipe, fragments: Sequence[Fragment], cap_bytes: int) -> s
         f"{len(fragments)} fragments of {len(places)} tensors with {numel} trainable values "
         f"(layout {layout.hexdigest()}), buckets of {cap_bytes} bytes"
     )
+
+
+def _slots(places: Sequence[Place]) -> list[tuple[Mapping[str, Any], str]]:
+    return [(place.owner, place.key) for place in places]
 
 
 def _start_alike(fragment: Fragment, group: Group, cap_bytes: int) -> None:
