@@ -330,7 +330,7 @@ class Accelerator(ProcessControl):
             models = window.models or tuple(self._registry.models)
             synced = self._distributed and all(self._strategy.synchronizes(model) for model in models)
             group = self._joined.group if synced else None
-            loss = weighed(loss, num_items, window, self._loop.num_steps, group)
+            loss = weighed(loss, num_items, self._loop, group)
         elif window.scale is not None:
             raise StateError("backward: the earlier losses of this window came with num_items. Give it to all.")
         elif window.divisor > 1:
@@ -386,10 +386,17 @@ class Accelerator(ProcessControl):
     ) -> AbstractContextManager[None]:
         """Return a context in which ranks that run out of batches early answer the others' gradient collectives.
 
+        All ranks enter and leave it. A step's gradient is divided by the number of ranks, whether they have data or
+        not; with `backward(..., num_items=)` it is that of `sum(loss) / sum(num_items)` over those that have. When a
+        rank's data end in the middle of an accumulation window, that window is complete on all ranks. Afterwards the
+        models are those of the ranks that trained longest, and so are their optimizers, schedulers and loss scales.
+
         Args:
             even_batches: for its length, overrides the setting of prepared map-style loaders.
         """
-        return join_uneven_inputs(joinables, even_batches, self._distributed, self._registry.loaders)
+        return join_uneven_inputs(
+            joinables, even_batches, self._joined, self._loop, self._registry, self._precision.scaler
+        )
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
@@ -409,15 +416,13 @@ class Accelerator(ProcessControl):
         return collectives.gather(self._joined.exchange, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather, then drop what was only padding in the last batch of the loader that is being iterated.
+        """Gather, then drop what is only padding in the batch that was handed out last.
 
         Args:
             input_data: a tree of tensors, whose first dimensions may differ between ranks; or any picklable object.
             use_gather_object: gather as pickled objects even where all leaves are tensors.
         """
-        loop = self._loop
-        remainder = loop.remainder if loop.end_of_dataloader else 0
-        return gather_for_metrics(self._joined.exchange, input_data, remainder, use_gather_object)
+        return gather_for_metrics(self._joined.exchange, input_data, self._loop.remainder, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or average each tensor of a tree over all processes, and multiply by `scale`."""

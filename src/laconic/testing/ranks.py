@@ -75,6 +75,7 @@ def _rank_main(
     pipe: Connection, variables: dict[str, str], connect: bool, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     environ.export(variables)
+    mp.set_start_method("fork", force=True)  # for a loader's workers: they would inherit the slow forkserver
     torch.set_num_threads(1)
     try:
         if connect:
