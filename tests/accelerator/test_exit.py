@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes end: no hang in destructors, and no child left behind."""
 
+import atexit
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
+
+import torch
+from torch import nn
+
+from laconic import Accelerator
+from laconic.outer import OuterLoop, local_sgd
+from laconic.testing.ranks import run_ranks
 
 SCRIPT = """
 import torch
@@ -29,6 +38,23 @@ with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local_
         local_sgd.step()
 accelerator.print("loss", accelerator.gather(model(x).mean()).tolist())
 """
+
+
+def gone_at_exit():
+    """Whether the process group is gone after what Python calls at its end, though all that used it is still held."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    with OuterLoop(accelerator.unwrap_model(model), local_sgd(1)) as outer:
+        outer.step()
+    group = weakref.ref(torch.distributed.group.WORLD)
+    atexit._run_exitfuncs()
+    return group() is None, accelerator is not None and model is not None and outer is not None
+
+
+def test_no_thread_of_the_process_group_outlives_it():
+    """One that does may need the interpreter while that ends: `terminate called without an active exception`."""
+    assert run_ranks(gone_at_exit, 2, connect=False) == [(True, True)] * 2
 
 
 def children_running(marker):

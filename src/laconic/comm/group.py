@@ -9,16 +9,19 @@ current stream wait, on gloo it blocks the caller. A wait that can not end, beca
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from threading import get_ident
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # while there is no group: its default arguments would keep that for ever
 from torch import Tensor
 
-from laconic.base.errors import RankFailure
+from laconic.base.errors import RankFailure, StateError
 from laconic.comm.register import Register
 
 Op = Literal["sum", "max", "min"]
@@ -156,13 +159,15 @@ class TorchGroup:
 
     Attributes:
         entered: how many collectives of this object this rank has started.
-        waiting: the number of the one that it has been waiting for, since a moment at least; 0 for none.
+        waiting: the number of the one that each thread has been waiting for, since a moment at least, by the thread.
     """
 
     def __init__(self, pg: dist.ProcessGroup | None = None, register: Register | None = None) -> None:
         group = pg if pg is not None else dist.group.WORLD
         assert group is not None, "TorchGroup needs torch.distributed to be initialized"
-        self.pg = group
+        # Weakly, for a group that is destroyed must be gone: threads of one that someone still holds may run into the
+        # interpreter's end, which then aborts.
+        self._pg = weakref.ref(group)
         self.rank = dist.get_rank(self.pg)
         self.size = dist.get_world_size(self.pg)
         backends = dict(part.split(":") for part in str(dist.get_backend_config(self.pg)).split(","))
@@ -170,7 +175,19 @@ class TorchGroup:
         self._spoken = {device for device, backend in backends.items() if device == "cpu" or backend != "gloo"}
         self.register = register or Register(f"laconic/{self.pg.group_name}", self.rank, self.size)
         self.entered = 0
-        self.waiting = 0
+        self.waiting: dict[int, int] = {}
+
+    @property
+    def pg(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            StateError: it has been destroyed.
+        """
+        group = self._pg()
+        if group is None:
+            raise StateError("The process group that these ranks talked through has been destroyed.")
+        return group
 
     def speaks(self, device: str) -> bool:
         return device in self._spoken
@@ -250,11 +267,11 @@ class TorchGroup:
             while not work.is_completed():
                 time.sleep(_NAP_S)
                 if time.monotonic() - looked > _WATCH_S:
-                    self.waiting = self.entered
+                    self.waiting[get_ident()] = self.entered
                     self.raise_if_broken()
                     looked = time.monotonic()
         finally:
-            self.waiting = 0
+            self.waiting.pop(get_ident(), None)
 
 
 class _Watched:
@@ -275,7 +292,7 @@ class _Watched:
 
     def _wait_on(self) -> None:
         group = self._group
-        group.waiting = self._number
+        group.waiting[get_ident()] = self._number
         try:
             while not self._work.is_completed():
                 group.raise_if_broken()
@@ -287,4 +304,4 @@ class _Watched:
         except RuntimeError as error:
             raise group.failure(error) from error
         finally:
-            group.waiting = 0
+            del group.waiting[get_ident()]

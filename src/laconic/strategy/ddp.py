@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -53,6 +55,7 @@ class DDP:
             model, device_ids=[self._device.index] if on_accelerator else None, **self._handler.ddp_arguments()
         )
         _register_hook(ddp, self._handler)
+        atexit.register(_let_go, weakref.ref(ddp))
         return ddp
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -79,6 +82,13 @@ class DDP:
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _let_go(reference: weakref.ref[DistributedDataParallel]) -> None:
+    """Have a model that lives until the end of the process forget its group, so that this can be destroyed before."""
+    ddp = reference()
+    if ddp is not None:
+        ddp.process_group = ddp.reducer = ddp.logger = None  # type: ignore[assignment]
 
 
 def _cast_hook(dtype: torch.dtype) -> Any:
