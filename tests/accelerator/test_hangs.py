@@ -168,9 +168,9 @@ def is_slow():
         time.sleep(0.4 * accelerator.process_index)
         accelerator.gather(torch.ones(2))
     group = accelerator._joined.group
-    group.waiting = group.entered  # as in a transfer that takes long: every rank has entered it
+    group.waiting[threading.get_ident()] = group.entered  # a transfer that takes long: every rank has entered it
     time.sleep(1.5)
-    group.waiting = 0
+    group.waiting.clear()
     return accelerator.gather(torch.ones(1)).sum().item()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from laconic.base.errors import ConfigError, StateError
 from laconic.comm.group import Group
-from laconic.loop.state import LoopState, Window
+from laconic.loop.state import LoopState
 
 
 class Accumulate:
@@ -57,7 +57,7 @@ class Accumulate:
             self._stack.close()
 
 
-def weighed(loss: Tensor, num_items: float | Tensor, window: Window, num_steps: int, group: Group | None) -> Tensor:
+def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Group | None) -> Tensor:
     """Return a sum of losses so scaled that the window's gradient is that of `sum(losses) / sum(items)` over the ranks.
 
     The scale is only known with the window's last micro-batch; what the earlier ones left is scaled again then.
@@ -71,6 +71,7 @@ def weighed(loss: Tensor, num_items: float | Tensor, window: Window, num_steps: 
         ConfigError: a negative number of items.
         StateError: an earlier loss of the window came without its number of items.
     """
+    window = state.window
     count = float(num_items)
     if not count >= 0:
         raise ConfigError(f"backward: num_items is {num_items}; it must be a number, 0 or more.")
@@ -81,18 +82,23 @@ def weighed(loss: Tensor, num_items: float | Tensor, window: Window, num_steps: 
     window.items = window.items + count if window.size else count  # outside `accumulate` each call is a window
     if not window.complete:
         if window.scale is None:
-            window.scale = 1.0 / (max(count, 1.0) * num_steps)
+            window.scale = 1.0 / (max(count, 1.0) * state.num_steps)
         return loss * window.scale
     total = window.items
     if group is not None and group.size > 1:
-        everyone = torch.tensor([total], dtype=torch.float64)
-        group.all_reduce(everyone).wait()
-        total = everyone.item() / group.size  # DDP averages: the sum over ranks is `size` times what it leaves
+        everyones = state.company.sum(total) if state.company is not None else _summed(total, group)
+        total = everyones / group.size  # DDP averages: the sum over ranks is `size` times what it leaves
     scale = 1.0 / total if total > 0 else 0.0
     if window.scale is not None:
         rescale(window.parameters(), scale / window.scale)
     window.scale = scale if window.size else None
     return loss * scale
+
+
+def _summed(value: float, group: Group) -> float:
+    x = torch.tensor([value], dtype=torch.float64)
+    group.all_reduce(x).wait()
+    return x.item()
 
 
 def rescale(parameters: Iterable[nn.Parameter], factor: float) -> None:

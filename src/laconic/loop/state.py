@@ -17,6 +17,16 @@ class ActiveLoader(Protocol):
     remainder: int  # samples of the final global batch that are no padding; 0: all of them, -1: not known
 
 
+class Company(Protocol):
+    """The ranks that train a model together while some of them may have run out of data."""
+
+    def any(self, mine: bool) -> bool:
+        """Say whether it is so for any rank that has data."""
+
+    def sum(self, mine: float) -> float:
+        """Return the sum over the ranks that have data."""
+
+
 class Follower(Protocol):
     """What the loop needs to know of a prepared optimizer."""
 
@@ -73,6 +83,7 @@ class LoopState:
 
     Attributes:
         window: the one that was entered last.
+        company: the ranks to agree with, inside `join_uneven_inputs`; else None.
     """
 
     def __init__(self, num_steps: int = 1, *, sync_with_dataloader: bool = True, sync_each_batch: bool = False) -> None:
@@ -81,6 +92,7 @@ class LoopState:
         self.sync_each_batch = sync_each_batch
         self.loaders: list[ActiveLoader] = []
         self.optimizers: list[Follower] = []
+        self.company: Company | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -178,11 +190,13 @@ class LoopState:
             window.size, window.items, window.scale = 0, 0.0, None
         window.size += 1
         window.divisor = num_steps
-        if self.sync_with_dataloader and self.loaders and self.loaders[-1].end_of_dataloader:
+        window.step += 1
+        ends = self.sync_with_dataloader and self.end_of_dataloader
+        if self.company is not None and num_steps > 1:
+            # All ranks synchronize or none does, so where one rank's data end the windows of all are complete.
+            ends = self.company.any(ends or window.step % num_steps == 0)
+        if ends:
             window.step = 0
-            window.complete = True
             window.divisor = min(window.size, num_steps)  # a short last window is the mean of what is in it
-        else:
-            window.step += 1
-            window.complete = window.step % num_steps == 0
+        window.complete = window.step % num_steps == 0
         return window.complete

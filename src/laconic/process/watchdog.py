@@ -142,8 +142,9 @@ class Watchdog:
 
     def _current_wait(self) -> _Wait | None:
         for name, group in list(self._groups.items()):
-            if group.waiting:
-                return _Wait(name, group.waiting)
+            number = group.waiting.get(self._watched)
+            if number is not None:
+                return _Wait(name, number)
         frame = self._frame() if self._is_gloo else None
         if frame is not None and frame.f_code.co_filename.startswith(_WAITS_IN):
             return _Wait(_TORCHS, self._entered_torchs())
