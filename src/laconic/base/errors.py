@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error that Laconic raises on purpose: what happened, the values seen, what to do.
 
-    LaconicError
-    |-- ConfigError (ValueError)             a setting or an argument that cannot work
-    |-- StateError (RuntimeError)            a call at the wrong time: before `prepare`, after the end, twice
-    |-- Unsupported (NotImplementedError)    something Laconic does not do; the message names what to use instead
-    |-- CollectiveMismatch (RuntimeError)    ranks brought different things to one collective
-    `-- RankFailure (RuntimeError)           another rank failed or left; the message names it
+LaconicError
+|-- ConfigError (ValueError)             a setting or an argument that cannot work
+|-- StateError (RuntimeError)            a call at the wrong time: before `prepare`, after the end, twice
+|-- Unsupported (NotImplementedError)    something Laconic does not do; the message names what to use instead
+|-- CollectiveMismatch (RuntimeError)    ranks brought different things to one collective
+`-- RankFailure (RuntimeError)           another rank failed or left; the message names it
 """
 
 from __future__ import annotations
