@@ -374,16 +374,12 @@ def test_an_ended_loop_counts_no_more():
         outer.step()
 
 
-def test_freezing_in_the_middle_is_an_error():
+def test_thawing_in_the_middle_is_an_error():
     model = nn.Sequential(linear(), linear().requires_grad_(False))
     outer = OuterLoop(model, local_sgd(1), SoloGroup())
     outer.step()
     model[1].weight.requires_grad_(True)
-    with pytest.raises(StateError, match=r"1\.weight was frozen or thawed"):
-        outer.step()
-    model[1].weight.requires_grad_(False)
-    model[0].bias.requires_grad_(False)
-    with pytest.raises(StateError, match=r"0\.bias was frozen or"):
+    with pytest.raises(StateError, match=r"1\.weight was frozen"):
         outer.step()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -109,11 +110,13 @@ class Buckets:
     def unpack(self, k: int, divisor: float = 1) -> None:
         """Write the buffer of bucket `k`, divided by `divisor`, back into the tensors; the buffer is used up."""
         if divisor != 1:
+            # By a power of two a product gives the same bits as a quotient, in half the time.
+            apply, factor = (torch.mul, 1 / divisor) if math.frexp(divisor)[0] == 0.5 else (torch.div, divisor)
             if self._is_plain[k] and self.is_coarse(k):
                 for part, target in zip(self._inside[k], self._outside[k], strict=True):
-                    torch.div(part, divisor, out=target)
+                    apply(part, factor, out=target)
                 return
-            self.flat(k).div_(divisor)
+            apply(self.flat(k), factor, out=self.flat(k))
         torch._foreach_copy_(self._outside[k], self._inside[k])
 
     def rebind(self, tensors: Sequence[Tensor]) -> None:

@@ -48,9 +48,9 @@ class OuterLoop:
 
     In a round each rank counts by the optimizer steps it has really done since the last one. Weights that are not
     finite on any rank make all ranks drop the round: they keep their own weights, and it is counted and warned of. A
-    rank whose floating buffers are not finite gets those of the others.
-    Parameters that are frozen when the loop is built cost nothing, floating buffers are averaged, integer ones take
-    the maximum, `.grad` is never touched.
+    rank whose floating buffers are not finite gets those of the others. Parameters that are frozen when the loop is
+    built cost nothing and must stay so; floating buffers are averaged, integer ones take the maximum; `.grad` is never
+    touched.
 
     Args:
         model: what is trained; plain, or wrapped in a way that keeps its parameters in place.

@@ -37,7 +37,6 @@ class Part:
         self._fragment = without_masks(fragment)
         parameters = _buckets(self._fragment.parameters, cap_bytes)
         self._bound = [(_slots(self._fragment.parameters), parameters)]
-        self._frozen = _slots(self._fragment.frozen)
         self.anchor: Anchor | None = None
         self._weights: Averaged | Anchored
         if recipe.optimizer is not None:
@@ -57,18 +56,15 @@ class Part:
         """Find tensors again that were replaced or moved since the last round.
 
         Raises:
-            StateError: since this part was made a parameter was frozen or thawed, or changed its shape or layout.
+            StateError: since this part was made a frozen parameter was thawed, or one changed its shape or layout.
         """
-        tensors: list[list[Tensor]] = [[owner[key] for owner, key in slots] for slots, _ in self._bound]
-        for now, (_, buckets) in zip(tensors, self._bound, strict=True):
-            buckets.rebind(now)
-        # Lists, as generators cost twice the time, and this is done in every round.
-        if not all([t.requires_grad for t in tensors[0]]) or any([o[key].requires_grad for o, key in self._frozen]):  # noqa: C419
-            odd = [place.name for place in self._fragment.parameters if not place.get().requires_grad]
-            odd += [place.name for place in self._fragment.frozen if place.get().requires_grad]
+        for slots, buckets in self._bound:
+            buckets.rebind([owner[key] for owner, key in slots])
+        thawed = [place.name for place in self._fragment.frozen if place.get().requires_grad]
+        if thawed:
             raise StateError(
-                f"{', '.join(odd[:3])} was frozen or thawed after the outer loop began, but what is exchanged was "
-                "settled then. End the loop, change requires_grad, begin anew."
+                f"{', '.join(thawed[:3])} was frozen when the outer loop began, so it is not exchanged, and is trained "
+                "now. End the loop, change requires_grad, begin anew."
             )
 
     def look_over(self) -> tuple[float, bool]:
