@@ -272,15 +272,16 @@ def test_models_that_accumulate_together_share_one_window():
     assert torch.equal(first.weight.detach(), torch.full((1, 2), -1.0))
 
 
+@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
-def test_a_short_last_window_is_the_mean_of_what_is_in_it(length):
+def test_a_short_last_window_is_the_mean_of_what_is_in_it(length, named):
     model, optimizer, state = made(num_steps=3)
     batches = loader()
     state.enter(batches)
     gradients = []
     for number in range(1, length + 1):
         batches.end_of_dataloader = number == length
-        with Accumulate(state, (model,), None):
+        with Accumulate(state, (model,) if named else (), None):
             (model(torch.full((1, 2), float(number))).sum() / state.window.divisor).backward()
             if state.sync_gradients:
                 gradients.append(model.weight.grad[0, 0].item())

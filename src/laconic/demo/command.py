@@ -32,7 +32,7 @@ def _late(module: str) -> Any:
 
 
 @click.command()
-@click.option("--steps", default=576, show_default=True, type=click.IntRange(min=1), help="Steps of each way.")
+@click.option("--steps", default=480, show_default=True, type=click.IntRange(min=1), help="Steps of each way.")
 @click.option("--processes", default=2, show_default=True, type=click.IntRange(min=2), help="How many train together.")
 @click.option("--size", default="small", show_default=True, type=click.Choice(list(SIZES)), help="Of the model.")
 @click.option("--data", metavar="FOLDER", help="Any folder of text.  [default: the standard library's sources]")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from laconic.base.errors import ConfigError, StateError
 from laconic.comm.group import Group
-from laconic.loop.state import LoopState
+from laconic.loop.state import LoopState, Window
 
 
 class Accumulate:
@@ -46,7 +46,7 @@ class Accumulate:
         if state.advance(window):
             if window.divisor != state.num_steps and window.size > 1 and window.scale is None:
                 # What the earlier micro-batches left was divided for a window of full length.
-                rescale(window.parameters(), state.num_steps / window.divisor)
+                rescale(_accumulated(window, state), state.num_steps / window.divisor)
         elif self._no_sync is not None and not state.sync_each_batch:
             self._stack = ExitStack()
             for model in self._models:
@@ -90,7 +90,7 @@ def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Gr
         total = everyones / group.size  # DDP averages: the sum over ranks is `size` times what it leaves
     scale = 1.0 / total if total > 0 else 0.0
     if window.scale is not None:
-        rescale(window.parameters(), scale / window.scale)
+        rescale(_accumulated(window, state), scale / window.scale)
     window.scale = scale if window.size else None
     return loss * scale
 
@@ -101,7 +101,14 @@ def _summed(value: float, group: Group) -> float:
     return x.item()
 
 
-def rescale(parameters: Iterable[nn.Parameter], factor: float) -> None:
+def _accumulated(window: Window, state: LoopState) -> Iterable[Tensor]:
+    """The parameters whose gradients a window gathers: of its models, or all that are trained where it names none."""
+    if window.models:
+        return window.parameters()
+    return (p for follower in state.optimizers for group in follower.optimizer.param_groups for p in group["params"])
+
+
+def rescale(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply the gradients of `parameters` by `factor`, in place."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
