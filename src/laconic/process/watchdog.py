@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laconic.base.errors import ConfigError
+from laconic.base.errors import ConfigError, StateError
 from laconic.comm.group import TorchGroup
 from laconic.comm.register import Register
 
@@ -112,7 +112,7 @@ class Watchdog:
         del self._groups[group.pg.group_name]
 
     def _run(self) -> None:
-        with suppress(dist.DistError):  # without a store the collectives end by themselves
+        with suppress(dist.DistError, StateError):  # without a store or a group there is nothing to watch over
             while not self._halt.wait(_TICK_S):
                 self._listen()
                 now = time.monotonic()
