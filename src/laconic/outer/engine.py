@@ -31,6 +31,8 @@ from laconic.outer.recipes import Recipe
 from laconic.outer.report import Meter, Stats
 from laconic.outer.schedule import Apply, Launch
 
+_CPU_BUCKET_BYTES = 4 * 2**20
+
 
 class OuterLoop:
     """Lets the replicas of a model train alone and agree now and then, in any torch loop.
@@ -56,7 +58,9 @@ class OuterLoop:
         model: what is trained; plain, or wrapped in a way that keeps its parameters in place.
         recipe: from `laconic.outer`, such as `local_sgd(8)`.
         group: the replicas. None: all ranks of `torch.distributed`, or this process alone where that is not in use.
-        bucket_bytes: how much is copied and sent at a time; twice this is kept in memory.
+        bucket_bytes: how much is copied and sent at a time; twice this is kept in memory. None: 4 MB on the CPU, which
+            stay in its cache between copy and wire, and 25 MB elsewhere. More pays on a line that is both fast and
+            long, such as 1 Gbit/s over 50 ms.
 
     Raises:
         ConfigError: the model has nothing to train in a shape that can be averaged.
@@ -65,11 +69,13 @@ class OuterLoop:
     """
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe, group: Group | None = None, *, bucket_bytes: int = CAP_BYTES
+        self, model: nn.Module, recipe: Recipe, group: Group | None = None, *, bucket_bytes: int | None = None
     ) -> None:
         if group is None:
             group = TorchGroup() if dist.is_available() and dist.is_initialized() else SoloGroup()
         fragments = recipe.fragments(model)
+        if bucket_bytes is None:
+            bucket_bytes = _CPU_BUCKET_BYTES if all(p.is_cpu for p in model.parameters()) else CAP_BYTES
         self._group = group
         self._recipe = recipe
         self._members = Static(group, describe(recipe, fragments, bucket_bytes))
