@@ -95,8 +95,8 @@ def evaluates_alone(path, num_others):
         time.sleep(0.05)
 
 
-def comes_late(path, call):
-    run = started(call, timeout_s=0.5)
+def comes_late(path, call, timeout_s=0.5):
+    run = started(call, timeout_s)
     if run.rank == LATE:
         evaluates_alone(path, dist.get_world_size() - 1)
     return is_told(path, call, run)
@@ -114,11 +114,11 @@ def test_a_late_rank_is_named_with_the_line_waited_in_and_the_line_it_is_at(call
 
 
 def test_all_that_wait_are_told_and_the_late_rank_learns_it_when_it_comes(tmp_path):
-    for said, seconds in run_ranks(comes_late, 4, tmp_path, gathers, timeout_s=20):
+    for said, seconds in run_ranks(comes_late, 4, tmp_path, gathers, 1.5, timeout_s=30):
         assert "rank 1 did not come to `Accelerator.gather`" in said
-        assert "`run.accelerator.gather(torch.ones(2))`) within 0.5 s" in said
+        assert "`run.accelerator.gather(torch.ones(2))`) within 1.5 s" in said
         assert "LACONIC_HANG_TIMEOUT_S" in said
-        assert seconds < 5
+        assert seconds < 8
 
 
 def reports_of_torchs_own(path):
@@ -151,7 +151,7 @@ def holds_the_lock(path):
     watchdog._ANSWER_S = 0.5
     run = started(timeout_s=0.5)
     if run.rank == LATE:
-        ctypes.PyDLL(None).sleep(3)  # native code that does not let other threads run
+        ctypes.PyDLL(None).sleep(4)  # native code that does not let other threads run
     return is_told(path, gathers, run)
 
 
@@ -159,17 +159,17 @@ def test_a_rank_that_cannot_answer_is_named_all_the_same(tmp_path):
     (said, seconds), _ = run_ranks(holds_the_lock, 2, tmp_path, timeout_s=20)
     assert "`Accelerator.gather`" in said
     assert "rank 1 did not answer: the process is gone or stopped, or in native code" in said
-    assert seconds < 3
+    assert seconds < 4
 
 
 def is_slow():
-    accelerator = started(timeout_s=0.6).accelerator
+    accelerator = started(timeout_s=1.2).accelerator
     for _ in range(3):
-        time.sleep(0.4 * accelerator.process_index)
+        time.sleep(0.3 * accelerator.process_index)
         accelerator.gather(torch.ones(2))
     group = accelerator._joined.group
     group.waiting[threading.get_ident()] = group.entered  # a transfer that takes long: every rank has entered it
-    time.sleep(1.5)
+    time.sleep(2.5)
     group.waiting.clear()
     return accelerator.gather(torch.ones(1)).sum().item()
 
