@@ -199,10 +199,9 @@ class PreparedLoader(LoaderView):
         state.enter(self)
         try:
             for batch, last, real in self._stream():
-                loaders = state.loaders
-                if not loaders or loaders[-1] is not self:
-                    state.enter(self)
+                if state.current is not self:
                     self._pass = this_pass
+                state.enter(self)
                 if last is not self.end_of_dataloader or real != self.remainder:
                     self.end_of_dataloader, self.remainder = last, real
                 yield batch

@@ -54,9 +54,11 @@ class Window:
         divisor: what the loss of the current micro-batch is divided by.
         items: what `backward(num_items=)` counted in the window so far, on this process.
         scale: what the losses of the window were multiplied by so far when they come with `num_items`.
+        source: the loader whose end ends the window.
+        seen: batches that all loaders had handed out at its last micro-batch.
     """
 
-    __slots__ = ("complete", "divisor", "items", "models", "scale", "size", "step")
+    __slots__ = ("complete", "divisor", "items", "models", "scale", "seen", "size", "source", "step")
 
     def __init__(self, models: tuple[nn.Module, ...] = (), divisor: int = 1) -> None:
         self.models = models
@@ -66,6 +68,8 @@ class Window:
         self.divisor = divisor
         self.items = 0.0
         self.scale: float | None = None
+        self.source: ActiveLoader | None = None
+        self.seen = 0
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """The parameters of all models of the window."""
@@ -100,6 +104,9 @@ class LoopState:
         self.window = Window(divisor=self._num_steps)
         self._windows: dict[tuple[int, ...], Window] = {(): self.window}
         self.loaders = []
+        self._handed_out = 0  # batches of all loaders
+        self._latest: dict[int, int] = {}  # which of them was a loader's latest, by the loader's id
+        self._seen = 0  # how many there were at the last micro-batch
         self.optimizers = []
 
     @property
@@ -154,14 +161,15 @@ class LoopState:
         return self.loaders[-1].remainder if self.loaders else -1
 
     def enter(self, loader: ActiveLoader) -> None:
-        """Take `loader` as the current one: it starts, or it hands out a batch after another loader did."""
-        if self.loaders and self.loaders[-1] is loader:
-            return
-        self.leave(loader)
-        self.loaders.append(loader)
+        """Take `loader` as the current one: it starts, or it hands out a batch."""
+        self._handed_out += 1
+        self._latest[id(loader)] = self._handed_out
+        if not self.loaders or self.loaders[-1] is not loader:
+            self.loaders = [*(other for other in self.loaders if other is not loader), loader]
 
     def leave(self, loader: ActiveLoader) -> None:
         """Forget `loader`: its iteration ended, was broken off, or was thrown away."""
+        self._latest.pop(id(loader), None)
         self.loaders = [other for other in self.loaders if other is not loader]
 
     def window_of(self, models: tuple[nn.Module, ...]) -> Window:
@@ -191,7 +199,8 @@ class LoopState:
         window.size += 1
         window.divisor = num_steps
         window.step += 1
-        ends = self.sync_with_dataloader and self.end_of_dataloader
+        source = self._source_of(window)
+        ends = self.sync_with_dataloader and source is not None and source.end_of_dataloader
         if self.company is not None and num_steps > 1:
             # All ranks synchronize or none does, so where one rank's data end the windows of all are complete.
             ends = self.company.any(ends or window.step % num_steps == 0)
@@ -200,3 +209,20 @@ class LoopState:
             window.divisor = min(window.size, num_steps)  # a short last window is the mean of what is in it
         window.complete = window.step % num_steps == 0
         return window.complete
+
+    def _source_of(self, window: Window) -> ActiveLoader | None:
+        """Return the loader of the loop around this micro-batch, whose end ends the window.
+
+        It is the first that handed out a batch since the last micro-batch of any window, and stays the same as long as
+        it hands out a batch for each micro-batch of this one, whatever else is iterated inside its loop.
+        """
+        if window.source is None or window.source is not self.current:
+            fresh = self._since(window.seen)
+            if not any(window.source is loader for loader in fresh or self.loaders):
+                window.source = next(iter(self._since(self._seen) or fresh), None)
+        window.seen = self._seen = self._handed_out
+        return window.source
+
+    def _since(self, count: int) -> list[ActiveLoader]:
+        """Return the loaders whose latest batch came after the first `count` of all, the one of the latest last."""
+        return [loader for loader in self.loaders if self._latest[id(loader)] > count]
