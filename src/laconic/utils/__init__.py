@@ -52,6 +52,7 @@ from laconic.config.handlers import (
     ProjectConfiguration,
     WatchdogKwargs,
 )
+from laconic.launch.ask import write_basic_config
 from laconic.process.seed import set_seed, synchronize_rng_state, synchronize_rng_states
 from laconic.strategy.compile import compile_regions, has_compiled_regions, is_compiled_module
 
@@ -105,4 +106,5 @@ __all__ = [
     "synchronize_rng_states",
     "tqdm",
     "wait_for_everyone",
+    "write_basic_config",
 ]
