@@ -31,7 +31,7 @@ def batch(step, rank):
 
 def train(model, optimizer, step, rank):
     """One step of plain least squares; its gradient is a sum of exact products."""
-    inputs, targets = (x.to(next(model.parameters()).dtype) for x in batch(step, rank))
+    inputs, targets = (x.to(next(model.parameters())) for x in batch(step, rank))
     optimizer.zero_grad()
     (0.5 * (model(inputs) - targets).square().sum()).backward()
     optimizer.step()

@@ -370,8 +370,19 @@ def test_an_optimizer_of_another_model_is_refused():
 def test_an_ended_loop_counts_no_more():
     outer = OuterLoop(linear(), local_sgd(2), SoloGroup())
     outer.close()
-    with pytest.raises(StateError, match="ended"):
-        outer.step()
+    for call in (outer.step, outer.flush):
+        with pytest.raises(StateError, match="ended"):
+            call()
+
+
+class GpuOnly(SoloGroup):
+    def speaks(self, device):
+        return device == "cuda"
+
+
+def test_a_model_that_its_group_cannot_send_is_refused():
+    with pytest.raises(ConfigError, match="cpu:gloo,cuda:nccl"):
+        OuterLoop(linear(), local_sgd(2), GpuOnly())
 
 
 def test_thawing_in_the_middle_is_an_error():

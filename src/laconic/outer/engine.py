@@ -63,7 +63,7 @@ class OuterLoop:
             long, such as 1 Gbit/s over 50 ms.
 
     Raises:
-        ConfigError: the model has nothing to train in a shape that can be averaged.
+        ConfigError: the model has no shapes yet, or is where its group can't send from.
         CollectiveMismatch: the ranks have different models or recipes.
         RankFailure: a rank left or died.
     """
@@ -74,8 +74,14 @@ class OuterLoop:
         if group is None:
             group = TorchGroup() if dist.is_available() and dist.is_initialized() else SoloGroup()
         fragments = recipe.fragments(model)
+        on_cpu = all(parameter.is_cpu for parameter in model.parameters())
+        if on_cpu and not group.speaks("cpu"):
+            raise ConfigError(
+                "The model is on the CPU, and its group can't send from there (NCCL alone can't). Move the model to "
+                'the GPU, or initialize torch.distributed with the backend "cpu:gloo,cuda:nccl".'
+            )
         if bucket_bytes is None:
-            bucket_bytes = _CPU_BUCKET_BYTES if all(p.is_cpu for p in model.parameters()) else CAP_BYTES
+            bucket_bytes = _CPU_BUCKET_BYTES if on_cpu else CAP_BYTES
         self._group = group
         self._recipe = recipe
         self._members = Static(group, describe(recipe, fragments, bucket_bytes))
@@ -103,8 +109,7 @@ class OuterLoop:
         Raises:
             StateError: the loop has ended.
         """
-        if not self._open:
-            raise StateError("This outer loop has ended. Build a new OuterLoop to go on.")
+        self._check_open()
         self._position += 1
         self._meter.add("attempts")
         if done:
@@ -147,7 +152,11 @@ class OuterLoop:
 
         The last round averages what was done since the one before; where no one has done anything only votes are
         exchanged. The schedule begins afresh afterwards.
+
+        Raises:
+            StateError: the loop has ended.
         """
+        self._check_open()
         with self._meter.timed("exposed"), torch.no_grad():
             finished = False
             while not finished:
@@ -160,8 +169,8 @@ class OuterLoop:
     def close(self) -> None:
         """Flush, and end the loop. It can't be used afterwards; closing it again does nothing."""
         if self._open:
-            self._end()
             self.flush()
+            self._end()
 
     def stats(self) -> Stats:
         """Return what the rounds have cost so far."""
@@ -214,6 +223,10 @@ class OuterLoop:
                 raise
         elif self._open:
             self._leave(error)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise StateError("This outer loop has ended. Build a new OuterLoop to go on.")
 
     def _leave(self, error: BaseException) -> None:
         self._end()
@@ -268,5 +281,5 @@ class OuterLoop:
                 f"large for {self._recipe.codec}. All ranks go on with their own weights. Further dropped rounds are "
                 "only counted, in stats().dropped_rounds.",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )

@@ -38,6 +38,7 @@ class Part:
         parameters = _buckets(self._fragment.parameters, cap_bytes)
         self._bound = [(_slots(self._fragment.parameters), parameters)]
         self.anchor: Anchor | None = None
+        self._is_idle = group.size == 1 and recipe.optimizer is None  # the mean of one is what it was
         self._weights: Averaged | Anchored
         if recipe.optimizer is not None:
             self.anchor = Anchor(parameters, recipe.optimizer)
@@ -69,13 +70,17 @@ class Part:
 
     def look_over(self) -> tuple[float, bool]:
         """Return what a ballot says of weights and of floating buffers; their first buckets are loaded afterwards."""
+        if self._is_idle:
+            return 0.0, True
         return look_over(self._weights), math.isfinite(look_over(self._buffers))
 
     def lanes(self, tally: Tally, group: Group) -> list[tuple[Lane, Share]]:
         """Return what travels in the round that `tally` allows, and how this rank counts in it."""
         share, of_buffers = tally.share(group.rank), tally.share_of_buffers(group.rank)
-        if group.size == 1:  # the mean of one is what it was
-            return [] if self.anchor is None else [(self._weights, share)]
+        if self._is_idle:
+            return []
+        if group.size == 1:
+            return [(self._weights, share)]
         averaged: list[tuple[Lane, Share]] = [(self._buffers, of_buffers)] if of_buffers.total else []
         return [(self._weights, share), *averaged, (self._counters, share)]
 
