@@ -65,7 +65,10 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 
 def without_compile(module: nn.Module) -> nn.Module:
-    """Return `module` as it computes without `torch.compile`: itself when it does, else a twin of the same tensors."""
+    """Return `module` as it computes without `torch.compile`: itself when it does, else a twin of the same tensors.
+
+    Plain attributes of a twin, such as `training`, are those of this moment and do not follow the module's.
+    """
     if is_optimized(module):
         return without_compile(module._modules[_INSIDE])  # type: ignore[arg-type]
     if _INSIDE in module.__dict__:
