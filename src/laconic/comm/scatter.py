@@ -25,7 +25,7 @@ from torch import Tensor
 from laconic.base.errors import RankFailure
 from laconic.base.tree import Spec, flatten, unflatten
 from laconic.comm.exchange import carrier
-from laconic.comm.group import Group
+from laconic.comm.group import Group, Work
 from laconic.comm.packet import Layout, aligned, is_plain, raw
 
 _LENGTHS = struct.Struct("=QQQQ")
@@ -66,9 +66,12 @@ class Scatter:
         self._encoded: dict[Any, tuple[bytes, _Form]] = {}
         self._decoded: dict[bytes, _Form] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._under_way: Work | None = None
 
     def send(self, values: Sequence[Any]) -> Any:
         """Give `values[k]` to rank k, for each k, and return the one that belongs to this rank, as it is.
+
+        The tensors are copied; they are still on their way when this returns, and `flush` waits for them.
 
         Args:
             values: a nested value for each rank of the group; leaves may be tensors and any picklable objects.
@@ -88,6 +91,16 @@ class Scatter:
                 raise
             self._deliver(packets)
         return values[self._src]
+
+    def flush(self) -> None:
+        """Wait until what was sent last has left.
+
+        Raises:
+            RankFailure: a rank left or died.
+        """
+        work, self._under_way = self._under_way, None
+        if work is not None:
+            work.wait()
 
     def fail(self, reason: str) -> None:
         """Make the `receive` that the other ranks are in, or come to next, raise a `RankFailure` with `reason`."""
@@ -136,6 +149,7 @@ class Scatter:
         )
         capacity = max(self._sizes)
         self._sizes.append(_rounded(largest))
+        self.flush()  # the scratch is in use until then
         if largest > capacity:
             parts = self._parts(capacity)
             for rank in packets:
@@ -145,7 +159,7 @@ class Scatter:
         parts = self._parts(capacity)
         for rank, (header, objects, form, tensors) in packets.items():
             _write(parts[rank], largest, header, objects, form.layout, tensors)
-        self._scattered(parts[self._src], parts)
+        self._under_way = self._started(parts[self._src], parts)
 
     def _parts(self, capacity: int) -> list[Tensor]:
         size = self._group.size
@@ -162,10 +176,14 @@ class Scatter:
     def _scattered(self, out: Tensor, parts: list[Tensor] | None) -> None:
         there = carrier(self._group)
         arrived = out.to(there)
-        sent = None if parts is None else [part.to(there) for part in parts]
-        self._group.scatter(arrived, sent, self._src).wait()
+        self._started(arrived, parts).wait()
         if arrived is not out:
             out.copy_(arrived)
+
+    def _started(self, out: Tensor, parts: list[Tensor] | None) -> Work:
+        there = carrier(self._group)
+        sent = None if parts is None else [part.to(there) for part in parts]
+        return self._group.scatter(out.to(there), sent, self._src)
 
     def _unpacked(self, buffer: Tensor, lengths: tuple[int, ...]) -> Any:
         header_end = _LENGTHS.size + lengths[0]

@@ -99,7 +99,9 @@ class DataLoaderDispatcher(PreparedLoader):
             for rank, part in enumerate(parts):
                 kind = _PART if _gets_part(rank, ahead) else _LAST_PART
                 words.append((more, _NO_PART, None, 0) if part is _NOTHING else (more, kind, part, real))
-            _, kind, part, real = self._scatter.send(words)
+            _, kind, part, real = self._scatter.send(words)  # it leaves while the next round is read
+            if not more:
+                self._scatter.flush()
             yield kind, part, real
 
     def _next_of(self, rounds: Iterator[_Round]) -> _Round | None:
