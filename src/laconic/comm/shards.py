@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = {Tensor, nn.Parameter}
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -18,6 +18,8 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach() if to_local is None else to_local().detach()
 
 
-def addresses(tensors: Iterable[Tensor]) -> list[int]:
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
     """Return where the local part of each tensor starts in memory."""
-    return [t.data_ptr() if type(t) in _PLAIN else local(t).data_ptr() for t in tensors]
+    if set(map(type, tensors)) <= _PLAIN:
+        return list(map(Tensor.data_ptr, tensors))
+    return [local(tensor).data_ptr() for tensor in tensors]

@@ -93,12 +93,11 @@ class Static:
             RankFailure: a rank has left or died.
         """
         mine = [self._fingerprint, ballot.number, ballot.weight, ballot.largest, ballot.sound, ballot.finished]
-        votes = torch.tensor(mine, dtype=torch.float64)
-        ballots = self.group.meet(votes)
-        if bool((ballots[:, :2] != votes[:2]).any()):
+        ballots = self.group.meet(torch.tensor(mine, dtype=torch.float64)).tolist()
+        if any(other[:2] != mine[:2] for other in ballots):
             self._explain(ballot.number)
-        _, _, weights, largest, sound, finished = ballots.t().tolist()
-        return Tally(tuple(weights), tuple(largest), tuple(map(bool, sound)), all(finished))
+        _, _, weights, largest, sound, finished = zip(*ballots, strict=True)
+        return Tally(weights, largest, tuple(map(bool, sound)), all(finished))
 
     def _explain(self, number: int) -> None:
         """Exchange the descriptions themselves, and raise the same error everywhere."""
