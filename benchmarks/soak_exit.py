@@ -69,7 +69,9 @@ def soak(library: str, runs: int, timeout_s: float) -> dict[str, float | int]:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / f"soak_{library}.py"
         script.write_text(SCRIPT.replace("LIBRARY", library))
-        for _ in range(runs):
+        for number in range(runs):
+            if number and number % 20 == 0:
+                print(f"{library}: {number} runs so far, {outcome}", file=sys.stderr, flush=True)
             started = time.monotonic()
             process = subprocess.Popen(
                 [sys.executable, *COMMANDS[library], str(script)],
