@@ -135,3 +135,35 @@ def test_alone_the_source_keeps_its_value():
     scatter = Scatter(SoloGroup())
     assert scatter.send([value]) is value
     scatter.fail("nobody hears it")
+
+
+class Slow(SoloGroup):
+    """Rank 0 of two, whose scatters end only when they are waited for."""
+
+    size = 2
+
+    def __init__(self):
+        self.words = []
+
+    def scatter(self, out, parts, src):
+        sent = [part.clone() for part in parts]
+        self.words.append("started")
+
+        class Work:
+            def wait(work):
+                unchanged = all(torch.equal(now, then) for now, then in zip(parts, sent, strict=True))
+                self.words.append("waited" if unchanged else "overwritten")
+
+        return Work()
+
+
+def test_what_is_under_way_is_waited_for_before_its_buffer_is_used_again():
+    group = Slow()
+    scatter = Scatter(group)
+    scatter.send([0, torch.zeros(8)])
+    assert group.words == ["started"]
+    scatter.send([0, torch.ones(8)])
+    assert group.words == ["started", "waited", "started"]
+    scatter.flush()
+    scatter.flush()
+    assert group.words == ["started", "waited", "started", "waited"]
