@@ -21,26 +21,37 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def interleave(
-    contestants: Mapping[str, Callable[[], Any]], rounds: int = 200, warmup: int = 10, calls: int = 1
+    contestants: Mapping[str, Callable[[], Any]],
+    rounds: int = 200,
+    warmup: int = 10,
+    calls: int = 1,
+    before: Callable[[], Any] | None = None,
 ) -> dict[str, list[float]]:
     """Time each contestant once a round, so that a slow spell of the machine hits all of them alike.
 
-    Ranks that measure collectives together must pass the same contestants in the same order.
+    Each round has an order of its own, the same on all ranks: what one leaves behind (caches, a rank's lead) meets all
+    others alike. Those that measure collectives together must pass the same contestants in the same order.
 
     Args:
         rounds: how often each one is timed.
         warmup: untimed rounds before.
         calls: calls in one timing, for what takes less than a microsecond or two.
+        before: called before each timing, untimed: a barrier, so that nobody pays for a lead that one rank has.
 
     Returns:
         seconds for one call, `rounds` of them, by name.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    order, shuffler = list(contestants), random.Random(0)
     was_on = gc.isenabled()
     gc.disable()  # a collection in the middle would be charged to whoever happens to run
     try:
         for turn in range(warmup + rounds):
-            for name, contestant in contestants.items():
+            shuffler.shuffle(order)
+            for name in order:
+                contestant = contestants[name]
+                if before is not None:
+                    before()
                 start = time.perf_counter()
                 for _ in range(calls):
                     contestant()

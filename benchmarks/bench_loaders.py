@@ -113,10 +113,8 @@ def per_batch(loaders: dict[str, DataLoader[Any]], batches: int, rounds: int) ->
     """Return microseconds a batch by name; all loaders must have the same number of batches."""
     passes: dict[str, Callable[[], int]] = {name: partial(count, loader) for name, loader in loaders.items()}
     assert {one_pass() for one_pass in passes.values()} == {batches}
-    turns: dict[str, Callable[[], Any]] = {}
-    for name, one_pass in passes.items():  # nobody shall pay for the lead that one rank has from the turn before
-        turns |= {f"barrier before {name}": dist.barrier if dist.is_initialized() else int, name: one_pass}
-    times = medians_us(interleave(turns, rounds=rounds, warmup=2))
+    barrier = dist.barrier if dist.is_initialized() else None
+    times = medians_us(interleave(passes, rounds=rounds, warmup=2, before=barrier))
     return {name: round(times[name] / batches, 2) for name in passes}
 
 

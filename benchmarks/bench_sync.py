@@ -90,11 +90,7 @@ def measure(shapes: list[tuple[int, ...]], rounds: int, recipes: bool) -> dict[s
         work.add_(1)
         dist.barrier()
 
-    turns: dict[str, Callable[[], Any]] = {}
-    for name, contestant in contestants.items():
-        turns |= {f"before {name}": train, name: contestant}
-    times = medians_us(interleave(turns, rounds, warmup=3))
-    return {name: times[name] for name in contestants}
+    return medians_us(interleave(contestants, rounds, warmup=3, before=train))
 
 
 if __name__ == "__main__":

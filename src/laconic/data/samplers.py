@@ -79,12 +79,15 @@ def even_shares(
     """
     per_round, part = (1, batch_size // size) if split else (size, batch_size)
     own = slice(rank * part, (rank + 1) * part)
+    full = [batch_size] * per_round
     stream = iter(batches)
-    for group, real in rounds(stream, per_round, drop_last=drop_last, even=False):
+    while group := list(islice(stream, per_round)):
         first = group if first is None else first
-        if real == per_round and all(len(batch) == batch_size for batch in group):
+        if list(map(len, group)) == full:
             yield group[0][own] if split else group[rank], 0
             continue
+        if drop_last and len(group) < per_round:
+            return
         _refuse_varying(group, stream, batch_size)
         if not drop_last:
             samples = list(chain.from_iterable(group))

@@ -27,7 +27,7 @@ class Accumulate:
         no_sync: makes the context in which a model's gradients stay on this process, or None where they always do.
     """
 
-    __slots__ = ("_models", "_no_sync", "_stack", "_state")
+    __slots__ = ("_models", "_no_sync", "_state", "_unsynced")
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Accumulate:
         self._state = state
         self._models = models
         self._no_sync = no_sync
-        self._stack: ExitStack | None = None
+        self._unsynced: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
         state = self._state
@@ -48,13 +48,19 @@ class Accumulate:
                 # What the earlier micro-batches left was divided for a window of full length.
                 rescale(_accumulated(window, state), state.num_steps / window.divisor)
         elif self._no_sync is not None and not state.sync_each_batch:
-            self._stack = ExitStack()
-            for model in self._models:
-                self._stack.enter_context(self._no_sync(model))
+            self._unsynced = self._no_sync(self._models[0]) if len(self._models) == 1 else self._all_unsynced()
+            self._unsynced.__enter__()
+
+    def _all_unsynced(self) -> ExitStack:
+        assert self._no_sync is not None
+        stack = ExitStack()
+        for model in self._models:
+            stack.enter_context(self._no_sync(model))
+        return stack
 
     def __exit__(self, *error: Any) -> None:
-        if self._stack is not None:
-            self._stack.close()
+        if self._unsynced is not None:
+            self._unsynced.__exit__(*error)
 
 
 def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Group | None) -> Tensor:

@@ -265,6 +265,8 @@ class LoopState:
 
     def window_of(self, models: tuple[nn.Module, ...]) -> Window:
         """Return the window that `models` accumulate in; the optimizers that train them follow it from now on."""
+        if self.window.models == models:
+            return self.window
         key = tuple(map(id, models))
         window = self._windows.get(key)
         if window is None:
@@ -308,7 +310,7 @@ class LoopState:
         it hands out a batch each time that this happens, whatever else is iterated inside its loop. When it is iterated
         again it is the one again.
         """
-        if trace.source is None or trace.source is not self.current:
+        if trace.source is None or not self.loaders or trace.source is not self.loaders[-1]:
             fresh = self._since(trace.seen)
             before = trace.source
             if not any(before is one for one in fresh or self.loaders):
