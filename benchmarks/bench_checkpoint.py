@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does a checkpoint of 110M parameters with AdamW cost, and the first batch after a resume?
 
-Ours (waiting for the disk, with checksums), Accelerate, plain torch.save and DCP write the same state in turns, to the
-same file system. `stall` is what training waits for a save in the background, against one copy of the bytes into
-memory that is there already. `resume` is the first batch of a loader that goes on at batch 1,000,000.
+Ours (with checksums, and on the disk when it returns), Accelerate, plain torch.save and DCP write the same state in
+turns, to the same file system, which has nothing left to write when one begins. The others leave the bytes to the
+system; `on_disk` is with the wait for them, so that a power cut would leave as much as with ours. `stall` is what
+training waits for a save in the background, against one copy of the bytes into memory that is there already. `resume` is
+the first batch of a loader that goes on at batch 1,000,000.
 
 python benchmarks/bench_checkpoint.py [--ranks 1] [--rounds 5] [--folder /tmp] [--resume] [--write]
 """
@@ -11,6 +13,7 @@ python benchmarks/bench_checkpoint.py [--ranks 1] [--rounds 5] [--folder /tmp] [
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import shutil
 import statistics
@@ -73,10 +76,22 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
         group = dist.group.WORLD if dist.is_initialized() else None
         pending.append(dcp.async_save(state, checkpoint_id=where, process_group=group, no_dist=group is None))
 
+    def theirs_on_disk(where: Path) -> None:
+        theirs.save_state(str(where))
+        if ours.is_main_process:
+            wait_for_disk(where)
+
+    def plain_on_disk(where: Path) -> None:
+        plain(where)
+        if ours.is_main_process:
+            wait_for_disk(where)
+
     contestants: dict[str, tuple[Callable[[Path], Any], Callable[[], Any]]] = {
         "laconic": (lambda where: ours.save_state(where), lambda: None),
         "accelerate": (lambda where: theirs.save_state(str(where)), lambda: None),
         "torch_save": (plain, lambda: None),
+        "accelerate_on_disk": (theirs_on_disk, lambda: None),
+        "torch_save_on_disk": (plain_on_disk, lambda: None),
         "dcp": (lambda where: dcp.save(state, checkpoint_id=where, no_dist=size == 1), lambda: None),
         "copy": (copy, lambda: None),
         "laconic_stall": (lambda where: ours.save_state(where, block=False), ours._keeper.settle),
@@ -87,6 +102,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     for turn in range(rounds + 1):
         for name, (act, after) in contestants.items():
             where = folder / f"{name}_{turn}"  # a new one each time, as runs do; removed outside of the timing
+            os.sync()
             ours.wait_for_everyone()
             start = time.perf_counter()
             act(where)
@@ -105,6 +121,13 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     medians = {name: round(statistics.median(values), 4) for name, values in seconds.items()}
     del prepared
     return {"seconds": medians, "bytes": sizes, "state_bytes": num_bytes}
+
+
+def wait_for_disk(where: Path) -> None:
+    """Wait until the disk has a file, or all files of a folder."""
+    for path in [where] if where.is_file() else [path for path in where.rglob("*") if path.is_file()]:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def peak_of(folder: Path, way: str) -> int:

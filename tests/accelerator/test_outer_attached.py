@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laconic import Accelerator, GradScalerKwargs, OuterConfig
-from laconic.accelerator.recipes import MAKERS, recipe_of
+from laconic.accelerator.recipes import recipe_of
 from laconic.base.errors import ConfigError
 from laconic.local_sgd import LocalSGD
 from laconic.process import world
@@ -489,77 +489,3 @@ def test_a_log_that_can_not_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"log of the outer loop, .*file/rounds, can't be written"):
         Accelerator(cpu=True, outer=OuterConfig("diloco", every=4, log=str(tmp_path / "file" / "rounds")))
-
-
-# ---- every recipe, and going on from a checkpoint
-
-EVERY_RECIPE = {
-    "local_sgd": {"every": 3},
-    "post_local_sgd": {"warmup": 4, "every": 3},
-    "hierarchical": {"levels": "2:machine,4:all"},
-    "quadratic": {"every": 3, "alpha": 0.1},
-    "slowmo": {"every": 3},
-    "diloco": {"every": 3, "rounds": 10},
-    "streaming_diloco": {"every": 4, "fragments": 2, "delay": 2},
-    "eager_diloco": {"every": 3},
-    "sparse_loco": {"every": 3},
-    "edit": {"seconds": 0.01},
-    "gossip": {"every": 3},
-    "noloco": {"every": 3},
-}
-
-
-def all_recipes():
-    states = {}
-    for recipe, options in EVERY_RECIPE.items():
-        run = prepared(OuterConfig(recipe, **options))
-        one_epoch(*run)
-        states[recipe] = weights(*run[:2])
-        run[0].free_memory()
-        AcceleratorState._reset_state()
-    return states
-
-
-def test_every_recipe_ends_a_pass_with_equal_replicas():
-    assert set(EVERY_RECIPE) == set(MAKERS)
-    first, second = run_ranks(all_recipes, 2)
-    for recipe in EVERY_RECIPE:
-        assert alike([first[recipe], second[recipe]]), recipe
-
-
-def to_the_end(config, folder, part):
-    """Train two passes: `whole`; or up to a `save` in the first one; or from its checkpoint on."""
-    accelerator, model, optimizer, loader = prepared(config)
-    if part == "load":
-        accelerator.load_state(folder)
-    for _ in range(2):
-        for number, batch in enumerate(loader, 1):
-            one_step(accelerator, model, optimizer, batch)
-            if part == "save" and number == 6:
-                accelerator.save_state(folder)
-                return None
-    return weights(accelerator, model), accelerator.outer_loops[0].stats().rounds
-
-
-def one_part_each(configs, folder, part):
-    found = []
-    for number, config in enumerate(configs):
-        found.append(to_the_end(config, folder / str(number), part))
-        AcceleratorState._reset_state()
-    return found
-
-
-def test_a_run_goes_on_from_a_checkpoint_in_mid_round_and_ends_with_the_same_bits(tmp_path):
-    configs = [
-        DILOCO,
-        OuterConfig("streaming_diloco", every=4, fragments=2, rounds=200),
-        OuterConfig("post_local_sgd", warmup=4, every=3),
-        OuterConfig("post_local_sgd", warmup=8, every=3),  # saved in its warm-up
-    ]
-    whole = run_ranks(one_part_each, 2, configs, tmp_path, "whole")
-    run_ranks(one_part_each, 2, configs, tmp_path, "save")
-    resumed = run_ranks(one_part_each, 2, configs, tmp_path, "load")
-    for number, config in enumerate(configs):
-        states = [found[number][0] for found in (*whole, *resumed)]
-        assert alike(states), config
-        assert len({found[number][1] for found in (*whole, *resumed)}) == 1, config

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from laconic.base.errors import CollectiveMismatch, ConfigError
 from laconic.comm import collectives
-from laconic.comm.exchange import MAX_CAPACITY, Exchange
+from laconic.comm.exchange import Exchange
 from laconic.comm.group import SoloGroup
 from laconic.testing.ranks import run_ranks
 from tests.comm.counting import CountingGroup
@@ -388,62 +388,6 @@ def test_a_rank_that_fails_alone_is_named_to_the_others():
     for (own_kind, own), (kind, message) in zip(bad, first, strict=True):
         assert kind == "CollectiveMismatch"
         assert f"rank 1 failed: {own_kind}: {own}" in message
-
-
-def sends_long_headers():
-    exchange, group = connected()
-    for num_leaves, usual in ((300, 1), (5000, 3)):  # the header fits after the first time; it never fits
-        tree = {f"a long name for leaf {k}": torch.tensor(k) for k in range(num_leaves)}
-        for turn in range(2):
-            gathered = collectives.gather(exchange, tree)
-            assert gathered[f"a long name for leaf {num_leaves - 1}"].tolist() == 2 * [num_leaves - 1]
-            empty = {key: torch.empty(0) for key in tree}
-            assert len(collectives.gather(exchange, empty)) == num_leaves
-            if turn:
-                assert len(group.taken()) == usual + min(usual, 2)
-            group.taken()
-
-
-def test_trees_of_many_leaves_need_more_than_a_packet():
-    run_ranks(sends_long_headers, 2)
-
-
-def grows_and_shrinks():
-    exchange, _ = connected()
-    rank, size = exchange.rank, exchange.size
-    generator = torch.Generator().manual_seed(5)
-    for turn in range(80):
-        n = int(10 ** (torch.rand((), generator=generator).item() * 5.3))
-        kind = int(torch.randint(0, 5, (), generator=generator))
-        if kind == 0:
-            assert collectives.gather(exchange, [torch.full((n,), rank)])[0].sum() == n * sum(range(size))
-        elif kind == 1:
-            assert collectives.reduce(exchange, torch.full((n,), float(turn)), "mean").eq(turn).all()
-        elif kind == 2:
-            assert len(collectives.gather(exchange, torch.zeros(n * rank), ragged=True)) == n * sum(range(size))
-        elif kind == 3:
-            assert len("".join(collectives.gather_object(exchange, ["z" * n] * rank))) == n * sum(range(size))
-        else:
-            assert len(collectives.pad_across_processes(exchange, torch.zeros(n + rank))) == n + size - 1
-    assert max(exchange._boards) <= MAX_CAPACITY
-
-
-def test_ranks_agree_on_the_capacity_through_any_sequence_of_sizes():
-    run_ranks(grows_and_shrinks, 3)
-
-
-def forgets():
-    exchange, group = connected()
-    for n in range(700):  # more forms than are remembered
-        assert collectives.gather(exchange, torch.zeros(n + exchange.rank), ragged=True).shape == (2 * n + 1,)
-    assert len(exchange._forms) + len(exchange._known) < 300
-    group.taken()
-    collectives.gather(exchange, torch.zeros(3))
-    assert group.taken() == ["all_gather"]
-
-
-def test_the_memory_for_headers_is_bounded():
-    run_ranks(forgets, 2)
 
 
 def mixes_modes():

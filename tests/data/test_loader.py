@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from laconic.base.errors import ConfigError, StateError, Unsupported
 from laconic.data.loader import DataLoaderShard, SkipDataLoader
 from laconic.data.prepare import prepare_data_loader, prepare_loader, skip_first_batches
-from laconic.data.samplers import BatchSamplerShard, SeedableRandomSampler
+from laconic.data.samplers import BatchSamplerShard
 from laconic.loop.state import LoopState
 from tests.data.support import Seat, SizedStream, Stream, gathered, prepared, values, walk
 
@@ -139,139 +139,6 @@ def test_batches_go_to_the_device_whatever_they_are_made_of():
     loader = prepared(DataLoader(data, 2), device=torch.device("meta"))
     assert [batch["x"].device.type for batch in loader] == ["meta", "meta"]
     assert [batch["x"].device.type for batch in prepared(DataLoader(data, 2), device=None)] == ["cpu", "cpu"]
-
-
-# ---- epochs
-
-
-class Recorder(Dataset):
-    """Keeps the epochs it was told."""
-
-    def __init__(self):
-        self.epochs = []
-
-    def set_epoch(self, epoch):
-        self.epochs.append(epoch)
-
-    def __getitem__(self, index):
-        return index
-
-    def __len__(self):
-        return 6
-
-
-def test_every_iteration_is_an_epoch_whether_or_not_it_comes_to_its_end():
-    data = Recorder()
-    loader = prepared(DataLoader(data, 2))
-    for _ in loader:
-        assert loader.iteration == 0
-    assert loader.iteration == 1
-    for _ in loader:
-        break
-    for _ in loader:
-        assert loader.iteration == 2
-    kept = iter(loader)
-    next(kept)
-    list(loader)
-    assert data.epochs == [0, 1, 2, 3, 4]
-
-
-def test_an_epoch_chosen_by_hand_wins():
-    data = Recorder()
-    loader = prepared(DataLoader(data, 2))
-    loader.set_epoch(7)
-    list(loader)
-    for _ in loader:
-        loader.set_epoch(3)
-    list(loader)
-    assert data.epochs == [7, 7, 8, 3, 3, 3, 3]
-
-
-def test_a_seedable_order_changes_with_each_epoch_also_after_a_break():
-    def orders(breaking):
-        torch.manual_seed(3)
-        loader = prepared(DataLoader(range(8), 8, shuffle=True), use_seedable_sampler=True)
-        found = []
-        for _ in range(3):
-            for batch in loader:
-                found.append(values(batch))
-                if breaking:
-                    break
-        return found
-
-    assert orders(False) == orders(True)
-    assert len({tuple(order) for order in orders(True)}) == 3
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_samplers_inside_samplers_are_told_the_epoch(size):
-    class Inner(SequentialSampler):
-        def set_epoch(self, epoch):
-            told.append(("sampler", epoch))
-
-    class Outer(BatchSampler):
-        def set_epoch(self, epoch):
-            told.append(("batch sampler", epoch))
-
-    told = []
-    data = Recorder()
-    loader = prepared(DataLoader(data, batch_sampler=Outer(Inner(data), 2, False)), Seat(0, size))
-    list(loader)
-    list(skip_first_batches(loader, 1))
-    assert sorted(told) == [("batch sampler", 0), ("batch sampler", 1), ("sampler", 0), ("sampler", 1)]
-    assert data.epochs == [0, 1]
-
-
-def test_a_distributed_sampler_shuffles_anew_each_epoch():
-    data = range(16)
-    loader = prepared(DataLoader(data, 16, sampler=DistributedSampler(data, num_replicas=1, rank=0)))
-    expected = DistributedSampler(data, num_replicas=1, rank=0)
-    for epoch in range(2):
-        expected.set_epoch(epoch)
-        assert numbers(loader) == [list(expected)]
-
-
-def test_a_loader_and_its_skipping_copy_count_the_same_epochs():
-    data = Recorder()
-    loader = prepared(DataLoader(data, 2))
-    list(loader)
-    list(skip_first_batches(loader, 1))
-    list(loader)
-    assert data.epochs == [0, 1, 2]
-
-
-# ---- shuffling
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_one_process_draws_the_random_numbers_of_a_raw_loader(shuffle):
-    def run(make):
-        torch.manual_seed(11)
-        loader = make(DataLoader(range(10), 3, shuffle=shuffle))
-        return [numbers(loader) for _ in range(2)], torch.rand(1).item()
-
-    assert run(prepared) == run(lambda loader: loader)
-
-
-def test_a_generator_of_the_users_own_is_the_one_that_is_drawn_from():
-    raw = DataLoader(range(10), 10, shuffle=True, generator=torch.Generator().manual_seed(4))
-    expected = [numbers(raw) for _ in range(2)]
-    halves = []
-    for rank in range(2):
-        loader = DataLoader(range(10), 5, shuffle=True, generator=torch.Generator().manual_seed(4))
-        loader = prepared(loader, Seat(rank, 2))
-        halves.append([numbers(loader)[0] for _ in range(2)])
-    assert [[one + other] for one, other in zip(*halves, strict=True)] == expected
-
-
-def test_the_users_loader_keeps_its_own_sampler():
-    raw = DataLoader(range(10), 5, shuffle=True)
-    loader = prepared(raw, use_seedable_sampler=True, data_seed=4)
-    assert type(raw.sampler) is type(raw.batch_sampler.sampler) is RandomSampler
-    assert isinstance(loader.sampler, SeedableRandomSampler)
-    assert loader.batch_sampler.sampler is loader.sampler
-    expected = SeedableRandomSampler(range(10), data_seed=4)
-    assert [gathered([walk(loader)]) for _ in range(2)] == [list(expected) for _ in range(2)]
 
 
 # ---- the loop
