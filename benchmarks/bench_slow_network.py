@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long, and how many bytes, to the same validation loss over a slow line? Two ranks in namespaces; needs root.
 
-python benchmarks/bench_slow_network.py [--megabits 20 100] [--steps 240] [--seeds 3] [--only NAME ...] [--write]
+python benchmarks/bench_slow_network.py [--megabits 20 100] [--steps 240] [--batch 8] [--seeds 3] [--only NAME ...] [--write]
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from laconic.demo.settings import SIZES
 from laconic.demo.text import load_text
 from laconic.outer import Int8, OuterLoop, diloco, eager_diloco, local_sgd, streaming_diloco
 
-BATCH = 16
 SLACK = 1.05  # what counts as the same loss: DDP's at the end, times this
 POINTS = 20  # how often weights are kept, to be judged when the clock has stopped
 
@@ -52,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabits", type=float, nargs="+", default=[20.0, 100.0])
     parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--batch", type=int, default=8, help="sequences in a step: how much there is to compute")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--write", action="store_true", help="append the lines to results/slow_network.jsonl")
@@ -66,7 +66,7 @@ def main() -> None:
         runs: list[Run] = []
         with _lab.line(megabits):
             for seed in range(chosen.seeds):
-                runs += [one_run(method, seed, chosen.steps) for method in chosen.only]
+                runs += [one_run(method, seed, chosen.steps, chosen.batch) for method in chosen.only]
         report(
             "How long to the same validation loss over a slow line?",
             figures(runs),
@@ -75,14 +75,15 @@ def main() -> None:
             megabits=megabits,
             steps=chosen.steps,
             seeds=chosen.seeds,
-            model="byte-level GPT of the demo (small), AdamW, two ranks of 16 sequences of 128",
+            batch=chosen.batch,
+            model="byte-level GPT of the demo (small), AdamW, two ranks",
         )
 
 
-def one_run(method: str, seed: int, steps: int) -> Run:
+def one_run(method: str, seed: int, steps: int, batch: int) -> Run:
     """Train by one method in both namespaces."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        task = json.dumps({"method": method, "seed": seed, "steps": steps, "output": file.name})
+        task = json.dumps({"method": method, "seed": seed, "steps": steps, "size": batch, "output": file.name})
         _lab.run_pair([sys.executable, __file__, "--worker", task], {"OMP_NUM_THREADS": "1"}, timeout_s=3000)
         run = Run(**json.loads(Path(file.name).read_text(encoding="utf-8")))
     print(f"{method:28} seed {seed}: loss {run.losses[-1]:.3f} after {run.seconds[-1]:.1f} s", file=sys.stderr)
@@ -132,7 +133,7 @@ def _middle(values: list[float]) -> float | None:
 # ---- in the namespaces
 
 
-def work(method: str, seed: int, steps: int, output: str) -> None:
+def work(method: str, seed: int, steps: int, size: int, output: str) -> None:
     """Train one replica; rank 0 writes down how it went."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -155,7 +156,7 @@ def work(method: str, seed: int, steps: int, output: str) -> None:
         start, sent = time.perf_counter(), _lab.bytes_out()
         kept.append((0.0, 0, _copy(model)))
         for step in range(1, steps + 1):
-            places = torch.randint(len(train) - shape.context - 1, (BATCH,), generator=draw)
+            places = torch.randint(len(train) - shape.context - 1, (size,), generator=draw)
             batch = torch.stack([train[place : place + shape.context + 1] for place in places.tolist()])
             loss = loss_per_sequence(trained(batch[:, :-1]), batch[:, 1:]).mean()
             loss.backward()
@@ -169,7 +170,7 @@ def work(method: str, seed: int, steps: int, output: str) -> None:
     kept.append((time.perf_counter() - start, _lab.bytes_out() - sent, _copy(model)))
     if rank == 0:
         losses = judge(model, [weights for _, _, weights in kept], text.validation, shape.context)
-        tokens = BATCH * shape.context * steps / kept[-1][0]
+        tokens = size * shape.context * steps / kept[-1][0]
         run = Run(method, seed, [k[0] for k in kept], [k[1] for k in kept], losses, tokens)
         Path(output).write_text(json.dumps(asdict(run)), encoding="utf-8")
     _lab.go_home()

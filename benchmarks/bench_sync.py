@@ -2,6 +2,7 @@
 """What does one Local SGD synchronisation cost? Ours, Accelerate's, and a bare all-reduce of the same bytes, in turns.
 
 python benchmarks/bench_sync.py [--ranks 2] [--rounds-small 60] [--rounds-large 9] [--recipes] [--write]
+python benchmarks/bench_sync.py --memory [--write]      what the loop keeps, and needs while it synchronises
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any
 import accelerate
 import torch
 import torch.distributed as dist
-from _measure import interleave, medians_us, ratios, report, seeded
+from _measure import interleave, medians_us, peak_bytes, ratios, report, seeded
 from accelerate.local_sgd import LocalSGD
 from torch import nn
 
-from laconic.outer import Cast, OuterLoop, diloco, local_sgd
+from laconic.outer import E3M0, Cast, Int8, OuterLoop, Recipe, diloco, local_sgd
 from laconic.testing.ranks import run_ranks
 
 SEED = 0
@@ -48,8 +49,22 @@ def main() -> None:
     parser.add_argument("--rounds-small", type=int, default=60, help="timings of 500 tensors x 2048")
     parser.add_argument("--rounds-large", type=int, default=9, help="timings of 110M values in 199 tensors")
     parser.add_argument("--recipes", action="store_true", help="measure DiLoCo and bf16 too")
+    parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
     parser.add_argument("--write", action="store_true", help="append the lines to results/sync.jsonl")
     chosen = parser.parse_args()
+    if chosen.memory:
+        shapes = gpt2_shapes()
+        report(
+            "What memory does a synchronisation need beyond the model?",
+            {
+                "weights_mb": round(sum(4 * torch.Size(shape).numel() for shape in shapes) / 1e6, 1),
+                "mb": {name: run_ranks(memory, chosen.ranks, shapes, name, timeout_s=600)[0] for name in RECIPES},
+            },
+            seed=SEED,
+            write_to="sync.jsonl" if chosen.write else None,
+            ranks=chosen.ranks,
+        )
+        return
     for name, shapes, rounds in (
         ("500 tensors x 2048", SMALL, chosen.rounds_small),
         ("110M values in 199 tensors", gpt2_shapes(), chosen.rounds_large),
@@ -67,6 +82,30 @@ def main() -> None:
             megabytes=round(sum(4 * torch.Size(shape).numel() for shape in shapes) / 1e6, 1),
             accelerate=accelerate.__version__,
         )
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "local_sgd": lambda: local_sgd(1),
+    "local_sgd int8": lambda: local_sgd(1, codec=Int8()),
+    "diloco": lambda: diloco(1, rounds=1000),
+    "diloco int8": lambda: diloco(1, rounds=1000, codec=Int8()),
+    "diloco 4 bits": lambda: diloco(1, rounds=1000, codec=E3M0()),
+}
+
+
+def memory(shapes: list[tuple[int, ...]], name: str) -> dict[str, float]:
+    """Return what the loop and its first round need beyond the model, and a later round beyond that, in MB."""
+    model = Bag(shapes)
+    OuterLoop(Bag(SMALL), RECIPES[name]()).step()  # what the process needs once is not charged to the loop
+    loops: list[OuterLoop] = []
+
+    def begin() -> None:
+        loops.append(OuterLoop(model, RECIPES[name]()))
+        loops[0].step()
+
+    peak = peak_bytes(begin)
+    again = peak_bytes(loops[0].step)
+    return {"first_round": round(peak / 1e6, 1), "each_round": round(again / 1e6, 1)}
 
 
 def measure(shapes: list[tuple[int, ...]], rounds: int, recipes: bool) -> dict[str, float]:
