@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long, and how many bytes, to the same validation loss over a slow line? Two ranks in namespaces; needs root.
 
-python benchmarks/bench_slow_network.py [--megabits 20 100] [--steps 240] [--batch 8] [--seeds 3] [--only NAME ...] [--write]
+python benchmarks/bench_slow_network.py [--megabits 20 100] [--steps 240] [--batch 8] [--seeds 3] [--only ...] [--write]
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from laconic.accelerator.outer import OpenLoops
 from laconic.accelerator.prepare import Registry
-from laconic.accelerator.regroup import joined_weights, regrouped
+from laconic.accelerator.regroup import joined_loops, regrouped
 from laconic.base.errors import CheckpointError
 from laconic.checkpoint import layout, rng
 from laconic.checkpoint.pieces import Piece, Staging
@@ -173,7 +173,12 @@ def _regroup(run: Run, found: Loaded, folder: Path, size: int) -> None:
         totals = [loader.total_batch_size for loader in run.registry.loaders]
         world = run.world
         found.own, found.random, found.words = regrouped(folder, size, world.rank, world.size, totals)
-        found.weights = joined_weights(folder, size)
+        loops = joined_loops(folder, size)
+        found.weights = {name: value for loop in loops for name, value in loop.weights.items()}
+        found.loops = [loop.state for loop in loops if loop.state is not None]
+        if len(found.loops) < len(loops):
+            found.loops = []
+            found.words.append("their outer loop begins anew from there, as its anchors held what was under way")
     except DAMAGE as error:
         if isinstance(error, CheckpointError):
             raise

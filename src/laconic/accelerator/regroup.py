@@ -3,7 +3,7 @@
 
 data        goes on after as many samples as were seen
 gradients   of an unfinished window: the mean over the old ranks, on each of the new
-replicas    that trained alone: the mean of their weights; their outer loop begins anew from there
+replicas    that trained alone: the mean of their weights, and the anchor that they had with its outer optimizer
 numbers     rank r draws on where old rank r stood; ranks that there were none of begin streams of their own
 """
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from laconic.checkpoint import layout
 from laconic.checkpoint.source import read_torch
+from laconic.outer.joined import Joined, joined
 
 
 def regrouped(
@@ -52,28 +53,12 @@ def regrouped(
 _FRESH = {"size": 0, "complete": True, "items": 0.0, "scale": None}
 
 
-def joined_weights(folder: Path, old: int) -> dict[str, Tensor]:
-    """Return the mean of the weights of replicas that trained alone, by name; nothing where none did.
-
-    Whole numbers, as of batches counted, are the largest.
-    """
+def joined_loops(folder: Path, old: int) -> list[Joined]:
+    """Return what becomes of the outer loops in a checkpoint of `old` ranks; nothing where there are none."""
     paths = [folder / layout.outer_state(rank) for rank in range(old)]
     if not all(path.is_file() for path in paths):
-        return {}
-    sums: dict[str, Tensor] = {}
-    for path in paths:
-        for loop in read_torch(path)["loops"]:
-            for part in loop["rounds"]["parts"]:
-                for name, value in part["local"].items():
-                    sums[name] = _joined(sums.get(name), value)
-    return {name: value / old if value.is_floating_point() else value for name, value in sums.items()}
-
-
-def _joined(so_far: Tensor | None, value: Tensor) -> Tensor:
-    if not value.is_floating_point():
-        return value if so_far is None else torch.maximum(so_far, value)
-    wide = value.to(torch.promote_types(value.dtype, torch.float32))
-    return wide.clone() if so_far is None else so_far + wide
+        return []
+    return [joined(column) for column in zip(*(read_torch(path)["loops"] for path in paths), strict=True)]
 
 
 def _mean_gradients(owns: list[dict[str, Any]], words: list[str]) -> list[Any] | None:

@@ -32,6 +32,7 @@ class Stats:
             last two only count what the host takes, as the work goes on behind it.
         seconds_total: since the loop began.
         drift_norm: how far this rank had moved from the anchor in the latest round; 0 without an anchor.
+        first_drift_norm: the same in the first round that had one.
         cosine: between the ways of two replicas in the latest round, on average; 0 without an anchor or alone.
         weight: this rank's part of the latest round, from 0 to 1.
     """
@@ -50,6 +51,7 @@ class Stats:
     seconds_landing: float = 0.0
     seconds_total: float = 0.0
     drift_norm: float = 0.0
+    first_drift_norm: float = 0.0
     cosine: float = 0.0
     weight: float = 0.0
 
@@ -88,7 +90,6 @@ class Meter:
     def __init__(self) -> None:
         self._figures: dict[str, Any] = asdict(Stats())
         self._began = time.perf_counter()
-        self._first_drift = 0.0
 
     def add(self, name: str, amount: float = 1) -> None:
         """Count."""
@@ -109,7 +110,7 @@ class Meter:
         self._figures["weight"] = this.weights[rank] if this.weights else 0.0
         if not this.dropped:
             self._figures |= {"drift_norm": this.norms[rank], "cosine": this.cosine}
-            self._first_drift = self._first_drift or this.norms[rank]
+            self._figures["first_drift_norm"] = self._figures["first_drift_norm"] or this.norms[rank]
 
     def stats(self) -> Stats:
         """Return the figures as they are now."""
@@ -130,9 +131,9 @@ class Meter:
                 f"{now.seconds_voting / max(now.seconds_exposed, 1e-9):.0%} of that for slower ranks: exchange less "
                 "often, send fewer bits (codec=), or let rounds overlap with training (streaming_diloco)."
             )
-        if self._first_drift and now.drift_norm > 4 * self._first_drift:
+        if now.first_drift_norm and now.drift_norm > 4 * now.first_drift_norm:
             said.append(
-                f"Replicas moved {now.drift_norm / self._first_drift:.1f} times as far from the anchor in the latest "
-                "round as in the first one: exchange more often, or lower the learning rate."
+                f"Replicas moved {now.drift_norm / now.first_drift_norm:.1f} times as far from the anchor in the "
+                "latest round as in the first one: exchange more often, or lower the learning rate."
             )
         return " ".join(said)

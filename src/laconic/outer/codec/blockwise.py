@@ -262,8 +262,8 @@ class E3M0(_FourBit):
     nearest of those is taken, of two equally near the larger. Of small values it keeps more than `Int4`, of values next
     to the maximum less. 4.25 bits a value at the default block of 128.
 
-    Source: Streaming DiLoCo (arXiv:2501.18512) sends outer gradients so and sums them in fp32. It does not say how they
-    are scaled; the block's maximum is our choice.
+    Source: Streaming DiLoCo (arXiv:2501.18512) sends outer gradients so and sums them in fp32. To scale them by the
+    block's maximum is our choice.
     """
 
     is_float: ClassVar[bool] = True
