@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from laconic import Accelerator, outer
+from laconic.base.tree import leaves_of
 from laconic.state import AcceleratorState
 from laconic.testing.ranks import run_ranks
 from laconic.utils import DataLoaderConfiguration
@@ -293,6 +294,41 @@ def test_replicas_are_joined_where_their_number_changes(folder):
         for name in ("first.weight", "norm.running_mean"):
             mean = (torch.tensor(before[0][1][name]) + torch.tensor(before[1][1][name])) / 2
             assert torch.equal(torch.tensor(weights[name]), mean)
+
+
+def taken_up_by_a_loop(folder):
+    """Load on another number of ranks and open the outer loop; say where it stands, and train to the end."""
+    training = Training(n=24)
+    training.accelerator.load_state(folder)
+    with training.accelerator.outer(training.model, RECIPES["diloco"]()) as outer:
+        stats, state = outer.stats(), outer.state_dict()
+        for batch in training.loader:
+            training.step(batch)
+    (part,) = state["rounds"]["parts"]
+    return stats.rounds, part["agreed"], training.weights()[0]
+
+
+def agreed_before(folder):
+    training = Training(n=24)
+    with training.accelerator.outer(training.model, RECIPES["diloco"]()) as outer:
+        for number, batch in enumerate(training.loader, 1):
+            training.step(batch)
+            if number == 5:
+                training.accelerator.save_state(folder)
+                (part,) = outer.state_dict()["rounds"]["parts"]
+                return outer.stats().rounds, part["agreed"], None
+
+
+def test_replicas_are_joined_at_their_anchor_and_its_momentum_stays(folder):
+    (rounds, agreed, _), _ = run_ranks(agreed_before, 2, folder)
+    assert rounds == 1
+    for size in (1, 4):
+        after = run_ranks(taken_up_by_a_loop, size, folder)
+        for rounds, here, weights in after:
+            assert rounds == 1
+            for mine, before in zip(leaves_of(here), leaves_of(agreed), strict=True):
+                assert torch.equal(mine, before) if isinstance(mine, torch.Tensor) else mine == before
+            assert weights == after[0][2]
 
 
 def test_one_rank_becomes_two_with_each_sample_once(folder):

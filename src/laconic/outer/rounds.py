@@ -153,7 +153,8 @@ class Rounds:
             return
         if flight.has_cargo:
             try:
-                self.parts[number].rebind()  # weights may have been put elsewhere while it was under way
+                if self._courier is not None:  # weights may have been put elsewhere while it was under way
+                    part.rebind()
                 flight.land()
             except RankFailure:
                 self._give_up(number)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of some ranks become one for another number of ranks, and nothing that was learnt is lost on the way."""
+
+import pytest
+import torch
+
+from laconic.outer import ErrorFeedback, Identity, Int8, diloco, eager_diloco, local_sgd, slowmo, streaming_diloco
+from laconic.outer.joined import joined
+from laconic.testing.sim import run_replicas
+from tests.outer.replicas import Run
+
+RECIPES = {
+    "local_sgd": local_sgd(4),
+    "slowmo": slowmo(4),
+    "diloco": diloco(4, lr=0.7, momentum=0.9),
+    "streaming without delay": streaming_diloco(6, 2, delay=0, alpha=0.0, codec=Identity()),
+}
+
+
+def states_of(recipe, size, steps):
+    """Train on `size` ranks, rank r for r steps less at the end; return their states."""
+
+    def act(group):
+        run = Run(group, recipe)
+        for number in range(steps):
+            if number < 4 or number < steps - group.rank:
+                run.steps(number)
+            else:
+                run.outer.count(done=False)  # as where fp16 overflowed
+                run.outer.sync_if_due()
+        return run.outer.state_dict()
+
+    return run_replicas(act, size)
+
+
+def ended_from(recipe, size, state_of_rank):
+    """The weights of ranks that load a state and close at once."""
+
+    def act(group):
+        run = Run(group, recipe)
+        run.outer.load_state_dict(state_of_rank(group.rank))
+        return run.end()
+
+    return run_replicas(act, size)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_what_all_agree_on_next_is_what_the_old_ranks_would_have_agreed_on(name, size):
+    recipe = RECIPES[name]
+    old = states_of(recipe, 3, 7)
+    assert any(
+        not torch.equal(old[0]["rounds"]["parts"][0]["local"][key], value)
+        for key, value in old[1]["rounds"]["parts"][0]["local"].items()
+    )
+    before = ended_from(recipe, 3, lambda rank: old[rank])
+    state = joined(old).state
+    for after in ended_from(recipe, size, lambda rank: state):
+        for key, value in before[0].items():
+            torch.testing.assert_close(after[key], value, rtol=1e-5, atol=1e-6)
+
+
+def test_what_was_under_way_counts_as_not_sent():
+    recipe = streaming_diloco(6, 2, delay=2)
+    old = states_of(recipe, 2, 7)
+    (number,) = old[0]["rounds"]["air"]
+    state = joined(old).state
+    assert state["rounds"]["air"] == {}
+    part, parts = state["rounds"]["parts"][number], [one["rounds"]["parts"][number] for one in old]
+    taken = [one["rounds"]["air"][number]["taken"][0] for one in old]
+    assert part["fresh"][0] == sum(one["fresh"][0] for one in parts) / 2 + sum(taken) / 2
+    assert min(taken) > 0
+    for chunk, before in zip(part["agreed"]["anchor"]["chunks"], parts[0]["agreed"]["anchor"]["chunks"], strict=True):
+        assert torch.equal(chunk, before)
+    for after in ended_from(recipe, 3, lambda rank: state):
+        assert all(bool(torch.isfinite(value).all()) for value in after.values())
+
+
+def test_together_the_ranks_still_owe_what_error_feedback_has_kept_back():
+    recipe = diloco(2, codec=ErrorFeedback(Int8()))
+    old = states_of(recipe, 2, 5)
+    residuals = [one["rounds"]["parts"][0]["agreed"]["residuals"][0] for one in old]
+    assert not torch.equal(*residuals)
+    (mean,) = joined(old).state["rounds"]["parts"][0]["agreed"]["residuals"]
+    torch.testing.assert_close(mean, (residuals[0] + residuals[1]) / 2)
+
+
+def test_an_eager_loop_begins_anew_at_the_mean():
+    old = states_of(eager_diloco(3), 2, 5)
+    found = joined(old)
+    assert found.state is None
+    local = [one["rounds"]["parts"][0]["local"] for one in old]
+    assert not torch.equal(local[0]["0.weight"], local[1]["0.weight"])
+    for key, value in found.weights.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value, (5 * local[0][key] + 4 * local[1][key]) / 9)
