@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 DEVICE = "laconic"
-_ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _SPACES = ("laconic-lab-0", "laconic-lab-1")
 _MTU = 9000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
@@ -63,7 +63,7 @@ def run_pair(program: Sequence[str], environ: Mapping[str, str], timeout_s: floa
     ranks = []
     for rank, space in enumerate(_SPACES):
         variables = {**os.environ, **environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-        variables |= {"MASTER_ADDR": _ADDRESSES[0], "MASTER_PORT": "29577", "GLOO_SOCKET_IFNAME": DEVICE}
+        variables |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29577", "GLOO_SOCKET_IFNAME": DEVICE}
         command = ["ip", "netns", "exec", space, *program]
         ranks.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True))
     try:
@@ -95,7 +95,7 @@ def _ip(*words: str) -> None:
 def _joined(megabits: float | None) -> None:
     peers = ("laconic-a", "laconic-b")
     _ip("link", "add", peers[0], "type", "veth", "peer", "name", peers[1])
-    for peer, space, address in zip(peers, _SPACES, _ADDRESSES, strict=True):
+    for peer, space, address in zip(peers, _SPACES, ADDRESSES, strict=True):
         _ip("link", "set", peer, "netns", space, "name", DEVICE)
         _up(space, address)
         if megabits is not None:
@@ -111,7 +111,7 @@ def _up(space: str, address: str) -> None:
 @contextmanager
 def _carried(megabits: float, rtt_s: float) -> Iterator[None]:
     ends = [_tun(space) for space in _SPACES]
-    for space, address in zip(_SPACES, _ADDRESSES, strict=True):
+    for space, address in zip(_SPACES, ADDRESSES, strict=True):
         _ip("-n", space, "link", "set", DEVICE, "mtu", str(_MTU))
         _up(space, address)
     carrier: Any = get_context("fork").Process(target=_carry, args=(ends, megabits, rtt_s / 2), daemon=True)

@@ -177,17 +177,19 @@ def read() -> list[dict[str, Any]]:
 
 
 def summary() -> str:
-    """The mean and the spread of each row's losses, next to DDP's, and what it sent."""
+    """The mean and the spread of each row's losses, next to DDP's with the same seeds, and what it sent."""
     runs = [run for run in read() if run["steps"] == STEPS]
-    losses = {row: [run["figures"]["validation_loss"] for run in runs if run["row"] == row] for row in ROWS}
+    losses: dict[str, dict[int, float]] = {row: {} for row in ROWS}
+    for run in runs:
+        losses[run["row"]][run["seed"]] = run["figures"]["validation_loss"]
     sent = {run["row"]: run["figures"]["megabytes_sent"] for run in runs}
-    ddp = statistics.mean(losses["DDP"])
     lines = ["| row | validation loss | spread | next to DDP | MB sent | seeds |", "|---|---|---|---|---|---|"]
-    for row, values in losses.items():
-        if values:
-            mean, spread = statistics.mean(values), max(values) - min(values)
+    for row, by_seed in losses.items():
+        if by_seed:
+            mean, ddp = statistics.mean(by_seed.values()), statistics.mean(losses["DDP"][seed] for seed in by_seed)
+            spread = max(by_seed.values()) - min(by_seed.values())
             lines.append(
-                f"| `{row}` | {mean:.3f} | {spread:.3f} | {mean / ddp - 1:+.1%} | {sent[row]:.2f} | {len(values)} |"
+                f"| `{row}` | {mean:.3f} | {spread:.3f} | {mean / ddp - 1:+.1%} | {sent[row]:.2f} | {len(by_seed)} |"
             )
     return "\n".join(lines)
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long, and how many bytes, to the same validation loss over a slow line? Two ranks in namespaces; needs root.
 
+torchft takes part where it can be imported.
+
 python benchmarks/bench_slow_network.py [--megabits 20 100] [--steps 240] [--batch 8] [--seeds 3] [--only ...] [--write]
 """
 
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,12 +51,13 @@ class Run:
 
 
 def main() -> None:
+    possible = [name for name in METHODS if not name.startswith("torchft") or find_spec("torchft")]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabits", type=float, nargs="+", default=[20.0, 100.0])
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step: how much there is to compute")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--only", nargs="+", choices=list(METHODS), default=possible)
     parser.add_argument("--write", action="store_true", help="append the lines to results/slow_network.jsonl")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -250,10 +254,44 @@ def accelerate_local_sgd(model: GPT, optimizer: torch.optim.Optimizer, steps: in
         yield wrapped, local.step, lambda: _copy(model)
 
 
+@contextmanager
+def torchft_diloco(model: GPT, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[Any]:
+    """torchft's DiLoCo(32) with the outer optimizer of ours: a lighthouse on rank 0, each rank a group of its own."""
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    make_optimizer = diloco(32, rounds=steps // 32).optimizer
+    assert make_optimizer is not None
+    rank = dist.get_rank()
+    home = _lab.ADDRESSES[rank]
+    lighthouse = LighthouseServer(bind="0.0.0.0:29600", min_replicas=2) if rank == 0 else None
+    store = dist.TCPStore(home, 29601, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(),
+        load_state_dict=model.load_state_dict,
+        state_dict=model.state_dict,
+        min_replica_size=2,
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr=home,
+        store_port=store.port,
+        lighthouse_addr=f"http://{_lab.ADDRESSES[0]}:29600",
+        replica_id=f"replica_{rank}",
+        hostname=home,
+        init_sync=False,  # all begin alike, and its way to send weights asks for a host name
+    )
+    with DiLoCo(manager, [model], optimizer, make_optimizer(list(model.parameters())), sync_every=32):
+        yield model, lambda: None, lambda: _copy(model)
+    del lighthouse
+
+
 METHODS: dict[str, Method] = {
     "ddp": ddp(None),
     "ddp bf16": ddp(bf16_hook),
     "accelerate local_sgd(8)": accelerate_local_sgd,
+    "torchft diloco(32)": torchft_diloco,
     "local_sgd(8)": outer(lambda steps: local_sgd(8)),
     "diloco(32)": outer(lambda steps: diloco(32, rounds=steps // 32)),
     "diloco(16) int8": outer(lambda steps: diloco(16, rounds=steps // 16, codec=Int8())),

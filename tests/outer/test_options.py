@@ -113,6 +113,22 @@ def test_quadratic_rounds_follow_the_rate_at_which_they_begin():
     assert run_replicas(decaying, 2) == [[4, 8, 24, 34]] * 2
 
 
+def rising(group):
+    run = Run(group, quadratic(2, alpha=0.2), no_statistics, lr=1e-6)
+    ended = []
+    run.outer.listeners.append(lambda this: ended.append(this.step))
+    for number in range(12):
+        run.optimizer.param_groups[0]["lr"] = min(0.1, 0.02 * (number + 1))
+        run.steps(number)
+    run.end()
+    return ended
+
+
+def test_a_warm_up_does_not_make_the_first_round_of_the_quadratic_rule_endless():
+    # With the rates 0.02, 0.04, 0.06, 0.08, 0.1 a round has 100, 25, 11, 6 and 4 steps, and five are done at the last.
+    assert run_replicas(rising, 2) == [[5, 9, 12]] * 2
+
+
 def test_the_quadratic_rule_must_know_the_optimizer():
     outer = OuterLoop(linear(), quadratic(2, alpha=0.2), SoloGroup())
     with pytest.raises(ConfigError, match="inner=optimizer"):

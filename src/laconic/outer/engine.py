@@ -338,6 +338,8 @@ class OuterLoop:
 
     def _due(self, step: int, seconds: float) -> list[Word]:
         """Ask the schedule; a round that is launched begins here."""
+        if self._lr is not None and self._rounds.inner is not None:
+            self._lr = max(self._lr, float(self._rounds.inner.param_groups[0]["lr"]))
         words = list(self._recipe.schedule(Moment(step, self._began, seconds, self._lr)))
         if self._recipe.inner.needs_optimizer and words and self._rounds.inner is None:
             raise ConfigError(f"{self._recipe.inner} needs the inner optimizer: OuterLoop(..., inner=optimizer).")

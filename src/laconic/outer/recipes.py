@@ -84,8 +84,8 @@ def hierarchical(levels: Mapping[int, int | None], *, codec: Codec | None = None
 def quadratic(every: int, alpha: float, *, codec: Codec | None = None) -> Recipe:
     """Average after H = max(every, floor((alpha / lr)**2)) steps, so rounds get longer as the learning rate decays.
 
-    lr is the inner learning rate when the round begins; the loop must know the optimizer. The last round ends with the
-    training.
+    lr is the inner learning rate when the round begins, or the highest since then where it rises, as in a warm-up; the
+    loop must know the optimizer. The last round ends with the training.
 
     Args:
         every: steps in the shortest round.

@@ -41,7 +41,7 @@ class Moment:
         step: the number of the optimizer's step just done, counted from 1.
         began: the step after which the latest round was launched, 0 before the first.
         seconds: since then.
-        lr: the inner learning rate as it was then; None where the loop knows no optimizer.
+        lr: the highest inner learning rate since then; None where the loop knows no optimizer.
     """
 
     step: int
@@ -181,6 +181,9 @@ class Warmup:
 @dataclass(frozen=True)
 class Quadratic(_AtOnce):
     """H = max(every, floor((alpha / lr)^2)) steps, with the learning rate at the start of the round.
+
+    Where the rate rises, as in a warm-up, the highest of the round counts: else a first round that began near 0 would
+    last for the whole training.
 
     Args:
         every: the shortest round.
