@@ -8,6 +8,7 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from laconic.base.errors import CheckpointError, ConfigError
 
+_AHEAD = 64 * 2**20  # bytes after which the disk is given work, while more is written
 _PIECE = 4 * 2**20  # read at a time; small enough to stay in a cache between the disk and the checksum
 
 # safetensors' words for torch's types (https://github.com/huggingface/safetensors, "Format").
@@ -54,6 +56,9 @@ class Sink:
         self.num_bytes = 0
         self.crc32 = 0
         self.failure: OSError | None = None
+        self._flusher = ThreadPoolExecutor(1, "laconic flusher")
+        self._flushed: Future[None] | None = None
+        self._pending = 0  # bytes since the flusher was last sent
 
     def write(self, data: Any) -> int:
         """Write all of `data`, which is anything with a buffer, and return how many bytes that was."""
@@ -67,10 +72,16 @@ class Sink:
             self.failure = error
             raise
         self.num_bytes += written
+        self._pending += written
+        if self._pending >= _AHEAD and (self._flushed is None or self._flushed.done()):
+            self._pending = 0
+            self._flushed = self._flusher.submit(os.fsync, self._file.fileno())
         return written
 
     def flush(self) -> None:
         """Wait until the disk has it."""
+        if self._flushed is not None:
+            self._flushed.result()
         os.fsync(self._file.fileno())
 
     def __enter__(self) -> Sink:
@@ -83,6 +94,7 @@ class Sink:
             if error is None:
                 self.flush()
         finally:
+            self._flusher.shutdown()
             self._file.close()
 
 
