@@ -94,3 +94,11 @@ def test_an_eager_loop_begins_anew_at_the_mean():
     for key, value in found.weights.items():
         if value.is_floating_point():
             torch.testing.assert_close(value, (5 * local[0][key] + 4 * local[1][key]) / 9)
+
+
+def test_who_has_done_nothing_since_brings_nothing_not_even_a_nan():
+    old = states_of(local_sgd(4), 2, 5)
+    parts = [one["rounds"]["parts"][0] for one in old]
+    assert [part["fresh"][0] for part in parts] == [1.0, 0.0]
+    parts[1]["local"]["0.weight"].fill_(torch.nan)
+    assert torch.equal(joined(old).weights["0.weight"], parts[0]["local"]["0.weight"])

@@ -77,6 +77,8 @@ def _mean_leaf(column: Sequence[Any], factors: Sequence[float]) -> Any:
         return first
     if not first.is_floating_point():
         return torch.stack(list(column)).amax(0)
-    wide = [value.to(torch.promote_types(value.dtype, torch.float32)) for value in column]
-    total = sum((factor * value for factor, value in zip(factors, wide, strict=True)), torch.zeros_like(wide[0]))
+    total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
+    for factor, value in zip(factors, column, strict=True):
+        if factor:  # what does not count may be no number
+            total.add_(value, alpha=factor)
     return (total / sum(factors)).to(first.dtype)
