@@ -82,17 +82,18 @@ def go_on_after(training, folder, what):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_a_full_disk_is_one_clear_error(tmp_path):
+@pytest.mark.parametrize(("size", "values"), [("300k", 100_000), ("12m", 5_000_000)])
+def test_a_full_disk_is_one_clear_error(tmp_path, size, values):
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(disk)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(disk)], capture_output=True)
     if mounted.returncode:
         pytest.skip("nothing can be mounted here")
     try:
         training = Training()
         training.accelerator.save_state(disk / "ckpt")
         files = sorted(path.name for path in (disk / "ckpt").iterdir())
-        training.counter.seen = torch.zeros(100_000)
+        training.counter.seen = torch.zeros(values)
         words = go_on_after(training, disk / "ckpt", "a full disk")
         assert "No space left on device" in words
         assert "training can go on" in words
@@ -120,7 +121,7 @@ def one_rank_fails(folder):
     training.accelerator.save_state(folder / "first")
     write = pieces.write
     if training.accelerator.process_index == 1:
-        pieces.write = lambda piece, where: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        pieces.write = lambda piece, where, threaded=True: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     found = []
     for block in (True, False):
         try:

@@ -199,7 +199,7 @@ def test_errors_of_saving_are_clear_and_training_goes_on(tmp_path, monkeypatch):
     training.accelerator.save_state(tmp_path / "ckpt")
     before = {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir() if path.is_file()}
 
-    def full(piece, folder):
+    def full(piece, folder, threaded=True):
         raise OSError(28, "No space left on device", str(folder / piece.name))
 
     monkeypatch.setattr(pieces, "write", full)
@@ -231,10 +231,10 @@ def saved_from_behind(training, tmp_path, **kwargs):
     started, go = threading.Event(), threading.Event()
     write = manager.pieces.write
 
-    def slowly(piece, folder):
+    def slowly(piece, folder, threaded):
         started.set()
         go.wait(20)
-        return write(piece, folder)
+        return write(piece, folder, threaded)
 
     manager.pieces.write = slowly
     try:
@@ -266,7 +266,7 @@ def test_a_save_in_the_background_is_of_the_moment_and_one_at_a_time(tmp_path):
 
 def test_a_failure_in_the_background_is_raised_by_the_next_call_once(tmp_path, monkeypatch):
     training = Training()
-    monkeypatch.setattr(pieces, "write", lambda piece, folder: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(pieces, "write", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
     training.accelerator.save_state(tmp_path / "a", block=False)
     training.accelerator._keeper.saver._thread.join()
     monkeypatch.undo()

@@ -1,31 +1,155 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file is on the disk when its block is left, and the disk has been busy with it before."""
+"""What goes into a file is in it, summed and on the disk when its block is left; what the disk refuses is heard."""
 
 import errno
 import os
+import random
+import subprocess
+import sys
+import zlib
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from laconic.checkpoint import sink
-from laconic.checkpoint.sink import Sink
+from laconic.checkpoint.sink import Sink, sums_of
+
+_BLOCK = 4096
 
 
-def test_the_disk_is_given_work_while_more_is_written_and_its_refusal_is_heard(tmp_path, monkeypatch):
-    monkeypatch.setattr(sink, "_AHEAD", 10)
-    asked = []
-    real = os.fsync
-    monkeypatch.setattr(sink.os, "fsync", lambda descriptor: (asked.append(1), real(descriptor)))
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(sink, "_BLOCK", _BLOCK)
+
+
+def ways(monkeypatch, way):
+    """Let the file system know no way past its cache: the word is unknown, or refused at open, or at each write."""
+    real_open, real_write = os.open, os.pwrite
+    descriptors = set()
+
+    def refuse(*args):
+        raise OSError(errno.EINVAL, "invalid argument")
+
+    def open_direct(path, flags, mode=0o777):
+        if flags & os.O_DIRECT and way == "refused at open":
+            refuse()
+        descriptor = real_open(path, flags & ~os.O_DIRECT, mode)
+        if flags & os.O_DIRECT:
+            descriptors.add(descriptor)
+        return descriptor
+
+    def write(descriptor, view, place):
+        if descriptor in descriptors and way == "refused at write":
+            refuse()
+        if way == "short writes" and len(view) > 1000:
+            return real_write(descriptor, view[:512], place)
+        return real_write(descriptor, view, place)
+
+    if way == "unknown":
+        monkeypatch.delattr(sink.os, "O_DIRECT", raising=False)
+    elif way != "as it is" and hasattr(os, "O_DIRECT"):
+        monkeypatch.setattr(sink.os, "open", open_direct)
+        monkeypatch.setattr(sink.os, "pwrite", write)
+
+
+def write_blocks(file, count, error=None):
+    for _ in range(count):
+        file.write(bytes(_BLOCK))
+    if error is not None:
+        raise error
+
+
+@pytest.mark.parametrize("way", ["as it is", "unknown", "refused at open", "refused at write", "short writes"])
+@pytest.mark.parametrize("threaded", [True, False])
+def test_a_file_holds_what_was_written_and_its_sums_are_those_of_the_disk(tmp_path, monkeypatch, way, threaded):
+    ways(monkeypatch, way)
+
+    @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(st.lists(st.integers(0, 3 * _BLOCK), max_size=8), st.integers(0, 2**32))
+    def check(sizes, seed):
+        source = random.Random(seed)
+        written = [source.randbytes(size) for size in [*sizes, 2 * _BLOCK]]
+        with Sink(tmp_path / "file", threaded) as file:
+            assert [file.write(data) for data in written] == [len(data) for data in written]
+        content = b"".join(written)
+        assert (tmp_path / "file").read_bytes() == content
+        assert (file.num_bytes, file.crc32) == (len(content), zlib.crc32(content)) == sums_of(tmp_path / "file")
+
+    check()
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no way past its cache")
+def test_whole_blocks_go_past_the_cache_and_the_rest_through_it(tmp_path, monkeypatch):
+    ways(monkeypatch, "seen")
+    calls = []
+    real = os.pwrite
+    monkeypatch.setattr(
+        sink.os, "pwrite", lambda to, view, place: (calls.append((to, len(view))), real(to, view, place))[1]
+    )
     with Sink(tmp_path / "file") as file:
-        for _ in range(50):
-            file.write(bytes(10))
-            if file._flushed is not None:
-                file._flushed.result()
-    assert len(asked) == 51
-    assert sink.sums_of(tmp_path / "file") == (file.num_bytes, file.crc32)
+        for _ in range(3):
+            file.write(bytes(_BLOCK + 1))
+    assert [length for _, length in calls] == [_BLOCK, _BLOCK, _BLOCK, 3]
+    direct, *_, plain = [to for to, _ in calls]
+    assert [to for to, _ in calls] == [direct] * 3 + [plain]
+    assert direct != plain
 
-    def refuse(descriptor):
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_a_full_disk_is_heard_while_more_is_written_and_the_rest_is_not_tried(tmp_path, monkeypatch, threaded):
+    tried = []
+
+    def full(descriptor, view, place):
+        tried.append(place)
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(sink.os, "pwrite", full)
+    with pytest.raises(OSError, match="no space left"), Sink(tmp_path / "file", threaded) as file:
+        write_blocks(file, 100)
+    assert file.num_bytes < 10 * _BLOCK
+    assert tried == [0]
+    assert file.failure is not None
+
+
+@pytest.mark.parametrize("size", [100, 2 * _BLOCK, 2 * _BLOCK + 100])
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_what_the_disk_refuses_at_the_end_is_heard_too(tmp_path, monkeypatch, size, call):
+    def refuse(*args):
         raise OSError(errno.EIO, "no disk")
 
-    monkeypatch.setattr(sink.os, "fsync", refuse)
+    monkeypatch.setattr(sink.os, call, refuse)
     with pytest.raises(OSError, match="no disk"), Sink(tmp_path / "file") as file:
-        file.write(bytes(20))
+        file.write(bytes(size))
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_an_error_in_the_block_is_the_one_that_is_raised_and_no_thread_stays(tmp_path, threaded):
+    with pytest.raises(ValueError, match="mine"), Sink(tmp_path / "file", threaded) as file:
+        write_blocks(file, 5, error=ValueError("mine"))
+    assert file._writer is None or not file._writer.is_alive()
+
+
+_LEAVES_EARLY = """
+import sys
+import torch
+import laconic
+
+accelerator = laconic.Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Linear(1000, 10000))
+accelerator.save_state(sys.argv[1], block=False)
+"""
+
+
+def test_a_save_in_the_background_of_many_blocks_is_complete_when_the_script_ends_at_once(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _LEAVES_EARLY, str(tmp_path / "last")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    checked = subprocess.run(
+        [sys.executable, "-m", "laconic", "checkpoint", "verify", str(tmp_path / "last")],
+        capture_output=True,
+        text=True,
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert (tmp_path / "last" / "model.safetensors").stat().st_size > 40_000_000

@@ -208,7 +208,7 @@ def _write_all(parts: Sequence[Piece], folder: Path, at_once: bool) -> dict[str,
             "ProjectConfiguration(save_on_each_node=True)."
         )
     if not at_once:
-        return {part.name: pieces.write(part, folder) for part in parts}
+        return {part.name: pieces.write(part, folder, threaded=False) for part in parts}
     with ThreadPoolExecutor(_WRITERS, "laconic writer") as writers:
         # Most of writing is copying and summing, outside of Python's lock; and one file is summed while another waits.
         entries = list(writers.map(lambda part: pieces.write(part, folder), parts))

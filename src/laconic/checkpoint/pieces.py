@@ -35,8 +35,8 @@ class Piece:
     origin: str = ""
 
 
-def write(piece: Piece, folder: Path) -> Entry:
-    """Write a piece and wait for the disk.
+def write(piece: Piece, folder: Path, threaded: bool = True) -> Entry:
+    """Write a piece and wait for the disk; without `threaded` no thread is started for it.
 
     Raises:
         OSError: as on a full disk.
@@ -44,7 +44,7 @@ def write(piece: Piece, folder: Path) -> Entry:
     """
     path = folder / piece.name
     path.parent.mkdir(parents=True, exist_ok=True)
-    with Sink(path) as sink:
+    with Sink(path, threaded) as sink:
         if piece.safe:
             write_safetensors(piece.content, sink)
         else:

@@ -3,23 +3,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 import os
 import struct
 import zlib
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from laconic.base.errors import CheckpointError, ConfigError
 
-_AHEAD = 64 * 2**20  # bytes after which the disk is given work, while more is written
-_PIECE = 4 * 2**20  # read at a time; small enough to stay in a cache between the disk and the checksum
+_BLOCK = 4 * 2**20  # bytes at a time; small enough to stay in a processor's cache between the disk and the checksum
+_BLOCKS = 3  # of a file that is written: one is filled, one is on its way, one waits
 
 # safetensors' words for torch's types (https://github.com/huggingface/safetensors, "Format").
 _SAFE_TYPES = {
@@ -45,44 +49,87 @@ _SAFE_TYPES = {
 class Sink:
     """A new file that counts and sums what goes through it; leaving the block puts it on the disk.
 
+    What fills a block of memory is written by a thread while the next block is filled, and past the system's cache
+    where the file system has a way (`O_DIRECT`): nobody reads a checkpoint soon, it would push out what is read, and
+    finding memory for a copy of it and waiting for the disk at the end takes longer than the disk alone.
+
+    Args:
+        path: of the file; one that is there is overwritten.
+        threaded: False: no thread, as where none may start any more.
+
     Attributes:
         num_bytes: how many were written.
-        crc32: their checksum, as zlib's.
+        crc32: their checksum, as zlib's; of all of them once the block has been left.
         failure: what the system said when it could not write.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115  closed when the block is left
+    def __init__(self, path: str | os.PathLike[str], threaded: bool = True) -> None:
+        self._disk = _Disk(path)
+        self._threaded = threaded
         self.num_bytes = 0
         self.crc32 = 0
         self.failure: OSError | None = None
-        self._flusher = ThreadPoolExecutor(1, "laconic flusher")
-        self._flushed: Future[None] | None = None
-        self._pending = 0  # bytes since the flusher was last sent
+        self._block: memoryview | None = None
+        self._filled = 0  # bytes of the block
+        self._full: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._free: SimpleQueue[memoryview] = SimpleQueue()
+        self._writer: Thread | None = None
 
     def write(self, data: Any) -> int:
-        """Write all of `data`, which is anything with a buffer, and return how many bytes that was."""
+        """Take all of `data`, which is anything with a buffer, and return how many bytes that was."""
         view = memoryview(data).cast("B")
-        self.crc32 = zlib.crc32(view, self.crc32)
-        written = 0
-        try:
-            while written < len(view):
-                written += self._file.write(view[written:]) or 0
-        except OSError as error:
-            self.failure = error
-            raise
-        self.num_bytes += written
-        self._pending += written
-        if self._pending >= _AHEAD and (self._flushed is None or self._flushed.done()):
-            self._pending = 0
-            self._flushed = self._flusher.submit(os.fsync, self._file.fileno())
-        return written
+        done = 0
+        while done < len(view):
+            block = self._block = self._block or _page_aligned()
+            count = min(len(view) - done, len(block) - self._filled)
+            # numpy copies outside of Python's lock, so that training goes on.
+            np.copyto(np.asarray(block[self._filled : self._filled + count]), view[done : done + count])
+            self._filled += count
+            done += count
+            if self._filled == len(block):
+                self._hand_over(block)
+        self.num_bytes += done
+        return done
 
     def flush(self) -> None:
-        """Wait until the disk has it."""
-        if self._flushed is not None:
-            self._flushed.result()
-        os.fsync(self._file.fileno())
+        """Do nothing, as torch's writer asks for it: leaving the block flushes."""
+
+    def _hand_over(self, block: memoryview) -> None:
+        self.crc32 = zlib.crc32(block, self.crc32)  # while a processor's cache has it
+        if not self._threaded:
+            self._put(block)
+        else:
+            if self._writer is None:
+                for _ in range(_BLOCKS - 1):
+                    self._free.put(_page_aligned())
+                self._writer = Thread(target=self._work, name="laconic writer")
+                self._writer.start()
+            self._full.put(block)
+            self._block = self._free.get()
+        self._filled = 0
+        if self.failure is not None:
+            raise self.failure
+
+    def _work(self) -> None:
+        while (block := self._full.get()) is not None:
+            self._put(block)
+            self._free.put(block)
+
+    def _put(self, view: memoryview) -> None:
+        if self.failure is None:
+            try:
+                self._disk.put(view)
+            except OSError as error:  # raised by whoever writes or leaves the block next
+                self.failure = error
+
+    def _finish(self) -> None:
+        if self._block is not None:
+            rest = self._block[: self._filled]
+            self.crc32 = zlib.crc32(rest, self.crc32)
+            self._put(rest)
+        if self.failure is not None:
+            raise self.failure
+        self._disk.sync()
 
     def __enter__(self) -> Sink:
         return self
@@ -91,11 +138,57 @@ class Sink:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            if self._writer is not None:
+                self._full.put(None)
+                self._writer.join()
             if error is None:
-                self.flush()
+                self._finish()
         finally:
-            self._flusher.shutdown()
-            self._file.close()
+            self._disk.close()
+
+
+class _Disk:
+    """A new file, written from its beginning to its end: whole blocks past the system's cache where that can be."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._direct: int | None = None
+        self._place = 0  # of the next byte
+        self._is_plain = not hasattr(os, "O_DIRECT")
+
+    def put(self, view: memoryview) -> None:
+        while view:
+            done = self._put_direct(view) if len(view) == _BLOCK and not self._is_plain else 0
+            done = done or os.pwrite(self._file, view, self._place)
+            self._place += done
+            view = view[done:]
+
+    def _put_direct(self, view: memoryview) -> int:
+        """Write past the cache, and return how many bytes; 0: that can't be here."""
+        try:
+            if self._direct is None:
+                self._direct = os.open(self._path, os.O_WRONLY | os.O_DIRECT)
+            return os.pwrite(self._direct, view, self._place)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._is_plain = True
+            return 0
+
+    def sync(self) -> None:
+        """Wait until the disk has all of it, and knows how long it is."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+        if self._direct is not None:
+            os.close(self._direct)
+
+
+def _page_aligned() -> memoryview:
+    """Return memory for a block, at an address that a disk can be given."""
+    return memoryview(mmap.mmap(-1, _BLOCK))
 
 
 def sync_folder(path: Path) -> None:
@@ -110,7 +203,7 @@ def sync_folder(path: Path) -> None:
 def sums_of(path: Path) -> tuple[int, int]:
     """Return the size and the checksum of a file, as it is on the disk now."""
     total = crc = 0
-    buffer = memoryview(bytearray(_PIECE))
+    buffer = memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             crc = zlib.crc32(buffer[:count], crc)
