@@ -189,17 +189,100 @@ def test_a_stream_with_state_is_not_read_again():
     assert read == [8, 9, 10, 11], "six were handed out, and two more were read ahead and came from the state"
 
 
-def check_workers(dataset, persistent):
+def check_workers(dataset, persistent, workers, pick):
     def make():
-        data = torch.arange(22.0).view(11, 2) if dataset == "table" else Stream(9)
-        return prepared(DataLoader(data, 2, shuffle=dataset == "table", num_workers=2, persistent_workers=persistent))
+        data = Noisy(11) if dataset == "table" else Stream(9)
+        return prepared(
+            DataLoader(data, 2, shuffle=dataset == "table", num_workers=workers, persistent_workers=persistent)
+        )
 
-    check(make, 8 if persistent else 4)  # torch takes 5 s to end a persistent worker that has had a second epoch
+    check(make, pick)
 
 
-@pytest.mark.parametrize(("dataset", "persistent"), [("table", False), ("table", True), ("stream", False)])
-def test_workers_change_nothing(dataset, persistent):
-    run_ranks(check_workers, 1, dataset, persistent)  # in a process of its own, from which forking is quick
+@pytest.mark.parametrize(
+    ("dataset", "persistent", "workers", "pick"),
+    [
+        ("table", False, 1, 3),
+        ("table", False, 2, 2),
+        ("table", False, 4, 3),
+        ("table", True, 2, 5),  # torch takes 5 s to end a persistent worker that has had a second epoch
+        ("stream", False, 2, 4),
+    ],
+)
+def test_workers_go_on_with_the_numbers_that_they_would_have_drawn(dataset, persistent, workers, pick):
+    run_ranks(check_workers, 1, dataset, persistent, workers, pick)  # in a process of its own, where forking is quick
+
+
+def check_loading_in_between(persistent):
+    """A state is loaded while workers of the same loader are in the middle of other batches."""
+
+    def make():
+        return prepared(DataLoader(Noisy(9), 2, shuffle=True, num_workers=2, persistent_workers=persistent))
+
+    seen, states = in_one_go(make)
+    seed()
+    loader = make()
+    for epoch, done, _, state in states[2::7]:
+        loader.load_state_dict(state[0])
+        rng.write(state[1])
+        expected = [seen[epoch][done:], *seen[epoch + 1 :]]
+        assert [[step(batch, loader) for batch in loader] for _ in range(epoch, 3)] == expected
+        for _ in loader:
+            break
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_that_are_there_when_a_state_is_loaded_do_not_draw_for_it(persistent):
+    run_ranks(check_loading_in_between, 1, persistent, timeout_s=90)
+
+
+def check_after_a_break(persistent):
+    """Nobody knows what persistent workers drew for batches that were thrown away, until each has made another one."""
+
+    def make():
+        return prepared(DataLoader(Noisy(13), 2, num_workers=2, persistent_workers=persistent))
+
+    seed()
+    loader, seen, states = make(), [], []
+    for _ in loader:
+        break
+    for batch in loader:
+        seen.append(step(batch, loader))
+        states.append(through_a_file([loader.state_dict(), rng.read()]))
+    for done, state in list(enumerate(states, 1))[1 if persistent else 0 :]:
+        assert gone_on(make, state, 0, epochs=1) == [seen[done:]]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_go_on_after_an_iteration_that_was_broken_off(persistent):
+    run_ranks(check_after_a_break, 1, persistent, timeout_s=90)
+
+
+def test_a_loader_with_another_number_of_workers_says_that_it_draws_other_numbers():
+    def make(workers):
+        return prepared(DataLoader(Noisy(9), 2, num_workers=workers))
+
+    loader = make(2)
+    for _ in loader:
+        state = through_a_file(loader.state_dict())
+        break
+    for workers in (0, 1, 2):
+        other = make(workers)
+        other.load_state_dict(state)
+        word = f", with {workers} workers in place of 2, which draw other random numbers"
+        assert other.whereabouts() == "goes on after batch 1 of 5 of epoch 0" + (word if workers != 2 else "")
+        assert [batch["x"][:, 0].tolist() for batch in other] == [[2, 3], [4, 5], [6, 7], [8]]
+
+
+def test_loaders_whose_batches_take_another_way_are_left_as_they_are():
+    class Mine(DataLoader):
+        def __iter__(self):
+            for batch in super().__iter__():
+                assert isinstance(batch, dict)
+                yield batch
+
+    for raw in (Mine(Noisy(5), 2, num_workers=2), DataLoader(Noisy(5), 2, num_workers=2, in_order=False)):
+        assert sum(len(batch["x"]) for batch in prepared(raw)) == 5
 
 
 def test_skipping_replaces_the_place_and_never_adds_to_it():

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from laconic.checkpoint import layout
 from laconic.checkpoint.source import read_torch
+from laconic.data.place import FROM_ITS_START
 from laconic.outer.joined import Joined, joined
 
 
@@ -85,7 +86,7 @@ def _moved(state: dict[str, Any], old: int, size: int, total: int | None, words:
     """Return a loader's state with its place after as many samples, in steps of another size."""
     place = state["place"]
     if place is None:
-        return state
+        return {**state, "drawn": None}
     before = state["total_batch_size"]
     samples = place["batches"] * (old if before is None or total is None else before)
     step = size if before is None or total is None else total
@@ -94,8 +95,7 @@ def _moved(state: dict[str, Any], old: int, size: int, total: int | None, words:
         batches += old + size  # past the end, whatever the last steps are like
     elif rest:
         words.append(f"{rest} samples are seen again, as {samples} are no whole number of steps of {step}")
-    fresh = {"num_ahead": 0, "ahead": None, "first": None, "dataset": None, "exhausted": False}
-    return {**state, "place": {**place, **fresh, "batches": batches}}
+    return {**state, "drawn": None, "place": {**place, **FROM_ITS_START, "batches": batches}}
 
 
 def _random_states(folder: Path, old: int, rank: int) -> dict[str, Any]:

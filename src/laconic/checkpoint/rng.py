@@ -39,15 +39,20 @@ def check(states: dict[str, Any]) -> None:
     torch.Generator().set_state(states["torch_manual_seed"])
 
 
+def write_host(states: dict[str, Any]) -> None:
+    """Make the states of `random`, numpy and torch's CPU generator those that were read."""
+    random.setstate(states["random_state"])
+    np.random.set_state(states["numpy_random_seed"])
+    torch.set_rng_state(states["torch_manual_seed"])
+
+
 def write(states: dict[str, Any]) -> list[str]:
     """Make the states those that `read` or `read_host` returned.
 
     Returns:
         what could not be the same: devices that are here or there alone.
     """
-    random.setstate(states["random_state"])
-    np.random.set_state(states["numpy_random_seed"])
-    torch.set_rng_state(states["torch_manual_seed"])
+    write_host(states)
     odd = []
     for kind, key in _DEVICES.items():
         module, saved = _module(kind), states.get(key)

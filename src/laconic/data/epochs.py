@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from laconic.data.place import Place, Resumption, Start
+from laconic.data.workers import Log, States
 
 NOTHING = object()  # where there is no batch
 
@@ -24,6 +25,7 @@ class Pass:
         ahead: what was read but not handed out: a batch, or the rounds of a dispatching loader.
         first: the first round of a dispatching loader.
         source: the iterator that batches are read from.
+        log: of workers whose random numbers are noted.
         warm: persistent workers were there when it began.
     """
 
@@ -33,6 +35,7 @@ class Pass:
         "epoch",
         "first",
         "loader",
+        "log",
         "num_batches",
         "remainder",
         "resumption",
@@ -54,6 +57,7 @@ class Pass:
         self.ahead: Any = NOTHING
         self.first: Any = None
         self.source: Any = None
+        self.log: Log | None = None
         self.warm = False
 
     def __len__(self) -> int:
@@ -75,6 +79,8 @@ class Epochs:
         chosen: the epoch that was chosen for it, where nothing is left of the one of `place`.
         under_way: an iteration of epoch `number` has begun; it may have been broken off.
         warm: persistent workers were started, so that starting them draws no seed any more.
+        drawn: the random states with which they begin the next iteration, None: as they start by themselves.
+        is_loaded: a state was loaded, and workers that are there know nothing of it.
     """
 
     def __init__(self) -> None:
@@ -84,6 +90,8 @@ class Epochs:
         self.place: Place | None = None
         self.chosen: int | None = None
         self.warm = False
+        self.drawn: list[States] | None = None
+        self.is_loaded = False
 
     def start(self, goes_on: bool = False) -> int:
         """Begin the next epoch, also when the one before was broken off, or go on with it; return its number."""

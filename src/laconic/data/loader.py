@@ -30,6 +30,7 @@ from laconic.data.place import (
 )
 from laconic.data.samplers import SeedableRandomSampler
 from laconic.data.torch_loaders import LoaderView, announce, keeper_of, reads_indices, without_first
+from laconic.data.workers import Log, Noting, Turns, can_be_noted, checked, plain
 from laconic.loop.state import LoopState
 
 _Prepared = TypeVar("_Prepared", bound="PreparedLoader")
@@ -228,6 +229,7 @@ class PreparedLoader(LoaderView):
             "generators": [generator.get_state() for generator in generators_of(base)],
             "seeds": [sampler.initial_seed for sampler in _seeded(base)],
             "warm": self._is_warm,
+            "drawn": plain(epochs.drawn),
             "total_batch_size": self.total_batch_size,
         }
 
@@ -240,13 +242,17 @@ class PreparedLoader(LoaderView):
         epochs, base = self._epochs, self.base_dataloader
         saved = dict(state_dict)
         place = None if saved["place"] is None else Place.from_dict(saved["place"])
+        if place is not None and place.turns is not None:
+            Turns.from_dict(place.turns)
         number, under_way, warm = int(saved["epoch"]), bool(saved["under_way"]), bool(saved["warm"])
+        drawn = checked(saved.get("drawn"))
         samplers = _seeded(base)
         set_generators(base, saved["generators"])
         for sampler, seed in zip(samplers, saved["seeds"], strict=False):
             sampler.initial_seed = seed
         epochs.choose(number)
         epochs.under_way, epochs.warm, epochs.place, epochs.chosen = under_way, warm, place, None
+        epochs.drawn, epochs.is_loaded = drawn, True
 
     def whereabouts(self) -> str:
         """Say in a few words where the next iteration goes on."""
@@ -258,7 +264,12 @@ class PreparedLoader(LoaderView):
         except TypeError:  # a stream that does not know its length
             total = ""
         where = f"goes on after batch {place.batches}{total} of epoch {epochs.number}"
-        return f"{where}, which is its last: the first loop over it ends at once" if place.ended else where
+        if place.ended:
+            return f"{where}, which is its last: the first loop over it ends at once"
+        then, now = 0 if place.turns is None else len(place.turns["plan"]), self.base_dataloader.num_workers
+        if then and then != now:
+            where += f", with {now} workers in place of {then}, which draw other random numbers"
+        return where
 
     def keep(self) -> Callable[[], None]:
         """Return what undoes a `load_state_dict` that comes now."""
@@ -291,6 +302,7 @@ class PreparedLoader(LoaderView):
             first=first,
             dataset=dataset,
             warm=one.warm,
+            turns=None if one.log is None else one.log.turns(one.skip + one.num_batches).to_dict(),
             exhausted=bool(getattr(getattr(one.source, "_dataset_fetcher", None), "ended", False)),
         )
 
@@ -311,18 +323,21 @@ class PreparedLoader(LoaderView):
         base = self.base_dataloader
         return bool(base.persistent_workers and (base._iterator is not None or self._epochs.warm))
 
-    def _opened(self, base: DataLoader[Any] | None = None, one: Pass | None = None) -> Iterator[Any]:
-        """Start the base loader, or a copy of it, without drawing a seed for workers that would be there already."""
-        base = self.base_dataloader if base is None else base
-        resumption = None if one is None else one.resumption
-        is_warm = self._is_warm if resumption is None else resumption.place.warm
-        if not is_warm or base._iterator is not None:
-            return iter(base)
-        kept, base.generator = base.generator, torch.Generator()
+    def _opened(self, base: DataLoader[Any], one: Pass, **replaced: Any) -> Iterator[Any]:
+        """Start the base loader, or a copy of it, without drawing a seed for workers that would be there already.
+
+        Args:
+            replaced: attributes that workers which are started now see instead of the loader's own.
+        """
+        is_warm = self._is_warm if one.resumption is None else one.resumption.place.warm
+        if is_warm and base._iterator is None:
+            replaced["generator"] = torch.Generator()
+        kept = {name: getattr(base, name) for name in replaced}
+        base.__dict__.update(replaced)
         try:
             return iter(base)
         finally:
-            base.generator = kept
+            base.__dict__.update(kept)
 
     def _show(self, one: Pass) -> None:
         """Let this loader's attributes be those of one of its iterations."""
@@ -371,8 +386,10 @@ class DataLoaderShard(PreparedLoader):
     def _batches(self, one: Pass) -> Iterator[Any]:
         base, resumption = self.base_dataloader, one.resumption
         reads = reads_indices(base)
-        if resumption is None or reads:
-            one.source = self._opened(without_first(base, one.skip) if one.skip and reads else None, one)
+        if can_be_noted(base):
+            one.source = self._noted(one)
+        elif resumption is None or reads:
+            one.source = self._opened(without_first(base, one.skip) if one.skip and reads else base, one)
         if resumption is None:
             return one.source if reads else islice(one.source, one.skip, None)
         place = resumption.place
@@ -381,7 +398,7 @@ class DataLoaderShard(PreparedLoader):
             one.source = iter(()) if place.is_read else self._told(place)
         else:
             if not reads:
-                one.source = self._opened(None, one)
+                one.source = self._opened(base, one)
                 replay(one.source, place.batches)
             first = list(islice(one.source, 1))  # of those that were read ahead; orders are drawn with it
         if place.ahead is not None:
@@ -389,6 +406,32 @@ class DataLoaderShard(PreparedLoader):
             first = [Marked(content, real) if real else content]
         resumption.arrive()
         return chain(first, one.source)
+
+    def _noted(self, one: Pass) -> Iterator[Any]:
+        """Start workers whose random numbers are known with each batch, and go on where it was left."""
+        epochs, base = self._epochs, self.base_dataloader
+        if epochs.is_loaded:  # those that are there have drawn for another run
+            base._iterator, epochs.is_loaded = None, False
+        number, stay = base.num_workers, base.persistent_workers
+        saved = None if one.resumption is None else one.resumption.place.turns
+        if saved is not None and len(saved["plan"]) == number:
+            turns = Turns.from_dict(saved)
+        elif base._iterator is not None:
+            turns = Turns.begun(number, one.skip, epochs.drawn or [None] * number)
+        else:
+            drawn = plain(epochs.drawn) or []
+            turns = Turns.begun(number, one.skip, drawn if len(drawn) == number else None)
+        one.log = Log(turns)
+        loader = without_first(base, turns.start) if turns.start else base
+        noting = Noting(loader.collate_fn, loader.worker_init_fn, turns.plan, each=stay)
+        arriving = self._opened(loader, one, collate_fn=noting, worker_init_fn=noting.start)
+        epochs.drawn = [None] * number if stay else None
+        return self._handed_out(one.log, arriving, one.skip)
+
+    def _handed_out(self, log: Log, arriving: Iterator[Any], wanted: int) -> Iterator[Any]:
+        yield from log.hand_out(arriving, wanted)
+        if self.base_dataloader.persistent_workers:
+            self._epochs.drawn = log.newest
 
     def _told(self, place: Place) -> Iterator[Any]:
         keeper_of(self.base_dataloader).load_state_dict(place.dataset)

@@ -52,6 +52,17 @@ class Start:
             rng.write(self.host)
 
 
+# Of a place after so many batches of which nothing else is known.
+FROM_ITS_START: dict[str, Any] = {
+    "num_ahead": 0,
+    "ahead": None,
+    "first": None,
+    "dataset": None,
+    "exhausted": False,
+    "turns": None,
+}
+
+
 @dataclass(frozen=True)
 class Place:
     """A place in an iteration.
@@ -66,6 +77,7 @@ class Place:
         dataset: the state of a data set, or of a loader, that keeps one, after what was read ahead; or None.
         exhausted: the data set has nothing more.
         warm: persistent workers were there when it began, so that it drew no seed for them.
+        turns: how workers go on, with their random states; None: as workers start by themselves.
     """
 
     batches: int
@@ -77,6 +89,7 @@ class Place:
     dataset: Any = None
     exhausted: bool = False
     warm: bool = False
+    turns: dict[str, Any] | None = None
 
     @property
     def is_read(self) -> bool:
@@ -98,7 +111,7 @@ class Place:
 
     def moved(self, batches: int) -> Place:
         """Return the place after `batches` of the same iteration, of which nothing has been read."""
-        return replace(self, batches=batches, num_ahead=0, ahead=None, first=None, dataset=None, exhausted=False)
+        return replace(self, batches=batches, **FROM_ITS_START)
 
 
 @dataclass

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whenever workers note their random states, others go on with the numbers that they would have drawn."""
+
+import copy
+import pickle
+import random
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
+
+from laconic.checkpoint import rng
+from laconic.data import workers
+from laconic.data.workers import Log, Noting, Turns, can_be_noted
+
+
+def draw(samples):
+    return samples, random.random(), np.random.rand(), torch.rand(()).item(), np.random.randn()
+
+
+class Worker:
+    """A worker process, as far as its random numbers go. Its clock advances by one for each batch."""
+
+    def __init__(self, number, seed, noting, clock):
+        self.number, self.noting, self.clock = number, pickle.loads(pickle.dumps(noting)), clock
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        self.noting.start(number)
+        self.states = rng.read_host()
+
+    def make(self, batch):
+        info = SimpleNamespace(id=self.number)
+        with (
+            mock.patch.object(workers, "get_worker_info", return_value=info),
+            mock.patch.object(workers.time, "perf_counter", side_effect=self.clock),
+        ):
+            rng.write_host(self.states)
+            made = self.noting(batch)
+            self.states = rng.read_host()
+        return made
+
+
+def crew(turns, number, gaps, seed=7):
+    """Workers that note something when their clocks, which tick in steps of `gaps`, say so."""
+    noting = Noting(draw, None, turns.plan)
+    clocks = [iter(np.cumsum([0.0, *random.Random(f"{gaps}{k}").choices(gaps, k=60)]).tolist()) for k in range(number)]
+    return [Worker(k, seed + k, noting, clocks[k]) for k in range(number)]
+
+
+def arriving(crew, first):
+    batch = first
+    while True:
+        yield crew[(batch - first) % len(crew)].make(batch)
+        batch += 1
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    number=st.integers(1, 4),
+    skip=st.integers(0, 3),
+    stops=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    gaps=st.sampled_from([(1.0,), (0.0,), (0.0, 0.004), (0.0, 0.0, 1.0)]),
+)
+def test_a_run_that_goes_on_any_number_of_times_draws_what_the_whole_run_draws(number, skip, stops, gaps):
+    before = rng.read_host()
+    try:
+        begun = Turns.begun(number, skip)
+        whole = Log(begun).hand_out(arriving(crew(begun, number, (1.0,)), skip), skip)
+        turns, wanted = begun, skip
+        for stop in stops:
+            turns = Turns.from_dict(turns.to_dict())
+            log = Log(turns)
+            source = log.hand_out(arriving(crew(turns, number, gaps), turns.start), wanted)
+            ahead = next(source)
+            for _ in range(stop):  # one is read ahead, and made once more by those who go on
+                assert ahead == next(whole)
+                ahead = next(source)
+            wanted += stop
+            turns = log.turns(wanted)
+            assert turns.start <= wanted
+            again = copy.deepcopy(turns.to_dict())
+        assert again["start"] == turns.start
+    finally:
+        rng.write_host(before)
+
+
+def test_what_is_not_known_is_not_made_up():
+    log = Log(Turns.begun(2, 0, [None, None]))
+    source = log.hand_out(iter(["not noted", workers.Drawn("noted", None), "not noted", "not noted"]), 0)
+    assert next(source) == "not noted"
+    assert log.turns(0).to_dict() is None
+    assert list(source) == ["noted", "not noted", "not noted"]
+    assert log.turns(4).to_dict() is None
+
+
+@pytest.mark.parametrize("damage", [{}, {"start": 0, "plan": [(0, "other")]}, {"start": 0, "plan": [(0, {})]}])
+def test_a_damaged_word_about_workers_is_an_error(damage):
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        Turns.from_dict(damage)
+
+
+def test_only_workers_that_take_turns_over_indices_are_noted():
+    class Mine(DataLoader):
+        def __iter__(self):
+            return super().__iter__()
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    assert can_be_noted(DataLoader(range(4), num_workers=2))
+    assert not can_be_noted(DataLoader(range(4)))
+    assert not can_be_noted(DataLoader(range(4), num_workers=2, in_order=False))
+    assert not can_be_noted(Mine(range(4), num_workers=2))
+    assert not can_be_noted(DataLoader(Stream(), num_workers=2))
