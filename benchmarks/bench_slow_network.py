@@ -296,7 +296,7 @@ METHODS: dict[str, Method] = {
     "diloco(32)": outer(lambda steps: diloco(32, rounds=steps // 32)),
     "diloco(16) int8": outer(lambda steps: diloco(16, rounds=steps // 16, codec=Int8())),
     "eager_diloco(16)": outer(lambda steps: eager_diloco(16, rounds=steps // 16)),
-    "streaming_diloco(24, 3)": outer(lambda steps: streaming_diloco(24, 3, delay=3, rounds=steps // 24)),
+    "streaming_diloco(24, 3)": outer(lambda steps: streaming_diloco(24, 3, delay=1, rounds=steps // 24)),
     "alone": alone,
 }
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does one Local SGD synchronisation cost? Ours, Accelerate's, and a bare all-reduce of the same bytes, in turns.
 
+`by hand` is what one would write, with a flat buffer at hand: one call to copy the weights into it, the all-reduce, one
+to divide and one to copy back. It neither looks for values that are not finite nor knows what each rank has done.
+
 python benchmarks/bench_sync.py [--ranks 2] [--rounds-small 60] [--rounds-large 9] [--recipes] [--write]
 python benchmarks/bench_sync.py --memory [--write]      what the loop keeps, and needs while it synchronises
 """
@@ -113,6 +116,7 @@ def measure(shapes: list[tuple[int, ...]], rounds: int, recipes: bool) -> dict[s
     contestants: dict[str, Callable[[], Any]] = {}
     flat = torch.randn(sum(torch.Size(shape).numel() for shape in shapes))
     contestants["bare all_reduce"] = lambda: dist.all_reduce(flat)
+    contestants["by hand"] = by_hand(Bag(shapes))
     contestants["laconic"] = OuterLoop(Bag(shapes), local_sgd(1)).step
     if recipes:
         contestants["laconic bf16"] = OuterLoop(Bag(shapes), local_sgd(1, codec=Cast("bf16"))).step
@@ -130,6 +134,21 @@ def measure(shapes: list[tuple[int, ...]], rounds: int, recipes: bool) -> dict[s
         dist.barrier()
 
     return medians_us(interleave(contestants, rounds, warmup=3, before=train))
+
+
+def by_hand(model: nn.Module) -> Callable[[], Any]:
+    """What replaces the weights by their mean over all ranks."""
+    weights = [parameter.detach().view(-1) for parameter in model.parameters()]
+    flat = torch.zeros(sum(weight.numel() for weight in weights))
+    parts = torch.split(flat, [weight.numel() for weight in weights])
+
+    def average() -> None:
+        torch.cat(weights, out=flat)
+        dist.all_reduce(flat)
+        flat.div_(dist.get_world_size())
+        torch._foreach_copy_(weights, parts)
+
+    return average
 
 
 if __name__ == "__main__":

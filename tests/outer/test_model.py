@@ -268,17 +268,18 @@ def test_gradients_in_one_bucket_wait_for_the_whole_backward_pass():
 
 
 def test_memory_is_what_is_kept_and_what_is_under_way():
-    def memory(**settings):
-        found = cost_of(RUN, Method("m", **settings)).memory
+    def memory(run=RUN, **settings):
+        found = cost_of(run, Method("m", **settings)).memory
         assert found.total == found.anchor + found.outer_state + found.feedback + found.buffers
         return found.anchor, found.outer_state, found.feedback, found.buffers
 
     bucket = 10**6
-    assert memory(every=8, bucket_bytes=bucket) == (0, 0, 0, 2 * bucket)
+    assert memory(every=8, bucket_bytes=bucket) == (0, 0, 0, 4 * bucket)
+    assert memory(replace(RUN, replicas=2), every=8, bucket_bytes=bucket) == (0, 0, 0, 2 * bucket)
     assert memory(every=8, bucket_bytes=bucket, anchor=True, outer_state=2, feedback=True)[:3] == (4e9, 8e9, 4e9)
     assert memory(every=8, bucket_bytes=2**40)[3] == 4e9  # no more than there is
-    assert memory(every=8, bucket_bytes=bucket, bits=8) == (0, 0, 0, 2.5 * bucket)
-    assert memory(every=8, bucket_bytes=bucket, bits=8, exchange="gathered")[3] == 2 * bucket + 4 * bucket / 2
+    assert memory(every=8, bucket_bytes=bucket, bits=8) == (0, 0, 0, 4.5 * bucket)
+    assert memory(every=8, bucket_bytes=bucket, bits=8, exchange="gathered")[3] == 4 * bucket + 4 * bucket / 2
     assert memory(during_backward=True)[3] == 4e9
     assert memory(every=10, fragments=5, delay=1)[3] == pytest.approx(0.8e9)
     assert memory(every=10, fragments=5, delay=4)[3] == pytest.approx(1.6e9)  # two fly at a time

@@ -61,8 +61,8 @@ class OuterLoop:
         inner: the optimizer that trains the model, for recipes that follow its learning rate or look after its state.
         bucket_bytes: how much is copied and sent at a time; twice this is kept in memory, four times among more than
             two ranks, or a whole fragment where it flies while training goes on. None: an eighth of what is trained,
-            but from 4 MB, which stay in a cache between copy and wire, to 25 MB. More pays on a line that is both fast
-            and long, such as 1 Gbit/s over 50 ms.
+            but from 4 MB, which stay in a cache between copy and wire, to 12.5 MB. More pays on a line that is both
+            fast and long, such as 1 Gbit/s over 50 ms.
 
     Attributes:
         listeners: functions that are called with the `Round` that has just ended.

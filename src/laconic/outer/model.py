@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from laconic.base.errors import ConfigError
-from laconic.comm.bucket import CAP_BYTES
+from laconic.comm.bucket import CAP_BYTES, num_buffers_among
 
 Exchange = Literal["reduced", "gathered", "paired"]
 
@@ -307,11 +307,12 @@ def _memory(run: Run, method: Method) -> Memory:
     everything = _FP32 * run.parameters
     fragment = everything * math.ceil(run.layers / method.fragments) / run.layers
     if method.delay or method.during_backward:  # all that is under way waits in memory of its own
-        in_buffers = fragment * max(1, math.ceil(method.delay * method.fragments / method.every))
-    else:  # two buckets take turns
-        in_buffers = min(fragment, _UNDER_WAY * method.bucket_bytes)
+        in_buffers = flying = fragment * max(1, math.ceil(method.delay * method.fragments / method.every))
+    else:
+        in_buffers = min(fragment, num_buffers_among(run.replicas) * method.bucket_bytes)
+        flying = min(fragment, _UNDER_WAY * method.bucket_bytes)
     wires = run.replicas if method.exchange == "gathered" else 1
-    encoded = in_buffers * method.bits / 32 * wires if method.bits < 32 or method.exchange == "gathered" else 0.0
+    encoded = flying * method.bits / 32 * wires if method.bits < 32 or method.exchange == "gathered" else 0.0
     return Memory(
         anchor=everything * method.anchor,
         outer_state=everything * method.outer_state,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laconic.base.errors import ConfigError, StateError
-from laconic.comm.bucket import Buckets
+from laconic.comm.bucket import Buckets, num_buffers_among
 from laconic.comm.group import Group
 from laconic.comm.shards import local
 from laconic.outer.aggregate import mean_of
@@ -27,8 +27,6 @@ from laconic.outer.merge import Correct
 from laconic.outer.recipe import Recipe
 from laconic.outer.weigh import Memory
 
-_RING = 4  # buffers that let a bucket wait until all ranks are known to have received it; of two ranks none waits
-
 
 class Part:
     """Binds a fragment to memory; building it is a collective, which makes all ranks start from rank 0's values.
@@ -38,18 +36,20 @@ class Part:
     """
 
     def __init__(self, fragment: Fragment, recipe: Recipe, group: Group, cap_bytes: int) -> None:
-        if group.size > 1:
-            _start_alike(fragment, group, cap_bytes)
         self.memory = Memory()
         self.fresh = [0.0] * (
             1 + len(recipe.levels)
         )  # by level: what was done since values were last sent to be agreed on
-        self._fragment = without_masks(fragment)
         self._recipe = recipe
         self._is_idle = group.size == 1 and recipe.optimizer is None  # the mean of one is what it was
         self._bound: list[tuple[list[tuple[Mapping[str, Any], str]], Buckets]] = []
-        num_buffers = None if recipe.is_whole else (2 if group.size <= 2 else _RING)
-        parameters = self._bind(self._fragment.parameters, cap_bytes, num_buffers, tail=group.size * BALLOT_SIZE)
+        num_buffers = None if recipe.is_whole else num_buffers_among(group.size)
+        parameters = self._bind(fragment.parameters, cap_bytes, num_buffers, tail=group.size * BALLOT_SIZE)
+        counters = self._bind(fragment.counters, cap_bytes, num_buffers)
+        for buckets in (parameters, counters, _buckets(fragment.averages, cap_bytes, 2)):
+            _start_alike(buckets, group)
+        self._fragment = without_masks(fragment)
+        averages = self._bind(self._fragment.averages, cap_bytes, num_buffers)
         aggregator = recipe.aggregator
         self.weights: Averaged | Anchored
         if recipe.optimizer is None:
@@ -59,8 +59,6 @@ class Part:
             row = (parameters, aggregator, recipe.codec, anchor, recipe.merge)
             is_eager = isinstance(recipe.merge, Correct)
             self.weights = Corrected(*row, fraction=1 / group.size) if is_eager else Anchored(*row)
-        averages = self._bind(self._fragment.averages, cap_bytes, num_buffers)
-        counters = self._bind(self._fragment.counters, cap_bytes, num_buffers)
         self.cargo = Cargo(
             weights=self.weights,
             buffers=Averaged(averages, mean_of(Identity()), Identity()),
@@ -236,12 +234,10 @@ def _slots(places: Sequence[Place]) -> list[tuple[Mapping[str, Any], str]]:
     return [(place.owner, place.key) for place in places]
 
 
-def _start_alike(fragment: Fragment, group: Group, cap_bytes: int) -> None:
-    for places in (fragment.parameters, fragment.averages, fragment.counters):
-        buckets = _buckets(places, cap_bytes, 2)
-        for k in range(len(buckets)):
-            group.broadcast(buckets.pack(k), 0).wait()
-            buckets.unpack(k)
+def _start_alike(buckets: Buckets, group: Group) -> None:
+    for k in range(len(buckets) if group.size > 1 else 0):
+        group.broadcast(buckets.pack(k), 0).wait()
+        buckets.unpack(k)
 
 
 def _buckets(places: Sequence[Place], cap_bytes: int, num_buffers: int | None, tail: int = 0) -> Buckets:
