@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from laconic.base.errors import StateError
-from laconic.comm.bucket import Buckets
+from laconic.comm.bucket import CAP_BYTES, Buckets, num_buffers_among
 from laconic.comm.shards import addresses, local
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -139,3 +139,8 @@ def test_other_shapes_and_layouts_are_refused():
 def test_nothing_makes_no_bucket():
     assert len(Buckets([])) == 0
     assert len(Buckets([torch.empty(0), torch.empty(3, 0)])) == 0
+
+
+def test_buckets_that_take_turns_between_two_ranks_are_25_mb_and_others_wait_in_as_many_more():
+    assert [num_buffers_among(size) for size in (1, 2, 3, 64)] == [2, 2, 4, 4]
+    assert num_buffers_among(2) * CAP_BYTES == 25 * 2**20

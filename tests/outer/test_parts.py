@@ -14,6 +14,7 @@ from laconic.base.errors import ConfigError
 from laconic.outer import Cast, Every, Identity, diloco, local_sgd
 from laconic.outer.fragments import whole, without_masks
 from laconic.outer.membership import Tally
+from laconic.outer.part import checksum
 from laconic.outer.schedule import Apply, Launch, Moment
 from laconic.outer.weigh import ByWork, Memory, Verdict
 
@@ -156,3 +157,18 @@ def test_a_momentum_that_short_runs_do_not_pay_back_is_warned_of():
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         diloco(8, **wrong)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 70), st.integers(0, 3), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), st.data()
+)
+def test_a_checksum_sees_each_bit_wherever_the_values_lie(length, offset, dtype, data):
+    values = torch.randn(length + offset).to(dtype)[offset:]
+    summed = int(checksum(values))
+    assert int(checksum(values.clone())) == summed
+    assert int(checksum(torch.stack([values, values], 1)[:, 0])) == summed
+    other = values.clone()
+    words = other.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[other.element_size()])
+    words[data.draw(st.integers(0, length - 1))] ^= 1 << data.draw(st.integers(0, 8 * other.element_size() - 2))
+    assert int(checksum(other)) != summed

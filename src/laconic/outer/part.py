@@ -124,7 +124,7 @@ class Part:
             agreed = (
                 self.weights.anchor.chunks[k].detach() if isinstance(self.weights, Anchored) else self.weights.load(k)
             )
-            sums.append(_checksum(agreed))
+            sums.append(checksum(agreed))
         text = " ".join(str(int(x)) for x in sums)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
@@ -136,7 +136,7 @@ class Part:
                 self.weights.anchor.views(k) if isinstance(self.weights, Anchored) else self.weights.buckets.pieces(k)
             )
             for number, piece in zip(self.weights.buckets.owners(k), pieces, strict=True):
-                found[number] = (31 * found.get(number, 0) + int(_checksum(piece))) % 2**48
+                found[number] = (31 * found.get(number, 0) + int(checksum(piece))) % 2**48
         return [(place.name, found.get(number, 0)) for number, place in enumerate(self._fragment.parameters)]
 
     def parameters(self) -> list[Tensor]:
@@ -224,10 +224,15 @@ def describe(recipe: Recipe, fragments: Sequence[Fragment], cap_bytes: int) -> s
     )
 
 
-def _checksum(x: Tensor) -> Tensor:
+def checksum(x: Tensor) -> Tensor:
     """Sum the bits of all elements as whole numbers, which no order of summing changes."""
     words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[x.element_size()]
-    return x.contiguous().view(words).sum(dtype=torch.int64)
+    flat = x.contiguous().view(-1).view(words)
+    together = 8 // x.element_size()  # elements that are one long number: torch would copy what it sums in another type
+    if flat.storage_offset() % together:
+        flat = flat.clone()
+    whole = flat.numel() // together * together
+    return flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)
 
 
 def _slots(places: Sequence[Place]) -> list[tuple[Mapping[str, Any], str]]:
