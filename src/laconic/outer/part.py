@@ -227,12 +227,12 @@ def describe(recipe: Recipe, fragments: Sequence[Fragment], cap_bytes: int) -> s
 def checksum(x: Tensor) -> Tensor:
     """Sum the bits of all elements as whole numbers, which no order of summing changes."""
     words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[x.element_size()]
-    flat = x.contiguous().view(-1).view(words)
     together = 8 // x.element_size()  # elements that are one long number: torch would copy what it sums in another type
-    if flat.storage_offset() % together:
-        flat = flat.clone()
+    flat = x.reshape(-1)
+    if flat.stride(0) != 1 or flat.storage_offset() % together:
+        flat = flat.clone(memory_format=torch.contiguous_format)
     whole = flat.numel() // together * together
-    return flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)
+    return flat[:whole].view(torch.int64).sum() + flat[whole:].view(words).sum(dtype=torch.int64)
 
 
 def _slots(places: Sequence[Place]) -> list[tuple[Mapping[str, Any], str]]:
