@@ -4,8 +4,17 @@
 import pytest
 import torch
 
-from laconic.outer import ErrorFeedback, Identity, Int8, diloco, eager_diloco, local_sgd, slowmo, streaming_diloco
-from laconic.outer.joined import joined
+from laconic.outer import (
+    ErrorFeedback,
+    Identity,
+    Int8,
+    diloco,
+    eager_diloco,
+    joined,
+    local_sgd,
+    slowmo,
+    streaming_diloco,
+)
 from laconic.testing.sim import run_replicas
 from tests.outer.replicas import Run
 

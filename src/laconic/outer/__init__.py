@@ -9,6 +9,7 @@ from laconic.outer.codec.sparse import TopK
 from laconic.outer.engine import OuterLoop
 from laconic.outer.fragments import apart, blocks, by_bytes, strided, whole
 from laconic.outer.inner import Average, Keep, Reset
+from laconic.outer.joined import Joined, joined
 from laconic.outer.merge import Blend, Correct, Replace
 from laconic.outer.recipe import Recipe
 from laconic.outer.recipes import (
@@ -46,6 +47,7 @@ __all__ = [
     "Identity",
     "Int4",
     "Int8",
+    "Joined",
     "Keep",
     "Levels",
     "Mean",
@@ -70,6 +72,7 @@ __all__ = [
     "edit",
     "gossip",
     "hierarchical",
+    "joined",
     "local_sgd",
     "noloco",
     "post_local_sgd",

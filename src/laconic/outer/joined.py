@@ -34,7 +34,14 @@ class Joined:
 
 
 def joined(states: Sequence[dict[str, Any]]) -> Joined:
-    """Join what `OuterLoop.state_dict()` returned on every old rank, in their order."""
+    """Make the states of all old ranks into one for any number of new ones, as when a machine has gone or come.
+
+    Load the same state on each new rank, into a loop with the same recipe over the same model. An `Accelerator` does so
+    by itself.
+
+    Args:
+        states: what `OuterLoop.state_dict()` returned on every old rank, in their order.
+    """
     columns = list(zip(*(state["rounds"]["parts"] for state in states), strict=True))
     parts = [_joined_part(column, number, states) for number, column in enumerate(columns)]
     weights = {name: value for part in parts for name, value in part["local"].items()}
