@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from typing import Any
 
@@ -19,6 +20,21 @@ def read_host() -> dict[str, Any]:
         "random_state": random.getstate(),
         "numpy_random_seed": np.random.get_state(),
         "torch_manual_seed": torch.get_rng_state(),
+    }
+
+
+def pack_host() -> bytes:
+    """Return what `read_host` does as bytes, which one process sends another at less cost than tensors."""
+    return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()))
+
+
+def unpack_host(packed: bytes) -> dict[str, Any]:
+    """Return what `read_host` would have returned where `packed` was made. It must not come from a file."""
+    of_python, of_numpy, of_torch = pickle.loads(packed)
+    return {
+        "random_state": of_python,
+        "numpy_random_seed": of_numpy,
+        "torch_manual_seed": torch.from_numpy(of_torch.copy()),
     }
 
 

@@ -408,7 +408,7 @@ class DataLoaderShard(PreparedLoader):
         return chain(first, one.source)
 
     def _noted(self, one: Pass) -> Iterator[Any]:
-        """Start workers whose random numbers are known with each batch, and go on where it was left."""
+        """Start workers whose random numbers are noted, and go on where they were left."""
         epochs, base = self._epochs, self.base_dataloader
         if epochs.is_loaded:  # those that are there have drawn for another run
             base._iterator, epochs.is_loaded = None, False

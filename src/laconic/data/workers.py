@@ -8,16 +8,12 @@ middle of an iteration makes what came since those once more, and throws away th
 
 from __future__ import annotations
 
-import pickle
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from laconic.checkpoint import rng
@@ -75,9 +71,7 @@ class Noting:
         if self._num_made < self._plan[worker][0] or now - self._noted_at < self._every_s:
             return Drawn(content, None)
         self._noted_at = now
-        # As bytes: tensors would go through shared memory, and what is in a tuple would be pinned.
-        states = (random.getstate(), np.random.get_state(), torch.get_rng_state().numpy())
-        return Drawn(content, pickle.dumps(states))
+        return Drawn(content, rng.pack_host())  # bytes, which are not pinned one by one either
 
     def _draw_on(self, worker: int) -> None:
         number, states = self._plan[worker]
@@ -170,7 +164,9 @@ def can_be_noted(loader: DataLoader[Any]) -> bool:
 
 def plain(states: list[States] | None) -> list[Any] | None:
     """Return the states of workers as plain data, None where those of one are not known."""
-    return None if states is None or None in states else [_plain(one) for one in states]
+    if states is None or None in states:
+        return None
+    return [rng.unpack_host(one) if isinstance(one, bytes) else one for one in states]
 
 
 def checked(states: list[States] | None) -> list[States] | None:
@@ -179,10 +175,3 @@ def checked(states: list[States] | None) -> list[States] | None:
         if one != _FRESH:
             rng.check(one)  # type: ignore[arg-type]
     return states
-
-
-def _plain(states: States) -> Any:
-    if not isinstance(states, bytes):
-        return states
-    host, arrays, generator = pickle.loads(states)
-    return {"random_state": host, "numpy_random_seed": arrays, "torch_manual_seed": torch.from_numpy(generator.copy())}

@@ -46,8 +46,9 @@ class Part:
         num_buffers = None if recipe.is_whole else num_buffers_among(group.size)
         parameters = self._bind(fragment.parameters, cap_bytes, num_buffers, tail=group.size * BALLOT_SIZE)
         counters = self._bind(fragment.counters, cap_bytes, num_buffers)
-        for buckets in (parameters, counters, _buckets(fragment.averages, cap_bytes, 2)):
-            _start_alike(buckets, group)
+        if group.size > 1:
+            for buckets in (parameters, counters, _buckets(fragment.averages, cap_bytes, 2)):
+                _start_alike(buckets, group)
         self._fragment = without_masks(fragment)
         averages = self._bind(self._fragment.averages, cap_bytes, num_buffers)
         aggregator = recipe.aggregator
@@ -240,7 +241,7 @@ def _slots(places: Sequence[Place]) -> list[tuple[Mapping[str, Any], str]]:
 
 
 def _start_alike(buckets: Buckets, group: Group) -> None:
-    for k in range(len(buckets) if group.size > 1 else 0):
+    for k in range(len(buckets)):
         group.broadcast(buckets.pack(k), 0).wait()
         buckets.unpack(k)
 
