@@ -75,7 +75,8 @@ def sent_at_the_end(group, codec):
 
 
 def test_where_no_one_has_moved_since_the_last_round_one_message_says_so():
-    for codec, kind in ((Identity(), "sum"), (Cast("bf16"), "meet")):  # alone, or behind a bucket that comes to nothing
+    # Alone, or behind a bucket that comes to nothing.
+    for codec, kind in ((Identity(), "swap"), (Cast("bf16"), "meet")):
         (calls, weights), (others, theirs) = run_replicas(sent_at_the_end, 2, codec)
         assert calls == others == [kind]
         assert same(weights, theirs)

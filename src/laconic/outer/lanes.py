@@ -12,6 +12,7 @@ from torch import Tensor
 
 from laconic.comm.bucket import Buckets
 from laconic.comm.group import Group
+from laconic.comm.lent import Lent
 from laconic.outer.aggregate import HIGHEST, Aggregator, Parcel
 from laconic.outer.anchor import Anchor
 from laconic.outer.codec.base import Codec, Identity
@@ -58,6 +59,35 @@ class Averaged:
     def land(self, k: int, parcel: Parcel, result: Tensor, divisor: float) -> None:
         """Write back."""
         self.buckets.unpack(k, divisor)
+
+
+@dataclass(frozen=True)
+class Swapped(Averaged):
+    """The same between two replicas that stand still meanwhile: each sends its weights as they lie in memory.
+
+    The mean of both is then b - (b - a) / 2, the same bits on both: it goes over memory once where a sum and a quotient
+    would do so twice, and is rounded as these would be where a and b are within a factor of two of each other.
+
+    Args:
+        is_first: this rank's weights are a, those of the other one b.
+    """
+
+    buckets: Lent
+    is_first: bool
+
+    def lend(self, k: int, is_loaded: bool) -> Parcel:
+        """Leave the local values where they are; the buffer is for what comes."""
+        buffer = self.buckets.flat(k)
+        return Parcel(buffer, None, buffer, lent=tuple(self.buckets.lend(k, is_loaded)))
+
+    def land(self, k: int, parcel: Parcel, result: Tensor, divisor: float) -> None:
+        """Go to the middle between the weights here and what came."""
+        if not parcel.lent:
+            super().land(k, parcel, result, divisor)
+            return
+        for mine, theirs in zip(parcel.lent, torch.split(result, [x.numel() for x in parcel.lent]), strict=True):
+            torch.lerp(*((mine, theirs) if self.is_first else (theirs, mine)), 0.5, out=mine)
+        self.buckets.give_back(k, parcel.lent)
 
 
 @dataclass(frozen=True)
@@ -199,14 +229,16 @@ def look_over(lane: Averaged | Anchored) -> tuple[float, float]:
     """Return the norm of what this rank brings, and its largest magnitude where the codec has a limit (else 0).
 
     The norm is finite if and only if all values are; of weights that have no anchor it is 0 or no number at all, found
-    by the cheapest pass over memory. The first buckets are loaded afterwards.
+    by the cheapest pass over memory. The first buckets are loaded afterwards, unless they can be lent.
     """
     if not len(lane.buckets):
         return 0.0, 0.0
     measure = _square if isinstance(lane, Anchored) else torch.sum
     largest, seen = [], []
     for k in reversed(range(len(lane.buckets))):
-        if lane.codec.limit < math.inf:
+        if isinstance(lane, Swapped):
+            seen += [values.sum() for values in lane.buckets.lend(k)]
+        elif lane.codec.limit < math.inf:
             low, high = torch.aminmax(lane.load(k))
             largest.append(torch.maximum(-low, high))
             seen.append(measure(lane.buckets.flat(k)))
