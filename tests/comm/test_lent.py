@@ -76,6 +76,25 @@ def test_short_tensors_move_together_and_keep_aligned_storages_of_their_own():
     assert len({t.untyped_storage().data_ptr() for t in (free, wide, odd)}) == 3
 
 
+def test_tensors_go_to_one_home_whole():
+    tensors = [nn.Parameter(torch.ones(48)) for _ in range(3)]
+    buckets = Lent(tensors, cap_bytes=400)
+    assert buckets.sizes == [96, 48]
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == 3
+    torch._foreach_mul_([t.detach() for t in tensors], [2.0, 3.0, 4.0])
+    assert [values.unique().tolist() for k in range(2) for values in buckets.lend(k)] == [[2.0, 3.0], [4.0]]
+    assert buckets.lend(1)[0].data_ptr() == tensors[2].data_ptr()
+
+
+def test_memory_that_processes_share_stays_shared():
+    shared = nn.Parameter(torch.ones(16))
+    shared.share_memory_()
+    where = shared.data_ptr()
+    Lent([shared, nn.Parameter(torch.ones(16))], cap_bytes=4096)
+    assert shared.is_shared()
+    assert shared.data_ptr() == where
+
+
 def test_long_tensors_and_those_larger_than_a_bucket_stay_where_they_are(monkeypatch):
     monkeypatch.setattr(lent, "_LONG", 64)
     small, large, larger = (nn.Parameter(torch.ones(n)) for n in (16, 64, 256))

@@ -70,18 +70,20 @@ rows = st.lists(st.tuples(floats, floats), min_size=1, max_size=150)
 
 
 @settings(max_examples=100, deadline=None)
-@given(rows, st.integers(8, 600))
-def test_both_get_the_mean_to_the_last_bit_but_one_and_the_same_bits(pairs, bucket_bytes):
+@given(rows, st.integers(8, 600), st.sampled_from([None, 0, 1]))
+def test_both_get_the_mean_to_the_last_bit_but_one_and_the_same_bits(pairs, bucket_bytes, held):
     pairs = torch.tensor(pairs)
 
     def averaged(group):
         mine = pairs[: LONG - 1, group.rank], pairs[LONG - 1 :, group.rank]
         model = nn.ParameterList([torch.zeros(len(part)) for part in mine])
+        view = None if held is None else model[held].detach()
         with OuterLoop(model, local_sgd(1), group, bucket_bytes=bucket_bytes) as outer:
             with torch.no_grad():
                 torch._foreach_copy_(list(model), mine)
             outer.step()
             assert isinstance(lane_of(outer), Swapped)
+        assert view is None or torch.equal(view, model[held])
         return torch.cat([part.detach() for part in model])
 
     first, second = run_replicas(averaged, 2)
@@ -124,6 +126,20 @@ def test_shares_that_differ_weigh_the_mean():
             assert torch.allclose(value.double(), expected, rtol=0, atol=1e-6)
 
 
+def ended_unevenly(group):
+    model = nn.ParameterList([torch.zeros(LONG) for _ in range(3)])
+    with OuterLoop(model, local_sgd(8), group) as outer:
+        for _ in range(3 - 2 * group.rank):
+            with torch.no_grad():
+                torch._foreach_add_(list(model), group.rank + 1)
+            outer.step()
+    return [parameter.unique().tolist() for parameter in model]
+
+
+def test_long_weights_of_ranks_that_did_differently_much_are_weighed_at_the_end():
+    assert run_replicas(ended_unevenly, 2) == [[[(3 * 3 + 1 * 2) / 4]] * 3] * 2
+
+
 @pytest.mark.filterwarnings("ignore:Rank .. a round was dropped")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_value_that_is_not_finite_drops_the_round_and_leaves_all_weights_as_they_are(rank):
@@ -145,6 +161,7 @@ def over_gloo(group=None):
                     parameter.add_((-1) ** step * (rank + 1) / 3)
             outer.step()
         assert isinstance(lane_of(outer), Swapped)
+        assert getattr(outer._group, "num_swaps", 0) == 0
         stats = outer.stats()
     return values(model), stats.bytes_sent, stats.rounds
 

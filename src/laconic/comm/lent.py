@@ -108,9 +108,7 @@ def _is_free(tensor: Tensor, room: Tensor) -> bool:
     """Say whether nobody would notice if this tensor lay in `room`."""
     if not is_plain(tensor) or tensor.dtype != room.dtype or tensor.numel() != room.numel():
         return False
-    storage = tensor.untyped_storage()
-    is_alone = not storage.is_shared() and storage.nbytes() == tensor.nbytes
-    return is_alone and _num_uses(tensor) == _num_uses(torch.empty(1))
+    return not tensor.untyped_storage().is_shared() and _num_uses(tensor) == _num_uses(torch.empty(1))
 
 
 def _num_uses(tensor: Tensor) -> int:
