@@ -65,13 +65,13 @@ def test_it_is_for_two_replicas_that_stand_still_and_average_their_weights(size,
     assert run_replicas(lambda group: swaps(group, recipe, make()), size) == [expected] * size
 
 
-floats = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**126), max_value=2.0**126)
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 rows = st.lists(st.tuples(floats, floats), min_size=1, max_size=150)
 
 
 @settings(max_examples=100, deadline=None)
 @given(rows, st.integers(8, 600), st.sampled_from([None, 0, 1]))
-def test_both_get_the_mean_to_the_last_bit_but_one_and_the_same_bits(pairs, bucket_bytes, held):
+def test_both_get_the_bits_of_the_mean(pairs, bucket_bytes, held):
     pairs = torch.tensor(pairs)
 
     def averaged(group):
@@ -88,11 +88,10 @@ def test_both_get_the_mean_to_the_last_bit_but_one_and_the_same_bits(pairs, buck
 
     first, second = run_replicas(averaged, 2)
     assert torch.equal(first.view(torch.int32), second.view(torch.int32))
-    for (a, b), got in zip(pairs.double().tolist(), first.tolist(), strict=True):
-        close = a == b or (a * b > 0 and 0.5 <= a / b <= 2)
-        exact = float(torch.tensor((a + b) / 2, dtype=torch.float32))
-        spacing = max(2.0**-149, 2.0**-23 * max(abs(a), abs(b)))
-        assert got == exact if close else abs(got - exact) <= spacing
+    halves = pairs / 2  # exact, unless they are smaller than all normal numbers
+    is_exact = (halves * 2 == pairs).all(1)
+    assert torch.equal(first[is_exact], halves.sum(1)[is_exact])
+    assert bool((first.double() - pairs.double().mean(1)).abs()[~is_exact].le(2.0**-148).all())
 
 
 def moved(group, recipe, amounts, spoilt=None, bucket_bytes=1024):

@@ -65,11 +65,8 @@ class Averaged:
 class Swapped(Averaged):
     """The same between two replicas that stand still meanwhile: each sends its weights as they lie in memory.
 
-    The mean of both is then b - (b - a) / 2, the same bits on both: it goes over memory once where a sum and a quotient
-    would do so twice, and is rounded as these would be where a and b are within a factor of two of each other.
-
     Args:
-        is_first: this rank's weights are a, those of the other one b.
+        is_first: whether this rank is the first of the two.
     """
 
     buckets: Lent
@@ -81,12 +78,14 @@ class Swapped(Averaged):
         return Parcel(buffer, None, buffer, lent=tuple(self.buckets.lend(k, is_loaded)))
 
     def land(self, k: int, parcel: Parcel, result: Tensor, divisor: float) -> None:
-        """Go to the middle between the weights here and what came."""
+        """Take the mean of the weights here and of what came."""
         if not parcel.lent:
             super().land(k, parcel, result, divisor)
             return
         for mine, theirs in zip(parcel.lent, torch.split(result, [x.numel() for x in parcel.lent]), strict=True):
-            torch.lerp(*((mine, theirs) if self.is_first else (theirs, mine)), 0.5, out=mine)
+            # a / 2 + b / 2, in the same order on both: the bits of (a + b) / 2 in one pass over memory instead of two.
+            first, second = (mine, theirs) if self.is_first else (theirs, mine)
+            torch.addr(first[:, None], second, mine.new_ones(1), beta=0.5, alpha=0.5, out=mine[:, None])
         self.buckets.give_back(k, parcel.lent)
 
 
