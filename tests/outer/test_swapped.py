@@ -18,12 +18,13 @@ from torch import nn
 
 from laconic.base.errors import RankFailure
 from laconic.comm import lent
+from laconic.comm.group import TorchGroup
 from laconic.config import environ
-from laconic.outer import Cast, OuterLoop, diloco, local_sgd, post_local_sgd, streaming_diloco
+from laconic.outer import Cast, OuterLoop, diloco, local_sgd, part, post_local_sgd, streaming_diloco
 from laconic.outer.lanes import Swapped
 from laconic.testing.ranks import run_ranks
 from laconic.testing.sim import run_replicas
-from tests.outer.replicas import same, values
+from tests.outer.replicas import Counting, same, values
 
 LONG = 64
 
@@ -231,3 +232,28 @@ def test_a_rank_that_is_lost_in_mid_swap_is_named_within_seconds_and_no_weight_i
         for process in ranks:
             process.kill()
             process.join()
+
+
+def rides(group, fast):
+    """Whether the ballots travel with the first bucket, and what is learnt."""
+    part._NEAR_BYTES_PER_S = 0.0 if fast else math.inf
+    part._TELLING_BYTES = 0
+    counting = Counting(group if group is not None else TorchGroup())
+    model = layered()
+    with OuterLoop(model, local_sgd(1), counting, bucket_bytes=1024) as outer:
+        before = len(counting.calls)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(counting.rank / 3)
+        outer.step()
+        kinds = {kind for kind, _, _ in counting.calls[before:]}
+    return "meet" not in kinds, values(model)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_only_on_a_fast_line_the_ballots_travel_with_the_first_bucket(fast, monkeypatch):
+    monkeypatch.setattr(part, "_NEAR_BYTES_PER_S", 0.0)
+    monkeypatch.setattr(part, "_TELLING_BYTES", 0)
+    outcomes = [*run_replicas(rides, 2, fast), *run_ranks(rides, 2, None, fast)]
+    assert [ride for ride, _ in outcomes] == [fast] * 4
+    assert same(*(weights for _, weights in outcomes))

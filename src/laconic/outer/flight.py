@@ -258,8 +258,9 @@ class Flight:
     def _can_ride(self) -> bool:
         lane = self._cargo.weights
         plain = isinstance(lane.codec, Identity) and isinstance(lane.aggregator, Mean)
-        is_packed = not isinstance(lane, Swapped) or lane.buckets.has_homes
-        return plain and is_packed and len(lane.buckets) > 0 and lane.buckets.flat(0).is_cpu
+        # A swap that begins before the other rank is heard of may go one way after the other: not on a slow line.
+        rides = not isinstance(lane, Swapped) or (lane.is_near and lane.buckets.has_homes)
+        return plain and rides and len(lane.buckets) > 0 and lane.buckets.flat(0).is_cpu
 
     def _rows(self, bucket: Tensor) -> Tensor:
         """Return the room for ballots behind the first bucket, a row for each rank."""

@@ -67,10 +67,12 @@ class Swapped(Averaged):
 
     Args:
         is_first: whether this rank is the first of the two.
+        is_near: whether what they send comes about as fast as from memory; both know the same.
     """
 
     buckets: Lent
     is_first: bool
+    is_near: bool
 
     def lend(self, k: int, is_loaded: bool) -> Parcel:
         """Leave the local values where they are; the buffer is for what comes."""
