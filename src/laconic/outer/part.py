@@ -273,11 +273,11 @@ def _can_swap(fragment: Fragment, recipe: Recipe, group: Group) -> bool:
     return group.size == 2 and is_mean and are_alike and not recipe.is_whole
 
 
-def _is_near(buckets: Buckets, group: Group) -> bool:
-    """Find out how fast a bucket comes from rank 0, and agree on whether that is more than any line would do."""
-    if not len(buckets) or buckets.flat(0).nbytes < _TELLING_BYTES:
+def _is_near(buckets: Lent, group: Group) -> bool:
+    """Find out how fast a megabyte comes from rank 0, and agree on whether that is more than a slow line would do."""
+    if not buckets.has_homes or buckets.flat(0).nbytes < _TELLING_BYTES:
         return False
-    bucket = buckets.flat(0)
+    bucket = buckets.flat(0)[: 2**18]
     group.meet(torch.zeros(1))  # so that nobody waits for more than the line
     began = time.perf_counter()
     group.broadcast(bucket, 0).wait()
