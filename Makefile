@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test check format clean
 demo: $(READY)
-	$(BIN)/laconic demo
+	$(BIN)/farflung demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile

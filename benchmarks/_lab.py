@@ -23,9 +23,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-DEVICE = "laconic"
+DEVICE = "farflung"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-_SPACES = ("laconic-lab-0", "laconic-lab-1")
+_SPACES = ("farflung-lab-0", "farflung-lab-1")
 _MTU = 9000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _BURST_S = 0.002  # of sending at full rate that a line may have saved up
@@ -93,7 +93,7 @@ def _ip(*words: str) -> None:
 
 
 def _joined(megabits: float | None) -> None:
-    peers = ("laconic-a", "laconic-b")
+    peers = ("farflung-a", "farflung-b")
     _ip("link", "add", peers[0], "type", "veth", "peer", "name", peers[1])
     for peer, space, address in zip(peers, _SPACES, ADDRESSES, strict=True):
         _ip("link", "set", peer, "netns", space, "name", DEVICE)

@@ -32,9 +32,9 @@ from _measure import peak_bytes, ratios, report, seeded
 from bench_sync import Bag, gpt2_shapes
 from torch.utils.data import DataLoader, IterableDataset
 
-import laconic
-from laconic.config import environ
-from laconic.testing.ranks import run_ranks
+import farflung
+from farflung.config import environ
+from farflung.testing.ranks import run_ranks
 
 SEED = 0
 BATCHES = 1_000_000
@@ -55,7 +55,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     environ.export({"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})
     seeded(SEED)
-    ours, theirs = laconic.Accelerator(cpu=True), accelerate.Accelerator(cpu=True)
+    ours, theirs = farflung.Accelerator(cpu=True), accelerate.Accelerator(cpu=True)
     model, optimizer = trained(ours)
     prepared = theirs.prepare(ours.unwrap_model(model))
     theirs.prepare_optimizer(optimizer.optimizer)
@@ -88,14 +88,14 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
             wait_for_disk(where)
 
     contestants: dict[str, tuple[Callable[[Path], Any], Callable[[], Any]]] = {
-        "laconic": (lambda where: ours.save_state(where), lambda: None),
+        "farflung": (lambda where: ours.save_state(where), lambda: None),
         "accelerate": (lambda where: theirs.save_state(str(where)), lambda: None),
         "torch_save": (plain, lambda: None),
         "accelerate_on_disk": (theirs_on_disk, lambda: None),
         "torch_save_on_disk": (plain_on_disk, lambda: None),
         "dcp": (lambda where: dcp.save(state, checkpoint_id=where, no_dist=size == 1), lambda: None),
         "copy": (copy, lambda: None),
-        "laconic_stall": (lambda where: ours.save_state(where, block=False), ours._keeper.settle),
+        "farflung_stall": (lambda where: ours.save_state(where, block=False), ours._keeper.settle),
         "dcp_stall": (dcp_async, lambda: pending.pop().result()),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -138,7 +138,7 @@ def wait_for_disk(where: Path) -> None:
 def peak_of(folder: Path, way: str) -> int:
     """The memory that one save needs beyond the state, in bytes."""
     torch.set_num_threads(1)
-    accelerator: Any = laconic.Accelerator(cpu=True) if "laconic" in way else accelerate.Accelerator(cpu=True)
+    accelerator: Any = farflung.Accelerator(cpu=True) if "farflung" in way else accelerate.Accelerator(cpu=True)
     model, optimizer = trained(accelerator)
     for name in ("first", "second"):  # what is made once, such as imports, is not charged to it
         peak = peak_bytes(partial(save_by, way, accelerator, model, optimizer, folder / f"{way}_{name}"))
@@ -146,7 +146,7 @@ def peak_of(folder: Path, way: str) -> int:
 
 
 def save_by(way: str, accelerator: Any, model: Any, optimizer: Any, where: Path) -> None:
-    if way == "laconic_stall":
+    if way == "farflung_stall":
         accelerator.save_state(where, block=False)
         accelerator._keeper.settle()
     elif way == "torch_save":
@@ -170,7 +170,7 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
 
 def resumed() -> dict[str, float]:
     """Seconds to the first batch after a resume at batch 1,000,000, and of plain iteration to it."""
-    accelerator = laconic.Accelerator(cpu=True)
+    accelerator = farflung.Accelerator(cpu=True)
     figures = {}
     for name, dataset, shuffle in (
         ("map", Numbers(), False),
@@ -215,16 +215,21 @@ def main() -> None:
         found = run_ranks(measure, given.ranks, folder, given.rounds, timeout_s=900, connect=False)[0]
         extra = {}
         if given.ranks == 1:
-            ways = ("laconic", "laconic_stall", "accelerate", "torch_save")
+            ways = ("farflung", "farflung_stall", "accelerate", "torch_save")
             extra = {way: run_ranks(peak_of, 1, folder, way, timeout_s=200, connect=False)[0] for way in ways}
     finally:
         shutil.rmtree(folder)
     seconds = found["seconds"]
-    stalls = {name: seconds[name] for name in ("copy", "laconic_stall", "dcp_stall")}
+    stalls = {name: seconds[name] for name in ("copy", "farflung_stall", "dcp_stall")}
     saves = {name: seconds[name] for name in seconds if name not in stalls}
     report(
         "checkpoint",
-        {**found, "to_laconic": ratios(saves, to="laconic"), "stall_to_copy": ratios(stalls, to="copy"), "peak": extra},
+        {
+            **found,
+            "to_farflung": ratios(saves, to="farflung"),
+            "stall_to_copy": ratios(stalls, to="copy"),
+            "peak": extra,
+        },
         seed=SEED,
         write_to=write_to,
         ranks=given.ranks,

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from _measure import interleave, medians_us, report, seeded
 from torch import Tensor
 
-import laconic
-from laconic.testing.ranks import run_ranks
+import farflung
+from farflung.testing.ranks import run_ranks
 
 SEED = 0
 ROWS, COLUMNS = 8, 16
@@ -38,10 +38,10 @@ def main() -> None:
         {
             "median_us": times,
             "ours_over_accelerate": {
-                name: round(times[f"laconic {name}"] / times[f"accelerate {name}"], 3)
+                name: round(times[f"farflung {name}"] / times[f"accelerate {name}"], 3)
                 for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
             },
-            "gather_over_bare": round(times["laconic gather"] / times["bare gather"], 3),
+            "gather_over_bare": round(times["farflung gather"] / times["bare gather"], 3),
         },
         seed=SEED,
         write_to="collectives.jsonl" if chosen.write else None,
@@ -52,13 +52,13 @@ def main() -> None:
 
 
 def measure(num_leaves: int, rounds: int) -> dict[str, float]:
-    ours, theirs = laconic.Accelerator(cpu=True), accelerate.Accelerator(cpu=True)
+    ours, theirs = farflung.Accelerator(cpu=True), accelerate.Accelerator(cpu=True)
     assert ours.num_processes == theirs.num_processes == dist.get_world_size(), "not every one joined the group"
     seeded(SEED)
     tree = {f"leaf{k}": torch.randn(ROWS, COLUMNS) for k in range(num_leaves)}
     uneven = {key: torch.randn(ROWS + ours.process_index, COLUMNS) for key in tree}
     contestants: dict[str, Callable[[], Any]] = {"bare gather": lambda: hand_packed(tree)}
-    for name, peer in (("laconic", ours), ("accelerate", theirs)):
+    for name, peer in (("farflung", ours), ("accelerate", theirs)):
         contestants[f"{name} gather"] = partial(peer.gather, tree)
         contestants[f"{name} gather_for_metrics"] = partial(peer.gather_for_metrics, tree)
         contestants[f"{name} reduce"] = partial(peer.reduce, tree, "mean")

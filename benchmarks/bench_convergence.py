@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from laconic.demo.gpt import GPT, loss_per_sequence
-from laconic.demo.settings import SIZES
-from laconic.demo.text import load_text
-from laconic.demo.train import MAX_NORM, WARMUP
-from laconic.outer import (
+from farflung.demo.gpt import GPT, loss_per_sequence
+from farflung.demo.settings import SIZES
+from farflung.demo.text import load_text
+from farflung.demo.train import MAX_NORM, WARMUP
+from farflung.outer import (
     Average,
     Int8,
     Recipe,
@@ -45,7 +45,7 @@ from laconic.outer import (
     sparse_loco,
     streaming_diloco,
 )
-from laconic.testing.simulate import Simulation, simulate
+from farflung.testing.simulate import Simulation, simulate
 
 QUESTION = "What does talking less cost in loss?"
 FILE = "convergence.jsonl"

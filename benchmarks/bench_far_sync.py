@@ -17,7 +17,7 @@ import torch.distributed as dist
 from _measure import interleave, medians_us, report, seeded
 from torch import nn
 
-from laconic.outer import E3M0, GatherMean, Identity, Int8, OuterLoop, local_sgd
+from farflung.outer import E3M0, GatherMean, Identity, Int8, OuterLoop, local_sgd
 
 
 class Bag(nn.Module):
@@ -74,7 +74,7 @@ def work(tensors: int, values: int, rounds: int) -> None:
     contestants["bare all_reduce"] = lambda: dist.all_reduce(flat)
     for name, codec in (("fp32", Identity()), ("int8", Int8()), ("4 bit", E3M0())):
         recipe = local_sgd(1, codec=codec)
-        contestants[f"laconic {name}"] = OuterLoop(Bag(tensors, values), recipe).step
+        contestants[f"farflung {name}"] = OuterLoop(Bag(tensors, values), recipe).step
         assert isinstance(recipe.aggregator, GatherMean) == (name != "fp32")
     contestants["accelerate"] = theirs(Bag(tensors, values))
     turns: dict[str, Any] = {}

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from _measure import interleave, medians_us, report, seeded
 from torch.utils.data import DataLoader, IterableDataset
 
-from laconic.comm.group import SoloGroup, TorchGroup
-from laconic.config.handlers import DataLoaderConfiguration
-from laconic.data.prepare import prepare_loader
-from laconic.loop.state import LoopState
-from laconic.testing.ranks import run_ranks
+from farflung.comm.group import SoloGroup, TorchGroup
+from farflung.config.handlers import DataLoaderConfiguration
+from farflung.data.prepare import prepare_loader
+from farflung.loop.state import LoopState
+from farflung.testing.ranks import run_ranks
 
 SEED = 0
 RANKS = 2
@@ -57,7 +57,7 @@ def main() -> None:
             "over_raw": {
                 f"{who} {kind}": round(times[f"{who} {kind}"] / times[f"raw {kind}"], 2)
                 for kind in ("sharded", "dispatched", "stream")
-                for who in ("laconic", "accelerate")
+                for who in ("farflung", "accelerate")
             },
         },
         seed=SEED,
@@ -80,7 +80,7 @@ def measure_shared(batches: int, batch_size: int, tokens: int, rounds: int, disp
     own = [sample for k, sample in enumerate(samples) if k // batch_size % RANKS == group.rank]
     ours, theirs = both(DataLoader(samples, batch_size), group, dispatch)
     kind = "dispatched" if dispatch else "sharded"
-    contestants = {f"raw {kind}": DataLoader(own, batch_size), f"laconic {kind}": ours, f"accelerate {kind}": theirs}
+    contestants = {f"raw {kind}": DataLoader(own, batch_size), f"farflung {kind}": ours, f"accelerate {kind}": theirs}
     return per_batch(contestants, batches, rounds)
 
 
@@ -89,7 +89,7 @@ def measure_stream(batches: int, rounds: int) -> dict[str, float]:
     raw = DataLoader(Stream(8 * batches), 8)
     dist.destroy_process_group()
     ours, theirs = both(raw, SoloGroup(), None)
-    return per_batch({"raw stream": raw, "laconic stream": ours, "accelerate stream": theirs}, batches, rounds)
+    return per_batch({"raw stream": raw, "farflung stream": ours, "accelerate stream": theirs}, batches, rounds)
 
 
 def both(raw: DataLoader[Any], group: Any, dispatch: bool | None) -> tuple[DataLoader[Any], DataLoader[Any]]:

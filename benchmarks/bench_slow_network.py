@@ -29,10 +29,10 @@ from _measure import report
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.demo.gpt import GPT, loss_per_sequence
-from laconic.demo.settings import SIZES
-from laconic.demo.text import load_text
-from laconic.outer import Int8, OuterLoop, diloco, eager_diloco, local_sgd, streaming_diloco
+from farflung.demo.gpt import GPT, loss_per_sequence
+from farflung.demo.settings import SIZES
+from farflung.demo.text import load_text
+from farflung.outer import Int8, OuterLoop, diloco, eager_diloco, local_sgd, streaming_diloco
 
 SLACK = 1.05  # what counts as the same loss: DDP's at the end, times this
 POINTS = 20  # how often weights are kept, to be judged when the clock has stopped

@@ -32,19 +32,19 @@ PYTHON = sys.executable
 COMMANDS = {
     "help": {
         "python -c pass": [PYTHON, "-c", "pass"],
-        "laconic": [PYTHON, "-m", "laconic", "--help"],
+        "farflung": [PYTHON, "-m", "farflung", "--help"],
         "torchrun": [PYTHON, "-m", "torch.distributed.run", "--help"],
         "accelerate": [PYTHON, "-m", "accelerate.commands.accelerate_cli", "--help"],
     },
     "import": {
         "import torch": [PYTHON, "-c", "import torch"],
-        "import laconic": [PYTHON, "-c", "import laconic"],
-        "from laconic import Accelerator": [PYTHON, "-c", "from laconic import Accelerator"],
+        "import farflung": [PYTHON, "-c", "import farflung"],
+        "from farflung import Accelerator": [PYTHON, "-c", "from farflung import Accelerator"],
         "from accelerate import Accelerator": [PYTHON, "-c", "from accelerate import Accelerator"],
     },
     "launch": {
         "torchrun": [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "first.py"],
-        "laconic": [PYTHON, "-m", "laconic", "launch", "--cpu", "--num_processes", "2", "first.py"],
+        "farflung": [PYTHON, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", "first.py"],
         "accelerate": [PYTHON, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "first.py"],
     },
 }

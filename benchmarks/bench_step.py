@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from laconic.testing.ranks import run_ranks
+from farflung.testing.ranks import run_ranks
 
 SEED = 0
 
@@ -61,7 +61,7 @@ def prepared_loop(library: str, accumulation: int) -> Iterator[None]:
     if library == "accelerate":
         from accelerate import Accelerator
     else:
-        from laconic import Accelerator
+        from farflung import Accelerator
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     model, optimizer, data, scheduler = parts()
     loader = DataLoader(data, batch_size=8)
@@ -84,7 +84,7 @@ def measure(accumulation: int, ranks: int, rounds: int) -> dict[str, float]:
     os.environ["ACCELERATE_USE_CPU"] = "true"  # without it Accelerate would train unconnected copies
     loops = {
         "raw": raw_loop(accumulation, ranks),
-        "laconic": prepared_loop("laconic", accumulation),
+        "farflung": prepared_loop("farflung", accumulation),
         "accelerate": prepared_loop("accelerate", accumulation),
     }
     barrier = dist.barrier if ranks > 1 else None
@@ -104,13 +104,13 @@ def main() -> None:
             case = (accumulation, ranks, options.rounds)
             runs = [run_ranks(measure, ranks, *case, timeout_s=580, connect=ranks > 1)[0] for _ in range(options.runs)]
             us = {name: round(median(run[name] for run in runs), 2) for name in runs[0]}
-            shares = sorted(round(run["raw"] / run["laconic"], 3) for run in runs)
+            shares = sorted(round(run["raw"] / run["farflung"], 3) for run in runs)
             figures = {
                 "us_per_micro_batch": us,
                 "times_raw": ratios(us, to="raw"),
                 "share_of_raw_speed": median(shares),
                 "worst_and_best_share": [shares[0], shares[-1]],
-                "us_added": round(median(run["laconic"] - run["raw"] for run in runs), 2),
+                "us_added": round(median(run["farflung"] - run["raw"] for run in runs), 2),
             }
             report(
                 "what does a prepared loop add to a step?",

@@ -21,8 +21,8 @@ from _measure import interleave, medians_us, peak_bytes, ratios, report, seeded
 from accelerate.local_sgd import LocalSGD
 from torch import nn
 
-from laconic.outer import E3M0, Cast, Int8, OuterLoop, Recipe, diloco, local_sgd
-from laconic.testing.ranks import run_ranks
+from farflung.outer import E3M0, Cast, Int8, OuterLoop, Recipe, diloco, local_sgd
+from farflung.testing.ranks import run_ranks
 
 SEED = 0
 SMALL = [(2048,)] * 500
@@ -117,10 +117,10 @@ def measure(shapes: list[tuple[int, ...]], rounds: int, recipes: bool) -> dict[s
     flat = torch.randn(sum(torch.Size(shape).numel() for shape in shapes))
     contestants["bare all_reduce"] = lambda: dist.all_reduce(flat)
     contestants["by hand"] = by_hand(Bag(shapes))
-    contestants["laconic"] = OuterLoop(Bag(shapes), local_sgd(1)).step
+    contestants["farflung"] = OuterLoop(Bag(shapes), local_sgd(1)).step
     if recipes:
-        contestants["laconic bf16"] = OuterLoop(Bag(shapes), local_sgd(1, codec=Cast("bf16"))).step
-        contestants["laconic diloco"] = OuterLoop(Bag(shapes), diloco(1, rounds=1000)).step
+        contestants["farflung bf16"] = OuterLoop(Bag(shapes), local_sgd(1, codec=Cast("bf16"))).step
+        contestants["farflung diloco"] = OuterLoop(Bag(shapes), diloco(1, rounds=1000)).step
     theirs = accelerate.Accelerator(cpu=True)
     assert theirs.num_processes == dist.get_world_size(), "Accelerate did not join the group"
     averaging = LocalSGD(accelerator=theirs, model=theirs.prepare(Bag(shapes)), local_sgd_steps=1, enabled=True)

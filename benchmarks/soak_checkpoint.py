@@ -27,9 +27,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from laconic import Accelerator
-from laconic.base.errors import CheckpointError, ConfigError, LaconicError
-from laconic.utils import ProjectConfiguration, set_seed
+from farflung import Accelerator
+from farflung.base.errors import CheckpointError, ConfigError, FarflungError
+from farflung.utils import ProjectConfiguration, set_seed
 
 WAYS = ("new", "numbers", "same", "limit", "background")
 STEPS = 12
@@ -97,7 +97,7 @@ def start(way: str, processes: int, folder: Path, words: Path) -> subprocess.Pop
     arguments = [str(Path(__file__).resolve()), "--run", way, str(folder), str(words)]
     command = [sys.executable, *arguments]
     if processes > 1:
-        command = [sys.executable, "-m", "laconic", "launch", "--cpu", "--num_processes", str(processes), *arguments]
+        command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", str(processes), *arguments]
     return subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -165,7 +165,7 @@ def main() -> None:
         way, folder, words = given.run
         try:
             train(way, Path(folder), Path(words))
-        except LaconicError as error:
+        except FarflungError as error:
             sys.exit(str(error))
         return
     cells = [(way, processes) for processes in given.processes for way in given.ways]

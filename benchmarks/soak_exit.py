@@ -44,7 +44,7 @@ for (x,) in loader:
 accelerator.print("processes", accelerator.gather(model(x).mean()).numel())
 """
 COMMANDS = {
-    "laconic": ["-m", "laconic", "launch", "--cpu", "--num_processes", "2"],
+    "farflung": ["-m", "farflung", "launch", "--cpu", "--num_processes", "2"],
     "accelerate": ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2"],
 }
 
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=60.0)
     parser.add_argument("--write", action="store_true", help="append to benchmarks/results/exit.jsonl")
     options = parser.parse_args()
-    figures = {"laconic": soak("laconic", options.runs, options.timeout_s)}
+    figures = {"farflung": soak("farflung", options.runs, options.timeout_s)}
     if options.peer_runs:
         figures["accelerate"] = soak("accelerate", options.peer_runs, options.timeout_s)
     report("do processes end?", figures, seed=0, write_to="exit.jsonl" if options.write else None)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from laconic.outer import OuterLoop, diloco
+from farflung.outer import OuterLoop, diloco
 
 
 def points(generator, count):

@@ -10,11 +10,11 @@ from functools import partial
 
 import torch
 
-from laconic.demo.gpt import GPT, loss_per_sequence
-from laconic.demo.settings import Shape
-from laconic.demo.text import load_text
-from laconic.outer import Average, Int8, diloco, local_sgd, streaming_diloco
-from laconic.testing.simulate import simulate
+from farflung.demo.gpt import GPT, loss_per_sequence
+from farflung.demo.settings import Shape
+from farflung.demo.text import load_text
+from farflung.outer import Average, Int8, diloco, local_sgd, streaming_diloco
+from farflung.testing.simulate import simulate
 
 CONTEXT, BATCH, WARMUP = 64, 6, 24
 MOMENTUM = 0.6

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer class with callbacks: `no_sync` by hand, norms in the log, and a scheduler that ends where it should.
 
-Run it with `python trainer.py --epochs 3`, `laconic launch --cpu --num_processes 2 trainer.py --max_steps 50` or
+Run it with `python trainer.py --epochs 3`, `farflung launch --cpu --num_processes 2 trainer.py --max_steps 50` or
 `torchrun --nproc_per_node 2 trainer.py`.
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import get_scheduler
 
-from laconic import Accelerator
-from laconic.utils import set_seed
+from farflung import Accelerator
+from farflung.utils import set_seed
 
 
 @dataclass

@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-from laconic.config import environ
+from farflung.config import environ
 
-LAUNCHER_WORDS = ("RANK", "WORLD_SIZE", "MASTER_", "OMPI_", "PMI_", "SLURM_", "ACCELERATE_", "LACONIC_", "FSDP_")
+LAUNCHER_WORDS = ("RANK", "WORLD_SIZE", "MASTER_", "OMPI_", "PMI_", "SLURM_", "ACCELERATE_", "FARFLUNG_", "FSDP_")
 
 
 def pytest_collection_modifyitems(items):

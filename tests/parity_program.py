@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training script, written once, that runs with Accelerate or with Laconic and tells all that it saw."""
+"""One training script, written once, that runs with Accelerate or with Farflung and tells all that it saw."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from laconic.config import environ
+from farflung.config import environ
 
 EPOCHS = 2
 WIDTH = 3

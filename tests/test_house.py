@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "laconic"
+SOURCE = Path(__file__).parent.parent / "src" / "farflung"
 FLOORS = {
     "base": 1,
     "config": 2,
@@ -28,7 +28,7 @@ FLOORS = {
     "demo": 8,  # a user of the doors
 }
 DOOR_FLOOR = 7
-# The places that load our own modules by name, so that `import laconic` and `--help` don't load torch, or Triton.
+# The places that load our own modules by name, so that `import farflung` and `--help` don't load torch, or Triton.
 LAZY_TABLES = ("__init__.py", "launch/main.py", "launch/planning.py", "demo/command.py", "outer/codec/fused.py")
 FILES = sorted(SOURCE.rglob("*.py"))
 NAMES = [path.relative_to(SOURCE).as_posix() for path in FILES]
@@ -49,13 +49,13 @@ def own_imports(node: ast.AST) -> list[str]:
     """The modules of ours that `node` imports, as paths below the package: `comm/group`."""
     found = []
     for inner in ast.walk(node):
-        if isinstance(inner, ast.ImportFrom) and inner.module and inner.module.split(".")[0] == "laconic":
-            found += [inner.module] if inner.module != "laconic" else [f"laconic.{a.name}" for a in inner.names]
+        if isinstance(inner, ast.ImportFrom) and inner.module and inner.module.split(".")[0] == "farflung":
+            found += [inner.module] if inner.module != "farflung" else [f"farflung.{a.name}" for a in inner.names]
         elif isinstance(inner, ast.Import):
-            found += [alias.name for alias in inner.names if alias.name.split(".")[0] == "laconic"]
+            found += [alias.name for alias in inner.names if alias.name.split(".")[0] == "farflung"]
         elif isinstance(inner, ast.ImportFrom) and inner.level:
             found.append("relative import")
-    return [module.removeprefix("laconic.").replace(".", "/") for module in found]
+    return [module.removeprefix("farflung.").replace(".", "/") for module in found]
 
 
 def functions(node: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

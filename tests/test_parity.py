@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same script under Accelerate 1.15 and under Laconic: what it sees is the same, or a row of docs/migrating.md.
+"""The same script under Accelerate 1.15 and under Farflung: what it sees is the same, or a row of docs/migrating.md.
 
 `tests/parity_program.py` is the script. All settings of the table run one after the other in one process, and in one
 pair of processes, with each library. What both make of the same torch calls is compared bit by bit.
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from laconic.testing.ranks import run_ranks
+from farflung.testing.ranks import run_ranks
 from tests.parity_program import EPOCHS, Case, run
 
 MIGRATING = Path(__file__).parent.parent / "docs" / "migrating.md"
@@ -177,7 +177,7 @@ def test_the_script_sees_the_same_but_for_the_rows_of_the_page(case, processes):
     tolerance = 1e-6 if case.local_sgd else 0.0  # both average the same weights, by other sums
     for rank in range(processes):
         theirs = reports("accelerate", processes)[rank][case.name]
-        ours = reports("laconic", processes)[rank][case.name]
+        ours = reports("farflung", processes)[rank][case.name]
         assert "error" not in ours, ours
         expected = set().union(*(row.fields(case, processes, rank) for row in ROWS))
         if "error" in expected:
@@ -191,7 +191,7 @@ def test_the_script_sees_the_same_but_for_the_rows_of_the_page(case, processes):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_loader_knows_its_length(processes):
-    for of_rank in reports("laconic", processes):
+    for of_rank in reports("farflung", processes):
         for case in CASES:
             report = of_rank.get(case.name, {"length": "unknown"})
             if report["length"] != "unknown" and case.even and not case.join:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step two of three: the loop of `plain.py` with an `Accelerator`, on any number of processes.
 
-Run it with `python accelerated.py`, `laconic launch --cpu --num_processes 2 accelerated.py` or
+Run it with `python accelerated.py`, `farflung launch --cpu --num_processes 2 accelerated.py` or
 `torchrun --nproc_per_node 2 accelerated.py`; then compare it with `local_sgd.py`.
 """
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from laconic import Accelerator
+from farflung import Accelerator
 
 # The task, made on the spot: which of four random directions does a point lie nearest to?
 torch.manual_seed(0)

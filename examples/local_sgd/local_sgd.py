@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step three of three: the loop of `accelerated.py` with Local SGD; the processes talk at each eighth step only.
 
-Run it with `laconic launch --cpu --num_processes 2 local_sgd.py` or `torchrun --nproc_per_node 2 local_sgd.py`; with
+Run it with `farflung launch --cpu --num_processes 2 local_sgd.py` or `torchrun --nproc_per_node 2 local_sgd.py`; with
 `python local_sgd.py`, on one process, there is no one to talk to and it trains like `accelerated.py`.
 """
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from laconic import Accelerator, LocalSGD
+from farflung import Accelerator, LocalSGD
 
 # The task, made on the spot: which of four random directions does a point lie nearest to?
 torch.manual_seed(0)

@@ -2,7 +2,7 @@
 """Tell good hotel reviews from bad ones with BERT: torch's own DDP, with all that it leaves to you.
 
 Run it with `torchrun --nproc_per_node 2 raw_ddp_bert.py`, or alone with `torchrun --nproc_per_node 1 raw_ddp_bert.py`,
-and lay `laconic_bert.py` beside it. (`--mixed_precision fp16` needs the scaler that only the other one brings along.)
+and lay `farflung_bert.py` beside it. (`--mixed_precision fp16` needs the scaler that only the other one brings along.)
 """
 
 import os
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 def main():
     args = arguments(__doc__)
     if args.mixed_precision == "fp16":
-        raise SystemExit("raw_ddp_bert.py has no gradient scaler, which fp16 needs; use bf16, or laconic_bert.py.")
+        raise SystemExit("raw_ddp_bert.py has no gradient scaler, which fp16 needs; use bf16, or farflung_bert.py.")
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     train(args, on_gpu)  # a function of its own: the DDP model must be gone before its process group goes

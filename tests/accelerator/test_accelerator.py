@@ -10,12 +10,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-import laconic
-from laconic import Accelerator, PartialState
-from laconic.base.errors import ConfigError, StateError, Unsupported
-from laconic.config import environ
-from laconic.state import AcceleratorState, GradientState
-from laconic.utils import (
+import farflung
+from farflung import Accelerator, PartialState
+from farflung.base.errors import ConfigError, StateError, Unsupported
+from farflung.config import environ
+from farflung.state import AcceleratorState, GradientState
+from farflung.utils import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -50,10 +50,10 @@ def test_one_process_has_no_group_and_says_so():
 
 
 def test_the_public_names_of_the_package_are_all_there():
-    for name in laconic.__all__:
-        assert getattr(laconic, name) is not None
+    for name in farflung.__all__:
+        assert getattr(farflung, name) is not None
     with pytest.raises(AttributeError, match="no_such"):
-        laconic.no_such  # noqa: B018
+        farflung.no_such  # noqa: B018
 
 
 def test_a_second_accelerator_joins_and_one_with_another_precision_is_refused():

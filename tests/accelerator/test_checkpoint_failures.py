@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from laconic.base.errors import CheckpointError
-from laconic.checkpoint import pieces
-from laconic.state import AcceleratorState
-from laconic.testing.ranks import run_ranks
+from farflung.base.errors import CheckpointError
+from farflung.checkpoint import pieces
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
 from tests.accelerator.test_checkpoints import Training
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak_checkpoint.py"
@@ -44,7 +44,7 @@ def train(way, folder, words):
 def test_a_killed_run_goes_on_from_its_last_checkpoint(way, tmp_path):
     """A few kills; each start must find the last checkpoint that was said to be written, or a later one."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "laconic.testing.preload"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "farflung.testing.preload"])
     chance = random.Random(way)
 
     def runs(name, num_steps=None):
@@ -188,4 +188,4 @@ def test_the_end_of_the_program_waits_for_a_save_in_the_background(tmp_path):
     run.join(60)
     assert run.exitcode == 0
     assert os.listdir(tmp_path) == ["ckpt"]
-    assert (tmp_path / "ckpt" / "laconic.json").exists()
+    assert (tmp_path / "ckpt" / "farflung.json").exists()

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from laconic import Accelerator
-from laconic.base.errors import CheckpointError, ConfigError, StateError, Unsupported
-from laconic.checkpoint import manager, pieces
-from laconic.checkpoint.manifest import Manifest
-from laconic.config import environ
-from laconic.state import AcceleratorState
-from laconic.testing.ranks import run_ranks
-from laconic.utils import ProjectConfiguration
+from farflung import Accelerator
+from farflung.base.errors import CheckpointError, ConfigError, StateError, Unsupported
+from farflung.checkpoint import manager, pieces
+from farflung.checkpoint.manifest import Manifest
+from farflung.config import environ
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+from farflung.utils import ProjectConfiguration
 from tests.accelerator.test_checkpoints import Training
 
 
@@ -58,7 +58,7 @@ def test_the_files_are_those_of_accelerate_and_our_own(tmp_path):
     assert training.accelerator.save_state(tmp_path / "a") == str(tmp_path / "a")
     assert sorted(path.relative_to(tmp_path / "a").as_posix() for path in (tmp_path / "a").rglob("*.*")) == [
         "custom_checkpoint_0.pkl",
-        "laconic.json",
+        "farflung.json",
         "loop_state/rank_0.bin",
         "model.safetensors",
         "optimizer.bin",
@@ -156,10 +156,10 @@ def damaged(folder, how):
     elif how == "swapped":
         os.replace(folder / "scheduler.bin", folder / "optimizer.bin")
     elif how == "no manifest, cut":
-        (folder / "laconic.json").unlink()
+        (folder / "farflung.json").unlink()
         (folder / "optimizer.bin").write_bytes((folder / "optimizer.bin").read_bytes()[:200])
     elif how == "no manifest, of another model":
-        (folder / "laconic.json").unlink()
+        (folder / "farflung.json").unlink()
         accelerator = Accelerator(cpu=True)
         accelerator.save(nn.Linear(3, 1).state_dict(), folder / "model.safetensors", safe_serialization=True)
 
@@ -275,7 +275,7 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call_once(tmp_path, m
         training.accelerator.save_state(tmp_path / "b")
     training.accelerator.save_state(tmp_path / "b", block=False)
     training.accelerator.end_training()
-    assert (tmp_path / "b" / "laconic.json").exists(), "the end of training waits"
+    assert (tmp_path / "b" / "farflung.json").exists(), "the end of training waits"
 
 
 # ---- the peer

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from laconic import Accelerator, outer
-from laconic.base.tree import leaves_of
-from laconic.state import AcceleratorState
-from laconic.testing.ranks import run_ranks
-from laconic.utils import DataLoaderConfiguration
+from farflung import Accelerator, outer
+from farflung.base.tree import leaves_of
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+from farflung.utils import DataLoaderConfiguration
 from tests.data.test_place import Noisy, NoisyStream, Stateful
 
 

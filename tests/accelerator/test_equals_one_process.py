@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from laconic import Accelerator
-from laconic.testing.ranks import run_ranks
-from laconic.utils import DataLoaderConfiguration
+from farflung import Accelerator
+from farflung.testing.ranks import run_ranks
+from farflung.utils import DataLoaderConfiguration
 
 NUM, GLOBAL_BATCH, EPOCHS = 23, 8, 2
 

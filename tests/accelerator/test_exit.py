@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from laconic import Accelerator
-from laconic.outer import OuterLoop, local_sgd
-from laconic.testing.ranks import run_ranks
+from farflung import Accelerator
+from farflung.outer import OuterLoop, local_sgd
+from farflung.testing.ranks import run_ranks
 
 SCRIPT = """
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from laconic import Accelerator, LocalSGD
+from farflung import Accelerator, LocalSGD
 
 accelerator = Accelerator(cpu=True)
 model = nn.Linear(4, 1)
@@ -72,7 +72,7 @@ def children_running(marker):
 def test_a_script_of_two_processes_ends_each_time(tmp_path):
     script = tmp_path / "trains_and_ends.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "laconic", "launch", "--cpu", "--num_processes", "2", str(script)]
+    command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)  # benchmarks/soak_exit.py repeats it
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("loss") == 1

@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from laconic import Accelerator, WatchdogKwargs
-from laconic.base.errors import ConfigError, RankFailure
-from laconic.comm import lent
-from laconic.config import environ
-from laconic.outer import OuterLoop, local_sgd
-from laconic.outer.lanes import Swapped
-from laconic.process import watchdog
-from laconic.state import AcceleratorState
-from laconic.testing.ranks import run_ranks
-from laconic.utils import DataLoaderConfiguration
+from farflung import Accelerator, WatchdogKwargs
+from farflung.base.errors import ConfigError, RankFailure
+from farflung.comm import lent
+from farflung.config import environ
+from farflung.outer import OuterLoop, local_sgd
+from farflung.outer.lanes import Swapped
+from farflung.process import watchdog
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+from farflung.utils import DataLoaderConfiguration
 
 LATE = 1
 
@@ -119,7 +119,7 @@ def test_all_that_wait_are_told_and_the_late_rank_learns_it_when_it_comes(tmp_pa
     for said, seconds in run_ranks(comes_late, 4, tmp_path, gathers, 1.5, timeout_s=30):
         assert "rank 1 did not come to `Accelerator.gather`" in said
         assert "`run.accelerator.gather(torch.ones(2))`) within 1.5 s" in said
-        assert "LACONIC_HANG_TIMEOUT_S" in said
+        assert "FARFLUNG_HANG_TIMEOUT_S" in said
         assert seconds < 8
 
 
@@ -226,7 +226,7 @@ def test_a_failure_reaches_the_others_within_seconds_though_its_process_lives_on
 
 SCRIPT = """
 import atexit, time, torch
-from laconic import Accelerator
+from farflung import Accelerator
 accelerator = Accelerator(cpu=True)
 accelerator.wait_for_everyone()
 if accelerator.process_index == 1:
@@ -239,7 +239,7 @@ accelerator.gather(torch.ones(2))
 def test_a_run_ends_soon_after_a_rank_has_failed_and_says_why(tmp_path):
     script = tmp_path / "fails_slowly.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "laconic", "launch", "--cpu", "--num_processes", "2", str(script)]
+    command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=45)
     assert ended.returncode != 0
     assert "rank 1 left (ValueError: no such file)" in ended.stderr
@@ -261,17 +261,17 @@ def when_it_watches():
 
 
 def test_it_watches_from_when_it_is_asked_until_the_end():
-    assert run_ranks(when_it_watches, 2) == [[[], ["laconic watchdog"], []]] * 2
+    assert run_ranks(when_it_watches, 2) == [[[], ["farflung watchdog"], []]] * 2
 
 
 def watches_by_environment():
-    with environ.patched({"LACONIC_HANG_TIMEOUT_S": "20.5"}):
+    with environ.patched({"FARFLUNG_HANG_TIMEOUT_S": "20.5"}):
         accelerator = Accelerator(cpu=True)
     return threads(), accelerator._joined.watchdog._timeout_s
 
 
 def test_the_environment_can_ask_for_it():
-    assert run_ranks(watches_by_environment, 2) == [(["laconic watchdog"], 20.5)] * 2
+    assert run_ranks(watches_by_environment, 2) == [(["farflung watchdog"], 20.5)] * 2
 
 
 def test_nothing_is_started_in_one_process():

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laconic import Accelerator
-from laconic.base.errors import ConfigError, RankFailure
-from laconic.state import AcceleratorState
-from laconic.testing.ranks import run_ranks
-from laconic.utils import GradScalerKwargs
+from farflung import Accelerator
+from farflung.base.errors import ConfigError, RankFailure
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+from farflung.utils import GradScalerKwargs
 
 # For each rank the sizes of its batches. Ranks end in the middle of windows, at their ends, and in the same step.
 SHARES = {

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laconic import Accelerator, LocalSGD
-from laconic.base.errors import ConfigError, RankFailure, StateError
-from laconic.outer import diloco, local_sgd
-from laconic.state import AcceleratorState
-from laconic.testing.ranks import run_ranks
+from farflung import Accelerator, LocalSGD
+from farflung.base.errors import ConfigError, RankFailure, StateError
+from farflung.outer import diloco, local_sgd
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from laconic import Accelerator
-from laconic.state import AcceleratorState
-from laconic.testing.ranks import run_ranks
-from laconic.utils import DataLoaderConfiguration
+from farflung import Accelerator
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+from farflung.utils import DataLoaderConfiguration
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from laconic import Accelerator
-from laconic.base.errors import CollectiveMismatch, RankFailure
-from laconic.testing.ranks import run_ranks
-from laconic.utils import DataLoaderConfiguration
+from farflung import Accelerator
+from farflung.base.errors import CollectiveMismatch, RankFailure
+from farflung.testing.ranks import run_ranks
+from farflung.utils import DataLoaderConfiguration
 
 Pair = namedtuple("Pair", ["first", "second"])
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from laconic import Accelerator
-from laconic.state import AcceleratorState
-from laconic.testing.ranks import run_ranks
+from farflung import Accelerator
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
 
 NUM, GLOBAL_BATCH = 24, 8
 DATA = torch.randn(NUM, 3, generator=torch.Generator().manual_seed(1))

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from laconic import Accelerator
-from laconic.base.errors import ConfigError, StateError
-from laconic.outer import local_sgd
-from laconic.state import AcceleratorState
-from laconic.testing.ranks import run_ranks
-from laconic.utils import GradScalerKwargs
+from farflung import Accelerator
+from farflung.base.errors import ConfigError, StateError
+from farflung.outer import local_sgd
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+from farflung.utils import GradScalerKwargs
 
 # For each rank the sizes of the micro-batches of one window: all different, one of them empty.
 SHARES = {1: [(3, 0, 7)], 2: [(3, 0, 7), (1, 12, 2)], 4: [(3, 7), (1, 2), (0, 0), (9, 5)]}
@@ -51,7 +51,7 @@ def expected(shares, clip):
 
 
 def gradients(shares, precision, clip):
-    """The gradients of one window, and how many collectives of Laconic's that took."""
+    """The gradients of one window, and how many collectives of Farflung's that took."""
     sizes = shares[int(torch.distributed.get_rank()) if torch.distributed.is_initialized() else 0]
     accelerator = Accelerator(
         cpu=True,

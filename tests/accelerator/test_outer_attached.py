@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laconic import Accelerator, GradScalerKwargs, OuterConfig
-from laconic.accelerator.recipes import recipe_of
-from laconic.base.errors import ConfigError
-from laconic.local_sgd import LocalSGD
-from laconic.process import world
-from laconic.state import AcceleratorState
-from laconic.testing.ranks import run_ranks
-from laconic.utils import DataLoaderConfiguration
+from farflung import Accelerator, GradScalerKwargs, OuterConfig
+from farflung.accelerator.recipes import recipe_of
+from farflung.base.errors import ConfigError
+from farflung.local_sgd import LocalSGD
+from farflung.process import world
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+from farflung.utils import DataLoaderConfiguration
 
 DILOCO = OuterConfig("diloco", every=4, rounds=200)
 
@@ -406,7 +406,7 @@ def said_at_the_end(how):
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("laconic").addHandler(handler)
+    logging.getLogger("farflung").addHandler(handler)
     for number, batch in enumerate(run[2], 1):
         one_step(accelerator, *run[:2], batch)
         if number == 6:

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic import OuterConfig
-from laconic.accelerator.recipes import MAKERS, recipe_of
-from laconic.accelerator.settings import settled_outer
-from laconic.base.errors import ConfigError
-from laconic.config import environ
-from laconic.config.files import write_file
-from laconic.config.launch import FIELDS, LaunchSettings, launched_outer, rank_variables
-from laconic.config.outer import CODECS, RECIPES
-from laconic.config.resolve import resolve
-from laconic.outer import E3M0, Average, Int8, Levels, Reset, diloco, hierarchical, local_sgd, quadratic, sparse_loco
+from farflung import OuterConfig
+from farflung.accelerator.recipes import MAKERS, recipe_of
+from farflung.accelerator.settings import settled_outer
+from farflung.base.errors import ConfigError
+from farflung.config import environ
+from farflung.config.files import write_file
+from farflung.config.launch import FIELDS, LaunchSettings, launched_outer, rank_variables
+from farflung.config.outer import CODECS, RECIPES
+from farflung.config.resolve import resolve
+from farflung.outer import E3M0, Average, Int8, Levels, Reset, diloco, hierarchical, local_sgd, quadratic, sparse_loco
 
 VALUES = {
     "every": st.integers(4, 50),
@@ -173,21 +173,21 @@ def test_what_can_not_work_is_refused_with_what_there_is(said, words):
 def test_options_of_no_recipe_are_refused():
     with pytest.raises(ConfigError, match=r"every of an outer loop: of which one\? Say it with --outer"):
         LaunchSettings(outer_every=4)
-    with environ.patched({"LACONIC_OUTER_EVERY": "4"}), pytest.raises(ConfigError, match="LACONIC_OUTER_RECIPE"):
+    with environ.patched({"FARFLUNG_OUTER_EVERY": "4"}), pytest.raises(ConfigError, match="FARFLUNG_OUTER_RECIPE"):
         launched_outer()
 
 
-@pytest.mark.parametrize("name", ["LACONIC_OUTER", "LACONIC_OUTER_EVRY"])
+@pytest.mark.parametrize("name", ["FARFLUNG_OUTER", "FARFLUNG_OUTER_EVRY"])
 def test_a_variable_that_nothing_reads_is_refused(name):
     with environ.patched({name: "diloco"}):
-        with pytest.raises(ConfigError, match=rf"{name} means nothing. Did you mean `LACONIC_OUTER_\w+`"):
+        with pytest.raises(ConfigError, match=rf"{name} means nothing. Did you mean `FARFLUNG_OUTER_\w+`"):
             launched_outer()
         with pytest.raises(ConfigError, match=f"{name} means nothing"):
             resolve({})
 
 
 def test_a_script_and_a_launcher_that_want_different_loops_are_told_so():
-    with environ.patched({"LACONIC_OUTER_RECIPE": "diloco", "LACONIC_OUTER_EVERY": "8"}):
+    with environ.patched({"FARFLUNG_OUTER_RECIPE": "diloco", "FARFLUNG_OUTER_EVERY": "8"}):
         assert settled_outer(OuterConfig("diloco", every=8)) == OuterConfig("diloco", every=8)
         with pytest.raises(ConfigError, match=r"script asks for diloco with .*32.*the launcher for diloco with .*8"):
             settled_outer(OuterConfig("diloco", every=32))

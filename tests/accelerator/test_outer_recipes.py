@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Accelerator(outer=...)` with every recipe, and from a checkpoint that was written in the middle of a round."""
 
-from laconic import OuterConfig
-from laconic.accelerator.recipes import MAKERS
-from laconic.state import AcceleratorState
-from laconic.testing.ranks import run_ranks
+from farflung import OuterConfig
+from farflung.accelerator.recipes import MAKERS
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
 from tests.accelerator.test_outer_attached import DILOCO, alike, one_epoch, one_step, prepared, weights
 
 EVERY_RECIPE = {

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from laconic import Accelerator, LocalSGD
-from laconic.outer import local_sgd
-from laconic.testing.ranks import run_ranks
-from laconic.utils import GradScalerKwargs
+from farflung import Accelerator, LocalSGD
+from farflung.outer import local_sgd
+from farflung.testing.ranks import run_ranks
+from farflung.utils import GradScalerKwargs
 
 STEPS = 5
 

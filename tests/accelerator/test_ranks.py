@@ -8,11 +8,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
-from laconic import Accelerator
-from laconic import DDPCommunicationHookType as Hook
-from laconic.state import AcceleratorState
-from laconic.testing.ranks import run_ranks
-from laconic.utils import AutocastKwargs, DataLoaderConfiguration, DistributedDataParallelKwargs, DistributedType
+from farflung import Accelerator
+from farflung import DDPCommunicationHookType as Hook
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+from farflung.utils import AutocastKwargs, DataLoaderConfiguration, DistributedDataParallelKwargs, DistributedType
 
 
 def settled():

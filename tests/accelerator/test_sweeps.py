@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from laconic import Accelerator, LocalSGD
-from laconic.state import AcceleratorState
-from laconic.testing.ranks import run_ranks
-from laconic.utils import DataLoaderConfiguration, TorchDynamoPlugin
+from farflung import Accelerator, LocalSGD
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+from farflung.utils import DataLoaderConfiguration, TorchDynamoPlugin
 
 PLANS = [
     {"dispatch": True, "precision": "fp16", "backend": "no"},

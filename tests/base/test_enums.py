@@ -4,7 +4,7 @@
 import pytest
 from accelerate.utils import dataclasses as accelerate
 
-from laconic.base import enums
+from farflung.base import enums
 
 SHARED = [
     "DistributedType",

@@ -3,7 +3,7 @@
 
 import pytest
 
-from laconic.base import errors
+from farflung.base import errors
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from laconic.base import errors
     ],
 )
 def test_an_error_is_caught_as_ours_and_as_the_builtin_one(ours, builtin):
-    for caught in (errors.LaconicError, builtin):
+    for caught in (errors.FarflungError, builtin):
         with pytest.raises(caught, match="why"):
             raise ours("why")
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.base import tree
+from farflung.base import tree
 
 Point = namedtuple("Point", "x y")
 

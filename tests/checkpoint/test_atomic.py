@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from laconic.base.errors import CheckpointError, ConfigError
-from laconic.checkpoint import atomic, choose, layout, sink
-from laconic.checkpoint.manifest import Entry, Manifest
+from farflung.base.errors import CheckpointError, ConfigError
+from farflung.checkpoint import atomic, choose, layout, sink
+from farflung.checkpoint.manifest import Entry, Manifest
 
 
 class Killed(BaseException):
@@ -81,7 +81,7 @@ def test_killed_anywhere_the_old_or_the_new_one_is_complete(kind, tmp_path, monk
         assert content(target) == {"next"}
         found = sorted(atomic.names_in(target))
         mine = [] if kind == "new folder" else ["notes.txt"]
-        assert found == sorted(["laconic.json", "loop_state/rank_0.bin", "model.safetensors", *mine])
+        assert found == sorted(["farflung.json", "loop_state/rank_0.bin", "model.safetensors", *mine])
         assert [path.name for path in target.parent.iterdir()] == ["ckpt"], "nothing is left of the attempt"
         if finished:
             break
@@ -96,7 +96,7 @@ def test_files_of_a_checkpoint_that_accelerate_wrote_give_way_and_others_stay(tm
     write(tmp_path, "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "config.json",
-        "laconic.json",
+        "farflung.json",
         "loop_state",
         "model.safetensors",
     ]

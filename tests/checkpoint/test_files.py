@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from laconic.base.errors import CheckpointError, ConfigError
-from laconic.checkpoint import layout, rng
-from laconic.checkpoint.manifest import Entry, Manifest
-from laconic.checkpoint.pieces import Piece, Staging, write
-from laconic.checkpoint.sink import Sink, sums_of, write_safetensors
-from laconic.checkpoint.source import read_torch, read_weights
+from farflung.base.errors import CheckpointError, ConfigError
+from farflung.checkpoint import layout, rng
+from farflung.checkpoint.manifest import Entry, Manifest
+from farflung.checkpoint.pieces import Piece, Staging, write
+from farflung.checkpoint.sink import Sink, sums_of, write_safetensors
+from farflung.checkpoint.source import read_torch, read_weights
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -135,7 +135,7 @@ def a_manifest(folder, names=("model.safetensors", "deep/er.bin")):
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_bytes(name.encode() * 50)
         entries[name] = Entry(*sums_of(path))
-    manifest = Manifest(entries, step=3, iteration=2, world_size=4, written_at=1.25, versions={"laconic": "0"})
+    manifest = Manifest(entries, step=3, iteration=2, world_size=4, written_at=1.25, versions={"farflung": "0"})
     manifest.write(folder / layout.MANIFEST)
     return manifest
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from laconic.checkpoint import sink
-from laconic.checkpoint.sink import Sink, sums_of
+from farflung.checkpoint import sink
+from farflung.checkpoint.sink import Sink, sums_of
 
 _BLOCK = 4096
 
@@ -133,9 +133,9 @@ def test_an_error_in_the_block_is_the_one_that_is_raised_and_no_thread_stays(tmp
 _LEAVES_EARLY = """
 import sys
 import torch
-import laconic
+import farflung
 
-accelerator = laconic.Accelerator(cpu=True)
+accelerator = farflung.Accelerator(cpu=True)
 model = accelerator.prepare(torch.nn.Linear(1000, 10000))
 accelerator.save_state(sys.argv[1], block=False)
 """
@@ -147,7 +147,7 @@ def test_a_save_in_the_background_of_many_blocks_is_complete_when_the_script_end
     )
     assert done.returncode == 0, done.stderr
     checked = subprocess.run(
-        [sys.executable, "-m", "laconic", "checkpoint", "verify", str(tmp_path / "last")],
+        [sys.executable, "-m", "farflung", "checkpoint", "verify", str(tmp_path / "last")],
         capture_output=True,
         text=True,
     )

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from laconic.comm.group import TorchGroup
+from farflung.comm.group import TorchGroup
 
 
 class CountingGroup(TorchGroup):

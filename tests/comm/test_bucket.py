@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from laconic.base.errors import StateError
-from laconic.comm.bucket import CAP_BYTES, Buckets, num_buffers_among
-from laconic.comm.shards import addresses, local
+from farflung.base.errors import StateError
+from farflung.comm.bucket import CAP_BYTES, Buckets, num_buffers_among
+from farflung.comm.shards import addresses, local
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = ["plain", "transposed", "strided", "parameter"]

@@ -3,9 +3,9 @@
 
 import torch
 
-from laconic.comm import collectives
-from laconic.comm.exchange import MAX_CAPACITY
-from laconic.testing.ranks import run_ranks
+from farflung.comm import collectives
+from farflung.comm.exchange import MAX_CAPACITY
+from farflung.testing.ranks import run_ranks
 from tests.comm.test_collectives import connected
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laconic.base.errors import CollectiveMismatch, ConfigError
-from laconic.comm import collectives
-from laconic.comm.exchange import Exchange
-from laconic.comm.group import SoloGroup
-from laconic.testing.ranks import run_ranks
+from farflung.base.errors import CollectiveMismatch, ConfigError
+from farflung.comm import collectives
+from farflung.comm.exchange import Exchange
+from farflung.comm.group import SoloGroup
+from farflung.testing.ranks import run_ranks
 from tests.comm.counting import CountingGroup
 from tests.comm.test_packet import DTYPES, noise, same_bytes
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laconic.base.errors import CollectiveMismatch
-from laconic.comm import collectives
-from laconic.comm.exchange import Exchange
-from laconic.comm.scatter import Scatter
-from laconic.config import environ
-from laconic.testing.ranks import run_ranks
+from farflung.base.errors import CollectiveMismatch
+from farflung.comm import collectives
+from farflung.comm.exchange import Exchange
+from farflung.comm.scatter import Scatter
+from farflung.config import environ
+from farflung.testing.ranks import run_ranks
 from tests.comm.counting import CountingGroup
 
 pytestmark = pytest.mark.gpu

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from laconic.base.errors import StateError
-from laconic.comm import lent
-from laconic.comm.lent import Lent
+from farflung.base.errors import StateError
+from farflung.comm import lent
+from farflung.comm.lent import Lent
 
 HELD = ["free", "free", "free", "viewed", "as numpy", "a part", "shared"]
 

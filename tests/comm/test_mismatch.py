@@ -6,10 +6,10 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from laconic.base.errors import CollectiveMismatch
-from laconic.base.tree import flatten
-from laconic.comm.mismatch import called, calls_differ, require_alike
-from laconic.comm.packet import Form, header_of
+from farflung.base.errors import CollectiveMismatch
+from farflung.base.tree import flatten
+from farflung.comm.mismatch import called, calls_differ, require_alike
+from farflung.comm.packet import Form, header_of
 
 
 def form(tree, call=("gather",)):

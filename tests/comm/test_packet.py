@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.base.tree import flatten
-from laconic.comm.packet import ALIGN, Form, Layout, header_of, header_of_failure
+from farflung.base.tree import flatten
+from farflung.comm.packet import ALIGN, Form, Layout, header_of, header_of_failure
 
 DTYPES = [
     torch.float64,

@@ -6,10 +6,10 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 
-from laconic.base.errors import RankFailure
-from laconic.comm.group import SoloGroup
-from laconic.comm.scatter import Scatter
-from laconic.testing.ranks import run_ranks
+from farflung.base.errors import RankFailure
+from farflung.comm.group import SoloGroup
+from farflung.comm.scatter import Scatter
+from farflung.testing.ranks import run_ranks
 from tests.comm.counting import CountingGroup
 from tests.comm.test_collectives import Unpicklable
 from tests.comm.test_packet import DTYPES, noise, same_bytes

@@ -4,9 +4,9 @@
 import torch
 from torch import nn
 
-from laconic.comm.bucket import Buckets
-from laconic.comm.shards import addresses, local
-from laconic.testing.ranks import run_ranks
+from farflung.comm.bucket import Buckets
+from farflung.comm.shards import addresses, local
+from farflung.testing.ranks import run_ranks
 
 
 def test_a_plain_tensor_is_its_own_local_part():

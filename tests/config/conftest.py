@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from laconic.config.launch import FIELDS
+from farflung.config.launch import FIELDS
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from contextlib import suppress
 
 import pytest
 
-from laconic.base.errors import ConfigError
-from laconic.config import environ
+from farflung.base.errors import ConfigError
+from farflung.config import environ
 
-NAME = "LACONIC_TEST_VARIABLE"
+NAME = "FARFLUNG_TEST_VARIABLE"
 
 
 @pytest.mark.parametrize("word", ["1", "true", "True", "YES", "on", " y "])

@@ -10,14 +10,14 @@ from accelerate.utils import TorchDynamoPlugin as TheirPlugin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.accelerator.settings import settled_compile
-from laconic.base.enums import DynamoBackend
-from laconic.base.errors import ConfigError, Unsupported
-from laconic.config import environ
-from laconic.config.compile import TorchDynamoPlugin
-from laconic.config.files import write_file
-from laconic.config.launch import FIELDS, LaunchSettings, field_named, rank_variables
-from laconic.config.resolve import resolve
+from farflung.accelerator.settings import settled_compile
+from farflung.base.enums import DynamoBackend
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.config import environ
+from farflung.config.compile import TorchDynamoPlugin
+from farflung.config.files import write_file
+from farflung.config.launch import FIELDS, LaunchSettings, field_named, rank_variables
+from farflung.config.resolve import resolve
 
 # name -> what a file, the environment and a flag say of it
 SAID = {
@@ -96,7 +96,7 @@ def test_what_is_said_in_the_environment_is_what_counts(said):
 @settings(deadline=None, max_examples=60)
 @given(said=launch_settings())
 def test_what_is_written_to_a_file_is_what_is_read(said, tmp_path_factory):
-    path = write_file(tmp_path_factory.mktemp("files") / "laconic.yaml", said)
+    path = write_file(tmp_path_factory.mktemp("files") / "farflung.yaml", said)
     assert resolve({"config_file": str(path)}).settings == LaunchSettings(**said, config_file=str(path))
 
 
@@ -129,7 +129,7 @@ def test_a_flag_counts_before_the_environment_and_that_before_a_file_and_that_be
         return getattr(resolved.settings, name), resolved.origins[name].kind
 
     assert effective({}) == (entry.default, "default")
-    (home / "laconic.yaml").write_text(f"{name}: {in_file}\n")
+    (home / "farflung.yaml").write_text(f"{name}: {in_file}\n")
     assert effective({}) == (entry.parse(in_file, name), "file")
     with environ.patched({entry.variable: in_environment}):
         value = entry.parse(in_environment, name, environ.TRUE_WORDS, environ.FALSE_WORDS)
@@ -219,7 +219,7 @@ def test_a_word_that_says_nothing_is_refused_with_the_place_where_it_stands(name
 
 
 def test_the_cpu_asked_for_by_flag_overrules_gpus_asked_for_by_file(home):
-    (home / "laconic.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    (home / "farflung.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
     assert resolve({}).settings.multi_gpu
     chosen = resolve({"use_cpu": True})
     assert chosen.settings.use_cpu
@@ -227,6 +227,6 @@ def test_the_cpu_asked_for_by_flag_overrules_gpus_asked_for_by_file(home):
 
 
 def test_an_error_names_the_file_that_took_part_in_it(home):
-    (home / "laconic.yaml").write_text("machine_rank: 1\n")
-    with pytest.raises(ConfigError, match=r"machine_rank is 1.*read from laconic.yaml"):
+    (home / "farflung.yaml").write_text("machine_rank: 1\n")
+    with pytest.raises(ConfigError, match=r"machine_rank is 1.*read from farflung.yaml"):
         resolve({})

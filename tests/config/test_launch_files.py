@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from laconic.base.errors import ConfigError, Unsupported
-from laconic.config import environ
-from laconic.config.files import accelerate_files, find_file, own_file, read_file, write_file
-from laconic.config.resolve import resolve
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.former_name import FORMER_NAME
+from farflung.config import environ
+from farflung.config.files import accelerate_files, find_file, former_files, own_file, read_file, write_file
+from farflung.config.resolve import resolve
 
 # What `accelerate config` writes for one machine.
 ACCELERATE = """\
@@ -53,15 +54,15 @@ def test_files_are_looked_up_in_order(home, monkeypatch):
     assert find_file() == theirs_json
     theirs = put(home / ".cache/huggingface/accelerate/default_config.yaml", "")
     assert find_file() == theirs
-    own = put(home / ".config/laconic/config.yaml", "")
+    own = put(home / ".config/farflung/config.yaml", "")
     assert find_file() == own == own_file()
-    here = put(home / "laconic.yaml", "")
+    here = put(home / "farflung.yaml", "")
     assert find_file().resolve() == here
     named = put(home / "named.yaml", "")
     assert find_file("~/named.yaml") == named
     assert find_file(str(named)) == named
     assert resolve({"config_file": str(named)}).file == named
-    with environ.patched({"LACONIC_CONFIG_FILE": str(named)}):
+    with environ.patched({"FARFLUNG_CONFIG_FILE": str(named)}):
         assert resolve({}).file == named
         assert resolve({"config_file": str(own)}).file == own
     with pytest.raises(ConfigError, match=r"nowhere.yaml does not exist"):
@@ -181,19 +182,33 @@ def test_what_can_not_be_understood_is_refused_with_its_line(home, text, message
     ("text", "message"),
     [
         ("distributed_type: FSDP\n", r"train.yaml:1: distributed_type is FSDP"),
-        ("distributed_type: DEEPSPEED\n", r"DEEPSPEED, which Laconic does not do"),
+        ("distributed_type: DEEPSPEED\n", r"DEEPSPEED, which Farflung does not do"),
         ("debug: false\nfsdp_config:\n  fsdp_version: 2\n", r"train.yaml:2: `fsdp_config` asks for sharding by FSDP"),
         ("deepspeed_config: {zero_stage: 2}\n", r"asks for DeepSpeed"),
         ("enable_cpu_affinity: true\n", r"numactl"),
         ("downcast_bf16: 'yes'\n", r"TPUs"),
         ("tpu_name: pod\n", r"TPUs"),
         ("base_job_name: x\ncompute_environment: AMAZON_SAGEMAKER\n", r"train.yaml:2: .* asks for SageMaker"),
-        ("mixed_precision: fp8\n", r"train.yaml:1: mixed_precision is 'fp8', which Laconic does not do. Use bf16"),
+        ("mixed_precision: fp8\n", r"train.yaml:1: mixed_precision is 'fp8', which Farflung does not do. Use bf16"),
     ],
 )
 def test_what_is_not_done_is_refused_with_what_to_use_instead(home, text, message):
     with pytest.raises(Unsupported, match=message):
         stated(text, home)
+
+
+def test_files_under_the_former_name_count_where_there_are_none_of_the_present(home):
+    theirs = put(accelerate_files()[0], ACCELERATE)
+    own_before = put(home / ".config" / FORMER_NAME / "config.yaml", "num_processes: 3\n")
+    assert find_file() == own_before != theirs
+    own = put(own_file(), "num_processes: 4\n")
+    assert find_file() == own
+    here_before = put(home / f"{FORMER_NAME}.yaml", "num_processes: 5\n")
+    assert find_file().resolve() == here_before
+    assert resolve({}).settings.num_processes == 5
+    assert {old.name: new.name for old, new in former_files().items()}[here_before.name] == "farflung.yaml"
+    put(home / "farflung.yaml", "num_processes: 6\n")
+    assert resolve({}).settings.num_processes == 6
 
 
 def test_accelerates_own_file_is_never_written(home):
@@ -205,8 +220,8 @@ def test_accelerates_own_file_is_never_written(home):
 
 def test_settings_that_can_not_work_are_not_written(home):
     with pytest.raises(ConfigError, match="at least 1"):
-        write_file(home / "laconic.yaml", {"num_processes": 0})
-    assert not (home / "laconic.yaml").exists()
+        write_file(home / "farflung.yaml", {"num_processes": 0})
+    assert not (home / "farflung.yaml").exists()
 
 
 def test_json_with_its_booleans_and_nulls_is_read(home):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from laconic.comm.group import SoloGroup, TorchGroup
-from laconic.config.handlers import DataLoaderConfiguration
-from laconic.data.prepare import prepare_loader
-from laconic.loop.state import LoopState
+from farflung.comm.group import SoloGroup, TorchGroup
+from farflung.config.handlers import DataLoaderConfiguration
+from farflung.data.prepare import prepare_loader
+from farflung.loop.state import LoopState
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, WeightedRandomSampler
 
-from laconic.testing.ranks import run_ranks
+from farflung.testing.ranks import run_ranks
 from tests.data.support import gathered, prepared, values, walk, world
 
 LOADERS = {

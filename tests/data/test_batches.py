@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from laconic.data.batches import Samples, extended, joined
+from farflung.data.batches import Samples, extended, joined
 
 
 class Pair(NamedTuple):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from laconic.base.errors import ConfigError, RankFailure
-from laconic.data.dispatcher import DataLoaderDispatcher
-from laconic.data.prepare import skip_first_batches
-from laconic.loop.state import LoopState
-from laconic.testing.ranks import run_ranks
+from farflung.base.errors import ConfigError, RankFailure
+from farflung.data.dispatcher import DataLoaderDispatcher
+from farflung.data.prepare import skip_first_batches
+from farflung.loop.state import LoopState
+from farflung.testing.ranks import run_ranks
 from tests.data.support import Seat, SizedStream, Stream, gathered, prepared, values, walk, world
 
 

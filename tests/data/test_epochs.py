@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from laconic.data.prepare import skip_first_batches
-from laconic.data.samplers import SeedableRandomSampler
+from farflung.data.prepare import skip_first_batches
+from farflung.data.samplers import SeedableRandomSampler
 from tests.data.support import Seat, gathered, prepared, values, walk
 from tests.data.test_loader import numbers
 

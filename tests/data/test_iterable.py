@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from laconic.base.errors import ConfigError
-from laconic.data.iterable import IterableDatasetShard
-from laconic.data.prepare import skip_first_batches
+from farflung.base.errors import ConfigError
+from farflung.data.iterable import IterableDatasetShard
+from farflung.data.prepare import skip_first_batches
 from tests.data.support import Seat, SizedStream, Stream, gathered, prepared, walk
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from laconic.base.errors import ConfigError, StateError, Unsupported
-from laconic.data.loader import DataLoaderShard, SkipDataLoader
-from laconic.data.prepare import prepare_data_loader, prepare_loader, skip_first_batches
-from laconic.data.samplers import BatchSamplerShard
-from laconic.loop.state import LoopState
+from farflung.base.errors import ConfigError, StateError, Unsupported
+from farflung.data.loader import DataLoaderShard, SkipDataLoader
+from farflung.data.prepare import prepare_data_loader, prepare_loader, skip_first_batches
+from farflung.data.samplers import BatchSamplerShard
+from farflung.loop.state import LoopState
 from tests.data.support import Seat, SizedStream, Stream, gathered, prepared, values, walk
 
 
@@ -430,7 +430,7 @@ def test_a_generator_of_an_iterable_data_set_is_the_shared_one():
 
 def test_prepare_loader_is_handed_all_it_needs():
     state = LoopState()
-    from laconic.config.handlers import DataLoaderConfiguration
+    from farflung.config.handlers import DataLoaderConfiguration
 
     loader = prepare_loader(
         DataLoader(range(3)), group=Seat(0, 1), device=None, state=state, config=DataLoaderConfiguration(), rng_types=[]

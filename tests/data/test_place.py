@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
-from laconic.checkpoint import rng
-from laconic.checkpoint.source import allowed
-from laconic.data.prepare import skip_first_batches
-from laconic.loop.state import LoopState
-from laconic.testing.ranks import run_ranks
+from farflung.checkpoint import rng
+from farflung.checkpoint.source import allowed
+from farflung.data.prepare import skip_first_batches
+from farflung.loop.state import LoopState
+from farflung.testing.ranks import run_ranks
 from tests.data.support import Stream, prepared, world
 
 

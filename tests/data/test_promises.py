@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler
 
-from laconic.data.prepare import skip_first_batches
-from laconic.testing.sim import run_replicas
+from farflung.data.prepare import skip_first_batches
+from farflung.testing.sim import run_replicas
 from tests.data.support import SizedStream, Stream, gathered, prepared, walk
 
 

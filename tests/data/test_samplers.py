@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from laconic.base.errors import ConfigError
-from laconic.data.samplers import (
+from farflung.base.errors import ConfigError
+from farflung.data.samplers import (
     BatchSamplerShard,
     SeedableRandomSampler,
     SkipBatchSampler,

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from laconic.checkpoint import rng
-from laconic.data import workers
-from laconic.data.workers import Log, Noting, Turns, can_be_noted
+from farflung.checkpoint import rng
+from farflung.data import workers
+from farflung.data.workers import Log, Noting, Turns, can_be_noted
 
 
 def draw(samples):

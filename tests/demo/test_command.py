@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`laconic demo` from end to end on small settings, and what it says when something is missing."""
+"""`farflung demo` from end to end on small settings, and what it says when something is missing."""
 
 import dataclasses
 import importlib.util
@@ -11,11 +11,11 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from laconic.base.errors import ConfigError
-from laconic.demo import command
-from laconic.demo.settings import DemoSettings, Point, Result, load_results, save_results
+from farflung.base.errors import ConfigError
+from farflung.demo import command
+from farflung.demo.settings import DemoSettings, Point, Result, load_results, save_results
 
-LACONIC = [sys.executable, "-m", "laconic"]
+FARFLUNG = [sys.executable, "-m", "farflung"]
 
 
 def settings_for(folder, **changes):
@@ -31,7 +31,7 @@ def a_result(way="DDP", loss=2.0):
 def test_the_demo_trains_three_ways_draws_and_writes(tmp_path):
     output = tmp_path / "made by the demo"
     knobs = ["--steps", "12", "--every", "4", "--size", "tiny", "--batch", "4", "--output", str(output)]
-    ran = subprocess.run([*LACONIC, "demo", *knobs], capture_output=True, text=True, timeout=100)
+    ran = subprocess.run([*FARFLUNG, "demo", *knobs], capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
 
     ddp, local_sgd, diloco = load_results(settings_for(output))
@@ -50,14 +50,14 @@ def test_the_demo_trains_three_ways_draws_and_writes(tmp_path):
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     last_line = ran.stdout.strip().splitlines()[-1]
     program, *arguments = shlex.split(last_line)
-    assert program == "laconic"
-    wrote = subprocess.run([*LACONIC, *arguments, "--length", "20"], capture_output=True, timeout=60)
+    assert program == "farflung"
+    wrote = subprocess.run([*FARFLUNG, *arguments, "--length", "20"], capture_output=True, timeout=60)
     assert wrote.returncode == 0, wrote.stderr
     assert wrote.stdout.startswith(b"def main(")
 
 
 def test_the_command_starts_without_torch():
-    code = "import sys, laconic.demo.command; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    code = "import sys, farflung.demo.command; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert said.stdout.split() == ["False", "False"]
 
@@ -76,7 +76,7 @@ def test_without_matplotlib_all_but_the_picture_is_made(tmp_path, monkeypatch, c
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     command._conclude(settings_for(tmp_path), [a_result()])
     said = capsys.readouterr().out
-    assert "pip install 'laconic[plot]'" in said
+    assert "pip install 'farflung[plot]'" in said
     assert "0.50 s (25.0%)" in said
     assert not (tmp_path / "curves.png").exists()
 
@@ -99,7 +99,7 @@ def test_an_output_that_cannot_be_written_to_is_refused(tmp_path):
 def test_generating_without_a_model_says_what_to_do(tmp_path):
     ended = CliRunner().invoke(command.demo, ["--generate", "x", "--output", str(tmp_path)])
     assert isinstance(ended.exception, ConfigError)
-    assert "Run `laconic demo` first" in str(ended.exception)
+    assert "Run `farflung demo` first" in str(ended.exception)
 
 
 def test_results_survive_the_file(tmp_path):

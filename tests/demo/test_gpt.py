@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis.strategies import integers
 
-from laconic.demo.gpt import GPT, generate, loss_per_sequence, rotated, rotations
-from laconic.demo.settings import SIZES
+from farflung.demo.gpt import GPT, generate, loss_per_sequence, rotated, rotations
+from farflung.demo.settings import SIZES
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.demo.meter import GradientMeter
-from laconic.testing.ranks import run_ranks
+from farflung.demo.meter import GradientMeter
+from farflung.testing.ranks import run_ranks
 
 NAP_S = 0.3
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from laconic.base.errors import ConfigError
-from laconic.demo import text
-from laconic.demo.text import TRAIN_MODULES, VALIDATION_MODULES, check_length, folder_text, load_text, stdlib_text
+from farflung.base.errors import ConfigError
+from farflung.demo import text
+from farflung.demo.text import TRAIN_MODULES, VALIDATION_MODULES, check_length, folder_text, load_text, stdlib_text
 
 
 def test_the_listed_sources_are_all_here():

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis.strategies import integers
 
-from laconic import Accelerator
-from laconic.demo.settings import DemoSettings
-from laconic.demo.train import Sequences, Spread, Trial, checkpoints
-from laconic.testing.ranks import run_ranks
+from farflung import Accelerator
+from farflung.demo.settings import DemoSettings
+from farflung.demo.train import Sequences, Spread, Trial, checkpoints
+from farflung.testing.ranks import run_ranks
 
 TEXT = bytes(range(256)) * 40
 

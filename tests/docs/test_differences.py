@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/migrating.md, run: what it says of Accelerate is so, and Laconic does the other thing.
+"""docs/migrating.md, run: what it says of Accelerate is so, and Farflung does the other thing.
 
 Each test makes the same program once with each library. It keeps the left side of a row; the test that the row names
 keeps the right side in full.
@@ -18,17 +18,17 @@ from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-import laconic
-from laconic.base.errors import ConfigError
-from laconic.config import environ
-from laconic.config.launch import LaunchSettings, rank_variables
-from laconic.loop.optimizer import AcceleratedOptimizer as OurOptimizer
-from laconic.loop.state import LoopState
-from laconic.precision.amp import ScaledFp16
-from laconic.state import AcceleratorState
-from laconic.testing.ranks import run_ranks
-from laconic.utils import DataLoaderConfiguration as OurLoading
-from laconic.utils import gather_object as our_gather_object
+import farflung
+from farflung.base.errors import ConfigError
+from farflung.config import environ
+from farflung.config.launch import LaunchSettings, rank_variables
+from farflung.loop.optimizer import AcceleratedOptimizer as OurOptimizer
+from farflung.loop.state import LoopState
+from farflung.precision.amp import ScaledFp16
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+from farflung.utils import DataLoaderConfiguration as OurLoading
+from farflung.utils import gather_object as our_gather_object
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +40,8 @@ def fresh_states():
 
 
 def both(program, *args):
-    """The values of `program` with Accelerate and with Laconic."""
-    return program(accelerate.Accelerator, *args), program(laconic.Accelerator, *args)
+    """The values of `program` with Accelerate and with Farflung."""
+    return program(accelerate.Accelerator, *args), program(farflung.Accelerator, *args)
 
 
 class Stream(IterableDataset):
@@ -187,7 +187,7 @@ def first_batches(make, loading):
 def test_a_seedable_order_after_a_break():
     first, second = first_batches(accelerate.Accelerator, TheirLoading)
     assert first == second
-    first, second = first_batches(laconic.Accelerator, OurLoading)
+    first, second = first_batches(farflung.Accelerator, OurLoading)
     assert first != second
 
 
@@ -212,7 +212,7 @@ def test_second_accelerators_second_prepares_files_and_streams(tmp_path):
 def on_two_ranks():
     environ.export({"ACCELERATE_USE_CPU": "true"})
     theirs = talked(accelerate.Accelerator, TheirLoading, their_gather_object)
-    return theirs, talked(laconic.Accelerator, OurLoading, our_gather_object)
+    return theirs, talked(farflung.Accelerator, OurLoading, our_gather_object)
 
 
 def talked(make, loading, gather_object):
@@ -269,7 +269,7 @@ def one_more_batch_on_two_ranks(library):
     environ.export({"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})
     if library == "theirs":
         return one_more_batch(accelerate.Accelerator, TheirLoading)
-    return one_more_batch(laconic.Accelerator, OurLoading)
+    return one_more_batch(farflung.Accelerator, OurLoading)
 
 
 def test_a_batch_that_one_rank_does_not_have():

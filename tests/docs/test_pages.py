@@ -16,13 +16,13 @@ from pathlib import Path
 import click
 import pytest
 
-from laconic.launch.main import laconic
-from laconic.state import AcceleratorState
+from farflung.launch.main import farflung
+from farflung.state import AcceleratorState
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
-ROOMS = sorted(p.name for p in (ROOT / "src" / "laconic").iterdir() if (p / "__init__.py").exists())
+ROOMS = sorted(p.name for p in (ROOT / "src" / "farflung").iterdir() if (p / "__init__.py").exists())
 DOORS = {"utils", "commands", "test_utils"}
 
 _FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -88,7 +88,7 @@ def words(text):
 @pytest.fixture(scope="module")
 def source_words():
     """All of the package's words in order, without what f-strings put in and where a long text is wrapped."""
-    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "src" / "laconic").rglob("*.py"))
+    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "src" / "farflung").rglob("*.py"))
     whole = re.sub(r'"\s*\n\s*f?"', "", source)
     return f" {words(re.sub('{[^{}]*}', ' ', whole))} "
 
@@ -116,8 +116,8 @@ def test_every_room_has_a_page_and_the_index_leads_to_it():
 def test_commands_that_are_shown_parse(text):
     for line in text.splitlines():
         command = shlex.split(line, comments=True)
-        if command[:1] == ["laconic"]:
-            parse(laconic, command[1:])
+        if command[:1] == ["farflung"]:
+            parse(farflung, command[1:])
 
 
 def parse(command, arguments):

@@ -24,5 +24,5 @@ def test_the_task_is_learnt_and_the_bytes_are_those_of_twenty_rounds(launch, sen
 
 def test_it_needs_no_accelerator_and_is_short():
     source = FILE.read_text()
-    assert "from laconic import" not in source
+    assert "from farflung import" not in source
     assert len(source.splitlines()) <= 60

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from laconic.testing.ranks import run_ranks
+from farflung.testing.ranks import run_ranks
 
 FOLDER = Path(__file__).parents[2] / "examples" / "local_sgd"
 
 # What each step of the tutorial takes away and puts in, apart from indentation.
 PREPARED = "model, optimizer, training_dataloader, scheduler"
 TO_ACCELERATED = f"""
-+ from laconic import Accelerator
++ from farflung import Accelerator
 - device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 + accelerator = Accelerator(gradient_accumulation_steps=gradient_accumulation_steps)
 + device = accelerator.device
@@ -32,8 +32,8 @@ TO_ACCELERATED = f"""
 + accelerator.print(f"{{accuracy:.1%}} of the points are told rightly")
 """
 TO_LOCAL_SGD = """
-- from laconic import Accelerator
-+ from laconic import Accelerator, LocalSGD
+- from farflung import Accelerator
++ from farflung import Accelerator, LocalSGD
 + with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8, enabled=True) as local_sgd:
 + local_sgd.step()
 """

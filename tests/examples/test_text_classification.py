@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw DDP and Laconic classify the same reviews equally well; precision can be asked for in three ways."""
+"""Raw DDP and Farflung classify the same reviews equally well; precision can be asked for in three ways."""
 
 import csv
 import importlib.util
@@ -12,7 +12,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples" / "text_classification"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-LAUNCH = [sys.executable, "-m", "laconic", "launch", "--cpu"]
+LAUNCH = [sys.executable, "-m", "farflung", "launch", "--cpu"]
 SHORT = ["--epochs", "1"]
 
 
@@ -42,7 +42,7 @@ def test_both_reach_the_same_accuracy_by_the_same_way():
     # last window of 3 micro-batches is short.
     flags = ["--epochs", "6", "--batch_size", "2", "--gradient_accumulation_steps", "3"]
     raw = run(*TORCHRUN, "--nproc_per_node", "2", FOLDER / "raw_ddp_bert.py", *flags)
-    ours = run(*LAUNCH, "--num_processes", "2", FOLDER / "laconic_bert.py", *flags)
+    ours = run(*LAUNCH, "--num_processes", "2", FOLDER / "farflung_bert.py", *flags)
     assert len(epochs_of(ours)) == 6
     for (loss, accuracy), (our_loss, our_accuracy) in zip(epochs_of(raw), epochs_of(ours), strict=True):
         assert our_accuracy == accuracy
@@ -67,7 +67,7 @@ def test_precision_comes_from_the_launcher(way, tmp_path):
     config = tmp_path / "bf16.yaml"
     config.write_text("mixed_precision: bf16\n")
     flags = {"flag": ["--mixed_precision", "bf16"], "file": ["--config_file", config]}
-    assert "mixed precision: bf16" in run(*LAUNCH, *flags[way], FOLDER / "laconic_bert.py", *SHORT)
+    assert "mixed precision: bf16" in run(*LAUNCH, *flags[way], FOLDER / "farflung_bert.py", *SHORT)
 
 
 def test_another_file_a_saved_model_and_a_precision_can_be_given(reviews, tmp_path):
@@ -76,7 +76,7 @@ def test_another_file_a_saved_model_and_a_precision_can_be_given(reviews, tmp_pa
     for part in reviews.load_bert(None, [("好差", 1)]):
         part.save_pretrained(tmp_path / "bert")
     given = ["--data", other, "--model", tmp_path / "bert", "--mixed_precision", "bf16"]
-    said = run(sys.executable, FOLDER / "laconic_bert.py", *SHORT, *given)
+    said = run(sys.executable, FOLDER / "farflung_bert.py", *SHORT, *given)
     assert "40 reviews, 0 rows" in said
     assert "mixed precision: bf16" in said
     assert "epoch 0" in said

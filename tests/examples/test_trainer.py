@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from laconic import Accelerator, DataLoaderConfiguration
-from laconic.testing.ranks import run_ranks
+from farflung import Accelerator, DataLoaderConfiguration
+from farflung.testing.ranks import run_ranks
 
 FILE = Path(__file__).parents[2] / "examples" / "trainer.py"
 LEARNING_RATE = 1e-2

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from laconic.config.launch import FIELDS
+from farflung.config.launch import FIELDS
 
 
 @pytest.fixture
@@ -23,11 +23,11 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def laconic(home) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `laconic` with arguments in the empty home; a hang is ended after a minute."""
+def farflung(home) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `farflung` with arguments in the empty home; a hang is ended after a minute."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "laconic", *arguments]
+        command = [sys.executable, "-m", "farflung", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=90)
 
     return run

@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from laconic.base.errors import ConfigError, Unsupported
-from laconic.config import environ
-from laconic.config.files import own_file
-from laconic.config.launch import LaunchSettings
-from laconic.config.resolve import resolve
-from laconic.launch.ask import config, write_basic_config
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.config import environ
+from farflung.config.files import own_file
+from farflung.config.launch import LaunchSettings
+from farflung.config.resolve import resolve
+from farflung.launch.ask import config, write_basic_config
 
 
 def ask(*arguments: str, answers: list[str]):
@@ -97,7 +97,7 @@ def test_write_basic_config_returns_the_path_or_false(home):
 
 
 def test_show_says_where_each_value_came_from(home):
-    (home / "laconic.yaml").write_text("debug: true\nnum_processes: 4\n")
+    (home / "farflung.yaml").write_text("debug: true\nnum_processes: 4\n")
     with environ.patched({"ACCELERATE_MIXED_PRECISION": "bf16"}):
         done = CliRunner().invoke(config, ["show", "--origin", "--num-processes", "2"])
     lines = {line.split(":")[0]: line for line in done.output.splitlines()}
@@ -105,6 +105,6 @@ def test_show_says_where_each_value_came_from(home):
     assert (
         " ".join(lines["mixed_precision"].split()) == "mixed_precision: bf16 # environment ACCELERATE_MIXED_PRECISION"
     )
-    assert " ".join(lines["debug"].split()) == "debug: true # file laconic.yaml:1"
+    assert " ".join(lines["debug"].split()) == "debug: true # file farflung.yaml:1"
     assert " ".join(lines["tee"].split()) == "tee: 0 # default"
     assert "#" not in CliRunner().invoke(config, ["show"]).output

@@ -5,10 +5,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from laconic import Accelerator
-from laconic.base.errors import CheckpointError, ConfigError
-from laconic.launch.checkpoint import checkpoint
-from laconic.state import AcceleratorState
+from farflung import Accelerator
+from farflung.base.errors import CheckpointError, ConfigError
+from farflung.base.former_name import FORMER_NAME
+from farflung.checkpoint import layout
+from farflung.launch.checkpoint import checkpoint
+from farflung.state import AcceleratorState
 
 
 @pytest.fixture
@@ -59,9 +61,30 @@ def test_other_forms_can_be_loaded(folder, tmp_path):
     said("convert", one, tmp_path / "theirs", "--to", "accelerate")
     assert sorted(path.name for path in (tmp_path / "theirs").iterdir()) == ["model.safetensors", "random_states_0.pkl"]
     assert "no more can be said" in said("verify", tmp_path / "theirs")
-    said("convert", tmp_path / "theirs", tmp_path / "ours", "--to", "laconic")
+    said("convert", tmp_path / "theirs", tmp_path / "ours", "--to", "farflung")
     assert said("verify", tmp_path / "ours").endswith("whole\n")
     said("convert", tmp_path / "ours", tmp_path / "w.pt", "--to", "state-dict")
     assert torch.load(tmp_path / "w.pt", weights_only=True)["weight"].tolist() == [[1.0, 1.0]]
     with pytest.raises(ConfigError, match="is there already"):
-        said("convert", one, tmp_path / "ours", "--to", "laconic")
+        said("convert", one, tmp_path / "ours", "--to", "farflung")
+
+
+def test_a_checkpoint_under_the_former_name_is_verified_loaded_and_replaced(folder, capsys):
+    """Its manifest counts as ever; the next save into the same folder leaves no trace of the old one."""
+    one = folder / "checkpoint_1"
+    (one / layout.MANIFEST).rename(one / layout.FORMER_MANIFEST)
+    assert "whole" in said("verify", one)
+    assert "1 process" in said("ls", folder)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    accelerator.load_state(one)
+    assert torch.equal(model.weight, torch.ones(1, 2))
+    assert capsys.readouterr().err.count(f"called {FORMER_NAME}") == 1
+    accelerator.save_state(one)
+    assert (one / layout.MANIFEST).is_file()
+    assert not (one / layout.FORMER_MANIFEST).exists()
+    (one / layout.MANIFEST).rename(one / layout.FORMER_MANIFEST)
+    (one / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        accelerator.load_state(one)
+    AcceleratorState._reset_state(reset_partial_state=True)

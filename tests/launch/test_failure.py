@@ -11,12 +11,12 @@ import time
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from laconic.config import environ
-from laconic.process.failure import install_failure_report, record_failure
+from farflung.config import environ
+from farflung.process.failure import install_failure_report, record_failure
 
 SCRIPT = """
 import sys
-from laconic.process.failure import install_failure_report
+from farflung.process.failure import install_failure_report
 sys.excepthook = lambda *said: print("hook before:", said[1], file=sys.stderr)
 install_failure_report(3)
 raise {error}

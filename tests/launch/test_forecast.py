@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`laconic plan`: units are read as people write them, and what is shown is what the cost model says."""
+"""`farflung plan`: units are read as people write them, and what is shown is what the cost model says."""
 
 import json
 import math
@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.base.errors import ConfigError
-from laconic.launch import planning
-from laconic.launch.forecast import Forecast
-from laconic.launch.units import (
+from farflung.base.errors import ConfigError
+from farflung.launch import planning
+from farflung.launch.forecast import Forecast
+from farflung.launch.units import (
     in_bytes,
     in_rate,
     in_seconds,
@@ -23,8 +23,8 @@ from laconic.launch.units import (
     parse_rate,
     parse_seconds,
 )
-from laconic.outer.model import Run, cost_of
-from laconic.outer.table import methods_for
+from farflung.outer.model import Run, cost_of
+from farflung.outer.table import methods_for
 
 USUAL = ["--parameters", "124M", "--step_seconds", "0.5", "--bandwidth", "1Gbit", "--replicas", "4", "--latency", "1ms"]
 RUN = Run(124_000_000, 24, 0.5, replicas=4, bandwidth_bps=1e9, latency_s=0.001)
@@ -184,7 +184,7 @@ def test_the_picture_has_a_curve_for_each_method(home):
 
 def test_without_matplotlib_a_picture_is_refused_before_anything_is_said(monkeypatch, capsys):
     monkeypatch.setattr(planning, "is_available", lambda module: False)
-    with pytest.raises(ConfigError, match=r"--picture needs matplotlib\. Get it with `pip install 'laconic\[plot\]'`"):
+    with pytest.raises(ConfigError, match=r"--picture needs matplotlib\. Get it with `pip install 'farflung\[plot\]'`"):
         planned(*USUAL, "--picture", "x.png")
 
 
@@ -200,8 +200,8 @@ def test_the_rates_of_a_picture_reach_from_what_suffices_the_least_to_what_the_m
 def test_help_and_a_wrong_flag_do_without_torch(home):
     code = (
         "import sys\n"
-        "from laconic.launch.main import laconic\n"
-        "laconic.main(['plan', '--help'], standalone_mode=False)\n"
+        "from farflung.launch.main import farflung\n"
+        "farflung.main(['plan', '--help'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

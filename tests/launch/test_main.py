@@ -11,18 +11,18 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from laconic.base.errors import ConfigError
-from laconic.launch import main as command
+from farflung.base.errors import ConfigError
+from farflung.launch import main as command
 
 
 def test_help_and_the_launcher_do_without_torch(home):
     loads = (
         "import sys\n"
-        "from laconic.launch.main import laconic\n"
-        "laconic.main(['--help'], standalone_mode=False)\n"
+        "from farflung.launch.main import farflung\n"
+        "farflung.main(['--help'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules and 'yaml' not in sys.modules\n"
-        "laconic.main(['launch', '--help'], standalone_mode=False)\n"
-        "laconic.main(['config', 'show'], standalone_mode=False)\n"
+        "farflung.main(['launch', '--help'], standalone_mode=False)\n"
+        "farflung.main(['config', 'show'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, timeout=60)
@@ -35,12 +35,12 @@ def test_each_name_in_the_table_is_a_command(name):
     module, attribute = command.COMMANDS[name][0].split(":")
     found = getattr(import_module(module), attribute)
     assert isinstance(found, click.Command)
-    assert command.laconic.get_command(click.Context(command.laconic), name) is found
+    assert command.farflung.get_command(click.Context(command.farflung), name) is found
     assert CliRunner().invoke(found, ["--help"]).exit_code == 0
 
 
-def test_errors_of_ours_are_one_line_and_exit_code_2(laconic):
-    done = laconic("launch", "--num_processes", "0", "train.py")
+def test_errors_of_ours_are_one_line_and_exit_code_2(farflung):
+    done = farflung("launch", "--num_processes", "0", "train.py")
     assert done.returncode == 2
     assert done.stderr == "ConfigError: num_processes is 0; it must be at least 1.\n"
 
@@ -67,14 +67,14 @@ def test_the_exit_code_says_how_it_ended(error, code, monkeypatch):
     def fail(**_):
         raise error
 
-    monkeypatch.setattr(command.laconic, "main", fail)
+    monkeypatch.setattr(command.farflung, "main", fail)
     with pytest.raises(SystemExit) as ended:
         command.main([])
     assert ended.value.code == code
 
 
-def test_env_tells_versions_and_settings(laconic):
-    done = laconic("env")
+def test_env_tells_versions_and_settings(farflung):
+    done = farflung("env")
     assert done.returncode == 0, done.stderr
     assert "torch: 2" in done.stdout
     assert "settings: defaults" in done.stdout

@@ -10,17 +10,17 @@ import sys
 
 import pytest
 
-from laconic.base.errors import ConfigError, StateError
-from laconic.config import environ
-from laconic.launch.notebook import debug_launcher, notebook_launcher
+from farflung.base.errors import ConfigError, StateError
+from farflung.config import environ
+from farflung.launch.notebook import debug_launcher, notebook_launcher
 
 # A notebook: a process of its own, functions defined in __main__. Two ranks can see each other only when connected.
 NOTEBOOK = """
 import json, os, signal
 import torch, torch.distributed as dist
-from laconic.base.errors import RankFailure
-from laconic.config import environ
-from laconic.launch.notebook import debug_launcher, notebook_launcher
+from farflung.base.errors import RankFailure
+from farflung.config import environ
+from farflung.launch.notebook import debug_launcher, notebook_launcher
 
 def train(name, fail=False):
     dist.init_process_group("gloo")
@@ -93,7 +93,7 @@ def test_a_process_that_has_joined_a_world_is_not_forked(monkeypatch):
     class Joined:
         rank, size = 0, 1
 
-    monkeypatch.setattr("laconic.process.world.current", lambda: Joined)
+    monkeypatch.setattr("farflung.process.world.current", lambda: Joined)
     for start in (notebook_launcher, debug_launcher):
         with pytest.raises(StateError, match="inside the function only"):
             start(print, num_processes=2)

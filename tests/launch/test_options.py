@@ -6,10 +6,10 @@ from __future__ import annotations
 import click
 import pytest
 
-from laconic.base.errors import Unsupported
-from laconic.config.launch import FIELDS
-from laconic.launch.options import given
-from laconic.launch.run import launch
+from farflung.base.errors import Unsupported
+from farflung.config.launch import FIELDS
+from farflung.launch.options import given
+from farflung.launch.run import launch
 
 
 def parse(*arguments: str) -> dict[str, object]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`laconic launch --outer`: a script that never heard of outer loops becomes a run of one."""
+"""`farflung launch --outer`: a script that never heard of outer loops becomes a run of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from laconic.config import environ
+from farflung.config import environ
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from laconic import Accelerator
+from farflung import Accelerator
 
 accelerator = Accelerator(gradient_accumulation_steps=2)
 torch.manual_seed(0)
@@ -69,10 +69,10 @@ def digests(folder: Path) -> list[str]:
     return [hashlib.sha256((folder / f"rank{rank}.bin").read_bytes()).hexdigest() for rank in (0, 1)]
 
 
-def test_flags_or_a_file_with_variables_turn_a_plain_script_into_the_same_run(laconic, script):
+def test_flags_or_a_file_with_variables_turn_a_plain_script_into_the_same_run(farflung, script):
     two = ("launch", "--cpu", "--num_processes", "2")
     flags = ("--outer", "diloco", "--outer-every", "4", "--outer_rounds", "200", "--outer-codec", "bf16")
-    done = laconic(*two, *flags, "--outer-log", "rounds.jsonl", "train.py")
+    done = farflung(*two, *flags, "--outer-log", "rounds.jsonl", "train.py")
     assert done.returncode == 0, done.stderr
     first, second = digests(script)
     assert first == second
@@ -84,16 +84,16 @@ def test_flags_or_a_file_with_variables_turn_a_plain_script_into_the_same_run(la
     assert rounds == [4, 8, 12, 16, 20, 24, 28, 30]
 
     (script / "outer.yaml").write_text("outer:\n  recipe: diloco\n  every: 4\n  codec: int8\n")
-    with environ.patched({"LACONIC_OUTER_ROUNDS": "200", "LACONIC_OUTER_CODEC": "bf16"}):
-        done = laconic(*two, "--config_file", "outer.yaml", "train.py")
+    with environ.patched({"FARFLUNG_OUTER_ROUNDS": "200", "FARFLUNG_OUTER_CODEC": "bf16"}):
+        done = farflung(*two, "--config_file", "outer.yaml", "train.py")
     assert done.returncode == 0, done.stderr
     assert digests(script) == [first, first]
 
 
-def test_a_tutorial_for_plain_data_parallelism_runs_as_one_of_replicas(laconic, home):
+def test_a_tutorial_for_plain_data_parallelism_runs_as_one_of_replicas(farflung, home):
     shutil.copy(EXAMPLES / "local_sgd" / "accelerated.py", home / "accelerated.py")
     flags = ("--outer", "streaming_diloco", "--outer_every", "8", "--outer_fragments", "2", "--outer_rounds", "8")
-    done = laconic("launch", "--cpu", "--num_processes", "2", *flags, "accelerated.py")
+    done = farflung("launch", "--cpu", "--num_processes", "2", *flags, "accelerated.py")
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split("%")[0]) > 80
 
@@ -109,9 +109,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("flags", "words"), WRONG)
-def test_what_can_not_work_is_refused_before_any_process_starts(flags, words, laconic, home):
+def test_what_can_not_work_is_refused_before_any_process_starts(flags, words, farflung, home):
     (home / "train.py").write_text("open('started', 'w')")
-    done = laconic("launch", "--cpu", "--num_processes", "2", *flags, "train.py")
+    done = farflung("launch", "--cpu", "--num_processes", "2", *flags, "train.py")
     assert done.returncode == 2
     assert words in " ".join(done.stderr.split())
     assert not (home / "started").exists()

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from laconic.base.errors import ConfigError
-from laconic.config import environ
-from laconic.config.launch import LaunchSettings
-from laconic.launch import plan as plans
-from laconic.launch.plan import command_line, lone_environment, make_plan, meet
+from farflung.base.errors import ConfigError
+from farflung.config import environ
+from farflung.config.launch import LaunchSettings
+from farflung.launch import plan as plans
+from farflung.launch.plan import command_line, lone_environment, make_plan, meet
 
 
 @pytest.fixture

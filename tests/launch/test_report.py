@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from laconic.launch.report import Failure, explain, in_order, show
+from farflung.launch.report import Failure, explain, in_order, show
 
 LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 
@@ -30,7 +30,7 @@ def failed(rank: int, message: str | None = None, code: int = 1, time_s: float =
         ([failed(0, code=-signal.SIGKILL, time_s=131), failed(1, "ValueError: x", time_s=100.2)], 1, 1),
         # Somebody ended rank 2 by hand: the agent lists it first.
         ([failed(2, code=-signal.SIGTERM), failed(0, code=-signal.SIGTERM)], 2, 143),
-        ([failed(0, "laconic.base.errors.RankFailure: rank 1 left", time_s=100.1), failed(1, "OSError: z")], 1, 1),
+        ([failed(0, "farflung.base.errors.RankFailure: rank 1 left", time_s=100.1), failed(1, "OSError: z")], 1, 1),
     ],
 )
 def test_the_cause_comes_first(failures, cause, code, capsys):

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 
-from laconic.config import environ
+from farflung.config import environ
 
 # Each rank writes what it sees, and the sum over all ranks of rank + 1, which only connected processes can know.
 CONNECTED = """
@@ -39,7 +39,7 @@ sys.exit(5)
 # Rank 1 does what the arguments say; the others, and what each has started, would stay for minutes.
 DOOMED = """
 import os, signal, subprocess, sys, time
-from laconic.process.failure import install_failure_report
+from farflung.process.failure import install_failure_report
 rank = int(os.environ["RANK"])
 install_failure_report(rank)
 subprocess.Popen(["sleep", "300"])
@@ -55,7 +55,7 @@ time.sleep(300)
 @pytest.fixture
 def mark():
     """A variable that all processes of a test inherit, so that those left behind can be found."""
-    word = f"LACONIC_TEST_{uuid4().hex}"
+    word = f"FARFLUNG_TEST_{uuid4().hex}"
     environ.export({word: "1"})
     yield word
     environ.remove(word)
@@ -93,15 +93,15 @@ def seen_by(name: str) -> dict:
     return json.loads(Path(name).read_text())
 
 
-def test_two_processes_are_connected_and_told_what_was_set(laconic, home):
+def test_two_processes_are_connected_and_told_what_was_set(farflung, home):
     (home / "train.py").write_text(CONNECTED)
-    (home / "laconic.yaml").write_text(
+    (home / "farflung.yaml").write_text(
         "mixed_precision: bf16\ngradient_accumulation_steps: 4\ndynamo_config: {backend: EAGER}\n"
     )
     own = ["--num_processes", "7", "${local_rank}", "$$", "a b", "", "--", "--help"]
     more = ["--dynamo-use-dynamic", "--hang_timeout_s", "7.5"]
-    done = laconic("launch", "--cpu", "--num-processes", "2", *more, "train.py", *own)
-    assert (done.returncode, done.stderr, done.stdout) == (0, "laconic: settings from laconic.yaml\n", "")
+    done = farflung("launch", "--cpu", "--num-processes", "2", *more, "train.py", *own)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "farflung: settings from farflung.yaml\n", "")
     for rank in (0, 1):
         seen = seen_by(f"rank{rank}.json")
         assert (seen["size"], seen["total"], seen["argv"]) == (2, 3, own)
@@ -111,7 +111,7 @@ def test_two_processes_are_connected_and_told_what_was_set(laconic, home):
         assert told["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "4"
         assert (told["ACCELERATE_DYNAMO_BACKEND"], told["ACCELERATE_DYNAMO_USE_DYNAMIC"]) == ("eager", "true")
         assert "ACCELERATE_DYNAMO_MODE" not in told
-        assert told["LACONIC_HANG_TIMEOUT_S"] == "7.5"
+        assert told["FARFLUNG_HANG_TIMEOUT_S"] == "7.5"
         assert int(told["OMP_NUM_THREADS"]) >= 1
 
 
@@ -121,13 +121,13 @@ def test_two_machines_meet(home):
         free.bind(("", 0))
         port = str(free.getsockname()[1])
     common = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port, "--cpu"]
-    command = [sys.executable, "-m", "laconic", "launch", *common, "--machine_rank"]
+    command = [sys.executable, "-m", "farflung", "launch", *common, "--machine_rank"]
     machines = [subprocess.Popen([*command, rank, "train.py"], stderr=subprocess.PIPE, text=True) for rank in "01"]
     said = [machine.communicate(timeout=90)[1] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0]
     # torch warns by itself where the machine that serves the store has ended before the other one says goodbye.
-    ours = [line for text in said for line in text.splitlines() if line.startswith("laconic:")]
-    assert ours == [f"laconic: machine {rank} of 2 waits for the others at 127.0.0.1:{port}" for rank in "01"]
+    ours = [line for text in said for line in text.splitlines() if line.startswith("farflung:")]
+    assert ours == [f"farflung: machine {rank} of 2 waits for the others at 127.0.0.1:{port}" for rank in "01"]
     assert [seen_by(f"rank{rank}.json")["total"] for rank in (0, 1)] == [3, 3]
 
 
@@ -138,7 +138,7 @@ def test_torchrun_does_just_as_well(home):
     assert [seen_by(f"rank{rank}.json")["total"] for rank in (0, 1)] == [3, 3]
 
 
-def test_a_script_on_real_accelerate_is_connected_too(laconic, home):
+def test_a_script_on_real_accelerate_is_connected_too(farflung, home):
     pytest.importorskip("accelerate")
     script = (
         "import os\n"
@@ -149,15 +149,15 @@ def test_a_script_on_real_accelerate_is_connected_too(laconic, home):
         "accelerator.end_training()\n"
     )
     (home / "train.py").write_text(script)
-    done = laconic("launch", "--num_processes", "2", "--mixed_precision", "bf16", "--cpu", "train.py")
+    done = farflung("launch", "--num_processes", "2", "--mixed_precision", "bf16", "--cpu", "train.py")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")) == ["", "rank 0 of 2", "rank 1 of 2"]
 
 
-def test_one_process_is_the_script_itself(laconic, home):
+def test_one_process_is_the_script_itself(farflung, home):
     (home / "train.py").write_text(ALONE)
     with environ.patched({"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "2"}):
-        done = laconic("launch", "--cpu", "train.py", "--cpu", "$x")
+        done = farflung("launch", "--cpu", "train.py", "--cpu", "$x")
     assert (done.returncode, done.stderr) == (5, "")
     seen = seen_by("alone.json")
     assert (seen["argv"], seen["name"]) == (["--cpu", "$x"], "__main__")
@@ -165,12 +165,12 @@ def test_one_process_is_the_script_itself(laconic, home):
     assert "LOCAL_RANK" not in seen["environ"]
 
 
-def test_modules_and_programs_are_started_too(laconic, home):
+def test_modules_and_programs_are_started_too(farflung, home):
     (home / "package").mkdir()
     (home / "package" / "train.py").write_text(ALONE)
-    assert laconic("launch", "--cpu", "-m", "package.train", "x").returncode == 5
+    assert farflung("launch", "--cpu", "-m", "package.train", "x").returncode == 5
     assert seen_by("alone.json")["argv"] == ["x"]
-    assert laconic("launch", "--cpu", "--no_python", "sh", "-c", "exit 7").returncode == 7
+    assert farflung("launch", "--cpu", "--no_python", "sh", "-c", "exit 7").returncode == 7
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,9 @@ def test_modules_and_programs_are_started_too(laconic, home):
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, ["signal 9 (SIGKILL)", "memory"]),
     ],
 )
-def test_a_rank_that_fails_is_named_once_and_takes_all_with_it(deed, code, words, laconic, home, mark):
+def test_a_rank_that_fails_is_named_once_and_takes_all_with_it(deed, code, words, farflung, home, mark):
     (home / "train.py").write_text(DOOMED)
-    done = laconic("launch", "--cpu", "--num_processes", "3", "train.py", deed)
+    done = farflung("launch", "--cpu", "--num_processes", "3", "train.py", deed)
     assert done.returncode == code
     report = done.stderr[done.stderr.index("╭") :]
     assert report.count("rank 1 failed") == 1
@@ -197,7 +197,7 @@ def test_a_rank_that_fails_is_named_once_and_takes_all_with_it(deed, code, words
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_ends_all_quietly(number, code, home, mark):
     (home / "train.py").write_text(DOOMED)
-    command = [sys.executable, "-m", "laconic", "launch", "--cpu", "--num_processes", "2", "train.py", "pass"]
+    command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", "train.py", "pass"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as launcher:
         wait_for(home / "up0", home / "up1")
         launcher.send_signal(number)
@@ -214,7 +214,7 @@ def test_a_second_interrupt_ends_ranks_that_do_not_heed_the_first(home, mark):
         "time.sleep(300)\n"
     )
     (home / "train.py").write_text(deaf)
-    command = [sys.executable, "-m", "laconic", "launch", "--cpu", "--num_processes", "2", "train.py"]
+    command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", "train.py"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as launcher:
         wait_for(home / "up0", home / "up1")
         launcher.send_signal(signal.SIGINT)
@@ -225,26 +225,26 @@ def test_a_second_interrupt_ends_ranks_that_do_not_heed_the_first(home, mark):
     assert none_left(mark), left_behind(mark)
 
 
-def test_a_failed_run_is_tried_again_as_often_as_asked_for(laconic, home):
+def test_a_failed_run_is_tried_again_as_often_as_asked_for(farflung, home):
     script = (
         "import os, sys\nprint('try', flush=True)\nsys.exit(0 if os.path.exists('x') else not open('x', 'w').close())\n"
     )
     (home / "train.py").write_text(script)
-    done = laconic("launch", "--cpu", "--max_restarts", "1", "--log_dir", "logs", "train.py")
+    done = farflung("launch", "--cpu", "--max_restarts", "1", "--log_dir", "logs", "train.py")
     assert (done.returncode, done.stdout) == (0, "try\ntry\n")
     assert "exitcode: 1" in done.stderr  # a failure that another attempt makes good is not kept secret
     assert any((home / "logs").iterdir())
 
 
-def test_nothing_is_started_when_the_command_line_can_not_work(laconic, home):
+def test_nothing_is_started_when_the_command_line_can_not_work(farflung, home):
     (home / "train.py").write_text("open('started', 'w')\n")
     for wrong in (["--num_processes", "0"], ["--machine_rank", "1"], ["--num_machines", "2"], ["--use_deepspeed"]):
-        assert laconic("launch", "--cpu", *wrong, "train.py").returncode == 2
+        assert farflung("launch", "--cpu", *wrong, "train.py").returncode == 2
     assert not (home / "started").exists()
 
 
-def test_quiet_says_nothing(laconic, home):
-    (home / "laconic.yaml").write_text("use_cpu: true\n")
+def test_quiet_says_nothing(farflung, home):
+    (home / "farflung.yaml").write_text("use_cpu: true\n")
     (home / "train.py").write_text("")
-    assert laconic("launch", "train.py").stderr == "laconic: settings from laconic.yaml\n"
-    assert laconic("launch", "-q", "train.py").stderr == ""
+    assert farflung("launch", "train.py").stderr == "farflung: settings from farflung.yaml\n"
+    assert farflung("launch", "-q", "train.py").stderr == ""

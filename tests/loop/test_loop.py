@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
-from laconic.config.handlers import GradScalerKwargs
-from laconic.loop.accumulation import Accumulate
-from laconic.loop.clip import clip_grad_norm_, clip_grad_value_
-from laconic.loop.optimizer import AcceleratedOptimizer
-from laconic.loop.scheduler import AcceleratedScheduler
-from laconic.loop.state import LoopState
-from laconic.precision.amp import ScaledFp16
-from laconic.precision.base import Full
+from farflung.config.handlers import GradScalerKwargs
+from farflung.loop.accumulation import Accumulate
+from farflung.loop.clip import clip_grad_norm_, clip_grad_value_
+from farflung.loop.optimizer import AcceleratedOptimizer
+from farflung.loop.scheduler import AcceleratedScheduler
+from farflung.loop.state import LoopState
+from farflung.precision.amp import ScaledFp16
+from farflung.precision.base import Full
 
 
 def loader(end=False, remainder=-1):

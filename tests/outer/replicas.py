@@ -4,7 +4,7 @@
 import torch
 from torch import nn
 
-from laconic.outer import (
+from farflung.outer import (
     OuterLoop,
     TopK,
     diloco,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from laconic.base.errors import ConfigError
-from laconic.outer import (
+from farflung.base.errors import ConfigError
+from farflung.outer import (
     ClippedToMedian,
     ErrorFeedback,
     Every,
@@ -34,9 +34,9 @@ from laconic.outer import (
     local_sgd,
     sparse_loco,
 )
-from laconic.outer.aggregate import Shares
-from laconic.outer.weigh import Memory
-from laconic.testing.sim import run_replicas
+from farflung.outer.aggregate import Shares
+from farflung.outer.weigh import Memory
+from farflung.testing.sim import run_replicas
 from tests.outer.replicas import Run, dyadic, linear, same, train, values
 
 EXACT = TopK(k=16, chunk=16, bits=32)

@@ -13,12 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laconic.base.errors import ConfigError
-from laconic.outer.codec import base, blockwise, fused
-from laconic.outer.codec.base import Cast, Identity
-from laconic.outer.codec.blockwise import E3M0, Fp8, Int4, Int8
-from laconic.outer.codec.feedback import ErrorFeedback
-from laconic.outer.codec.sparse import TopK, _pack, _packed_bytes, _unpack
+from farflung.base.errors import ConfigError
+from farflung.outer.codec import base, blockwise, fused
+from farflung.outer.codec.base import Cast, Identity
+from farflung.outer.codec.blockwise import E3M0, Fp8, Int4, Int8
+from farflung.outer.codec.feedback import ErrorFeedback
+from farflung.outer.codec.sparse import TopK, _pack, _packed_bytes, _unpack
 from tests.outer import fake_triton
 
 BLOCKWISE = [Int8(), Int8(block=6), Fp8(), Fp8(block=10), Int4(), Int4(block=2), Int4(block=6), E3M0(), E3M0(block=14)]
@@ -332,9 +332,9 @@ def imitated():
     with pytest.MonkeyPatch.context() as patch:
         for name, module in fake_triton.modules().items():
             patch.setitem(sys.modules, name, module)
-        patch.delitem(sys.modules, "laconic.outer.codec.kernels", raising=False)
-        yield import_module("laconic.outer.codec.kernels")
-        sys.modules.pop("laconic.outer.codec.kernels", None)
+        patch.delitem(sys.modules, "farflung.outer.codec.kernels", raising=False)
+        yield import_module("farflung.outer.codec.kernels")
+        sys.modules.pop("farflung.outer.codec.kernels", None)
 
 
 @pytest.mark.parametrize("codec", KERNELS, ids=str)

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from laconic.outer import OuterLoop, diloco, eager_diloco, local_sgd, streaming_diloco
-from laconic.testing.sim import run_replicas
+from farflung.outer import OuterLoop, diloco, eager_diloco, local_sgd, streaming_diloco
+from farflung.testing.sim import run_replicas
 
 
 def compiled(group, recipe):

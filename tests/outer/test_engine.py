@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from laconic.base.errors import CollectiveMismatch, ConfigError, RankFailure, StateError
-from laconic.comm.group import SoloGroup
-from laconic.outer import Cast, Identity, OuterLoop, diloco, local_sgd
-from laconic.testing.sim import run_replicas
+from farflung.base.errors import CollectiveMismatch, ConfigError, RankFailure, StateError
+from farflung.comm.group import SoloGroup
+from farflung.outer import Cast, Identity, OuterLoop, diloco, local_sgd
+from farflung.testing.sim import run_replicas
 from tests.outer.replicas import Counting, linear, same, train, values
 
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from laconic.base.errors import ConfigError, Unsupported
-from laconic.comm.group import SoloGroup
-from laconic.outer import OuterLoop, apart, blocks, by_bytes, local_sgd, streaming_diloco, strided, whole
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.comm.group import SoloGroup
+from farflung.outer import OuterLoop, apart, blocks, by_bytes, local_sgd, streaming_diloco, strided, whole
 
 
 class Block(nn.Module):

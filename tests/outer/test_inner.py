@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from laconic.base.errors import ConfigError
-from laconic.comm.group import SoloGroup
-from laconic.outer import Average, OuterLoop, Reset, diloco
-from laconic.testing.sim import run_replicas
+from farflung.base.errors import ConfigError
+from farflung.comm.group import SoloGroup
+from farflung.outer import Average, OuterLoop, Reset, diloco
+from farflung.testing.sim import run_replicas
 from tests.outer.replicas import RECIPES, linear, no_statistics, same, train, values
 
 

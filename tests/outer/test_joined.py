@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from laconic.outer import (
+from farflung.outer import (
     ErrorFeedback,
     Identity,
     Int8,
@@ -15,7 +15,7 @@ from laconic.outer import (
     slowmo,
     streaming_diloco,
 )
-from laconic.testing.sim import run_replicas
+from farflung.testing.sim import run_replicas
 from tests.outer.replicas import Run
 
 RECIPES = {

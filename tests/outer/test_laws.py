@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from laconic.comm.group import SoloGroup
-from laconic.outer import Cast, OuterLoop, diloco, local_sgd
-from laconic.outer.membership import BALLOT_BYTES
-from laconic.testing.sim import run_replicas
+from farflung.comm.group import SoloGroup
+from farflung.outer import Cast, OuterLoop, diloco, local_sgd
+from farflung.outer.membership import BALLOT_BYTES
+from farflung.testing.sim import run_replicas
 from tests.outer.replicas import Counting, linear, same, train, values
 
 LR = 2.0**-3

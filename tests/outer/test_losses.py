@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from laconic.base.errors import RankFailure
-from laconic.comm.group import SoloGroup
-from laconic.config import environ
-from laconic.outer import Identity, OuterLoop, diloco, edit, streaming_diloco
+from farflung.base.errors import RankFailure
+from farflung.comm.group import SoloGroup
+from farflung.config import environ
+from farflung.outer import Identity, OuterLoop, diloco, edit, streaming_diloco
 
 PLAIN = {"lr": 1.0, "momentum": 0.0}
 RECIPES = {
@@ -138,7 +138,7 @@ def dying(of, name, count):
 @pytest.mark.parametrize("name", RECIPES)
 def test_law_17_survivors_are_told_agree_and_keep_their_steps(name, tmp_path):
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "laconic.testing.preload"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "farflung.testing.preload"])
     stores, crews = [], {}
     for phase in PHASES[name]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.base.errors import ConfigError
-from laconic.outer.model import Method, Run, cost_of, needed_bandwidth
-from laconic.outer.table import methods_for
+from farflung.base.errors import ConfigError
+from farflung.outer.model import Method, Run, cost_of, needed_bandwidth
+from farflung.outer.table import methods_for
 
 GRID = np.logspace(-1, 3, 50)  # Gbit/s
 UTILIZATIONS = (0.5, 0.8, 0.9, 0.95, 0.99)

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.base.errors import CollectiveMismatch, RankFailure
-from laconic.config import environ
-from laconic.outer import Cast, OuterLoop, diloco, local_sgd
-from laconic.testing.ranks import run_ranks
-from laconic.testing.sim import run_replicas
+from farflung.base.errors import CollectiveMismatch, RankFailure
+from farflung.config import environ
+from farflung.outer import Cast, OuterLoop, diloco, local_sgd
+from farflung.testing.ranks import run_ranks
+from farflung.testing.sim import run_replicas
 from tests.outer.replicas import linear, same, train, values
 
 

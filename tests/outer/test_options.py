@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from laconic.base.errors import CollectiveMismatch, ConfigError, StateError
-from laconic.comm.group import SoloGroup
-from laconic.outer import (
+from farflung.base.errors import CollectiveMismatch, ConfigError, StateError
+from farflung.comm.group import SoloGroup
+from farflung.outer import (
     Average,
     OuterLoop,
     diloco,
@@ -25,7 +25,7 @@ from laconic.outer import (
     rounds,
     streaming_diloco,
 )
-from laconic.testing.sim import run_replicas
+from farflung.testing.sim import run_replicas
 from tests.outer.replicas import RECIPES, Run, linear, net, no_statistics, same, train, values
 
 

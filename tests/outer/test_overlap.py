@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from laconic.base.errors import RankFailure
-from laconic.comm.group import TorchGroup
-from laconic.outer import (
+from farflung.base.errors import RankFailure
+from farflung.comm.group import TorchGroup
+from farflung.outer import (
     GatherMean,
     Identity,
     OuterLoop,
@@ -24,8 +24,8 @@ from laconic.outer import (
     quadratic,
     streaming_diloco,
 )
-from laconic.testing.ranks import run_ranks
-from laconic.testing.sim import run_replicas
+from farflung.testing.ranks import run_ranks
+from farflung.testing.sim import run_replicas
 from tests.outer.replicas import RECIPES, Run, same, values
 
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from laconic.base.errors import ConfigError
-from laconic.outer import Cast, Every, Identity, diloco, local_sgd
-from laconic.outer.fragments import whole, without_masks
-from laconic.outer.membership import Tally
-from laconic.outer.part import checksum
-from laconic.outer.schedule import Apply, Launch, Moment
-from laconic.outer.weigh import ByWork, Memory, Verdict
+from farflung.base.errors import ConfigError
+from farflung.outer import Cast, Every, Identity, diloco, local_sgd
+from farflung.outer.fragments import whole, without_masks
+from farflung.outer.membership import Tally
+from farflung.outer.part import checksum
+from farflung.outer.schedule import Apply, Launch, Moment
+from farflung.outer.weigh import ByWork, Memory, Verdict
 
 
 @settings(max_examples=50, deadline=None)

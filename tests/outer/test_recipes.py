@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from laconic.base.errors import ConfigError, Unsupported
-from laconic.comm.group import SoloGroup
-from laconic.outer import (
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.comm.group import SoloGroup
+from farflung.outer import (
     Blend,
     ByWork,
     ClippedToMedian,
@@ -41,8 +41,8 @@ from laconic.outer import (
     streaming_diloco,
     whole,
 )
-from laconic.outer.membership import BALLOT_BYTES
-from laconic.testing.sim import run_replicas
+from farflung.outer.membership import BALLOT_BYTES
+from farflung.testing.sim import run_replicas
 from tests.outer.replicas import RECIPES, Counting, Run, net, no_statistics, same, values
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -118,7 +118,7 @@ def test_law_12_frozen_parameters_cost_no_byte(recipe):
 
 def by_place(model, count):
     """The same fragments, whatever is frozen."""
-    from laconic.outer import by_bytes
+    from farflung.outer import by_bytes
 
     return by_bytes(model, count)
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.base.errors import ConfigError
-from laconic.outer import ByTime, Every, Levels, Quadratic, Streaming, Warmup
-from laconic.outer.schedule import Apply, Launch, Moment
+from farflung.base.errors import ConfigError
+from farflung.outer import ByTime, Every, Levels, Quadratic, Streaming, Warmup
+from farflung.outer.schedule import Apply, Launch, Moment
 
 
 @st.composite

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from laconic.outer import (
+from farflung.outer import (
     GatherMean,
     Identity,
     Int8,
@@ -23,7 +23,7 @@ from laconic.outer import (
     sparse_loco,
     streaming_diloco,
 )
-from laconic.testing.sim import run_replicas
+from farflung.testing.sim import run_replicas
 from tests.outer.replicas import same
 
 MEANS = [

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from laconic.comm.group import SoloGroup
-from laconic.outer import Identity, Int8, OuterLoop, by_bytes, diloco, eager_diloco, streaming_diloco
-from laconic.testing.sim import run_replicas
+from farflung.comm.group import SoloGroup
+from farflung.outer import Identity, Int8, OuterLoop, by_bytes, diloco, eager_diloco, streaming_diloco
+from farflung.testing.sim import run_replicas
 from tests.outer.replicas import Run, dyadic, linear, same, values
 from tests.outer.test_laws import alone, mean, put
 

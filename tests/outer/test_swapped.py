@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from laconic.base.errors import RankFailure
-from laconic.comm import lent
-from laconic.comm.group import TorchGroup
-from laconic.config import environ
-from laconic.outer import Cast, OuterLoop, diloco, local_sgd, part, post_local_sgd, streaming_diloco
-from laconic.outer.lanes import Swapped
-from laconic.testing.ranks import run_ranks
-from laconic.testing.sim import run_replicas
+from farflung.base.errors import RankFailure
+from farflung.comm import lent
+from farflung.comm.group import TorchGroup
+from farflung.config import environ
+from farflung.outer import Cast, OuterLoop, diloco, local_sgd, part, post_local_sgd, streaming_diloco
+from farflung.outer.lanes import Swapped
+from farflung.testing.ranks import run_ranks
+from farflung.testing.sim import run_replicas
 from tests.outer.replicas import Counting, same, values
 
 LONG = 64

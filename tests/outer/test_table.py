@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from laconic.base.errors import ConfigError
-from laconic.outer import (
+from farflung.base.errors import ConfigError
+from farflung.outer import (
     Average,
     ByTime,
     Cast,
@@ -31,9 +31,9 @@ from laconic.outer import (
     sparse_loco,
     streaming_diloco,
 )
-from laconic.outer.model import Method, Run, cost_of
-from laconic.outer.table import method_of
-from laconic.testing.sim import run_replicas
+from farflung.outer.model import Method, Run, cost_of
+from farflung.outer.table import method_of
+from farflung.testing.sim import run_replicas
 
 ROUNDS, WIDTH = 3, 64
 RECIPES = {

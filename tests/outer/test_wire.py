@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from laconic.outer import (
+from farflung.outer import (
     Int8,
     OuterLoop,
     diloco,
@@ -29,9 +29,9 @@ from laconic.outer import (
     sparse_loco,
     streaming_diloco,
 )
-from laconic.outer.model import Run, cost_of, hops
-from laconic.outer.table import method_of
-from laconic.testing.ranks import run_ranks
+from farflung.outer.model import Run, cost_of, hops
+from farflung.outer.table import method_of
+from farflung.testing.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 RANKS, ROUNDS, LAYERS, WIDTH = 4, 2, 4, 512

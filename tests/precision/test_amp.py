@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from laconic.base.errors import ConfigError, Unsupported
-from laconic.config.handlers import AutocastKwargs, GradScalerKwargs
-from laconic.precision.amp import Autocast, ScaledFp16, choose_precision, restore_forward
-from laconic.precision.base import Full
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.config.handlers import AutocastKwargs, GradScalerKwargs
+from farflung.precision.amp import Autocast, ScaledFp16, choose_precision, restore_forward
+from farflung.precision.base import Full
 
 CPU = torch.device("cpu")
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laconic.base.errors import ConfigError, RankFailure, StateError, Unsupported
-from laconic.config import environ
-from laconic.config.handlers import InitProcessGroupKwargs
-from laconic.process import world as slot
-from laconic.process.bootstrap import Place, choose_device, join_world, leave_world, read_place
-from laconic.process.log import get_logger
-from laconic.process.seed import set_seed, synchronize_rng_states
-from laconic.state import PartialState
-from laconic.testing.ranks import run_ranks
+from farflung.base.errors import ConfigError, RankFailure, StateError, Unsupported
+from farflung.config import environ
+from farflung.config.handlers import InitProcessGroupKwargs
+from farflung.process import world as slot
+from farflung.process.bootstrap import Place, choose_device, join_world, leave_world, read_place
+from farflung.process.log import get_logger
+from farflung.process.seed import set_seed, synchronize_rng_states
+from farflung.state import PartialState
+from farflung.testing.ranks import run_ranks
 
 LAUNCHERS = {
     "torchrun": {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},

@@ -16,12 +16,12 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic import Accelerator, LocalSGD
-from laconic.base.errors import ConfigError
-from laconic.config import environ
-from laconic.state import AcceleratorState
-from laconic.testing.ranks import run_ranks
-from laconic.utils import (
+from farflung import Accelerator, LocalSGD
+from farflung.base.errors import ConfigError
+from farflung.config import environ
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+from farflung.utils import (
     DistributedDataParallelKwargs,
     DynamoBackend,
     TorchDynamoPlugin,

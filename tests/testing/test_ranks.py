@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laconic.base.errors import RankFailure
-from laconic.testing.ranks import run_ranks
+from farflung.base.errors import RankFailure
+from farflung.testing.ranks import run_ranks
 
 
 def connected(offset):

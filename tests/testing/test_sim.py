@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from laconic.base.errors import CollectiveMismatch, RankFailure
-from laconic.testing.sim import run_replicas
+from farflung.base.errors import CollectiveMismatch, RankFailure
+from farflung.testing.sim import run_replicas
 
 
 def every_collective(group):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from laconic.base.errors import ConfigError
-from laconic.outer import (
+from farflung.base.errors import ConfigError
+from farflung.outer import (
     ByTime,
     Cast,
     Identity,
@@ -23,9 +23,9 @@ from laconic.outer import (
     sparse_loco,
     streaming_diloco,
 )
-from laconic.outer.model import Run, cost_of
-from laconic.outer.table import method_of
-from laconic.testing.simulate import simulate
+from farflung.outer.model import Run, cost_of
+from farflung.outer.table import method_of
+from farflung.testing.simulate import simulate
 
 WIDTH = 8
 

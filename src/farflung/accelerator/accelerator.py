@@ -1,0 +1,488 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The object that a training script holds. It settles things once, then delegates."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from farflung.accelerator import session as slot
+from farflung.accelerator.checkpoints import Checkpointing, Keeper
+from farflung.accelerator.conductor import Conductor
+from farflung.accelerator.contents import Run
+from farflung.accelerator.join import join_uneven_inputs
+from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics, release_memory
+from farflung.accelerator.outer import OpenLoops, OuterWords
+from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
+from farflung.accelerator.settings import (
+    handlers_by_kind,
+    refuse_engines,
+    settled_accumulation,
+    settled_compile,
+    settled_outer,
+)
+from farflung.accelerator.views import AcceleratorState, GradientState
+from farflung.base.enums import DynamoBackend
+from farflung.base.errors import ConfigError, StateError, Unsupported
+from farflung.comm import collectives
+from farflung.config.compile import TorchDynamoPlugin
+from farflung.config.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+    WatchdogKwargs,
+)
+from farflung.config.outer import OuterConfig
+from farflung.data.prepare import skip_first_batches
+from farflung.loop import clip
+from farflung.loop.accumulation import Accumulate, weighed
+from farflung.loop.optimizer import AcceleratedOptimizer
+from farflung.loop.scheduler import AcceleratedScheduler, Ticks
+from farflung.precision.amp import choose_precision
+from farflung.process.bootstrap import join_world
+from farflung.process.control import ProcessControl
+from farflung.process.world import World
+from farflung.strategy.choose import choose_strategy
+from farflung.tools.profile import profile
+
+
+class Accelerator(OuterWords, Checkpointing, ProcessControl):
+    """Trains the loop you have on as many processes as it was started with. Parameters are Accelerate's, and:
+
+    Args:
+        gradient_accumulation_steps: None is what this process's first Accelerator has, or the launcher said, or 1.
+        scheduler_ticks: `per_process` lets a prepared scheduler tick `num_processes` times an optimizer step, as
+            scripts written for Accelerate expect; `per_update` once.
+        outer: lets replicas of each model that is prepared with its optimizer train alone and agree now and then; they
+            come together after each pass over the training data. None: as the launcher says (`--outer`).
+
+    Raises:
+        ConfigError: settings that contradict each other or the process's first Accelerator.
+        Unsupported: an engine that Farflung does not have.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: list[str] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[KwargsHandler] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+        *,
+        scheduler_ticks: Ticks = "per_process",
+        outer: OuterConfig | None = None,
+    ) -> None:
+        refuse_engines(
+            deepspeed_plugin=deepspeed_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            parallelism_config=parallelism_config,
+            log_with=log_with,
+        )
+        if scheduler_ticks not in ("per_process", "per_update"):
+            raise ConfigError(f"scheduler_ticks is {scheduler_ticks!r}; it must be 'per_process' or 'per_update'.")
+        handlers = handlers_by_kind(kwargs_handlers or [])
+        self.ddp_handler: DistributedDataParallelKwargs | None = handlers.get(DistributedDataParallelKwargs)
+        self.scaler_handler: GradScalerKwargs | None = handlers.get(GradScalerKwargs)
+        self.init_handler: InitProcessGroupKwargs | None = handlers.get(InitProcessGroupKwargs)
+        self.autocast_handler: AutocastKwargs | None = handlers.get(AutocastKwargs)
+        self.profile_handler: ProfileKwargs | None = handlers.get(ProfileKwargs)
+        accumulation = settled_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
+        compiling = settled_compile(dynamo_backend, dynamo_plugin)
+        outer = settled_outer(outer)
+        self.project_configuration = project_config or ProjectConfiguration()
+        if project_dir is not None and self.project_configuration.project_dir is None:
+            self.project_configuration.set_directories(os.fspath(project_dir))
+        self.dataloader_config = _data_settings(dataloader_config, split_batches)
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.rng_types = [str(kind) for kind in (["generator"] if rng_types is None else rng_types)]
+        self._joined = join_world(cpu, self.init_handler, handlers.get(WatchdogKwargs))
+        session = slot.open_or_join(self._joined, mixed_precision, accumulation)
+        try:
+            self._precision = choose_precision(
+                session.mixed_precision, self._joined.device, self.autocast_handler, self.scaler_handler
+            )
+        except (ConfigError, Unsupported):
+            slot.close()
+            raise
+        self._loop = session.loop
+        self._strategy = choose_strategy(self._joined, self.ddp_handler)
+        self._distributed = self._joined.size > 1
+        self._registry = Registry()
+        self._open_loops = OpenLoops()
+        self._conductor = Conductor(outer, self._joined, self._strategy, self._loop, self._registry, self._open_loops)
+        self._preparer = Preparer(
+            world=self._joined,
+            strategy=self._strategy,
+            precision=self._precision,
+            compiling=compiling,
+            loop=self._loop,
+            registry=self._registry,
+            data=self.dataloader_config,
+            rng_types=self.rng_types,
+            device_placement=device_placement,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            scheduler_ticks=scheduler_ticks,
+            attach=self._conductor.attach,
+        )
+        run = Run(self._joined, self._loop, self._precision, self._strategy, self._registry, self._open_loops, [])
+        self._keeper = Keeper(run, self.project_configuration)
+        self.flag_tensor: Tensor | None = None
+        self.trackers: list[Any] = []
+
+    # ---- what was settled
+
+    @property
+    def _world(self) -> World:
+        return self._joined
+
+    @property
+    def state(self) -> AcceleratorState:
+        """A view of the process, its world and the session."""
+        return AcceleratorState()
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """A view of where the training loop stands."""
+        return GradientState()
+
+    @property
+    def mixed_precision(self) -> str:
+        """`no`, `bf16` or `fp16`."""
+        return self._precision.name
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether forward passes compute in a half precision."""
+        return self._precision.name != "no"
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scaler of fp16, else None."""
+        return self._precision.scaler
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several processes train together."""
+        return self._distributed
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch completes its accumulation window."""
+        return self._loop.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._loop.sync_gradients = value
+
+    @property
+    def step(self) -> int:
+        """Micro-batches since the accumulation window was last reset."""
+        return self._loop.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._loop.step = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in one accumulation window."""
+        return self._loop.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self._loop.num_steps = GradientAccumulationPlugin(num_steps=value).num_steps or 1
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer's last attempted step was skipped because gradients overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._registry.optimizers)
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is that of all processes together."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the first process reads and hands out; None: for iterable data sets."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last round is filled up, so that ranks get equally many batches."""
+        return self.dataloader_config.even_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether shuffling follows a seed and the epoch's number alone."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device without waiting."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def project_dir(self) -> str | None:
+        """Where the project keeps its files."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Where the project keeps its logs."""
+        return self.project_configuration.logging_dir
+
+    # ---- making things ready
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Make models, optimizers, loaders and schedulers ready; they come back in the same order.
+
+        Preparing the same object again returns the same wrapper. What is none of the four comes back as it is.
+
+        Args:
+            device_placement: for each argument, whether it goes to the device; None follows the Accelerator's.
+        """
+        placements: Sequence[bool | None] = device_placement or [None] * len(args)
+        if len(placements) != len(args):
+            raise ConfigError(f"prepare: {len(args)} objects, but device_placement has {len(placements)} entries.")
+        prepared = self._preparer.prepare(args, placements)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Make one model ready; in `evaluation_mode` it is not wrapped for training."""
+        return self._preparer.model(model, device_placement, evaluation_mode)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Make one optimizer ready."""
+        return self._preparer.optimizer(optimizer, device_placement)
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Make one scheduler ready."""
+        return self._preparer.scheduler(scheduler)
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> PreparedLoader:
+        """Make one loader ready; `slice_fn_for_dispatch` cuts a rank's share out of a dispatched batch."""
+        return self._preparer.loader(data_loader, device_placement, slice_fn_for_dispatch)
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """Return a loader that leaves out the first `num_batches` of `dataloader`."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """Return the module inside a prepared model. Talks to no other process.
+
+        Args:
+            keep_fp32_wrapper: False also undoes mixed precision's change to its forward pass.
+            keep_torch_compile: False returns what computes without torch.compile; its tensors are the model's own.
+        """
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    # ---- the loop
+
+    def accumulate(self, *models: nn.Module) -> Accumulate:
+        """Count a micro-batch; gradients of `models` are synchronized when it completes its window."""
+        return Accumulate(self._loop, models, self._strategy.no_sync if self._distributed else None)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which the gradients of `model` stay on this process."""
+        return self._strategy.no_sync(model)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return a context that computes in the session's precision."""
+        return self._precision.autocast(autocast_handler or self.autocast_handler)
+
+    def backward(self, loss: Tensor, *, num_items: float | Tensor | None = None, **kwargs: Any) -> None:
+        """Run the backward pass of a loss, scaled under fp16.
+
+        A mean loss is divided by the number of micro-batches in its window, which may be short when the data end.
+
+        Args:
+            loss: 0-d, the mean over the micro-batch; or, with `num_items`, the sum.
+            num_items: how many items (tokens, samples) that sum is over. The gradient of a window is then that of
+                `sum(loss) / sum(num_items)` over all its micro-batches and all ranks, whatever each of them has.
+            kwargs: arguments of `Tensor.backward`.
+
+        Raises:
+            StateError: some losses of a window come with `num_items`, others without.
+        """
+        window = self._loop.window
+        if num_items is not None:
+            models = window.models or tuple(self._registry.models)
+            synced = self._distributed and all(self._strategy.synchronizes(model) for model in models)
+            group = self._joined.group if synced else None
+            loss = weighed(loss, num_items, self._loop, group)
+        elif window.scale is not None:
+            raise StateError("backward: the earlier losses of this window came with num_items. Give it to all.")
+        elif window.divisor > 1:
+            loss = loss / window.divisor
+        try:
+            self._precision.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+            self._loop.backwards += 1
+        except RuntimeError:
+            self._joined.group.raise_if_broken()  # which names the rank, where torch speaks of a closed connection
+            raise
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip the gradients' common norm to `max_norm`; return the norm they had, as a 0-d tensor.
+
+        Inside an accumulation window nothing is clipped and NaN is returned.
+        """
+        return clip.clip_grad_norm_(
+            parameters,
+            max_norm,
+            norm_type,
+            precision=self._precision,
+            state=self._loop,
+        )
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each gradient's elements to `[-clip_value, clip_value]`; inside a window do nothing."""
+        clip.clip_grad_value_(
+            parameters,
+            clip_value,
+            precision=self._precision,
+            state=self._loop,
+        )
+
+    def unscale_gradients(self, optimizer: Optimizer | list[Optimizer] | None = None) -> None:
+        """Bring gradients to their true size under fp16, those of `optimizer` or of all; else do nothing."""
+        if self._precision.scaler is None:
+            return
+        chosen = self._registry.optimizers if optimizer is None else optimizer
+        listed = chosen if isinstance(chosen, list) else [chosen]
+        clip.unscale(self._precision, [self.prepare_optimizer(one) for one in listed])
+
+    def join_uneven_inputs(
+        self, joinables: list[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context in which ranks that run out of batches early answer the others' gradient collectives.
+
+        All ranks enter and leave it. A step's gradient is divided by the number of ranks, whether they have data or
+        not; with `backward(..., num_items=)` it is that of `sum(loss) / sum(num_items)` over those that have. When a
+        rank's data end in the middle of an accumulation window, that window is complete on all ranks. Afterwards the
+        models are those of the ranks that trained longest, and so are their optimizers, schedulers and loss scales.
+
+        Args:
+            even_batches: for its length, overrides the setting of prepared map-style loaders.
+        """
+        return join_uneven_inputs(
+            joinables,
+            even_batches,
+            self._joined,
+            self._loop,
+            self._registry,
+            self._precision.scaler,
+            self._open_loops,
+        )
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """Profile the block with `torch.profiler` and write a trace for each rank where the handler says so."""
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        with profile(handler, self._joined.rank) as profiler:
+            yield profiler
+
+    # ---- talking to the other processes
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate each tensor of a tree over all processes, in rank order, along the first dimension.
+
+        Raises:
+            CollectiveMismatch: on every rank, when structures, shapes or dtypes differ.
+        """
+        return collectives.gather(self._joined.exchange, tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather, then drop what is only padding in the batch that was handed out last.
+
+        Args:
+            input_data: a tree of tensors, whose first dimensions may differ between ranks; or any picklable object.
+            use_gather_object: gather as pickled objects even where all leaves are tensors.
+        """
+        loop = self._loop
+        return gather_for_metrics(self._joined.exchange, input_data, loop.remainder, use_gather_object, loop.place)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Sum or average each tensor of a tree over all processes, and multiply by `scale`."""
+        return collectives.reduce(self._joined.exchange, tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad each tensor of a tree along `dim` to the longest of all processes."""
+        return collectives.pad_across_processes(self._joined.exchange, tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Set a flag on this process that `check_trigger` sees on all."""
+        self.flag_tensor = torch.ones(1)
+
+    def check_trigger(self) -> bool:
+        """Whether any process has called `set_trigger` since the last True; every process must ask."""
+        mine = self.flag_tensor if self.flag_tensor is not None else torch.zeros(1)
+        if collectives.reduce(self._joined.exchange, mine, "sum").item() < 1:
+            return False
+        self.flag_tensor = None
+        return True
+
+    # ---- keeping and ending
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget all that was prepared and free what nobody else holds; returns a None for each of `objects`."""
+        self._conductor.drop()
+        self._registry.clear()
+        self._loop.reset()
+        return release_memory(*objects)
+
+    def clear(self, *objects: Any) -> list[None]:
+        """The same as `free_memory`."""
+        return self.free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Leave the world when training is over and the last checkpoint is on the disk."""
+        self._conductor.end()
+        self._keeper.settle()
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+    def __repr__(self) -> str:
+        return f"Accelerator(rank {self.process_index} of {self.num_processes}, {self.device}, {self.mixed_precision})"
+
+
+def _data_settings(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
+    if config is not None and split_batches is not None:
+        raise ConfigError("Give split_batches in the DataLoaderConfiguration alone, not beside it.")
+    return config or DataLoaderConfiguration(split_batches=bool(split_batches))

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`save_state` and `load_state`: the session's side of checkpoints, and the words that an Accelerator has for them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from farflung.accelerator import contents
+from farflung.accelerator.contents import Loaded, Run
+from farflung.accelerator.operations import extract_model_from_parallel
+from farflung.base.errors import CheckpointError, ConfigError, FarflungError, Unsupported
+from farflung.base.former_name import FORMER_NAME
+from farflung.base.optional import installed_version
+from farflung.checkpoint import atomic, choose, layout
+from farflung.checkpoint.export import save_sharded
+from farflung.checkpoint.manager import Busy, Crew, Order, Saver
+from farflung.checkpoint.pieces import Piece
+from farflung.checkpoint.save import save_object
+from farflung.config.handlers import ProjectConfiguration
+
+Path_ = str | os.PathLike[str]
+
+
+class Keeper:
+    """Writes and reads the checkpoints of one Accelerator.
+
+    Attributes:
+        custom: registered objects.
+        save_hooks, load_hooks: called with the models before they are written or read.
+    """
+
+    def __init__(self, run: Run, project: ProjectConfiguration) -> None:
+        self.custom = run.custom
+        self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._run = run
+        self._project = project
+        self._saver: Saver | None = None
+
+    @property
+    def saver(self) -> Saver:
+        """What writes; made when it is first needed, as it may be a collective."""
+        if self._saver is None:
+            world = self._run.world
+            leader = world.rank - world.local_rank if self._project.save_on_each_node else 0
+            self._saver = Saver(Crew(world.exchange, leader))
+            atexit.register(_say_last_failure, weakref.ref(self._saver))
+        return self._saver
+
+    @property
+    def automatic(self) -> Path | None:
+        """The folder of automatic naming, None where that is off."""
+        if not self._project.automatic_checkpoint_naming:
+            return None
+        if self._project.project_dir is None:
+            raise ConfigError("automatic_checkpoint_naming=True needs a project_dir. Give ProjectConfiguration one.")
+        return Path(self._project.project_dir) / layout.CHECKPOINTS
+
+    def state_of(self, module: nn.Module) -> dict[str, Any]:
+        """Return the state dict of a model, with agreed weights where there are such."""
+        return self._run.outers.state_of(module)
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written in the background; raise if it could not be."""
+        if self._saver is not None:
+            self._saver.settle()
+
+    # ---- saving
+
+    def save(self, output_dir: Path_ | None, safe: bool, block: bool, busy: Busy) -> Path:
+        """Write a checkpoint and return its folder; see `Checkpointing.save_state`."""
+        saver = self.saver
+        saver.settle(busy)
+        order = self._order(output_dir)
+        attempt = saver.begin(order)
+        parts: list[Piece] = []
+        try:
+            saver.crew.agree(order.doing, lambda: parts.extend(self._parts(attempt.folder, safe)))
+        except BaseException:
+            attempt.discard()
+            raise
+        if block:
+            saver.write(attempt, parts)
+        else:
+            saver.write_behind(attempt, parts)
+        self._project.iteration += 1
+        return order.target
+
+    def _order(self, output_dir: Path_ | None) -> Order:
+        run, project, automatic = self._run, self._project, self.automatic
+        facts = {
+            "step": run.loop.step,
+            "iteration": project.iteration,
+            "world_size": run.world.size,
+            "written_at": time.time(),
+            "versions": {name: installed_version(name) for name in ("farflung", "torch")},
+        }
+        if automatic is None:
+            if output_dir is None:
+                raise ConfigError("save_state() without a folder needs automatic_checkpoint_naming. Name a folder.")
+            return Order(Path(output_dir).expanduser(), None, facts)
+        target = automatic / layout.checkpoint(project.iteration)
+        aside = _aside(automatic)
+
+        def prune() -> None:
+            atomic.sweep(aside)
+            if project.total_limit is not None:
+                old = sorted(_numbered(automatic) - {target}, key=lambda path: int(path.name[len(layout.PREFIX) :]))
+                for folder in old[: max(0, len(old) + 1 - project.total_limit)]:
+                    atomic.remove(folder, aside)
+
+        return Order(target, aside, facts, prune, must_be_new=True)
+
+    def _parts(self, folder: Path, safe: bool) -> list[Piece]:
+        run = self._run
+        models = run.bare_models
+        weights = [model.state_dict() for model in models]
+        for hook in self.save_hooks.values():
+            hook(models, weights, os.fspath(folder))
+        leader = self.saver.crew.leader
+        mine = []
+        if run.world.rank in range(leader, leader + run.world.local_size):
+            # A machine's ranks share the writing: the leader has the weights, which hooks may have changed there alone.
+            shared = contents.shared_pieces(run, weights, safe)
+            helpers = 1 if run.replicas_differ or run.custom else run.world.local_size
+            big = {layout.optimizer(k): (1 + k) % helpers for k in range(len(run.registry.optimizers))}
+            mine = [part for part in shared if leader + big.get(part.name, 0) == run.world.rank]
+        return mine + contents.own_pieces(run, run.world.rank == leader)
+
+    # ---- loading
+
+    def load(self, input_dir: Path_ | None, strict: bool) -> None:
+        """Read a checkpoint and go on from it; see `Checkpointing.load_state`."""
+        saver, run = self.saver, self._run
+        saver.settle()
+        crew, doing = saver.crew, "Loading a checkpoint"
+        automatic = self.automatic
+
+        def choose_folder() -> Any:
+            if not crew.leads:
+                return None
+            folder, has_several = choose.resolve(input_dir, automatic)
+            found = choose.newest(folder) if has_several else choose.opened(folder)
+            return os.fspath(found.folder), None if found.manifest is None else found.manifest.world_size, found.passed
+
+        name, size, passed = crew.agree(doing, choose_folder)[crew.leader]
+        folder = Path(name)
+        models = run.bare_models
+        if self.load_hooks:
+            crew.agree(doing, lambda: [hook(models, name) for hook in self.load_hooks.values()] and None)
+        read: list[tuple[Loaded, list[dict[str, Any]]]] = []
+
+        def look() -> None:
+            found = contents.read(run, folder, size)
+            weights = [contents.read_model(model, folder, k, strict) for k, model in enumerate(models)]
+            if run.outers.can_begin_here and not found.loops:
+                found.words.append("it is of a run without outer loops: they begin at its weights")
+            elif len(found.loops) < len(run.outers.live):
+                raise CheckpointError(
+                    f"{folder} has the states of {len(found.loops)} outer loops, but {len(run.outers.live)} are open. "
+                    "Call load_state before they are opened."
+                )
+            read.append((found, weights))
+
+        crew.agree(doing, look)
+        found, weights = read[0]
+        undo: list[contents.Undo] = []
+        try:
+            crew.agree(doing, lambda: undo.extend(contents.apply(run, found)))
+        except BaseException:
+            for step in undo:
+                step()
+            raise
+        crew.agree(doing, lambda: self._load_weights(found, models, weights, strict))
+        self._count_on(folder, automatic)
+        self._say(folder, size, passed, found)
+
+    def _load_weights(
+        self, found: Loaded, models: list[nn.Module], weights: list[dict[str, Any]], strict: bool
+    ) -> None:
+        for model, named in zip(models, weights, strict=True):
+            joined = {name: value for name, value in found.weights.items() if name in named}
+            model.load_state_dict({**named, **joined}, strict=strict)
+        contents.apply_own_buffers(self._run, found.own)
+        self._run.outers.load(found.loops)
+
+    def _count_on(self, folder: Path, automatic: Path | None) -> None:
+        """Let the next automatic checkpoint come after the one that was loaded, and after any that is there."""
+        if automatic is not None and folder.parent == automatic and layout.NAMED.fullmatch(folder.name):
+            numbers = [int(path.name[len(layout.PREFIX) :]) for path in _numbered(automatic)]
+            self._project.iteration = max([self._project.iteration, *(number + 1 for number in numbers)])
+
+    def _say(self, folder: Path, size: int | None, passed: tuple[str, ...], found: Loaded) -> None:
+        """Tell people, on the first process, where the run goes on, and what is not as it was."""
+        lines = [f"passed over: {reason}" for reason in passed]
+        lines.append(f"loaded {folder}")
+        if layout.manifest(folder).name == layout.FORMER_MANIFEST:
+            lines.append(f"it was written when this package was called {FORMER_NAME}")
+        loaders = self._run.registry.loaders
+        if found.own is not None:
+            lines += [f"loader {k + 1} of {len(loaders)} {loader.whereabouts()}" for k, loader in enumerate(loaders)]
+        elif loaders:
+            lines.append("it does not say where the data stood: loops start at their beginning, or skip_first_batches")
+        lines += found.words
+        if self._run.world.is_main:
+            print("\n".join(f"farflung: {line}" for line in lines), file=sys.stderr)
+
+
+class Checkpointing:
+    """Accelerate's words for checkpoints, as an Accelerator has them."""
+
+    project_configuration: ProjectConfiguration
+    _keeper: Keeper
+
+    def save_state(
+        self,
+        output_dir: Path_ | None = None,
+        safe_serialization: bool = True,
+        *,
+        block: bool = True,
+        busy: Busy = "wait",
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Write all that the run needs to go on: every process calls this. Call it after the optimizer's step.
+
+        The checkpoint is written aside and put in place by one rename, so that it is whole or not there; the oldest of
+        `total_limit` goes after that. An error on one process is raised on all, and training can go on.
+
+        Args:
+            output_dir: its folder. With automatic naming it is `project_dir/checkpoints/checkpoint_N` instead.
+            safe_serialization: write weights as safetensors, not with torch.
+            block: False copies the state and returns; it is written in the background. A failure is raised by the next
+                call, or at the end of training.
+            busy: what to do when the one before is still being written: `wait`, or `refuse`.
+
+        Returns:
+            the folder.
+
+        Raises:
+            CheckpointError: it could not be written; the checkpoints before it are as they were.
+            ConfigError: no folder, or one of that number is there already.
+            StateError: `busy` is `refuse`, and one is being written.
+        """
+        if save_model_func_kwargs:
+            raise Unsupported(f"save_state: {sorted(save_model_func_kwargs)} are for engines that are not done.")
+        return os.fspath(self._keeper.save(output_dir, safe_serialization, block, busy))
+
+    def load_state(
+        self, input_dir: Path_ | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Go on where a checkpoint stands: every process calls this, after `prepare`. One line says where data go on.
+
+        All of it is read and checked before anything is changed. Only plain data is loaded, never code.
+
+        Args:
+            input_dir: the checkpoint; or a folder of several, or `latest`, or None with automatic naming: then the
+                newest complete one is taken, and those that were passed over are named.
+            load_kwargs: nothing but `weights_only=True`.
+            load_model_func_kwargs: `strict=False` leaves weights alone that are not there; `map_location` is accepted
+                and needs nothing.
+
+        Raises:
+            CheckpointError: there is no complete checkpoint, or it is of other objects; the running state is as it was.
+            ConfigError: there is no such folder.
+        """
+        strict = bool(load_model_func_kwargs.pop("strict", True))
+        load_model_func_kwargs.pop("map_location", None)
+        if load_model_func_kwargs or (load_kwargs or {}) not in ({}, {"weights_only": True}):
+            odd = sorted({*load_model_func_kwargs, *(load_kwargs or {})})
+            raise Unsupported(f"load_state: {odd} can't be set; only plain data is read, onto the CPU first.")
+        self._keeper.load(input_dir, strict)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Have objects that have `state_dict` and `load_state_dict` saved and loaded too, in this order.
+
+        Raises:
+            ConfigError: one has not.
+        """
+        odd = [type(o).__name__ for o in objects if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
+        if odd:
+            raise ConfigError(f"register_for_checkpointing: {', '.join(odd)} lack state_dict or load_state_dict.")
+        self._keeper.custom.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Have `hook(models, weights, output_dir)` called by `save_state` before it writes.
+
+        `weights` are the models' state dicts; those that the hook takes out of the list are not written. What it writes
+        to `output_dir` becomes part of the checkpoint; the folder is put in its place only afterwards.
+        """
+        handle = RemovableHandle(self._keeper.save_hooks)
+        self._keeper.save_hooks[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Have `hook(models, input_dir)` called by `load_state` once the checkpoint is known to be whole.
+
+        Models that it takes out of the list are not loaded.
+        """
+        handle = RemovableHandle(self._keeper.load_hooks)
+        self._keeper.load_hooks[handle.id] = hook
+        return handle
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatic checkpoint."""
+        return self.project_configuration.iteration
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: Path_,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights for others to load: one file, or several and an index where they are larger.
+
+        Args:
+            max_shard_size: bytes, or a number with a unit: KB, MB, GB (powers of 1000), KiB, MiB, GiB.
+
+        Raises:
+            ConfigError: the directory is a file, or weights are on the meta device.
+        """
+        state = self.get_state_dict(model)
+        if self._writes:
+            save_sharded(state, Path(save_directory), max_shard_size, safe_serialization)
+
+    def save(self, obj: Any, f: Path_, safe_serialization: bool = False) -> None:
+        """Write `obj` to `f` on the first process (of each machine with `save_on_each_node`). Talks to no one.
+
+        Args:
+            safe_serialization: write a dictionary of tensors as safetensors instead of with `torch.save`.
+        """
+        if self._writes:
+            save_object(obj, f, safe_serialization)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the state of a prepared model, with the names of the bare one unless `unwrap` is False.
+
+        Inside an outer loop whose replicas agree on weights now and then, it is those. Talks to no one.
+        """
+        inner = extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model
+        return self._keeper.state_of(inner)
+
+    @property
+    def _writes(self) -> bool:
+        world = self._keeper._run.world
+        return world.is_local_main if self.project_configuration.save_on_each_node else world.is_main
+
+
+def _numbered(folder: Path) -> set[Path]:
+    return {path for path in folder.iterdir() if layout.NAMED.fullmatch(path.name) and path.is_dir()}
+
+
+def _aside(automatic: Path) -> Path:
+    """Return where numbered checkpoints are written: outside of their folder, where others look for numbers alone."""
+    outside = automatic.parent
+    if automatic.exists() and automatic.stat().st_dev != outside.stat().st_dev:
+        return automatic
+    return outside
+
+
+def _say_last_failure(saver: weakref.ref[Saver]) -> None:
+    found = saver()
+    if found is not None:
+        try:
+            found.settle()
+        except FarflungError as error:
+            print(f"farflung: the last checkpoint was not written: {error}", file=sys.stderr)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks with different numbers of batches, under DDP: those that finish early answer the others' collectives.
+
+torch's `Join` does that for DDP's own. The sums of `backward(num_items=)` and the agreement on accumulation windows go
+over a group beside it, where a rank without data answers with zeros, from a thread: so it need not know which of them
+the others make, and when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from farflung.accelerator.outer import OpenLoops
+from farflung.accelerator.prepare import PreparedLoader, Registry
+from farflung.base.errors import ConfigError, RankFailure
+from farflung.comm import collectives
+from farflung.comm.group import TorchGroup
+from farflung.data.samplers import BatchSamplerShard
+from farflung.loop.state import LoopState
+from farflung.process.world import World
+
+
+@contextmanager
+def join_uneven_inputs(
+    joinables: list[Any],
+    even_batches: bool | None,
+    world: World,
+    loop: LoopState,
+    registry: Registry,
+    scaler: Any,
+    outers: OpenLoops,
+) -> Iterator[None]:
+    """Hold torch's `Join` over `joinables`, with `even_batches` overridden on the loaders that have it.
+
+    Args:
+        joinables: models under DDP.
+        scaler: the loss scaler of fp16, or None.
+        outers: the models in them need no joining: their ranks stay in the rounds when they have no more data.
+
+    Raises:
+        ConfigError: one of `joinables` is not under DDP; or `even_batches` is given, but a loader hands out batches
+            from one rank or iterates.
+        RankFailure: another rank left the block by an exception, or died.
+    """
+    if world.size == 1:
+        yield
+        return
+    for one in joinables:
+        if not isinstance(one, Joinable):
+            raise ConfigError(f"join_uneven_inputs: a {type(one).__name__} is not under DDP. Give prepared models.")
+    with ExitStack() as stack:
+        if even_batches is not None:
+            for loader in registry.loaders:
+                stack.enter_context(_overridden(loader, even_batches))
+        joinables = [one for one in joinables if not outers.tied(one)]
+        if not joinables:
+            yield
+            return
+        company = stack.enter_context(_joined(world, loop))
+        witness = _Witness(joinables)
+        with Join([*joinables, witness]):
+            yield
+            company.retire()
+        Join(joinables, enable=False)  # else the models would go on asking who has joined before each forward pass
+        _catch_up(witness, world, registry, scaler)
+
+
+class _Company:
+    """Ranks that sum two numbers each: a value, and whether they have data."""
+
+    def __init__(self, group: TorchGroup, everyone: TorchGroup) -> None:
+        self.group = group
+        self._everyone = everyone
+        self._answering = Thread(target=self._answer, name="farflung shadow", daemon=True)
+
+    def any(self, mine: bool) -> bool:
+        return self._sums(float(mine), 1.0)[0] > 0
+
+    def sum(self, mine: float) -> float:
+        return self._sums(mine, 1.0)[0]
+
+    def retire(self) -> None:
+        """Answer the others from now on, until none of them has data."""
+        self._answering.start()
+
+    def part(self) -> None:
+        """Return when there is nothing more to answer."""
+        if self._answering.ident is not None:
+            self._answering.join()
+
+    def _answer(self) -> None:
+        try:
+            while self._sums(0.0, 0.0)[1]:
+                pass
+        except RankFailure:
+            self._everyone.break_off()  # or this rank would wait in torch's `Join` for ranks that will not come
+
+    def _sums(self, value: float, has_data: float) -> list[float]:
+        both = torch.tensor([value, has_data], dtype=torch.float64)
+        self.group.all_reduce(both).wait()
+        return both.tolist()
+
+
+@contextmanager
+def _joined(world: World, loop: LoopState) -> Iterator[_Company]:
+    """Have `loop` agree with the other ranks. All enter; none waits for one that leaves by an exception."""
+    everyone, watchdog = world.group, world.watchdog
+    assert isinstance(everyone, TorchGroup) and watchdog is not None  # noqa: PT018
+    group = TorchGroup(dist.new_group(backend="gloo"), register=everyone.register)
+    before, loop.company = loop.company, _Company(group, everyone)
+    watchdog.add(group)
+    company = loop.company
+    try:
+        yield company
+    except BaseException as error:
+        cause = _explained(error, everyone)
+        everyone.leave(f"{type(cause).__name__}: {cause}"[:500])
+        group.break_off()
+        if cause is not error:
+            raise cause from error
+        raise
+    finally:
+        company.part()
+        watchdog.remove(group)
+        loop.company = before
+        dist.destroy_process_group(group.pg)
+
+
+def _explained(error: BaseException, group: TorchGroup) -> BaseException:
+    """Return an error that names the rank that left, where there is one and torch speaks of a closed connection."""
+    if isinstance(error, RuntimeError) and not isinstance(error, RankFailure):
+        try:
+            group.raise_if_broken()
+        except RankFailure as known:
+            return known
+    return error
+
+
+class _Witness(Joinable):
+    """Learns whether this rank was among those that trained longest."""
+
+    def __init__(self, models: list[Any]) -> None:
+        super().__init__()
+        self.models = models
+        self.came_last = False
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return _Note(self)
+
+    @property
+    def join_device(self) -> Any:
+        return self.models[0].join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.models[0].join_process_group
+
+
+class _Note(JoinHook):
+    def __init__(self, witness: _Witness) -> None:
+        self._witness = witness
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._witness.came_last = is_last_joiner
+
+
+def _catch_up(witness: _Witness, world: World, registry: Registry, scaler: Any) -> None:
+    """Give the ranks that took fewer steps what the others' optimizers, schedulers and loss scale have become.
+
+    torch's `Join` gives them the weights alone: replicas would train on with other moments and learning rates.
+    """
+    last = collectives.gather_object(world.exchange, [witness.came_last])
+    if all(last):
+        return
+    parameters = [parameter for model in witness.models for parameter in model.parameters()]
+    optimizers = [optimizer for optimizer in registry.optimizers if optimizer.owns(parameters)]
+    schedulers = [one for one in registry.schedulers if any(other in optimizers for other in one.optimizers)]
+    keepers: list[Any] = [*optimizers, *schedulers, *([] if scaler is None else [scaler])]
+    states = [keeper.state_dict() for keeper in keepers]
+    collectives.broadcast_object_list(world.exchange, states, max(rank for rank, came in enumerate(last) if came))
+    if not witness.came_last:
+        for keeper, state in zip(keepers, states, strict=True):
+            keeper.load_state_dict(state)
+
+
+@contextmanager
+def _overridden(loader: PreparedLoader, even_batches: bool) -> Iterator[None]:
+    shard = loader.batch_sampler
+    if not isinstance(shard, BatchSamplerShard):
+        raise ConfigError(
+            "join_uneven_inputs: even_batches can only be changed on loaders over map-style data that each rank reads "
+            f"for itself, and {loader!r} is none. Leave even_batches out."
+        )
+    before = shard.even_batches
+    shard.even_batches = even_batches
+    try:
+        yield
+    finally:
+        shard.even_batches = before

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accelerate's free functions over the processes of this run; each joins the world first where none has yet."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from farflung.base.errors import Unsupported
+from farflung.base.optional import compare_versions, is_available
+from farflung.base.tree import leaves_of, rebuilt, recursively_apply
+from farflung.comm import collectives
+from farflung.comm.exchange import Exchange
+from farflung.precision.amp import restore_forward
+from farflung.process.bootstrap import join_world
+from farflung.strategy.compile import is_optimized, without_compile
+
+_PARALLEL = (DistributedDataParallel, DataParallel)
+
+
+def gather(tensor: Any) -> Any:
+    """Concatenate each tensor of a tree over all processes, in rank order, along the first dimension."""
+    return collectives.gather(join_world().exchange, tensor)
+
+
+def gather_object(object: Any) -> Any:
+    """Gather picklable objects: each process's list, joined in rank order."""
+    return collectives.gather_object(join_world().exchange, object)
+
+
+def gather_for_metrics(
+    exchange: Exchange, data: Any, remainder: int, use_gather_object: bool, at: str | None = None
+) -> Any:
+    """Gather `data` and keep the first `remainder` samples of it; all of them where that is 0 or less.
+
+    Args:
+        data: a tree of tensors, whose first dimensions may differ between ranks; a list of picklable objects, one a
+            sample; or a dictionary of such.
+        use_gather_object: gather as pickled objects even where all leaves are tensors, whose rows then are the samples
+            and may differ in shape.
+        at: which batch is in hand, where ranks may have different numbers of them. A rank that has none any more and
+            goes on to another call of this function is found out by it.
+
+    Raises:
+        CollectiveMismatch: ranks have come to different places, or brought what can't be joined; on every rank.
+    """
+    if not use_gather_object and _holds_tensors_alone(data):
+        gathered = collectives.gather(exchange, data, ragged=True, at=at)
+        return recursively_apply(lambda x: x[:remainder], gathered) if remainder > 0 else gathered
+    if use_gather_object or not isinstance(data, Mapping):
+        items = collectives.gather_object(exchange, data, at)
+        return items[:remainder] if remainder > 0 else items
+    return rebuilt(data, lambda value: gather_for_metrics(exchange, value, remainder, False, at))
+
+
+def _holds_tensors_alone(data: Any) -> bool:
+    """Say whether `data` is a tree of tensors. A list of nothing is none: on another rank it may hold objects."""
+    if isinstance(data, Mapping):
+        return all(map(_holds_tensors_alone, data.values()))
+    leaves = leaves_of(data)
+    return bool(leaves) and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Give every process the tensors of one."""
+    return collectives.broadcast(join_world().exchange, tensor, from_process)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Overwrite the items of `object_list` on every process with those of one, and return it."""
+    return collectives.broadcast_object_list(join_world().exchange, object_list, from_process)
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Sum or average each tensor of a tree over all processes, and multiply by `scale`."""
+    return collectives.reduce(join_world().exchange, tensor, reduction, scale)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Pad each tensor of a tree along `dim` to the longest of all processes."""
+    return collectives.pad_across_processes(join_world().exchange, tensor, dim, pad_index, pad_first)
+
+
+def wait_for_everyone() -> None:
+    """Return when every process has come here."""
+    collectives.wait_for_everyone(join_world().exchange)
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> Any:
+    """Return the module inside one that DDP or torch.compile wrapped. Talks to no other process.
+
+    Args:
+        keep_fp32_wrapper: False also undoes mixed precision's change to its forward pass.
+        keep_torch_compile: False returns what computes without torch.compile: the module inside a compiled one, or,
+            where the module itself was compiled, a twin that shares all its tensors.
+        recursive: not done.
+    """
+    if recursive:
+        raise Unsupported("extract_model_from_parallel(recursive=True) is not done. Unwrap inner modules one by one.")
+    compiled: Any = None
+    inner: Any = model
+    while isinstance(inner, _PARALLEL) or is_optimized(inner):
+        if is_optimized(inner):
+            compiled, inner = inner, inner._orig_mod
+        else:
+            inner = inner.module
+    if not keep_fp32_wrapper:
+        restore_forward(inner)
+    if not keep_torch_compile:
+        return without_compile(inner)
+    if compiled is None:
+        return inner
+    # Where DDP itself was compiled, compile what it holds in the same way.
+    return compiled if compiled._orig_mod is inner else type(compiled)(inner, compiled.dynamo_ctx)
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Return a None for each of `objects` and free what nobody else holds."""
+    released = [None] * len(objects)
+    del objects
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return released
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Say whether torch's version stands in the relation `operation` (`>=`, `<` ...) to `version`."""
+    return compare_versions("torch", operation, version)
+
+
+def is_peft_model(model: Any) -> bool:
+    """Say whether `model`, or what is inside it, is a PeftModel."""
+    if not is_available("peft"):
+        return False
+    kinds = type(extract_model_from_parallel(model)).__mro__
+    return any(kind.__module__.split(".")[0] == "peft" and kind.__name__ == "PeftModel" for kind in kinds)
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Say whether this machine's first device computes in bf16 (`ignore_tpu` is unused: there is no TPU here)."""
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
+
+
+def is_fp16_available() -> bool:
+    """Say whether fp16 can be trained in: always."""
+    return True
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """Return a `tqdm.auto.tqdm` bar, silent on all but each machine's first process unless told otherwise.
+
+    Raises:
+        ImportError: tqdm is not installed.
+    """
+    from tqdm.auto import tqdm as bar  # type: ignore[import-untyped]
+
+    if main_process_only and not kwargs.get("disable"):
+        kwargs["disable"] = not join_world().is_local_main
+    return bar(*args, **kwargs)

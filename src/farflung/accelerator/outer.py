@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bridge between prepared objects and the outer loop: who drives it, and what must stay silent meanwhile."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from farflung.accelerator.prepare import Registry
+from farflung.base.errors import ConfigError
+from farflung.loop.optimizer import AcceleratedOptimizer
+from farflung.loop.state import ActiveLoader, Trace
+from farflung.outer.engine import OuterLoop
+from farflung.outer.recipe import Recipe
+from farflung.strategy.base import Strategy
+
+
+class Tie:
+    """An outer loop, tied to a prepared model and to the optimizer whose steps it counts. Making one is a collective.
+
+    In the first steps of a recipe that begins with averaged gradients the model's strategy averages them as usual.
+    After that gradients and buffers stay on their process.
+
+    Args:
+        model: a prepared model, which one of `optimizers` trains.
+        each_step: rounds happen inside `optimizer.step()`; False leaves them to calls of `sync_if_due`.
+
+    Attributes:
+        loop: the outer loop.
+        optimizer: the one that has most of the model's parameters.
+
+    Raises:
+        ConfigError: none of the optimizers has parameters of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        strategy: Strategy,
+        optimizers: Sequence[AcceleratedOptimizer],
+        each_step: bool,
+    ) -> None:
+        self.model = model
+        self.recipe = recipe
+        self.optimizer = driver(model, optimizers)
+        self._strategy = strategy
+        self._owners = [one for one in optimizers if one.owns(model.parameters())]
+        self._each_step = each_step
+        self._trace = Trace()
+        self._counted: ActiveLoader | None = None  # the iteration whose samples were counted last, and how many
+        self._samples = self._items = 0
+        self._alone: ExitStack | None = None
+        bare = self.optimizer.optimizer
+        self.loop = OuterLoop(strategy.unwrap(model), recipe, group=strategy.replicas, inner=bare)
+        self._is_new = True
+        self._hook: RemovableHandle = bare.register_step_pre_hook(lambda *_: self._begin_where_it_is())
+        self.optimizer.listeners.append(self._attempted)
+        if recipe.weigh_by == "items":
+            self.optimizer.loop_state.counts_samples = True
+        self._choose_company()
+
+    @property
+    def has_anchor(self) -> bool:
+        """Whether all ranks have the same agreed weights at hand, beside those that they train."""
+        return self.recipe.agrees and self.recipe.optimizer is not None and not self.loop.is_warming
+
+    def around(self) -> ActiveLoader | None:
+        """Return the iteration of a loader whose loop stands around what happens now."""
+        return self.optimizer.loop_state.around(self._trace)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the loop of another run stood."""
+        self.loop.load_state_dict(state)
+        self._choose_company()
+
+    def end(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        """End the loop as the end of its `with` block would: a collective, unless there is an error."""
+        self._untie()
+        try:
+            self.loop.__exit__(kind, error, trace)
+        finally:
+            self._join()
+
+    def drop(self) -> None:
+        """End the loop where it stands. Nothing is exchanged."""
+        self._untie()
+        self.loop.drop()
+        self._join()
+
+    def _attempted(self, done: bool) -> None:
+        items = self._items_of_step() if self.recipe.weigh_by == "items" else 0
+        self.loop.count(done, items)
+        if self._each_step:
+            self.loop.sync_if_due()
+        self._choose_company()
+
+    def _items_of_step(self) -> float:
+        """Return what `backward(num_items=)` said of this step's window, else how many samples came since the last."""
+        if self.optimizer.window_items:
+            return self.optimizer.window_items
+        iteration = self.around()
+        if iteration is not None:
+            total = self.optimizer.loop_state.samples_of(iteration)
+            fresh = total - self._samples if iteration is self._counted else total
+            self._counted, self._samples = iteration, total
+            self._items = fresh or self._items  # a second step on the same batch
+        if not self._items:
+            raise ConfigError(
+                "weigh_by='items': nothing says how many items went into this step. Give them to "
+                "accelerator.backward(loss_sum, num_items=n), or train from a prepared loader of batches with tensors."
+            )
+        return self._items
+
+    def _begin_where_it_is(self) -> None:
+        """Before the very first step: weights may have been loaded into the model after it was prepared."""
+        if self._is_new:
+            self._is_new = False
+            stats = self.loop.stats()
+            if stats.steps == 0 and stats.rounds == 0:
+                self.loop.begin_here()
+
+    def _choose_company(self) -> None:
+        """Let gradients be averaged as long as the recipe says so, and stay at home from then on."""
+        if self.loop.is_warming:
+            self._join()
+        elif self._alone is None:
+            self._alone = ExitStack()
+            self._alone.enter_context(self._strategy.local(self.model))
+            for optimizer in self._owners:
+                optimizer.in_lockstep = optimizer.is_own = True
+
+    def _join(self) -> None:
+        if self._alone is not None:
+            for optimizer in self._owners:
+                optimizer.in_lockstep = False
+            self._alone.close()
+            self._alone = None
+
+    def _untie(self) -> None:
+        if self._attempted in self.optimizer.listeners:
+            self.optimizer.listeners.remove(self._attempted)
+        self._hook.remove()
+
+
+class OpenLoops:
+    """The outer loops of one Accelerator that are open, in the order of their opening.
+
+    Attributes:
+        ties: those, and what they are tied to.
+        waiting: states that were loaded before the loops were opened that they belong to.
+    """
+
+    def __init__(self) -> None:
+        self.ties: list[Tie] = []
+        self.waiting: list[dict[str, Any]] = []
+
+    @property
+    def live(self) -> list[OuterLoop]:
+        """The loops alone."""
+        return [tie.loop for tie in self.ties]
+
+    @property
+    def can_begin_here(self) -> bool:
+        """Whether there are open loops, and none has done a step: they begin where the model is at the first one."""
+        return bool(self.ties) and all(tie.loop.stats().attempts == 0 for tie in self.ties)
+
+    def opened(self, tie: Tie) -> None:
+        """Take in a loop, which goes on from the state that waits for it, if one does."""
+        if self.waiting:
+            tie.load_state_dict(self.waiting.pop(0))
+        self.ties.append(tie)
+
+    def closed(self, tie: Tie) -> None:
+        """Forget a loop."""
+        self.ties = [other for other in self.ties if other is not tie]
+
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
+        """Give the open loops their states, in order; those that are left wait for loops that will be opened."""
+        self.waiting = list(states)
+        for tie in self.ties:
+            if self.waiting:
+                tie.load_state_dict(self.waiting.pop(0))
+
+    def tied(self, model: nn.Module) -> bool:
+        """Say whether an open loop is over parameters of `model`."""
+        return any(_share(tie.model, model) for tie in self.ties)
+
+    def state_of(self, module: nn.Module) -> dict[str, Any]:
+        """Return the state dict of a model with the weights that all ranks agreed on, where there are such.
+
+        Nothing is exchanged. Agreed weights come as copies, others as the model's own tensors, as torch gives them.
+        """
+        with ExitStack() as lent:
+            lenders = [tie for tie in self.ties if tie.has_anchor and _share(tie.model, module)]
+            for tie in lenders:
+                lent.enter_context(tie.loop.synced())
+            state: dict[str, Any] = module.state_dict()
+            return copy.deepcopy(state) if lenders else state
+
+
+class Outer:
+    """A context in which the replicas of a prepared model train alone and agree as a recipe says.
+
+    Inside it gradients and buffers stay on their process. Entering gives the `OuterLoop`. Leaving it normally is a
+    collective: ranks that have no more data stay in the rounds until all have come, and average a last time. An
+    exception leaves without one, and the other ranks learn of it.
+
+    Args:
+        model: a prepared model, which one of `optimizers` trains.
+        each_step: rounds happen inside `optimizer.step()`; False leaves them to calls of `sync_if_due`.
+        loops: told of the loop while it is open.
+
+    Raises:
+        ConfigError: none of the optimizers has parameters of the model, or it is in an outer loop already.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        strategy: Strategy,
+        optimizers: Sequence[AcceleratedOptimizer],
+        each_step: bool = True,
+        loops: OpenLoops | None = None,
+    ) -> None:
+        self._loops = loops or OpenLoops()
+        if self._loops.tied(model):
+            raise ConfigError(
+                "This model is in an outer loop already: Accelerator(outer=), --outer or FARFLUNG_OUTER_RECIPE opened "
+                "one when it was prepared, or a `with` block around this one has. Leave one of them out."
+            )
+        driver(model, optimizers)
+        self._model = model
+        self._recipe = recipe
+        self._strategy = strategy
+        self._optimizers = optimizers
+        self._each_step = each_step
+        self._tie: Tie | None = None
+
+    def __enter__(self) -> OuterLoop:
+        self._tie = Tie(self._model, self._recipe, self._strategy, self._optimizers, self._each_step)
+        self._loops.opened(self._tie)
+        return self._tie.loop
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tie, self._tie = self._tie, None
+        if tie is not None:
+            self._loops.closed(tie)
+            tie.end(kind, error, trace)
+
+
+class OuterWords:
+    """An Accelerator's words for outer loops."""
+
+    _strategy: Strategy
+    _registry: Registry
+    _open_loops: OpenLoops
+
+    def outer(self, model: nn.Module, recipe: Recipe) -> Outer:
+        """Return a context in which replicas of `model` train alone and agree as `recipe` says.
+
+        The prepared optimizer that owns the model's parameters drives it: there is nothing to call.
+        """
+        return self._outer(model, recipe, each_step=True)
+
+    def _outer(self, model: nn.Module, recipe: Recipe, each_step: bool) -> Outer:
+        return Outer(model, recipe, self._strategy, self._registry.optimizers, each_step, self._open_loops)
+
+    @property
+    def outer_loops(self) -> list[OuterLoop]:
+        """The outer loops that are open, in the order of their opening."""
+        return self._open_loops.live
+
+
+def driver(model: nn.Module, optimizers: Sequence[AcceleratedOptimizer]) -> AcceleratedOptimizer:
+    """Return the optimizer that owns most of the model's parameters: its steps are those that count.
+
+    Raises:
+        ConfigError: none owns any.
+    """
+    mine = {id(parameter) for parameter in model.parameters()}
+
+    def owned(optimizer: AcceleratedOptimizer) -> int:
+        return sum(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+
+    best = max(optimizers, key=owned, default=None)
+    if best is None or owned(best) == 0:
+        raise ConfigError(
+            "An outer loop counts the steps of the optimizer that trains its model, and no prepared optimizer has "
+            "parameters of this one. Give `accelerator.prepare` the model and its optimizer first."
+        )
+    return best
+
+
+def _share(one: nn.Module, other: nn.Module) -> bool:
+    mine = {id(parameter) for parameter in one.parameters()}
+    return any(id(parameter) in mine for parameter in other.parameters())

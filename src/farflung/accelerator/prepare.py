@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`prepare`: models, optimizers, loaders and schedulers, each made ready once and remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from farflung.base.errors import ConfigError
+from farflung.config.compile import TorchDynamoPlugin
+from farflung.config.handlers import DataLoaderConfiguration
+from farflung.data.dispatcher import DataLoaderDispatcher
+from farflung.data.loader import DataLoaderShard
+from farflung.data.prepare import prepare_loader
+from farflung.loop.optimizer import AcceleratedOptimizer
+from farflung.loop.scheduler import AcceleratedScheduler, Ticks
+from farflung.loop.state import LoopState
+from farflung.precision.base import Precision
+from farflung.process.world import World
+from farflung.strategy.base import Strategy
+from farflung.strategy.compile import compile_in_place
+
+PreparedLoader = DataLoaderShard | DataLoaderDispatcher
+
+
+@dataclass
+class Registry:
+    """What one Accelerator has prepared, in order, and which wrapper stands for which original."""
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+    loaders: list[PreparedLoader] = field(default_factory=list)
+    _known: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+
+    def find(self, thing: Any) -> Any:
+        """Return the prepared form of `thing`, which may be that form itself, or None."""
+        found = self._known.get(id(thing))
+        return None if found is None else found[1]
+
+    def remember(self, original: Any, prepared: Any) -> None:
+        """Note that `prepared` stands for `original`."""
+        self._known[id(original)] = (original, prepared)  # the original is kept alive, so its id stays its own
+        self._known[id(prepared)] = (prepared, prepared)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for listed in (self.models, self.optimizers, self.schedulers, self.loaders):
+            listed.clear()
+        self._known.clear()
+
+
+@dataclass(frozen=True)
+class Preparer:
+    """Makes things ready for one Accelerator. Every decision is taken here, so that the loop need take none.
+
+    Attributes:
+        attach: called when models or optimizers were made ready, which may complete a pair of them.
+    """
+
+    world: World
+    strategy: Strategy
+    precision: Precision
+    compiling: TorchDynamoPlugin
+    loop: LoopState
+    registry: Registry
+    data: DataLoaderConfiguration
+    rng_types: list[str]
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    scheduler_ticks: Ticks
+    attach: Callable[[], None]
+
+    def prepare(self, things: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
+        """Prepare `things`, in the same order; what is none of the four kinds comes back as it is."""
+        optimizers = [_bare(thing) for thing in things if isinstance(thing, Optimizer)]
+        first = [
+            self._model(thing, place, optimizers)
+            if isinstance(thing, nn.Module)
+            else self._optimizer(thing, place)
+            if isinstance(thing, Optimizer)
+            else self.loader(thing, place)
+            if isinstance(thing, DataLoader)
+            else thing
+            for thing, place in zip(things, placements, strict=True)
+        ]
+        self.attach()
+        # Schedulers last, for they follow prepared optimizers.
+        kinds = (LRScheduler, AcceleratedScheduler)
+        return [self.scheduler(thing) if isinstance(thing, kinds) else thing for thing in first]
+
+    def model(self, model: nn.Module, place: bool | None, evaluation_mode: bool = False) -> nn.Module:
+        """Prepare one model: device, precision, compiling, and the strategy's wrapper unless it is only evaluated."""
+        prepared = self._model(model, place, [], evaluation_mode)
+        self.attach()
+        return prepared
+
+    def _model(
+        self, model: nn.Module, place: bool | None, optimizers: list[Optimizer], evaluation_mode: bool = False
+    ) -> nn.Module:
+        known = self.registry.find(model)
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+        devices = set((getattr(model, "hf_device_map", None) or {}).values())
+        if len(devices) > 1 and self.world.size > 1:
+            raise ConfigError(
+                f"This model is spread over the devices {sorted(map(str, devices))} by its device map, which can't be "
+                f"trained by {self.world.size} processes. Load it without device_map, or start one process."
+            )
+        if self._placed(place) and len(devices) <= 1:
+            model = model.to(self.world.device)
+        self.precision.wrap(model)
+        compile_in_place(model, self.compiling)
+        owners = [optimizer for optimizer in optimizers if _owns(optimizer, model)]
+        prepared = model if evaluation_mode else self.strategy.prepare([(model, owners)])[0]
+        self.registry.models.append(prepared)
+        self.registry.remember(model, prepared)
+        return prepared
+
+    def optimizer(self, optimizer: Optimizer, place: bool | None) -> AcceleratedOptimizer:
+        """Prepare one optimizer."""
+        prepared = self._optimizer(optimizer, place)
+        self.attach()
+        return prepared
+
+    def _optimizer(self, optimizer: Optimizer, place: bool | None) -> AcceleratedOptimizer:
+        known = self.registry.find(optimizer)
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+        device = self.world.device if self._placed(place) else None
+        prepared = AcceleratedOptimizer(_bare(optimizer), state=self.loop, precision=self.precision, device=device)
+        self.registry.optimizers.append(prepared)
+        self.registry.remember(optimizer, prepared)
+        return prepared
+
+    def scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Prepare one scheduler; it follows the optimizer that it was made for, or all where that one is unknown."""
+        known = self.registry.find(scheduler)
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+        made_for = _bare(getattr(scheduler, "optimizer", None))
+        followed = [optimizer for optimizer in self.registry.optimizers if optimizer.optimizer is made_for]
+        per_update = self.scheduler_ticks == "per_update" or self.data.split_batches
+        prepared = AcceleratedScheduler(
+            scheduler,
+            followed or self.registry.optimizers,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            ticks=1 if per_update else self.world.size,
+        )
+        self.registry.schedulers.append(prepared)
+        self.registry.remember(scheduler, prepared)
+        return prepared
+
+    def loader(self, loader: DataLoader[Any], place: bool | None, slice_fn: Any = None) -> PreparedLoader:
+        """Prepare one loader."""
+        known = self.registry.find(loader)
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+        prepared = prepare_loader(
+            loader,
+            group=self.world.group,
+            device=self.world.device if self._placed(place) else None,
+            state=self.loop,
+            config=self.data,
+            rng_types=self.rng_types,
+            slice_fn=slice_fn,
+        )
+        self.registry.loaders.append(prepared)
+        self.registry.remember(loader, prepared)
+        return prepared
+
+    def _placed(self, place: bool | None) -> bool:
+        return self.device_placement if place is None else place
+
+
+def _bare(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def _owns(optimizer: Optimizer, model: nn.Module) -> bool:
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(id(parameter) in owned for parameter in model.parameters())

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint of another number of processes: what each of the new ones takes of it, and what can't be the same.
+
+data        goes on after as many samples as were seen
+gradients   of an unfinished window: the mean over the old ranks, on each of the new
+replicas    that trained alone: the mean of their weights, and the anchor that they had with its outer optimizer
+numbers     rank r draws on where old rank r stood; ranks that there were none of begin streams of their own
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farflung.checkpoint import layout
+from farflung.checkpoint.source import read_torch
+from farflung.data.place import FROM_ITS_START
+from farflung.outer.joined import Joined, joined
+
+
+def regrouped(
+    folder: Path, old: int, rank: int, size: int, total_batch_sizes: Sequence[int | None]
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Return what `rank` of `size` takes for its own state and random states, and words about what is not the same.
+
+    Args:
+        folder: a checkpoint of `old` ranks.
+        total_batch_sizes: of the loaders here: samples of all ranks in one step.
+    """
+    words = [f"it was written by {old} processes, and {size} go on: steps see other numbers of samples"]
+    owns = [read_torch(folder / layout.loop_state(k)) for k in range(old)]
+    own = dict(owns[0])
+    own["gradients"] = _mean_gradients(owns, words)
+    if own["gradients"] is None:
+        own["gradients"] = [None] * len(own["optimizers"])
+        own["loop"] = {"windows": [{**one, **_FRESH} for one in own["loop"]["windows"]]}
+    own["buffers"], own["asks_for_buffers"] = [], []
+    own["optimizers"] = [{**one, "is_own": False} for one in own["optimizers"]]
+    own["loaders"] = [
+        _moved(state, old, size, total, words) for state, total in zip(own["loaders"], total_batch_sizes, strict=False)
+    ]
+    if any(one["is_own"] for one in owns[0]["optimizers"]):
+        words.append("replicas had trained alone: all take the mean of their weights, and the optimizer of rank 0")
+    return own, _random_states(folder, old, rank), words
+
+
+_FRESH = {"size": 0, "complete": True, "items": 0.0, "scale": None}
+
+
+def joined_loops(folder: Path, old: int) -> list[Joined]:
+    """Return what becomes of the outer loops in a checkpoint of `old` ranks; nothing where there are none."""
+    paths = [folder / layout.outer_state(rank) for rank in range(old)]
+    if not all(path.is_file() for path in paths):
+        return []
+    return [joined(column) for column in zip(*(read_torch(path)["loops"] for path in paths), strict=True)]
+
+
+def _mean_gradients(owns: list[dict[str, Any]], words: list[str]) -> list[Any] | None:
+    """Return the mean over the ranks of each optimizer's unfinished gradients; None where they can't be joined."""
+    scales = {window["scale"] for own in owns for window in own["loop"]["windows"]}
+    if scales != {None}:
+        words.append("the unfinished accumulation window was weighed by numbers of items: it begins anew")
+        return None
+    joined: list[Any] = []
+    for column in zip(*(own["gradients"] for own in owns), strict=True):
+        there = [gradients for gradients in column if gradients is not None]
+        if not there:
+            joined.append(None)
+            continue
+        means: list[Tensor | None] = []
+        for parts in zip(*there, strict=True):
+            some = [part for part in parts if part is not None]
+            means.append(torch.stack(some).sum(0) / len(owns) if some else None)
+        joined.append(means)
+    return joined
+
+
+def _moved(state: dict[str, Any], old: int, size: int, total: int | None, words: list[str]) -> dict[str, Any]:
+    """Return a loader's state with its place after as many samples, in steps of another size."""
+    place = state["place"]
+    if place is None:
+        return {**state, "drawn": None}
+    before = state["total_batch_size"]
+    samples = place["batches"] * (old if before is None or total is None else before)
+    step = size if before is None or total is None else total
+    batches, rest = divmod(samples, step)
+    if place["ended"]:
+        batches += old + size  # past the end, whatever the last steps are like
+    elif rest:
+        words.append(f"{rest} samples are seen again, as {samples} are no whole number of steps of {step}")
+    return {**state, "drawn": None, "place": {**place, **FROM_ITS_START, "batches": batches}}
+
+
+def _random_states(folder: Path, old: int, rank: int) -> dict[str, Any]:
+    states: dict[str, Any] = read_torch(folder / layout.random_states(rank % old))
+    if rank < old:
+        return states
+    seed = zlib.crc32(states["torch_manual_seed"].numpy().tobytes(), rank)
+    return {
+        "step": states["step"],
+        "random_state": random.Random(seed).getstate(),
+        "numpy_random_seed": np.random.RandomState(seed).get_state(),
+        "torch_manual_seed": torch.Generator().manual_seed(seed).get_state(),
+    }

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the first `Accelerator` of a process settled for all: the second of the two slots where Farflung keeps state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from farflung.base.errors import ConfigError, StateError
+from farflung.config import environ
+from farflung.config.handlers import GradientAccumulationPlugin
+from farflung.loop.state import LoopState
+from farflung.process.world import World
+
+
+@dataclass
+class Session:
+    """The settings that all Accelerators of a process share.
+
+    Attributes:
+        mixed_precision: `no`, `bf16` or `fp16`.
+        plugin, loop: how gradients are accumulated, and where that stands; an Accelerator that asks for another
+            accumulation gets a loop of its own, and `GradientState` shows the latest.
+    """
+
+    world: World
+    mixed_precision: str
+    plugin: GradientAccumulationPlugin
+    loop: LoopState
+
+
+_slot: Session | None = None
+
+
+def current() -> Session | None:
+    """Return the open session, or None."""
+    return _slot
+
+
+def opened() -> Session:
+    """Return the open session.
+
+    Raises:
+        StateError: there is none.
+    """
+    if _slot is None:
+        raise StateError("No Accelerator has been made in this process yet. Make one first: `Accelerator()`.")
+    return _slot
+
+
+def open_or_join(world: World, mixed_precision: str | None, plugin: GradientAccumulationPlugin | None) -> Session:
+    """Open the session with these settings, or join the open one; None stands for what the session has.
+
+    Raises:
+        ConfigError: the session has another precision.
+    """
+    global _slot
+    if _slot is None or _slot.world is not world:  # a session does not outlive its world
+        chosen = plugin or GradientAccumulationPlugin(num_steps=1)
+        precision = mixed_precision or environ.text("ACCELERATE_MIXED_PRECISION") or "no"
+        _slot = Session(world, precision, chosen, new_loop(chosen))
+        return _slot
+    if mixed_precision is not None and mixed_precision != _slot.mixed_precision:
+        raise ConfigError(
+            f"mixed_precision={mixed_precision!r}, but this process's first Accelerator settled on "
+            f"{_slot.mixed_precision!r}. Make them equal, or call `AcceleratorState._reset_state()` between two runs."
+        )
+    if plugin is not None and plugin != _slot.plugin:
+        _slot.plugin = plugin
+        _slot.loop = new_loop(plugin)
+    return _slot
+
+
+def new_loop(plugin: GradientAccumulationPlugin) -> LoopState:
+    """Return a fresh loop state for `plugin`."""
+    return LoopState(
+        plugin.num_steps or 1,
+        sync_with_dataloader=plugin.sync_with_dataloader,
+        sync_each_batch=plugin.sync_each_batch,
+    )
+
+
+def close() -> None:
+    """Empty the slot."""
+    global _slot
+    _slot = None

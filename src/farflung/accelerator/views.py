@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accelerate's state classes, as views: they own nothing and read the two slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from farflung.accelerator import session as slot
+from farflung.base.errors import ConfigError
+from farflung.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
+from farflung.process import world as world_slot
+from farflung.process.bootstrap import join_world, leave_world
+from farflung.process.control import ProcessControl
+from farflung.process.world import World
+
+
+class PartialState(ProcessControl):
+    """This process and its world, which the first one made joins.
+
+    Args:
+        cpu: stay on the CPU even where there is an accelerator.
+        kwargs: arguments of `torch.distributed.init_process_group`: backend, init_method, timeout.
+    """
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        known = ("backend", "init_method", "timeout")
+        unknown = [name for name in kwargs if name not in known and not name.startswith("_")]
+        if unknown:
+            raise ConfigError(f"PartialState does not know the arguments {unknown}; it takes cpu and {list(known)}.")
+        join_world(cpu, InitProcessGroupKwargs(**{name: kwargs[name] for name in known if name in kwargs}))
+
+    @property
+    def _world(self) -> World:
+        return world_slot.joined()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether this process has joined its world."""
+        return world_slot.current() is not None
+
+    @property
+    def backend(self) -> str | None:
+        """How the processes talk: `gloo`, `nccl` ...; None when there is one."""
+        return self._world.backend
+
+    @property
+    def default_device(self) -> torch.device:
+        """The kind of device that this machine offers first."""
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return found if found is not None else torch.device("cpu")
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Destroy `group`, or leave the world and destroy its group where Farflung made it."""
+        if group is None:
+            leave_world()
+        else:
+            torch.distributed.destroy_process_group(group)
+
+    @staticmethod
+    def _reset_state() -> None:
+        leave_world()
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type}  Backend: {self.backend}\n"
+            f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
+        )
+
+
+class AcceleratorState(PartialState):
+    """This process, its world, and what the first `Accelerator` settled."""
+
+    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
+        super().__init__(cpu, **kwargs)
+        slot.open_or_join(self._world, mixed_precision, None)
+
+    @property
+    def initialized(self) -> bool:
+        """Whether an `Accelerator` has settled things in this process."""
+        return slot.current() is not None
+
+    @property
+    def mixed_precision(self) -> str:
+        """`no`, `bf16` or `fp16`."""
+        return slot.opened().mixed_precision
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        slot.close()
+        if reset_partial_state:
+            leave_world()
+
+    def __repr__(self) -> str:
+        return super().__repr__() + f"Mixed precision type: {self.mixed_precision}\n"
+
+
+class GradientState:
+    """Where the training loop stands, as the latest `Accelerator` sees it."""
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        if gradient_accumulation_plugin is not None:
+            slot.open_or_join(world_slot.joined(), None, gradient_accumulation_plugin)
+
+    @property
+    def initialized(self) -> bool:
+        """Whether an `Accelerator` has been made in this process."""
+        return slot.current() is not None
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch completes its accumulation window."""
+        return slot.opened().loop.sync_gradients
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches in one accumulation window."""
+        return slot.opened().loop.num_steps
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the last batch of a loader completes its window."""
+        return slot.opened().loop.sync_with_dataloader
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """The plugin's field of that name."""
+        return slot.opened().plugin.adjust_scheduler
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The plugin's fields that differ from their defaults."""
+        return slot.opened().plugin.to_kwargs()
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the latest batch was the last one of its loader."""
+        return slot.opened().loop.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the final global batch that are no padding; 0: all of them, -1: not known or no loader."""
+        return slot.opened().loop.remainder
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The loader that handed out the latest batch, None outside of all loops over loaders."""
+        current = slot.opened().loop.current
+        return None if current is None else current.loader
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The loaders that are being iterated, the current one last."""
+        return [under_way.loader for under_way in slot.opened().loop.loaders]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a loader is being iterated."""
+        return self.active_dataloader is not None
+
+    @staticmethod
+    def _reset_state() -> None:
+        session = slot.current()
+        if session is not None:
+            session.loop = slot.new_loop(session.plugin)
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\nAt end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\nGradient accumulation plugin: {self.plugin_kwargs}\n"
+        )

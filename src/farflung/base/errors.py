@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error that Farflung raises on purpose: what happened, the values seen, what to do.
+
+FarflungError
+|-- ConfigError (ValueError)             a setting or an argument that cannot work
+|-- StateError (RuntimeError)            a call at the wrong time: before `prepare`, after the end, twice
+|-- Unsupported (NotImplementedError)    something Farflung does not do; the message names what to use instead
+|-- CollectiveMismatch (RuntimeError)    ranks brought different things to one collective
+|-- RankFailure (RuntimeError)           another rank failed or left; the message names it
+`-- CheckpointError (RuntimeError)       a checkpoint that could not be written, or is not whole; nothing else is hurt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class FarflungError(Exception):
+    """The root: catch it to catch everything that Farflung raises on purpose."""
+
+
+class ConfigError(FarflungError, ValueError):
+    """A setting or an argument that cannot work."""
+
+
+class StateError(FarflungError, RuntimeError):
+    """A call that came at the wrong time."""
+
+
+class Unsupported(FarflungError, NotImplementedError):
+    """Something that Farflung does not do; the message says what to use instead."""
+
+
+class CollectiveMismatch(FarflungError, RuntimeError):
+    """Ranks brought different things to one collective; the same error is raised on each of them."""
+
+
+class RankFailure(FarflungError, RuntimeError):
+    """Another rank failed or left; the message names it."""
+
+
+class CheckpointError(FarflungError, RuntimeError):
+    """A checkpoint that could not be written, or is not whole. The checkpoints before it and the run are untouched."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean ...?` for the known word nearest to `word`, or an empty string when none is near."""
+    near = get_close_matches(word, list(known), n=1)
+    return f" Did you mean `{near[0]}`?" if near else ""

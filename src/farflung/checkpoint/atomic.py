@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders that are whole or not there: written aside, put in place by one rename, and the old taken away after it.
+
+A checkpoint `a/b` is written to `a/.b.writing-TOKEN/b`. Where `a/b` is not there yet, that folder is renamed to it.
+Where it is, with files of the script's own in it perhaps, everything is written to `a/b/.writing-TOKEN/b`, and the one
+rename is that of `.writing-TOKEN` to `.ready`: from then on the new checkpoint counts, though its files still have to
+be moved up, which `finish` does, at once or when the folder is next looked at. A process may be killed anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from farflung.base.errors import CheckpointError
+from farflung.checkpoint import layout
+from farflung.checkpoint.manifest import Manifest
+from farflung.checkpoint.sink import sync_folder
+
+_WRITING = ".writing-"
+READY = ".ready"
+_TRASH = ".trash-"
+
+
+class Draft:
+    """A checkpoint that is being written. Every rank has one for the same folder; one of them begins and commits it.
+
+    Args:
+        target: where the checkpoint will be.
+        token: what tells this attempt from others; equal on all ranks.
+        aside: where to write meanwhile, None: next to the target. It must be on the target's file system.
+
+    Attributes:
+        folder: where to put the files.
+    """
+
+    def __init__(self, target: Path, token: str, aside: Path | None = None) -> None:
+        self.target = target
+        self._is_fresh = not target.exists()
+        self._aside = aside or target.parent
+        self._shell = (
+            self._aside / f".{target.name}{_WRITING}{token}" if self._is_fresh else target / f"{_WRITING}{token}"
+        )
+        self.folder = self._shell / target.name
+
+    def begin(self) -> None:
+        """Make the folder, once what earlier attempts have left is gone."""
+        self._aside.mkdir(parents=True, exist_ok=True)
+        left = list(self._aside.glob(f".{self.target.name}{_WRITING}*"))
+        if not self._is_fresh:
+            finish(self.target)
+            left += self.target.glob(f"{_WRITING}*")
+        for path in left:
+            shutil.rmtree(path)
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True)
+
+    def commit(self) -> None:
+        """Put the checkpoint in place, its manifest being there and all of its files on the disk."""
+        for folder in {path.parent for path in files_in(self.folder)}:
+            sync_folder(folder)
+        sync_folder(self.folder)
+        sync_folder(self._shell)
+        if self._is_fresh:
+            os.rename(self.folder, self.target)
+            sync_folder(self.target.parent)
+            self._shell.rmdir()
+        else:
+            os.rename(self._shell, self.target / READY)
+            sync_folder(self.target)
+            finish(self.target)
+
+    def discard(self) -> None:
+        """Take away what was written."""
+        shutil.rmtree(self._shell, ignore_errors=True)  # what can't be removed now is removed before the next attempt
+
+
+def finish(target: Path) -> None:
+    """Move up the files of a checkpoint that is ready; what was there before and is not in it goes.
+
+    Raises:
+        CheckpointError: it can't be done here, as where nothing may be written.
+    """
+    ready = target / READY
+    if not ready.is_dir():
+        return
+    try:
+        for folder in ready.iterdir():
+            _move_up(folder, target)
+        shutil.rmtree(ready)
+        sync_folder(target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target}: the checkpoint in {ready} is complete, but its files could not be moved up: {error}. Move them "
+            "by hand, or make the folder writable."
+        ) from error
+
+
+def _move_up(folder: Path, target: Path) -> None:
+    new = Manifest.read(folder)
+    if new is None:  # the manifest goes last, so everything has been moved
+        return
+    manifest = layout.manifest(folder)
+    for name in _belonging(target) - new.files.keys():
+        (target / name).unlink(missing_ok=True)
+    for path in [path for path in files_in(folder) if path != manifest]:
+        place = target / path.relative_to(folder)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, place)
+    for inner in {place.parent for place in (target / name for name in new.files)}:
+        sync_folder(inner)
+    os.replace(manifest, target / layout.MANIFEST)
+    (target / layout.FORMER_MANIFEST).unlink(missing_ok=True)
+
+
+def _belonging(target: Path) -> set[str]:
+    """Return the names of the files of the checkpoint that is in a folder, whoever wrote it."""
+    try:
+        old = Manifest.read(target)
+    except CheckpointError:  # damaged; what it was is told by the names
+        old = None
+    folders = [target, *(target / name for name in layout.FOLDERS)]
+    paths = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]  # not all that lies in there
+    known = {name for name in (path.relative_to(target).as_posix() for path in paths) if layout.is_known(name)}
+    return known | (set() if old is None else set(old.files))
+
+
+def remove(folder: Path, aside: Path) -> None:
+    """Take a checkpoint away: at once for whoever looks, by one rename, then from the disk."""
+    trash = aside / f".{folder.name}{_TRASH}{secrets.token_hex(4)}"
+    os.rename(folder, trash)
+    shutil.rmtree(trash)
+
+
+def sweep(aside: Path) -> None:
+    """Take away what a process that was killed while it wrote or removed a numbered checkpoint has left."""
+    for path in aside.glob(f".{layout.PREFIX}*"):
+        if _WRITING in path.name or _TRASH in path.name:
+            shutil.rmtree(path, ignore_errors=True)  # it is out of the way already
+
+
+def files_in(folder: Path) -> Iterator[Path]:
+    """Yield all files below a folder, but for those of attempts to write a checkpoint into it."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            if not (path.name.startswith((_WRITING, READY)) or _WRITING in path.name):
+                yield from files_in(path)
+        else:
+            yield path
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names of all files below a folder, relative to it."""
+    return [path.relative_to(folder).as_posix() for path in files_in(folder)]

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which folder is meant: a checkpoint by its name, or the newest complete one among several."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from farflung.base.errors import CheckpointError, ConfigError
+from farflung.checkpoint import atomic, layout
+from farflung.checkpoint.manifest import Manifest
+from farflung.checkpoint.source import DAMAGE
+
+_NUMBER = re.compile(r"^(.*?)(\d+)$")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint.
+
+    Attributes:
+        folder: where it is.
+        manifest: None where another program than Farflung wrote it.
+        passed: what was looked at before, and why it was not taken.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    passed: tuple[str, ...] = ()
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Say whether a folder is a checkpoint, whole or not, and not a folder of checkpoints."""
+    if layout.manifest(folder).is_file() or (folder / atomic.READY).is_dir():
+        return True
+    return any(path.is_file() and layout.is_known(path.name) for path in folder.iterdir())
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, the newest first: by their numbers where all have one, else by their age."""
+    found = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    found = [path for path in found if is_checkpoint(path) or path.name.startswith(layout.PREFIX)]
+    matches = [_NUMBER.match(path.name) for path in found]
+    if len({match[1] for match in matches if match}) == 1 and all(matches):
+        return sorted(found, key=lambda path: int(_NUMBER.match(path.name)[2]), reverse=True)  # type: ignore[index]
+    return sorted(found, key=_written_at, reverse=True)
+
+
+def opened(folder: Path) -> Found:
+    """Return the checkpoint in `folder` once it is known to be whole, every byte of it.
+
+    Raises:
+        CheckpointError: it is not; the message names the file.
+    """
+    atomic.finish(folder)
+    manifest = Manifest.read(folder)
+    if manifest is None:
+        problem = None if is_checkpoint(folder) else "there is no checkpoint in it"
+    else:
+        problem = manifest.misfits(folder) or manifest.damage(folder)
+    if problem:
+        raise CheckpointError(f"{folder} is not a complete checkpoint: {problem}. Nothing was loaded.")
+    return Found(folder, manifest)
+
+
+def newest(folder: Path) -> Found:
+    """Return the newest checkpoint in `folder` that is whole.
+
+    Raises:
+        CheckpointError: none is, or there is none.
+    """
+    passed: list[str] = []
+    for candidate in candidates(folder):
+        try:
+            found = opened(candidate)
+        except CheckpointError as error:
+            passed.append(str(error))
+            continue
+        return Found(found.folder, found.manifest, tuple(passed))
+    reasons = "".join(f"\n  {reason}" for reason in passed)
+    raise CheckpointError(f"There is no complete checkpoint in {folder}.{reasons}")
+
+
+def resolve(given: str | os.PathLike[str] | None, automatic: Path | None) -> tuple[Path, bool]:
+    """Return the folder that is meant, and whether it holds checkpoints rather than being one.
+
+    Args:
+        given: what the script said: a folder, `latest`, or nothing.
+        automatic: where automatic naming puts checkpoints; None: it is off.
+
+    Raises:
+        ConfigError: there is no such folder, or nothing says which.
+    """
+    if given is not None and (Path(given).is_dir() or str(given) != "latest"):
+        folder = Path(given).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(f"load_state: there is no folder {folder}.")
+        return folder, not is_checkpoint(folder) and bool(candidates(folder))
+    if automatic is None:
+        raise ConfigError(
+            f"load_state({given!r}) takes the newest checkpoint of automatic naming, which is off. Name a folder, or "
+            "use ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+        )
+    if not automatic.is_dir():
+        raise ConfigError(f"load_state: there is no folder {automatic}, so nothing was saved yet.")
+    return automatic, True
+
+
+def _written_at(folder: Path) -> float:
+    try:
+        manifest = Manifest.read(folder)
+        return folder.stat().st_mtime if manifest is None else manifest.written_at
+    except (CheckpointError, *DAMAGE):
+        return 0.0

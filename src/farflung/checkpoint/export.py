@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's weights for others to load: in one file, or in several and an index that says what is where."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from farflung.base.errors import ConfigError
+from farflung.checkpoint import layout
+from farflung.checkpoint.save import save_object
+from farflung.checkpoint.sink import Sink, without_aliases
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE)
+
+
+def save_sharded(
+    state: Mapping[str, Any], directory: Path, max_shard_size: int | str = "10GB", safe: bool = True
+) -> list[str]:
+    """Write weights as `model.safetensors` (or `pytorch_model.bin`), cut where a file would grow too large.
+
+    Files of an earlier save into the directory that are not written anew are removed, once the new ones are there.
+
+    Args:
+        max_shard_size: bytes, or a number with a unit. A single tensor may be larger.
+
+    Returns:
+        the names of the files with weights.
+
+    Raises:
+        ConfigError: the directory is a file, the size is none, or a tensor has no memory (meta device).
+    """
+    if directory.is_file():
+        raise ConfigError(f"save_model: {directory} is a file. Name a directory.")
+    limit = num_bytes(max_shard_size)
+    meta = [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]
+    if meta:
+        raise ConfigError(f"save_model: {meta[0]} is on the meta device, so it has no values to save.")
+    kept: dict[str, Any] = dict(without_aliases(state)) if safe else dict(state)
+    shards = _shards(kept, limit)
+    directory.mkdir(parents=True, exist_ok=True)
+    stem, ending = layout.model(0, safe).split(".")
+    names = [f"{stem}-{k + 1:05d}-of-{len(shards):05d}.{ending}" for k in range(len(shards))]
+    if len(shards) == 1:
+        names = [layout.model(0, safe)]
+    for name, shard in zip(names, shards, strict=True):
+        save_object(shard, directory / name, safe)
+    index = directory / layout.model_index(safe)
+    if len(shards) > 1:
+        where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        total = sum(_bytes_of(value) for value in kept.values())
+        with Sink(index) as sink:
+            sink.write(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode() + b"\n")
+    else:
+        index.unlink(missing_ok=True)
+    old = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{ending}")
+    for path in directory.iterdir():
+        if old.fullmatch(path.name) and path.name not in names:
+            path.unlink()
+    return names
+
+
+def num_bytes(size: int | str) -> int:
+    """Return a size in bytes: `5GB` is 5 * 10**9, `5GiB` is 5 * 2**30.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = _SIZE.fullmatch(str(size))
+    number = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
+    if number < 1:
+        raise ConfigError(f"{size!r} is no size. Give bytes, or a number with KB, MB, GB, KiB, MiB or GiB.")
+    return number
+
+
+def _shards(state: dict[str, Any], limit: int) -> list[dict[str, Any]]:
+    shards: list[dict[str, Any]] = [{}]
+    filled = 0
+    for name, value in state.items():
+        size = _bytes_of(value)
+        if shards[-1] and filled + size > limit:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = value
+        filled += size
+    return shards
+
+
+def _bytes_of(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0

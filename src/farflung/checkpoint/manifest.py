@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest of a checkpoint: which files, how long, with which checksums. Whoever reads it knows what is whole."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from farflung.base.errors import CheckpointError
+from farflung.checkpoint import layout
+from farflung.checkpoint.sink import Sink, sums_of
+
+_FORMAT = 1
+
+
+class Entry(NamedTuple):
+    """A file: its size in bytes and its checksum."""
+
+    num_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What stands in a checkpoint.
+
+    Attributes:
+        files: by name, relative to the folder.
+        step: micro-batches since the data began.
+        iteration: which checkpoint of its run it is.
+        world_size: how many processes wrote it.
+        written_at: seconds since 1970.
+        versions: of farflung and torch.
+    """
+
+    files: dict[str, Entry]
+    step: int = 0
+    iteration: int = 0
+    world_size: int = 1
+    written_at: float = 0.0
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all files together."""
+        return sum(entry.num_bytes for entry in self.files.values())
+
+    def write(self, path: Path) -> None:
+        """Write the manifest, the last file of a checkpoint, and wait for the disk."""
+        files = {n: {"bytes": e.num_bytes, "crc32": f"{e.crc32:08x}"} for n, e in sorted(self.files.items())}
+        content = {"format": _FORMAT, **asdict(self), "files": files}
+        with Sink(path) as sink:
+            sink.write(json.dumps({**content, "crc32": _digest(content)}, indent=1).encode() + b"\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """Return the manifest of a folder, None where it has none.
+
+        Raises:
+            CheckpointError: it is damaged, of a later format, or names a file outside of its folder.
+        """
+        path = layout.manifest(folder)
+        try:
+            content = json.loads(path.read_bytes())
+            digest = content.pop("crc32")
+            if digest != _digest(content):
+                raise ValueError("it was changed after it was written")
+            number = content.pop("format")
+            if number != _FORMAT:
+                raise CheckpointError(f"{path} is of format {number}; this version of Farflung reads {_FORMAT}.")
+            entries = {n: Entry(int(e["bytes"]), int(e["crc32"], 16)) for n, e in content.pop("files").items()}
+            found = cls(files=entries, **content)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged: {str(error)[:200]}") from error
+        for name in entries:
+            layout.inside(name)
+        return found
+
+    def misfits(self, folder: Path) -> str | None:
+        """Say which file is not there or not as long as it was, without reading any; None: all are."""
+        for name, entry in self.files.items():
+            try:
+                length = (folder / name).stat().st_size
+            except OSError as error:
+                return f"{name} can't be found ({error.strerror})"
+            if length != entry.num_bytes:
+                return f"{name} has {length} bytes, but {entry.num_bytes} were written"
+        return None
+
+    def damage(self, folder: Path, names: Iterable[str] | None = None) -> str | None:
+        """Read files and say which is not what was written; None: all are. Without `names`, all of them."""
+        for name in self.files if names is None else names:
+            try:
+                sums = sums_of(folder / name)
+            except OSError as error:
+                return f"{name} can't be read ({error.strerror})"
+            if sums != self.files[name]:
+                return f"{name} is damaged: its checksum is {sums[1]:08x}, but {self.files[name].crc32:08x} was written"
+        return None
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"

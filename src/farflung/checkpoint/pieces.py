@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint is made of before it is files: named pieces, written as they are or copied aside first."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.base.errors import ConfigError
+from farflung.checkpoint.manifest import Entry
+from farflung.checkpoint.sink import Sink, unsafe_names, write_safetensors, write_torch
+from farflung.checkpoint.source import allowed
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One file to be.
+
+    Attributes:
+        name: of the file, in the folder of the checkpoint.
+        content: named tensors, or for a file in torch's format anything that it can hold.
+        safe: write it as safetensors.
+        origin: what the content is the state of, for errors.
+    """
+
+    name: str
+    content: Any
+    safe: bool = False
+    origin: str = ""
+
+
+def write(piece: Piece, folder: Path, threaded: bool = True) -> Entry:
+    """Write a piece and wait for the disk; without `threaded` no thread is started for it.
+
+    Raises:
+        OSError: as on a full disk.
+        ConfigError: it could not be loaded again, because it holds something that is not plain data.
+    """
+    path = folder / piece.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with Sink(path, threaded) as sink:
+        if piece.safe:
+            write_safetensors(piece.content, sink)
+        else:
+            write_torch(piece.content, sink)
+    if not piece.safe:
+        with torch.serialization.safe_globals(allowed()):
+            unsafe = unsafe_names(path)
+        if unsafe:
+            raise ConfigError(
+                f"The state of {piece.origin or piece.name} holds {', '.join(unsafe)}, which would need code to be run "
+                "when it is loaded. Let state_dict() give tensors, numbers, texts and their lists and dictionaries, or "
+                "name a class that is safe to build with torch.serialization.add_safe_globals."
+            )
+    return Entry(sink.num_bytes, sink.crc32)
+
+
+class Staging:
+    """Host memory for copies of pieces, made once and used for each save."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+
+    def copied(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the pieces with everything copied, so that training may go on; the copies of before are overwritten.
+
+        Tensors that are the same piece of memory stay one.
+        """
+        return [replace(piece, content=_Copier(self._buffers, piece.name).copied(piece.content)) for piece in pieces]
+
+
+class _Copier:
+    def __init__(self, buffers: dict[tuple[str, int], Tensor], name: str) -> None:
+        self._buffers = buffers
+        self._name = name
+        self._done: dict[tuple[Any, ...], Tensor] = {}
+
+    def copied(self, node: Any) -> Any:
+        if isinstance(node, Tensor):
+            return self._tensor(node.detach())
+        kind = type(node)
+        if kind is dict:
+            return {key: self.copied(value) for key, value in node.items()}
+        if kind is list or kind is tuple:
+            return kind(self.copied(value) for value in node)
+        if isinstance(node, dict):  # such as the OrderedDict of a module
+            other = copy.copy(node)
+            for key, value in node.items():
+                other[key] = self.copied(value)
+            return other
+        return copy.deepcopy(node)
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor.clone()
+        place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if tensor.numel() and place in self._done:
+            return self._done[place]
+        key = (self._name, len(self._done))
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        buffer.copy_(tensor)
+        self._done[place if tensor.numel() else (key,)] = buffer
+        return buffer

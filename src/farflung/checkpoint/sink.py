@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One file at a time: written with its size and checksum known at the end, and on the disk before anyone says so."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farflung.base.errors import CheckpointError, ConfigError
+
+_BLOCK = 4 * 2**20  # bytes at a time; small enough to stay in a processor's cache between the disk and the checksum
+_BLOCKS = 3  # of a file that is written: one is filled, one is on its way, one waits
+
+# safetensors' words for torch's types (https://github.com/huggingface/safetensors, "Format").
+_SAFE_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
+
+
+class Sink:
+    """A new file that counts and sums what goes through it; leaving the block puts it on the disk.
+
+    What fills a block of memory is written by a thread while the next block is filled, and past the system's cache
+    where the file system has a way (`O_DIRECT`): nobody reads a checkpoint soon, it would push out what is read, and
+    finding memory for a copy of it and waiting for the disk at the end takes longer than the disk alone.
+
+    Args:
+        path: of the file; one that is there is overwritten.
+        threaded: False: no thread, as where none may start any more.
+
+    Attributes:
+        num_bytes: how many were written.
+        crc32: their checksum, as zlib's; of all of them once the block has been left.
+        failure: what the system said when it could not write.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], threaded: bool = True) -> None:
+        self._disk = _Disk(path)
+        self._threaded = threaded
+        self.num_bytes = 0
+        self.crc32 = 0
+        self.failure: OSError | None = None
+        self._block: memoryview | None = None
+        self._filled = 0  # bytes of the block
+        self._full: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._free: SimpleQueue[memoryview] = SimpleQueue()
+        self._writer: Thread | None = None
+
+    def write(self, data: Any) -> int:
+        """Take all of `data`, which is anything with a buffer, and return how many bytes that was."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            block = self._block = self._block or _page_aligned()
+            count = min(len(view) - done, len(block) - self._filled)
+            # numpy copies outside of Python's lock, so that training goes on.
+            np.copyto(np.asarray(block[self._filled : self._filled + count]), view[done : done + count])
+            self._filled += count
+            done += count
+            if self._filled == len(block):
+                self._hand_over(block)
+        self.num_bytes += done
+        return done
+
+    def flush(self) -> None:
+        """Do nothing, as torch's writer asks for it: leaving the block flushes."""
+
+    def _hand_over(self, block: memoryview) -> None:
+        self.crc32 = zlib.crc32(block, self.crc32)  # while a processor's cache has it
+        if not self._threaded:
+            self._put(block)
+        else:
+            if self._writer is None:
+                for _ in range(_BLOCKS - 1):
+                    self._free.put(_page_aligned())
+                self._writer = Thread(target=self._work, name="farflung writer")
+                self._writer.start()
+            self._full.put(block)
+            self._block = self._free.get()
+        self._filled = 0
+        if self.failure is not None:
+            raise self.failure
+
+    def _work(self) -> None:
+        while (block := self._full.get()) is not None:
+            self._put(block)
+            self._free.put(block)
+
+    def _put(self, view: memoryview) -> None:
+        if self.failure is None:
+            try:
+                self._disk.put(view)
+            except OSError as error:  # raised by whoever writes or leaves the block next
+                self.failure = error
+
+    def _finish(self) -> None:
+        if self._block is not None:
+            rest = self._block[: self._filled]
+            self.crc32 = zlib.crc32(rest, self.crc32)
+            self._put(rest)
+        if self.failure is not None:
+            raise self.failure
+        self._disk.sync()
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._writer is not None:
+                self._full.put(None)
+                self._writer.join()
+            if error is None:
+                self._finish()
+        finally:
+            self._disk.close()
+
+
+class _Disk:
+    """A new file, written from its beginning to its end: whole blocks past the system's cache where that can be."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._direct: int | None = None
+        self._place = 0  # of the next byte
+        self._is_plain = not hasattr(os, "O_DIRECT")
+
+    def put(self, view: memoryview) -> None:
+        while view:
+            done = self._put_direct(view) if len(view) == _BLOCK and not self._is_plain else 0
+            done = done or os.pwrite(self._file, view, self._place)
+            self._place += done
+            view = view[done:]
+
+    def _put_direct(self, view: memoryview) -> int:
+        """Write past the cache, and return how many bytes; 0: that can't be here."""
+        try:
+            if self._direct is None:
+                self._direct = os.open(self._path, os.O_WRONLY | os.O_DIRECT)
+            return os.pwrite(self._direct, view, self._place)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._is_plain = True
+            return 0
+
+    def sync(self) -> None:
+        """Wait until the disk has all of it, and knows how long it is."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+        if self._direct is not None:
+            os.close(self._direct)
+
+
+def _page_aligned() -> memoryview:
+    """Return memory for a block, at an address that a disk can be given."""
+    return memoryview(mmap.mmap(-1, _BLOCK))
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the disk has the entries of a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sums_of(path: Path) -> tuple[int, int]:
+    """Return the size and the checksum of a file, as it is on the disk now."""
+    total = crc = 0
+    buffer = memoryview(bytearray(_BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+            total += count
+    return total, crc
+
+
+def write_torch(obj: Any, sink: Sink) -> None:
+    """Write any object in torch's format."""
+    try:
+        torch.save(obj, sink)  # type: ignore[arg-type]
+    except RuntimeError:
+        if sink.failure is not None:  # torch says that its file is not as long as it should be
+            raise sink.failure from None
+        raise
+
+
+def write_safetensors(tensors: Mapping[str, Tensor], sink: Sink, metadata: dict[str, str] | None = None) -> None:
+    """Write named tensors as safetensors, from where they are: no copy of those that are contiguous on the CPU.
+
+    Of names for the same piece of memory (tied weights) the first alone is written.
+
+    Raises:
+        ConfigError: something is no dense tensor of a type that the format knows.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata or {"format": "pt"}}
+    offset = 0
+    ordered = sorted(without_aliases(tensors).items(), key=lambda item: -item[1].element_size())  # all are aligned so
+    for name, tensor in ordered:
+        if tensor.dtype not in _SAFE_TYPES or tensor.layout is not torch.strided or tensor.is_quantized:
+            raise ConfigError(f"{name} is a {tensor.dtype} tensor ({tensor.layout}), which safetensors can't hold.")
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _SAFE_TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    sink.write(struct.pack("<Q", len(text)) + text)
+    for _, tensor in ordered:
+        if tensor.numel():
+            sink.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return `tensors` with only the first name of those that are the same piece of memory."""
+    seen: set[tuple[Any, ...]] = set()
+    kept: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.layout is torch.strided and tensor.numel():
+            place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            if place in seen:
+                continue
+            seen.add(place)
+        kept[name] = tensor.detach()
+    return kept
+
+
+def unsafe_names(path: Path) -> list[str]:
+    """Return what in a file that torch wrote would need code to be run, and so would not be loaded."""
+    try:
+        found: list[str] = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} can't be looked through: {error}") from error
+    return found

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading what others wrote: tensors, numbers and texts, never code. Damage is an error that names the file."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from codecs import encode
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from farflung.base.errors import CheckpointError
+
+# What broken files make the readers of torch and safetensors raise.
+DAMAGE = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    EOFError,
+    MemoryError,
+    OverflowError,
+    RecursionError,
+    pickle.UnpicklingError,
+    struct.error,
+    SafetensorError,
+)
+
+_NUMPY_CORE: Any = getattr(np, "_core", None) or np.core  # its name until numpy 1
+# What an array of numbers is made of when it is unpickled. None of them runs code of the file's choosing.
+_ARRAYS = (
+    _NUMPY_CORE.multiarray._reconstruct,
+    _NUMPY_CORE.multiarray.scalar,
+    np.ndarray,
+    np.dtype,
+    encode,
+    *{type(np.dtype(kind)) for kind in "?bhilqBHILQefdFD"},
+)
+
+
+def allowed() -> list[Any]:
+    """Return what may stand in a file beside torch's own and what the script has allowed: numpy's arrays."""
+    paths = ("numpy.core.multiarray", "numpy._core.multiarray")  # numpy 1 and numpy 2 write different names
+    named = [(function, f"{path}.{function.__name__}") for path in paths for function in _ARRAYS[:2]]
+    there = torch.serialization.get_safe_globals()  # `safe_globals` takes away at its end all that it was given
+    return [one for one in (*_ARRAYS, *named) if one not in there]
+
+
+def read_torch(path: Path) -> Any:
+    """Return what `torch.save` wrote, on the CPU.
+
+    Raises:
+        CheckpointError: the file is damaged, is not there, or holds something that would run code.
+    """
+    try:
+        with torch.serialization.safe_globals(allowed()):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not there.") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} was not loaded: {_reason(error)}. Only tensors, numbers, texts and their lists and dictionaries "
+            "are; a class of yours that is safe to build may be named with torch.serialization.add_safe_globals."
+        ) from error
+    except DAMAGE as error:
+        raise CheckpointError(f"{path} can't be read, so it is damaged: {_reason(error)}") from error
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, on the CPU.
+
+    Raises:
+        CheckpointError: the file is damaged or not there.
+    """
+    try:
+        return load_file(path, device="cpu")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not there.") from error
+    except DAMAGE as error:
+        raise CheckpointError(f"{path} can't be read, so it is damaged: {_reason(error)}") from error
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return the weights in a file of either format, by name.
+
+    Raises:
+        CheckpointError: as above, or the file holds something else.
+    """
+    weights = read_safetensors(path) if path.suffix == ".safetensors" else read_torch(path)
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
+        raise CheckpointError(f"{path} holds a {type(weights).__name__}, not weights by name.")
+    return weights
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first lines of an error that say something; torch's go on for a page."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    unsupported = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), None)
+    return (unsupported or (lines[0] if lines else type(error).__name__))[:300]

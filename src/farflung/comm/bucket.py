@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many tensors <-> a few flat buckets: copied into buffers that are allocated once, and written back in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from farflung.base.errors import StateError, Unsupported
+from farflung.comm.shards import addresses, local
+
+CAP_BYTES = 25 * 2**19  # two of them, one copied and one on the wire, are 25 MB
+_COARSE = 2**15  # elements in a piece from which one call per piece costs less than another pass over its memory
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements of one tensor; `shape` is set where the whole tensor goes, as it is not contiguous."""
+
+    tensor: int
+    start: int
+    size: int
+    shape: torch.Size | None
+
+    def of(self, storage: Tensor) -> Tensor:
+        return storage.view(-1).narrow(0, self.start, self.size) if self.shape is None else storage
+
+
+class Buckets:
+    """A plan that cuts tensors into buckets of one dtype, and the flat buffers in which these take turns.
+
+    Bucket k lives in buffer `k % num_buffers`, so it must be written back before bucket `k + num_buffers` is packed.
+    A contiguous tensor is cut where a bucket is full; one that is not goes whole, in a larger bucket if need be.
+    Ranks whose tensors have the same shapes and layouts cut them alike.
+
+    Args:
+        tensors: of any floating (or any integer) dtypes, all on one device. A DTensor's local part is meant.
+        dtype: of the buckets; it should hold every value of every tensor.
+        cap_bytes: how large a bucket may become.
+        num_buffers: how many buckets can be filled at a time. None: all of them.
+        tail: elements that have room behind bucket 0, for what else shall travel with it.
+
+    Raises:
+        Unsupported: the tensors are on several devices.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        dtype: torch.dtype = torch.float32,
+        *,
+        cap_bytes: int = CAP_BYTES,
+        num_buffers: int | None = 2,
+        tail: int = 0,
+    ) -> None:
+        storages = [local(tensor) for tensor in tensors]
+        devices = {storage.device for storage in storages}
+        if len(devices) > 1:
+            raise Unsupported(
+                f"These tensors are on several devices ({', '.join(sorted(map(str, devices)))}), and one flat buffer "
+                "can't hold them. Put what is exchanged on one device."
+            )
+        self.dtype = dtype
+        self._shapes = [storage.shape for storage in storages]
+        self._plan = self._planned(storages, max(1, cap_bytes // dtype.itemsize))
+        self.sizes = [sum(piece.size for piece in pieces) for pieces in self._plan]
+        self.num_buffers = num_buffers = num_buffers or max(1, len(self.sizes))
+        device = devices.pop() if devices else None
+        self._buffers = [
+            torch.zeros(max(self.sizes[slot::num_buffers]) + (tail if slot == 0 else 0), dtype=dtype, device=device)
+            for slot in range(min(num_buffers, len(self.sizes)))
+        ]
+        self._tail = tail
+        self._inside = [self.cut(k, self.flat(k)) for k in range(len(self))]
+        self._bind(tensors)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def flat(self, k: int) -> Tensor:
+        """Return the buffer of bucket `k`, `[sizes[k]]`, with whatever it holds now."""
+        return self._buffers[k % self.num_buffers][: self.sizes[k]]
+
+    def with_tail(self) -> Tensor:
+        """Return the buffer of bucket 0 and the room behind it, `[sizes[0] + tail]`."""
+        return self._buffers[0][: self.sizes[0] + self._tail]
+
+    def pieces(self, k: int) -> list[Tensor]:
+        """Return the parts of the tensors that make up bucket `k`, sharing their memory."""
+        return self._outside[k]
+
+    def owners(self, k: int) -> list[int]:
+        """Return which tensor each of the pieces of bucket `k` is of."""
+        return [piece.tensor for piece in self._plan[k]]
+
+    def is_coarse(self, k: int) -> bool:
+        """Say whether bucket `k` has so few and large pieces that work on each of them is as fast as on the buffer."""
+        return self.sizes[k] >= _COARSE * len(self._plan[k])
+
+    def cut(self, k: int, flat: Tensor) -> list[Tensor]:
+        """Cut `flat`, `[sizes[k]]`, as bucket `k` is: views of the shapes that `pieces(k)` have."""
+        parts = torch.split(flat, [piece.size for piece in self._plan[k]])
+        return [
+            part if piece.shape is None else part.view(piece.shape)
+            for part, piece in zip(parts, self._plan[k], strict=True)
+        ]
+
+    def pack(self, k: int) -> Tensor:
+        """Copy the tensors' values into the buffer of bucket `k` and return it."""
+        flat = self.flat(k)
+        if self._is_plain[k]:
+            torch.cat(self._outside[k], out=flat)  # half the time of the other for many small tensors
+        else:
+            torch._foreach_copy_(self._inside[k], self._outside[k])
+        return flat
+
+    def unpack(self, k: int, divisor: float = 1) -> None:
+        """Write the buffer of bucket `k`, divided by `divisor`, back into the tensors; the buffer is used up."""
+        if divisor != 1:
+            # By a power of two a product gives the same bits as a quotient, in half the time.
+            apply, factor = (torch.mul, 1 / divisor) if math.frexp(divisor)[0] == 0.5 else (torch.div, divisor)
+            if self._is_plain[k] and self.is_coarse(k):
+                for part, target in zip(self._inside[k], self._outside[k], strict=True):
+                    apply(part, factor, out=target)
+                return
+            apply(self.flat(k), factor, out=self.flat(k))
+        torch._foreach_copy_(self._outside[k], self._inside[k])
+
+    def rebind(self, tensors: Sequence[Tensor]) -> None:
+        """Find the tensors' memory again, if someone has given one of them another storage or put another in its place.
+
+        Args:
+            tensors: those of the constructor, or what took their places.
+
+        Raises:
+            StateError: a tensor has another shape, or a contiguous one is no longer contiguous.
+        """
+        if addresses(tensors) != self._addresses:
+            self._bind(tensors)
+
+    def _planned(self, storages: Sequence[Tensor], cap: int) -> list[list[Piece]]:
+        return cut_into_buckets(storages, range(len(storages)), cap)
+
+    def _bind(self, tensors: Sequence[Tensor]) -> None:
+        storages = [local(tensor) for tensor in tensors]
+        for number, (storage, shape) in enumerate(zip(storages, self._shapes, strict=True)):
+            if storage.shape != shape:
+                raise StateError(
+                    f"Tensor {number} had shape {list(shape)} when its bucket was planned and has "
+                    f"{list(storage.shape)} now. Change the model first, then plan."
+                )
+        for piece in (piece for pieces in self._plan for piece in pieces):
+            if piece.shape is None and not storages[piece.tensor].is_contiguous():
+                raise StateError(
+                    f"Tensor {piece.tensor} of shape {list(storages[piece.tensor].shape)} was contiguous when its "
+                    "bucket was planned and is not now. Change the memory layout of the model first, then plan."
+                )
+        self._outside = [[piece.of(storages[piece.tensor]) for piece in pieces] for pieces in self._plan]
+        self._is_plain = [all(p.dtype == self.dtype and p.dim() == 1 for p in parts) for parts in self._outside]
+        self._addresses = addresses(tensors)
+
+
+def num_buffers_among(num_ranks: int) -> int:
+    """Return how many buckets take turns: one is copied, one travels, and with several others two wait for them all."""
+    return 2 if num_ranks <= 2 else 4
+
+
+def cut_into_buckets(
+    storages: Sequence[Tensor], numbers: Sequence[int], cap: int, intact: bool = False
+) -> list[list[Piece]]:
+    """Fill buckets of `cap` elements one after the other, with the storages of these numbers.
+
+    Args:
+        intact: put all of a storage into one bucket, which is larger if need be.
+    """
+    plan: list[list[Piece]] = []
+    room = 0
+    for number in numbers:
+        storage = storages[number]
+        whole = None if storage.is_contiguous() else storage.shape
+        is_cut = whole is None and not intact
+        start, end = 0, storage.numel()
+        while start < end:
+            if room == 0 or (room < end and not is_cut):
+                plan.append([])
+                room = cap
+            size = min(end - start, room) if is_cut else end
+            plan[-1].append(Piece(number, start, size, whole))
+            start += size
+            room = max(0, room - size)
+    return plan

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gather, reduce, broadcast and pad nested tensors over ranks: one collective whatever the number of leaves and dtypes.
+
+The names, arguments and results are Accelerate's. Ranks that bring different things all raise the same
+`CollectiveMismatch`; a rank whose own arguments are wrong raises what is wrong with them, and the others learn of it.
+On one rank nothing is sent, and values are returned as they are.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.base.errors import ConfigError
+from farflung.base.tree import unflatten
+from farflung.comm import bulk
+from farflung.comm.exchange import MAX_CAPACITY, Exchange, Parcel
+from farflung.comm.group import Op
+from farflung.comm.mismatch import require_alike
+from farflung.comm.packet import Call, Kind, raw
+
+_GATHER: Call = ("gather",)
+_GATHER_RAGGED: Call = ("gather", ("ragged", True))
+_WAIT: Call = ("wait_for_everyone",)
+REDUCTIONS = ("sum", "mean", "max", "none")
+_MAX_LOCAL_SUM = 1024 * 1024  # bytes from all ranks; above, summing them all on each rank is no longer the short way
+
+# What a sum or maximum is computed in. Half precision is summed in fp32; gloo and NCCL know no int16 and no bool.
+_COMPUTED_IN = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex128: torch.complex128,
+    torch.complex64: torch.complex64,
+    torch.int64: torch.int64,
+    torch.int32: torch.int32,
+    torch.int16: torch.int32,
+    torch.int8: torch.int8,
+    torch.uint8: torch.uint8,
+    torch.bool: torch.uint8,
+}
+
+
+def wait_for_everyone(exchange: Exchange) -> None:
+    """Return when every rank has come here.
+
+    Raises:
+        CollectiveMismatch: a rank made another call instead; on every rank.
+    """
+    if exchange.size > 1:
+        leaves, spec = exchange.take_apart(_WAIT, ())
+        exchange.share(exchange.form(_WAIT, leaves, spec), leaves)
+
+
+def gather(exchange: Exchange, tree: Any, ragged: bool = False, at: str | None = None) -> Any:
+    """Concatenate each tensor of `tree` over the ranks, in rank order, along its first dimension.
+
+    Args:
+        tree: nested tensors of one structure on all ranks. Numbers (0-d tensors) become vectors `[size]`.
+        ragged: allow first dimensions to differ between ranks, also to be 0.
+        at: a place in the program, where ranks may come to different ones; the same on all ranks, or it is a mismatch.
+
+    Returns:
+        a tree of new tensors, detached, each `[size * n, ...]` on the device it came from; alone, `tree` itself.
+
+    Raises:
+        CollectiveMismatch: structures, shapes, dtypes or devices differ; on every rank.
+        TypeError: a leaf is no tensor.
+    """
+    if exchange.size == 1:
+        return tree
+    call = _placed(_GATHER_RAGGED if ragged else _GATHER, at)
+    leaves, spec = exchange.take_apart(call, tree)
+    parcel = exchange.share(exchange.form(call, leaves, spec), leaves)
+    if ragged and not parcel.same:
+        require_alike(parcel.forms, "Only first dimensions may differ here; use gather_object.", _beyond_first)
+        return unflatten(spec, _joined_apart(exchange, parcel, leaves))
+    require_alike(parcel.forms, "Use pad_across_processes(dim=0) or gather_object.")
+    return unflatten(spec, _joined(parcel, leaves) if all(parcel.came) else bulk.gather(exchange, leaves))
+
+
+def gather_object(exchange: Exchange, objects: Any, at: str | None = None) -> Any:
+    """Collect the items of each rank's list of picklable objects in one list, in rank order.
+
+    Args:
+        objects: a list, tuple or other iterable of objects. Mappings and strings are refused: gathered item by item
+            they would lose their values.
+        at: as of `gather`.
+
+    Returns:
+        the list of all items; alone, `objects` itself.
+
+    Raises:
+        TypeError: `objects` is nothing to take items from.
+    """
+    if exchange.size == 1:
+        return objects
+    call = _placed(("gather_object",), at)
+    if not isinstance(objects, Iterable) or isinstance(objects, (Mapping, str, bytes)):
+        exchange.fail(call, TypeError(f"gather_object: wants a list, got a {type(objects).__name__}; wrap it in one."))
+    leaves, spec = exchange.take_apart(call, _pickled(exchange, call, list(objects)))
+    parcel = exchange.share(exchange.form(call, leaves, spec), leaves)
+    parts = _apart(exchange, parcel, leaves)
+    return [item for (part,) in parts for item in pickle.loads(raw(part.cpu()))]
+
+
+def broadcast(exchange: Exchange, tree: Any, from_process: int = 0) -> Any:
+    """Overwrite each tensor of `tree`, in place, with the one of rank `from_process`.
+
+    Args:
+        tree: nested tensors, with the same structure, shapes and dtypes on all ranks.
+
+    Returns:
+        `tree` built anew with the same tensors; alone, `tree` itself.
+
+    Raises:
+        CollectiveMismatch: structures, shapes, dtypes or devices differ; on every rank.
+        TypeError: a leaf is no tensor.
+    """
+    if exchange.size == 1:
+        return tree
+    call = ("broadcast", ("from_process", index(from_process)))
+    _require_rank(exchange, call, from_process)
+    leaves, spec = exchange.take_apart(call, tree)
+    limit = MAX_CAPACITY if exchange.rank == from_process else 0
+    parcel = exchange.share(exchange.form(call, leaves, spec, limit), leaves)
+    require_alike(parcel.forms, "Every rank brings tensors to be overwritten, of the sender's shapes and dtypes.")
+    if not parcel.came[from_process]:
+        bulk.broadcast(exchange, leaves, from_process)
+    elif exchange.rank != from_process:
+        bulk.overwrite(leaves, parcel.views(from_process))
+    return unflatten(spec, leaves)
+
+
+def broadcast_object_list(exchange: Exchange, object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace the items of `object_list`, in place, by those of rank `from_process`; return the list.
+
+    Args:
+        object_list: picklable objects; equally long on all ranks.
+
+    Raises:
+        CollectiveMismatch: the lists are not equally long; on every rank.
+    """
+    if exchange.size == 1:
+        return object_list
+    call = ("broadcast_object_list", ("from_process", index(from_process)), ("items", len(object_list)))
+    _require_rank(exchange, call, from_process)
+    sends = exchange.rank == from_process
+    content = _pickled(exchange, call, object_list) if sends else torch.empty(0, dtype=torch.uint8)
+    leaves, spec = exchange.take_apart(call, content)
+    parcel = exchange.share(exchange.form(call, leaves, spec), leaves)
+    if not parcel.came[from_process]:
+        (kind,) = parcel.forms[from_process].kinds
+        received = content if sends else torch.empty(kind[0], dtype=torch.uint8)
+        bulk.broadcast(exchange, [received], from_process)
+    else:
+        (received,) = parcel.views(from_process)
+    if not sends:
+        object_list[:] = pickle.loads(raw(received))
+    return object_list
+
+
+def reduce(exchange: Exchange, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Reduce each tensor of `tree` over the ranks.
+
+    Sums are formed in rank order, half precision in fp32, so that all ranks get the same bits in every run; large
+    values go through the backend's all_reduce, also in fp32.
+
+    Args:
+        tree: nested tensors, with the same structure, shapes and dtypes on all ranks.
+        reduction: `mean`, `sum`, `max`, or `none`, which leaves the values as they are.
+        scale: what the results are multiplied by.
+
+    Returns:
+        a tree of new tensors with the dtypes of the old ones, also when alone.
+
+    Raises:
+        ConfigError: the reduction is unknown, or makes no sense for a dtype, such as the mean of integers.
+        CollectiveMismatch: structures, shapes, dtypes or devices differ; on every rank.
+        TypeError: a leaf is no tensor.
+    """
+    call = ("reduce", ("reduction", reduction), ("scale", float(scale)))
+    if reduction not in REDUCTIONS:
+        exchange.fail(call, ConfigError(f"reduce: unknown reduction {reduction!r}. Use {', '.join(REDUCTIONS)}."))
+    leaves, spec = exchange.take_apart(call, tree)
+    if reduction == "none":
+        return unflatten(spec, [x.clone() for x in leaves])
+    wrong = _wrong_dtype(dict.fromkeys([x.dtype for x in leaves]), reduction, scale, exchange.size)
+    if wrong:
+        exchange.fail(call, ConfigError(f"reduce: {wrong}"))
+    factor = int(scale) if float(scale).is_integer() else scale
+    if exchange.size == 1:
+        return unflatten(spec, [x.clone() if factor == 1 else x * factor for x in leaves])
+    form = exchange.form(call, leaves, spec, limit=_MAX_LOCAL_SUM // exchange.size)
+    parcel = exchange.share(form, leaves)
+    require_alike(parcel.forms, "reduce needs equal shapes and dtypes; use gather_object for what differs.")
+    op: Op = "max" if reduction == "max" else "sum"
+    dtypes = [_COMPUTED_IN[x.dtype] for x in leaves]
+    reduced = _reduced(parcel, dtypes, op) if all(parcel.came) else bulk.reduce(exchange, leaves, dtypes, op)
+    with torch.no_grad():
+        if reduction == "mean" and reduced:
+            torch._foreach_div_(reduced, exchange.size)
+        if factor != 1 and reduced:
+            torch._foreach_mul_(reduced, factor)
+        return unflatten(spec, [x.to(leaf.device, leaf.dtype) for x, leaf in zip(reduced, leaves, strict=True)])
+
+
+def pad_across_processes(
+    exchange: Exchange, tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+) -> Any:
+    """Pad each tensor of `tree` along `dim` to the longest of all ranks.
+
+    Args:
+        tree: nested tensors of one structure, each with as many dimensions on all ranks.
+        dim: the dimension; tensors that have no such dimension are left as they are.
+        pad_index: what the new places hold.
+        pad_first: pad in front, not behind.
+
+    Returns:
+        a tree of the tensors as they were, where they are the longest, and of padded copies.
+
+    Raises:
+        CollectiveMismatch: structures or numbers of dimensions differ; on every rank.
+        ConfigError: `pad_index` is no value of a tensor's dtype.
+        TypeError: a leaf is no tensor.
+    """
+    call = ("pad_across_processes", ("dim", index(dim)))
+    leaves, spec = exchange.take_apart(call, tree)
+    for x in leaves:
+        if -x.dim() <= dim < x.dim() and not _holds(x.dtype, pad_index):
+            exchange.fail(call, ConfigError(f"pad_across_processes: {x.dtype} has no value {pad_index!r} to pad with."))
+    if exchange.size == 1:
+        return tree
+    parcel = exchange.share(exchange.form(call, leaves, spec, limit=0), leaves)
+    if parcel.same:
+        return unflatten(spec, leaves)
+    require_alike(parcel.forms, "The numbers of dimensions must agree.", lambda kind: len(kind.shape))
+    padded = []
+    for k, x in enumerate(leaves):
+        inside = -x.dim() <= dim < x.dim()
+        length = max(form.kinds[k].shape[dim] for form in parcel.forms) if inside else 0
+        padded.append(_padded(x, dim, length, pad_index, pad_first) if inside else x)
+    return unflatten(spec, padded)
+
+
+def _joined(parcel: Parcel, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Copy the leaves of all ranks, that are of the same shapes, out of the packets."""
+    joined = [stack.clone(memory_format=torch.contiguous_format) for stack in parcel.stacked()]
+    return [x if x.dim() == 1 else x.flatten(0, 1) for x in _back(joined, leaves)]
+
+
+def _apart(exchange: Exchange, parcel: Parcel, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return each rank's leaves, by rank, as views of scratch."""
+    if all(parcel.came):
+        return [parcel.views(rank) for rank in range(exchange.size)]
+    return bulk.gather_apart(exchange, parcel.forms, leaves)
+
+
+def _joined_apart(exchange: Exchange, parcel: Parcel, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Concatenate leaves whose first dimensions differ between ranks."""
+    columns = zip(*_apart(exchange, parcel, leaves), strict=True)
+    return _back([torch.cat([x.view(-1) if x.dim() == 0 else x for x in column]) for column in columns], leaves)
+
+
+def _reduced(parcel: Parcel, dtypes: list[torch.dtype], op: Op) -> list[Tensor]:
+    """Sum the packets' leaves in rank order, or take their maximum; new tensors of `dtypes`."""
+
+    def computed(rank: int) -> list[Tensor]:
+        return [x if x.dtype is dtype else x.to(dtype) for x, dtype in zip(parcel.views(rank), dtypes, strict=True)]
+
+    if not dtypes:
+        return []
+    total = (
+        torch._foreach_add(computed(0), computed(1))
+        if op == "sum"
+        else torch._foreach_maximum(computed(0), computed(1))
+    )
+    for rank in range(2, len(parcel.forms)):
+        if op == "sum":
+            torch._foreach_add_(total, computed(rank))
+        else:
+            total = torch._foreach_maximum(total, computed(rank))
+    return list(total)
+
+
+def _padded(x: Tensor, dim: int, length: int, pad_index: float, pad_first: bool) -> Tensor:
+    missing = length - x.shape[dim]
+    if missing == 0:
+        return x
+    shape = list(x.shape)
+    shape[dim] = length
+    padded = x.new_full(shape, pad_index)
+    padded.narrow(dim, missing if pad_first else 0, x.shape[dim]).copy_(x)
+    return padded
+
+
+def _back(results: list[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Bring each result to the device of its leaf."""
+    if all(x.is_cpu for x in leaves):
+        return results
+    return [x.to(leaf.device) for x, leaf in zip(results, leaves, strict=True)]
+
+
+def _placed(call: Call, at: str | None) -> Call:
+    return call if at is None else (*call, ("at", at))
+
+
+def _wrong_dtype(dtypes: Iterable[torch.dtype], reduction: str, scale: float, size: int) -> str | None:
+    """Say why tensors of `dtypes` can't be reduced in this way; None: they can."""
+    for dtype in dtypes:
+        inexact = dtype.is_floating_point or dtype.is_complex
+        if dtype not in _COMPUTED_IN:
+            return f"tensors of {dtype} can't be reduced. Convert them first, for example with .float()."
+        if dtype is torch.bool and reduction != "max":
+            return f"the {reduction} of torch.bool is not defined. Use reduction='max' for any(), or .int() to count."
+        if dtype.is_complex and reduction == "max":
+            return f"{dtype} has no maximum."
+        if not inexact and reduction == "mean" and size > 1:
+            return f"the mean of {dtype} is no {dtype}. Use .float() or reduction='sum'."
+        if not inexact and (not float(scale).is_integer() or dtype is torch.bool) and scale != 1:
+            return f"tensors of {dtype} can't be scaled by {scale}. Use .float()."
+    return None
+
+
+def _holds(dtype: torch.dtype, value: float) -> bool:
+    """Say whether `value` is one of the values of `dtype`, rounding aside."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return float(value).is_integer() and low <= value <= high
+
+
+def _pickled(exchange: Exchange, call: Call, objects: list[Any]) -> Tensor:
+    """Return `objects` as bytes `[n]` uint8."""
+    try:
+        content = pickle.dumps(objects)
+    except Exception as error:  # whatever the objects' own code raises; it goes on, and the others hear of it
+        exchange.fail(call, error)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _require_rank(exchange: Exchange, call: Call, rank: int) -> None:
+    if not 0 <= rank < exchange.size:
+        what = f"{call[0]}: from_process={rank} is no rank of this group; use 0 to {exchange.size - 1}."
+        exchange.fail(call, ConfigError(what))
+
+
+def _beyond_first(kind: Kind) -> Any:
+    return kind.shape[1:], len(kind.shape), kind.dtype, kind.device

@@ -1,0 +1,435 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a set of ranks can do together: one protocol, and its two plain forms.
+
+Every collective starts at once and returns a `Work`; nothing may be read before `wait()`. On CUDA `wait()` makes the
+current stream wait, on gloo it blocks the caller. A wait that can not end, because a rank left or died, raises
+`RankFailure` within seconds and says what is known of that rank; the group is of no use from then on.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from threading import get_ident
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # while there is no group: its default arguments would keep that for ever
+from torch import Tensor
+
+from farflung.base.errors import ConfigError, RankFailure, StateError
+from farflung.comm.register import Register
+
+Op = Literal["sum", "max", "min"]
+
+# torch 2.13 gave the flat collectives new names; older releases know the old ones only.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_NAP_S = 5e-5  # how long `meet` sleeps between two looks where a wait would not block the caller
+_UNUSED_TAG = 0x1ACC  # of messages between two ranks; a script's own usually count from 0
+_SWAP_TAG = _UNUSED_TAG + 1
+_WATCH_S = 0.2  # how often a waiting rank asks whether another one has left
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Block (or make the current stream wait) until the result may be read.
+
+        Raises:
+            RankFailure: a rank left or died, so that the collective can not end.
+        """
+
+
+class Group(Protocol):
+    """Ranks that talk to each other. All tensors are contiguous; every rank makes the same calls in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def speaks(self, device: str) -> bool:
+        """Say whether tensors on this kind of device, `cpu` or `cuda`, can travel as they are."""
+
+    def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
+        """Reduce `x` in place; every rank ends with the same bits."""
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        """Fill `out` `[size * n]` with each rank's `x` `[n]`, in rank order."""
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
+        """Fill `out` `[n]` with this rank's part of the reduced `x` `[size * n]`."""
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        """Send part k of `x` `[size * n]` to rank k; `out` `[size * n]` holds what came, in rank order."""
+
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        """Overwrite `x` with the one of rank `src`."""
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
+        """Fill `out` with `parts[rank]` of rank `src`; the others pass None."""
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+
+    def swap(self, out: Tensor, x: Tensor, to: int, source: int, met: bool = False) -> Work:
+        """Send `x` `[n]` to the rank `to` and fill `out` `[n]` with what `source` sends; each rank is sent to once.
+
+        Args:
+            met: before this is waited for, all ranks will have been heard of, so that it ends as soon as it can. It
+                takes less then, but a wait for it heeds no signal.
+        """
+
+    def meet(self, x: Tensor) -> Tensor:
+        """Gather a few numbers, `[n]` on the CPU, as `[size, n]`, and look out for ranks that left while waiting.
+
+        Raises:
+            RankFailure: a rank called `leave`; the message names it and gives its reason.
+        """
+
+    def begin_meet(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin what `meet` does; calling what is returned ends it."""
+
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether a thread may use a `twin` while another one uses the group itself."""
+
+    def twin(self) -> Group:
+        """Return the same ranks once more, in an order of collectives of its own. The first call is a collective."""
+
+    def split(self, size: int) -> Group:
+        """Return this rank's block of `size` neighbouring ranks, the last of which may be smaller. A collective.
+
+        Raises:
+            ConfigError: there are no two ranks in a block.
+        """
+
+    def least(self, number: int, name: str) -> int:
+        """Return the smallest `number` of all ranks that still live, after a failure that all of them hear of."""
+
+    def leave(self, reason: str, for_good: bool = False) -> None:
+        """Tell the ranks that wait, now or later, that this one will not come. Never waits for them.
+
+        Args:
+            for_good: this process fails, so end their waits in torch's own collectives too, as of DDP, where there is a
+                connection that can be closed.
+        """
+
+    def raise_if_broken(self) -> None:
+        """Raise RankFailure when another rank is known to have left, to be dead, or to be late for too long."""
+
+
+def check_blocks(num_ranks: int, size: int) -> None:
+    """Refuse blocks of `size` neighbours in which a rank would be alone.
+
+    Raises:
+        ConfigError: there is such a rank.
+    """
+    if size < 2 or num_ranks % size == 1:
+        raise ConfigError(
+            f"{num_ranks} ranks can't be cut into blocks of {size}: a rank would be alone. Use another size."
+        )
+
+
+class Done:
+    """A collective that needed no one else."""
+
+    def wait(self) -> None:
+        return None
+
+
+class SoloGroup:
+    """One rank alone: every collective is a copy."""
+
+    rank = 0
+    size = 1
+
+    def speaks(self, device: str) -> bool:
+        return True
+
+    def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
+        return Done()
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        return self._copied(out, x)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
+        return self._copied(out, x)
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        return self._copied(out, x)
+
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        return Done()
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
+        assert parts is not None
+        return self._copied(out, parts[0])
+
+    def barrier(self) -> None:
+        return None
+
+    def swap(self, out: Tensor, x: Tensor, to: int, source: int, met: bool = False) -> Work:
+        return self._copied(out, x)
+
+    def meet(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0).clone()
+
+    def begin_meet(self, x: Tensor) -> Callable[[], Tensor]:
+        everyone = self.meet(x)
+        return lambda: everyone
+
+    is_concurrent = False
+
+    def twin(self) -> Group:
+        return self
+
+    def split(self, size: int) -> Group:
+        return self
+
+    def least(self, number: int, name: str) -> int:
+        return number
+
+    def leave(self, reason: str, for_good: bool = False) -> None:
+        return None
+
+    def raise_if_broken(self) -> None:
+        return None
+
+    @staticmethod
+    def _copied(out: Tensor, x: Tensor) -> Work:
+        out.view(-1).copy_(x.view(-1))
+        return Done()
+
+
+class TorchGroup:
+    """The ranks of a c10d process group (the default one when none is given).
+
+    Args:
+        register: where they write down who left; None makes one for this group. The same ranks may share one.
+
+    Attributes:
+        entered: how many collectives of this object this rank has started.
+        waiting: the number of the one that each thread has been waiting for, since a moment at least, by the thread.
+        num_swaps: how many swaps that heed no signal are under way.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup | None = None, register: Register | None = None) -> None:
+        group = pg if pg is not None else dist.group.WORLD
+        assert group is not None, "TorchGroup needs torch.distributed to be initialized"
+        # Weakly, for a group that is destroyed must be gone: threads of one that someone still holds may run into the
+        # interpreter's end, which then aborts.
+        self._pg = weakref.ref(group)
+        self.rank = dist.get_rank(self.pg)
+        self.size = dist.get_world_size(self.pg)
+        backends = dict(part.split(":") for part in str(dist.get_backend_config(self.pg)).split(","))
+        # gloo moves tensors from a GPU too, but not in every collective.
+        self._spoken = {device for device, backend in backends.items() if device == "cpu" or backend != "gloo"}
+        self.register = register or Register(f"farflung/{self.pg.group_name}", self.rank, self.size)
+        self.entered = 0
+        self.waiting: dict[int, int] = {}
+        self.num_swaps = 0
+        self._twin: TorchGroup | None = None
+
+    @property
+    def pg(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            StateError: it has been destroyed.
+        """
+        group = self._pg()
+        if group is None:
+            raise StateError("The process group that these ranks talked through has been destroyed.")
+        return group
+
+    def speaks(self, device: str) -> bool:
+        return device in self._spoken
+
+    def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
+        return self._started(x.is_cpu, dist.all_reduce(x, op=_REDUCE[op], group=self.pg, async_op=True))
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        return self._started(x.is_cpu, _all_gather_flat(out, x, group=self.pg, async_op=True))
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
+        return self._started(x.is_cpu, _reduce_scatter_flat(out, x, op=_REDUCE[op], group=self.pg, async_op=True))
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        return self._started(x.is_cpu, dist.all_to_all_single(out, x, group=self.pg, async_op=True))
+
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        return self._started(x.is_cpu, dist.broadcast(x, group_src=src, group=self.pg, async_op=True))
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
+        listed = None if parts is None else list(parts)
+        return self._started(out.is_cpu, dist.scatter(out, listed, group_src=src, group=self.pg, async_op=True))
+
+    def barrier(self) -> None:
+        is_gloo = self._spoken == {"cpu"}
+        self._finish(is_gloo, self._started(is_gloo, dist.barrier(group=self.pg, async_op=True)))
+
+    def swap(self, out: Tensor, x: Tensor, to: int, source: int, met: bool = False) -> Work:
+        if met and x.is_cpu:
+            return _Swap(self, out, x, to, source)
+        # Not two messages: gloo closes a connection on which a wait for a message runs out of time.
+        sent, received = [0] * self.size, [0] * self.size
+        sent[to], received[source] = x.numel(), out.numel()
+        work = dist.all_to_all_single(out, x, received, sent, group=self.pg, async_op=True)
+        return self._started(x.is_cpu, work)
+
+    def meet(self, x: Tensor) -> Tensor:
+        return self.begin_meet(x)()
+
+    def begin_meet(self, x: Tensor) -> Callable[[], Tensor]:
+        device = torch.device("cpu") if self.speaks("cpu") else torch.device("cuda", torch.cuda.current_device())
+        mine = x.to(device)
+        everyone = mine.new_empty(self.size * mine.numel())
+        work = self._started(mine.is_cpu, _all_gather_flat(everyone, mine, group=self.pg, async_op=True))
+
+        def end() -> Tensor:
+            self._finish(mine.is_cpu, work)
+            return everyone.cpu().view(self.size, -1)
+
+        return end
+
+    is_concurrent = True
+
+    def twin(self) -> Group:
+        if self._twin is None:
+            self._twin = self._among(dist.get_process_group_ranks(self.pg), self.register)
+        return self._twin
+
+    def split(self, size: int) -> Group:
+        if self.size == 1:
+            return self
+        check_blocks(self.size, size)
+        begin = self.rank - self.rank % size
+        return self._among(dist.get_process_group_ranks(self.pg)[begin : begin + size])
+
+    def _among(self, ranks: list[int], register: Register | None = None) -> TorchGroup:
+        backend = str(dist.get_backend_config(self.pg))
+        return TorchGroup(dist.new_group(ranks, backend=backend, use_local_synchronization=True), register)
+
+    def least(self, number: int, name: str) -> int:
+        return self.register.least(number, name)
+
+    def leave(self, reason: str, for_good: bool = False) -> None:
+        self.register.sign_out(reason)
+        if for_good or self.num_swaps:  # who waits for one of those doesn't look into the register
+            self.break_off()
+
+    def raise_if_broken(self) -> None:
+        known = self.register.signed_out()
+        if not known and self.register.alarmed():
+            known = self.register.verdict() or self.register.call_roll()
+        if known:
+            self.break_off()
+            raise RankFailure(f"Rank {self.rank} waits in vain: {known}.")
+
+    def failure(self, error: RuntimeError) -> RankFailure:
+        """Say in one error what is known about the ranks of this group, in which a collective ended with `error`."""
+        known = self.register.verdict() or self.register.signed_out() or self.register.call_roll()
+        self.break_off()
+        said = str(error).split(". ", 1)[0]
+        return RankFailure(f"A collective of rank {self.rank} broke off: {known}. The transport said: {said}.")
+
+    def break_off(self) -> None:
+        """Close the connections: a gloo operation that can never end would hold up the exit of this process."""
+        if self.speaks("cpu") and self.size > 1:
+            # A time-out is what closes gloo's connections. Nobody sends what is waited for here, while a collective
+            # could meet one that the other ranks are in.
+            with suppress(RuntimeError):
+                self.pg.recv([torch.empty(1)], (self.rank + 1) % self.size, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+    def _started(self, is_gloo: bool, work: Any) -> Work:
+        assert work is not None, "this process is not a member of the group"
+        self.entered += 1
+        return _Watched(work, self, self.entered) if is_gloo else work
+
+    def _finish(self, is_gloo: bool, work: Any) -> None:
+        """End a collective on the host, also where its own `wait` only makes the stream wait."""
+        if not is_gloo:
+            self._look_out(work)
+        work.wait()
+
+    def _look_out(self, work: Any) -> None:
+        looked = time.monotonic()
+        try:
+            while not work.is_completed():
+                time.sleep(_NAP_S)
+                if time.monotonic() - looked > _WATCH_S:
+                    self.waiting[get_ident()] = self.entered
+                    self.raise_if_broken()
+                    looked = time.monotonic()
+        finally:
+            self.waiting.pop(get_ident(), None)
+
+
+class _Swap:
+    """Two messages under way. Nobody else's thread is needed for them, but a wait for them must not run out of time."""
+
+    __slots__ = ("_group", "_number", "_works")
+
+    def __init__(self, group: TorchGroup, out: Tensor, x: Tensor, to: int, source: int) -> None:
+        group.entered += 1
+        group.num_swaps += 1
+        self._group = group
+        self._number = group.entered
+        try:  # messages with the same tag arrive in the order in which they were sent
+            self._works = [group.pg.recv([out], source, _SWAP_TAG), group.pg.send([x], to, _SWAP_TAG)]
+        except RuntimeError as error:
+            raise group.failure(error) from error
+
+    def wait(self) -> None:
+        group = self._group
+        group.waiting[get_ident()] = self._number
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise group.failure(error) from error
+        finally:
+            del group.waiting[get_ident()]
+        group.num_swaps -= 1
+
+
+class _Watched:
+    """A gloo collective under way, whose wait looks up now and then to see whether all ranks are still there."""
+
+    __slots__ = ("_group", "_number", "_work")
+
+    def __init__(self, work: Any, group: TorchGroup, number: int) -> None:
+        self._work = work
+        self._group = group
+        self._number = number
+
+    def wait(self) -> None:
+        try:
+            self._work.wait(timedelta(seconds=_WATCH_S))
+        except RuntimeError:  # the time was up, or the collective broke: `is_completed` tells which
+            self._wait_on()
+
+    def _wait_on(self) -> None:
+        group = self._group
+        group.waiting[get_ident()] = self._number
+        try:
+            while not self._work.is_completed():
+                group.raise_if_broken()
+                with suppress(RuntimeError):
+                    self._work.wait(timedelta(seconds=_WATCH_S))
+            self._work.wait()
+        except RankFailure:
+            raise
+        except RuntimeError as error:
+            raise group.failure(error) from error
+        finally:
+            del group.waiting[get_ident()]

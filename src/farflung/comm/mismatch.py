@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words for what ranks brought to one collective when it does not agree; the same text on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from farflung.base.errors import CollectiveMismatch
+from farflung.comm.packet import Call, Form, Kind
+
+_MAX_SHOWN = 8  # ranks named before the rest is counted
+
+
+def called(call: Call) -> str:
+    """Return a call as text: `broadcast(from_process=0)`."""
+    name, *arguments = call
+    inside = ", ".join(f"{key}={value!r}" for key, value in arguments)
+    return f"{name}({inside})" if inside else str(name)
+
+
+def calls_differ(calls: Sequence[Call]) -> CollectiveMismatch:
+    """Return the error for ranks that made different calls: who made which."""
+    made = _by_rank("called", [called(call) for call in calls])
+    return CollectiveMismatch(f"{made}. All ranks must make the same calls in the same order.")
+
+
+def require_alike(forms: Sequence[Form], advice: str, alike: Callable[[Kind], Any] = lambda kind: kind) -> None:
+    """Compare the trees of the ranks.
+
+    Args:
+        forms: what each rank brought, by rank.
+        advice: what to do about shapes that differ.
+        alike: what must be equal of each leaf.
+
+    Raises:
+        CollectiveMismatch: they differ in structure or in a leaf; the first difference is shown.
+    """
+    if all(form is forms[0] for form in forms):
+        return
+    name = called(forms[0].call)
+    if any(form.tree != forms[0].tree for form in forms):
+        trees = _by_rank("brought", [_sketch(form.tree) for form in forms])
+        raise CollectiveMismatch(f"{name}: {trees}. All ranks need one structure, keys in the same order.")
+    for k, path in enumerate(_paths(forms[0].tree)):
+        kinds = [form.kinds[k] for form in forms]
+        if any(alike(kind) != alike(kinds[0]) for kind in kinds):
+            where = f"at {path}, " if path else ""
+            one_device = all(kind.device == kinds[0].device for kind in kinds)
+            one_dtype = all(kind.dtype == kinds[0].dtype for kind in kinds)
+            leaves = _by_rank("brought", [_leaf(kind, not one_device) for kind in kinds])
+            if not one_device:
+                advice = "Bring them to one kind of device."
+            elif not one_dtype:
+                advice = "Convert them to one dtype."
+            raise CollectiveMismatch(f"{name}: {where}{leaves}. {advice}")
+
+
+def _by_rank(verb: str, texts: Sequence[str]) -> str:
+    """`rank 0 brought A, ranks 1 and 3 B`: ranks of one text stand together, in the order of their first."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    parts = [f"{_ranks(found)} {text}" for text, found in ranks.items()]
+    parts[0] = f"{_ranks(ranks[texts[0]])} {verb} {texts[0]}"
+    return ", ".join(parts)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > _MAX_SHOWN:
+        return f"ranks {', '.join(map(str, ranks[:_MAX_SHOWN]))} and {len(ranks) - _MAX_SHOWN} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _leaf(kind: Kind, with_device: bool) -> str:
+    text = f"{list(kind.shape)} {str(kind.dtype).removeprefix('torch.')}"
+    return f"{text} on {kind.device}" if with_device else text
+
+
+def _sketch(tree: Any) -> str:
+    """`dict('a': tensor, 'b': list(tensor, tensor))`."""
+    if tree is None:
+        return "tensor"
+    kind, keys, children = tree
+    inside = [_sketch(child) for child in children]
+    if keys is not None:
+        inside = [f"{key}: {text}" for key, text in zip(keys, inside, strict=True)]
+    return f"{kind}({', '.join(inside)})"
+
+
+def _paths(tree: Any, path: str = "") -> Iterator[str]:
+    """Yield where each leaf is, as one would write it: `['logits'][0]`."""
+    if tree is None:
+        yield path
+        return
+    _, keys, children = tree
+    for key, child in zip(range(len(children)) if keys is None else keys, children, strict=True):
+        yield from _paths(child, f"{path}[{key}]")

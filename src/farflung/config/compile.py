@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether and how `prepare` compiles models."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from farflung.base.enums import DynamoBackend
+from farflung.base.errors import ConfigError, did_you_mean
+from farflung.config import environ
+from farflung.config.handlers import KwargsHandler
+
+_PREFIX = "ACCELERATE_DYNAMO_"
+_NEED_BACKEND = ("mode", "fullgraph", "dynamic", "options", "use_regional_compilation")
+# The arguments of torch.compile, as the plugin has them when nobody says anything.
+_SILENT = {"backend": "no", "mode": "default", "fullgraph": False, "dynamic": None, "options": None, "disable": False}
+
+
+@dataclass(frozen=True)
+class TorchDynamoPlugin(KwargsHandler):
+    """Arguments of `torch.compile` for the models that `prepare` is given.
+
+    What is None is read from the environment: `ACCELERATE_DYNAMO_BACKEND`, `_MODE`, `_USE_FULLGRAPH`, `_USE_DYNAMIC`
+    and `_USE_REGIONAL_COMPILATION`.
+
+    Args:
+        backend: the compiler behind `torch.compile`; `no` compiles nothing.
+        mode: `default`, `reduce-overhead`, `max-autotune` or `max-autotune-no-cudagraphs`.
+        fullgraph: a break in the graph is an error.
+        dynamic: compile for shapes that vary; None waits until one has varied.
+        options: what the backend takes; excludes a mode.
+        disable: make `torch.compile` do nothing.
+        use_regional_compilation: compile each repeated block of the model by itself: equal blocks are compiled once.
+
+    Raises:
+        ConfigError: no such backend, a mode and options together, or settings without a backend that would read them.
+    """
+
+    backend: DynamoBackend | str | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = self.backend if self.backend is not None else environ.text(_PREFIX + "BACKEND") or "no"
+        word = str(given).upper()
+        if word not in DynamoBackend:
+            known = [str(backend).lower() for backend in DynamoBackend]
+            raise ConfigError(
+                f"The compiler backend is {str(given)!r}; it must be one of {', '.join(known)}."
+                f"{did_you_mean(word.lower(), known)}"
+            )
+        asked = [name for name in _NEED_BACKEND if getattr(self, name) not in (None, False, "default")]
+        if word == DynamoBackend.NO and asked:
+            raise ConfigError(f"{', '.join(asked)} of TorchDynamoPlugin need a backend, such as backend='inductor'.")
+        self._settle("backend", DynamoBackend(word))
+        self._settle("mode", self.mode or environ.text(_PREFIX + "MODE") or "default")
+        for name in ("fullgraph", "use_regional_compilation"):
+            variable = _PREFIX + "USE_" + name.removeprefix("use_").upper()
+            self._settle(name, environ.flag(variable) if getattr(self, name) is None else getattr(self, name))
+        if self.dynamic is None and environ.text(_PREFIX + "USE_DYNAMIC") is not None:
+            self._settle("dynamic", environ.flag(_PREFIX + "USE_DYNAMIC"))
+        if self.options and self.mode != "default":
+            raise ConfigError(f"torch.compile takes mode={self.mode!r} or options={self.options!r}, not both.")
+
+    def _settle(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether models are compiled at all."""
+        return self.backend is not DynamoBackend.NO
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a copy of all fields by name, the backend as `torch.compile` spells it."""
+        return {**copy.deepcopy(self.__dict__), "backend": str(self.backend).lower()}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of `torch.compile` that differ from what the plugin has when nothing is said."""
+        fields = self.to_dict()
+        return {name: fields[name] for name, silent in _SILENT.items() if fields[name] != silent}

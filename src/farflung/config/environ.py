@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only place that reads or writes the process environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from farflung.base.errors import ConfigError
+
+TRUE_WORDS = ("1", "true", "yes", "on", "y", "t")
+FALSE_WORDS = ("0", "false", "no", "off", "n", "f", "")
+
+
+def text(name: str, default: str | None = None) -> str | None:
+    """Return the variable `name`, or `default` when it is not set."""
+    return os.environ.get(name, default)
+
+
+def integer(*names: str) -> int | None:
+    """Return the first of the variables `names` that is set, as an integer, or None when none is.
+
+    Raises:
+        ConfigError: a variable is set to something that is no integer.
+    """
+    for name in names:
+        value = os.environ.get(name)
+        if value is None or value == "":
+            continue
+        try:
+            return int(value)
+        except ValueError:
+            raise ConfigError(f"The environment variable {name} is {value!r}; it must be an integer.") from None
+    return None
+
+
+def number(name: str) -> float | None:
+    """Return the variable `name` as a number, or None when it is not set.
+
+    Raises:
+        ConfigError: the variable is set to something that is no number.
+    """
+    value = os.environ.get(name)
+    if value is None or value == "":
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        raise ConfigError(f"The environment variable {name} is {value!r}; it must be a number.") from None
+
+
+def flag(name: str, default: bool = False) -> bool:
+    """Return the variable `name` as a yes or no, or `default` when it is not set.
+
+    Raises:
+        ConfigError: the variable is set to a word that means neither.
+    """
+    value = os.environ.get(name)
+    if value is None:
+        return default
+    word = value.strip().lower()
+    if word in TRUE_WORDS:
+        return True
+    if word in FALSE_WORDS:
+        return False
+    raise ConfigError(f"The environment variable {name} is {value!r}; use one of true, false, 1, 0, yes, no.")
+
+
+def snapshot() -> dict[str, str]:
+    """Return a copy of the whole environment."""
+    return dict(os.environ)
+
+
+def export(variables: Mapping[str, str]) -> None:
+    """Set `variables` in this process, and so in the processes that it starts."""
+    os.environ.update(variables)
+
+
+def remove(*names: str) -> None:
+    """Unset the variables `names`; those that are not set are passed over."""
+    for name in names:
+        os.environ.pop(name, None)
+
+
+@contextmanager
+def patched(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set `variables` for the length of a block (None unsets) and put back what was there."""
+    before = {name: os.environ.get(name) for name in variables}
+    try:
+        for name, value in variables.items():
+            _put(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            _put(name, value)
+
+
+def _put(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value

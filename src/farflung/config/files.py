@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration files: which one counts, what it says and in which line, and how one is written.
+
+Every value is read as its setting wants it, not as YAML guesses it: `NO` is a word, and only `true` and `false` are
+yes and no. Accelerate's file is read as it stands and never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from farflung.base.errors import ConfigError, Unsupported, did_you_mean
+from farflung.base.former_name import FORMER_NAME
+from farflung.config import environ
+from farflung.config.foreign import DISTRIBUTED_TYPES, FOREIGN_KEYS, foreign_key
+from farflung.config.launch import FIELDS, LaunchSettings, Value
+
+LOCAL_FILE = Path("farflung.yaml")
+
+_FIELDS = {entry.name: entry for entry in FIELDS if entry.in_file}
+_KNOWN = (*_FIELDS, *FOREIGN_KEYS, "distributed_type")
+# Their keys are settings too, with or without this prefix: Accelerate's, and ours.
+_BLOCKS = {"dynamo_config": "dynamo_", "outer": "outer_"}
+_YAML_NULLS = ("", "~", "null", "Null", "NULL")
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A value, and the place where it stands (`train.yaml:3`)."""
+
+    value: Value
+    place: str
+
+
+def own_file() -> Path:
+    """Return where the user's own settings are kept: `~/.config/farflung/config.yaml`, or under `$XDG_CONFIG_HOME`."""
+    return _user_folder() / "farflung" / "config.yaml"
+
+
+def former_files() -> dict[Path, Path]:
+    """Return the files that count under the name that the package had before, each with the one that it should be."""
+    return {
+        Path(f"{FORMER_NAME}.yaml"): LOCAL_FILE,
+        _user_folder() / FORMER_NAME / "config.yaml": own_file(),
+    }
+
+
+def accelerate_files() -> tuple[Path, ...]:
+    """Return where Accelerate keeps its settings, its preferred file first."""
+    cache = environ.text("XDG_CACHE_HOME") or "~/.cache"
+    home = Path(environ.text("HF_HOME") or f"{cache}/huggingface").expanduser()
+    return home / "accelerate" / "default_config.yaml", home / "accelerate" / "default_config.json"
+
+
+def find_file(named: str | None = None) -> Path | None:
+    """Return the file that counts: the one named, `./farflung.yaml`, the user's own, Accelerate's, or None.
+
+    Raises:
+        ConfigError: the named file does not exist.
+    """
+    if named is not None:
+        path = Path(named).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"The configuration file {named} does not exist. `farflung config` writes one.")
+        return path
+    former = {new: old for old, new in former_files().items()}
+    ours = [path for new in (LOCAL_FILE, own_file()) for path in (new, former[new])]
+    return next((path for path in (*ours, *accelerate_files()) if path.is_file()), None)
+
+
+def _user_folder() -> Path:
+    return Path(environ.text("XDG_CONFIG_HOME") or "~/.config").expanduser()
+
+
+def read_file(path: Path) -> dict[str, Stated]:
+    """Return the settings that the file states, by name.
+
+    Raises:
+        ConfigError: no YAML mapping, an unknown or repeated key, or a value that its setting can't take; the message
+            names file and line.
+        Unsupported: the file asks for something that Farflung does not do.
+    """
+    entries = dict(_entries(path))
+    for key in ("compute_environment", *FOREIGN_KEYS):  # on another environment all other keys mean something else
+        if key in entries:
+            _refuse_unless_idle(key, *entries[key])
+    stated: dict[str, Stated] = {}
+    for key, (node, place) in entries.items():
+        if key in _FIELDS:
+            text = _scalar(key, node, place)
+            if text is not None:
+                stated[key] = Stated(_FIELDS[key].parse(text, f"{place}: {key}"), place)
+        elif key in _BLOCKS:
+            raise ConfigError(f"{place}: {key} must be a block of keys, not one value.")
+        elif key not in _KNOWN:
+            raise ConfigError(f"{place}: unknown key `{key}`.{did_you_mean(key, _KNOWN)}")
+    if "distributed_type" in entries:
+        _read_distributed_type(*entries["distributed_type"], stated)
+    return stated
+
+
+def _entries(path: Path) -> Iterator[tuple[str, tuple[Node, str]]]:
+    """Yield each key of the file with its value's node and its place; those of a block by their settings' names."""
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: this is not YAML: {error.problem}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: this is not YAML: {error}.") from None
+    if root is None:
+        return
+    if not isinstance(root, MappingNode):
+        raise ConfigError(f"{path}:1: the file must be a list of `key: value` lines.")
+    seen: dict[str, int] = {}
+    for word, line, value in _lines(root):
+        if word in seen:
+            raise ConfigError(f"{path}:{line}: `{word}` is stated twice, first in line {seen[word]}. Keep one.")
+        seen[word] = line
+        yield word, (value, f"{path}:{line}")
+
+
+def _lines(block: MappingNode, prefix: str = "") -> Iterator[tuple[str, int, Node]]:
+    """Yield the keys of a block and of the blocks in it, each with its line and its value's node.
+
+    Args:
+        prefix: what the names of the settings begin with; in the block the keys may leave it out.
+    """
+    for key, value in block.value:
+        word = str(key.value)
+        if word in _BLOCKS and isinstance(value, MappingNode):
+            yield from _lines(value, _BLOCKS[word])
+        elif not (word in _BLOCKS and _says_nothing(value)):
+            yield word if word.startswith(prefix) else prefix + word, key.start_mark.line + 1, value
+
+
+def _scalar(key: str, node: Node, place: str) -> str | None:
+    """Return the text of a plain value, None when it is null."""
+    if not isinstance(node, ScalarNode):
+        raise ConfigError(f"{place}: {key} must be one plain value, not a list or a block.")
+    return None if _says_nothing(node) else str(node.value)
+
+
+def _says_nothing(node: Node) -> bool:
+    return isinstance(node, ScalarNode) and node.style is None and node.value in _YAML_NULLS
+
+
+def _refuse_unless_idle(key: str, node: Node, place: str) -> None:
+    entry = foreign_key(key)
+    assert entry is not None
+    if isinstance(node, (MappingNode, SequenceNode)):
+        idle = not node.value
+    else:
+        text = _scalar(key, node, place)
+        idle = text is None or text.lower() in ("", "false", *entry.idle)
+    if not idle:
+        raise Unsupported(f"{place}: `{key}` asks for {entry.what}, which Farflung does not do. {entry.instead}")
+
+
+def _read_distributed_type(node: Node, place: str, stated: dict[str, Stated]) -> None:
+    """Take from Accelerate's `distributed_type` what it says of the devices; the counts are stated by other keys."""
+    word = (_scalar("distributed_type", node, place) or "NO").upper()
+    if word not in DISTRIBUTED_TYPES:
+        raise Unsupported(
+            f"{place}: distributed_type is {word}, which Farflung does not do. "
+            f"Use one of {', '.join(DISTRIBUTED_TYPES)}; the last two train with DDP."
+        )
+    for name, value in DISTRIBUTED_TYPES[word].items():
+        stated.setdefault(name, Stated(value, place))
+    count = stated.get("num_processes")
+    if word == "NO" and count is not None and isinstance(count.value, int) and count.value > 1:
+        raise ConfigError(
+            f"{place}: distributed_type is NO (one process), but {count.place} says num_processes: {count.value}. "
+            "Use MULTI_CPU or MULTI_GPU, or one process."
+        )
+
+
+def write_file(path: Path, values: Mapping[str, Value]) -> Path:
+    """Write the settings `values`, one line each, and return `path`. An old file is replaced.
+
+    Raises:
+        ConfigError: the values can't work together, or `path` is Accelerate's own file, which is never written.
+    """
+    if path.expanduser().resolve() in [theirs.resolve() for theirs in accelerate_files()]:
+        raise ConfigError(f"{path} is Accelerate's own file, which Farflung reads but never writes. Choose another.")
+    LaunchSettings(**dict(values))  # type: ignore[arg-type]
+    said = {name: value for name, value in values.items() if value is not None}
+    text = "# Settings of `farflung launch`; `farflung launch --help` explains each.\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + yaml.safe_dump(said, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    return path

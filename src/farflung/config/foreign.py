@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Accelerate's launcher and its files know and Farflung's do not do, each with what to use instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Something that Farflung does not do.
+
+    Attributes:
+        what: its name.
+        instead: what to use.
+        prefixes: how the flags begin that ask for it, without `--`; the whole word where it ends in `$`.
+        keys: the keys of Accelerate's configuration file that belong to it.
+        idle: what those keys hold, in lower case, when they ask for nothing; besides nothing at all and `false`.
+    """
+
+    what: str
+    instead: str
+    prefixes: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+
+    def owns_flag(self, word: str) -> bool:
+        """Whether the flag `--word` asks for this."""
+        return any(word == p[:-1] if p.endswith("$") else word.startswith(p) for p in self.prefixes)
+
+
+FOREIGN: tuple[Foreign, ...] = (
+    Foreign(
+        "DeepSpeed",
+        "Leave it out to train with DDP.",
+        ("use_deepspeed", "deepspeed", "zero_stage", "zero3_", "offload_"),
+        ("deepspeed_config",),
+    ),
+    Foreign("sharding by FSDP", "Leave it out to train with DDP.", ("use_fsdp", "fsdp_"), ("fsdp_config",)),
+    Foreign(
+        "parallelism in several dimensions",
+        "Leave it out to train with DDP.",
+        ("use_parallelism_config", "parallelism_config"),
+        ("parallelism_config",),
+    ),
+    Foreign(
+        "Megatron-LM", "Leave it out to train with DDP.", ("use_megatron_lm", "megatron_lm_"), ("megatron_lm_config",)
+    ),
+    Foreign("fp8", "Use --mixed_precision bf16.", ("fp8_",), ("fp8_config",)),
+    Foreign(
+        "TPUs",
+        "Use torch_xla's own launcher.",
+        ("tpu", "no_tpu_cluster", "vm$", "env$", "downcast_bf16"),
+        (
+            "downcast_bf16",
+            "commands",
+            "command_file",
+            "tpu_name",
+            "tpu_zone",
+            "tpu_use_cluster",
+            "tpu_use_sudo",
+            "tpu_vm",
+            "tpu_env",
+        ),
+        ("no",),
+    ),
+    Foreign(
+        "SageMaker",
+        "Start `farflung launch` inside the job.",
+        ("aws_",),
+        ("compute_environment",),
+        ("local_machine",),
+    ),
+    Foreign(
+        "starting mpirun",
+        "Start `mpirun -n 4 python train.py` yourself: Farflung reads the variables that mpirun sets.",
+        ("mpirun_",),
+        ("mpirun_config",),
+    ),
+    Foreign(
+        "binding processes to NUMA nodes",
+        "Use numactl, or torchrun with --numa-binding.",
+        ("enable_cpu_affinity",),
+        ("enable_cpu_affinity",),
+    ),
+    Foreign("IPEX", "Plain PyTorch has its optimizations now.", ("ipex", "use_xpu"), ("ipex_config",)),
+    Foreign(
+        "torchrun's way of counting",
+        "Use --num_processes, which counts the processes of all machines together.",
+        ("nproc_per_node", "local_ranks_filter"),
+    ),
+    Foreign("torchrun's names", "Use --num_machines and --machine_rank.", ("nnodes", "node_rank")),
+    Foreign(
+        "torchrun's names", "Use --main_process_ip and --main_process_port.", ("master_", "rdzv_endpoint", "standalone")
+    ),
+)
+
+
+def foreign_flag(word: str) -> Foreign | None:
+    """Return what the flag `--word` asks for, when it is one that Farflung does not do."""
+    return next((entry for entry in FOREIGN if entry.owns_flag(word)), None)
+
+
+def foreign_key(key: str) -> Foreign | None:
+    """Return what the key of a configuration file belongs to, when that is something that Farflung does not do."""
+    return next((entry for entry in FOREIGN if key in entry.keys), None)
+
+
+FOREIGN_KEYS: tuple[str, ...] = tuple(key for entry in FOREIGN for key in entry.keys)
+
+# What Accelerate's `distributed_type` says of the run, and what it asks for that is not done.
+DISTRIBUTED_TYPES: dict[str, dict[str, bool]] = {
+    "NO": {},
+    "MULTI_CPU": {"use_cpu": True},
+    "MULTI_GPU": {"multi_gpu": True},
+}

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `Accelerator` may be told: keyword handlers and plugins with Accelerate's names, fields and defaults."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from farflung.base.enums import DDPCommunicationHookType
+from farflung.base.errors import ConfigError, Unsupported
+
+
+class KwargsHandler:
+    """A dataclass whose fields become keyword arguments of something in torch."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a copy of all fields by name."""
+        return copy.deepcopy(self.__dict__)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        defaults = type(self)().__dict__
+        return {name: value for name, value in self.to_dict().items() if defaults[name] != value}
+
+
+@dataclass(frozen=True)
+class AutocastKwargs(KwargsHandler):
+    """Arguments of `torch.autocast`.
+
+    Args:
+        outputs_to_fp32: a prepared model's half-precision outputs are converted to fp32; False keeps them.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+    outputs_to_fp32: bool = True
+
+
+@dataclass(frozen=True)
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Arguments of `torch.nn.parallel.DistributedDataParallel`, and what its gradients go through on the wire.
+
+    Args:
+        comm_hook: how gradients are compressed for the all-reduce.
+        comm_wrapper: a cast to fp16 or bf16 around another hook (PowerSGD).
+        comm_state_option: arguments of `PowerSGDState` but the process group.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        casts = (DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
+        if self.comm_wrapper not in casts:
+            raise ConfigError(f"comm_wrapper is {self.comm_wrapper!s}; it must be one of no, fp16, bf16.")
+        wraps = self.comm_wrapper != DDPCommunicationHookType.NO
+        if (self.comm_state_option or wraps) and "power_sgd" not in str(self.comm_hook):
+            raise ConfigError(
+                f"comm_wrapper {self.comm_wrapper!s} and comm_state_option {self.comm_state_option} are for PowerSGD, "
+                f"but comm_hook is {self.comm_hook!s}. Use power_sgd or batched_power_sgd, or leave them out."
+            )
+
+    def ddp_arguments(self) -> dict[str, Any]:
+        """Return the arguments of DDP's constructor that differ from the defaults."""
+        ours = ("comm_hook", "comm_wrapper", "comm_state_option")
+        return {name: value for name, value in self.to_kwargs().items() if name not in ours}
+
+
+@dataclass(frozen=True)
+class GradScalerKwargs(KwargsHandler):
+    """Arguments of `torch.amp.GradScaler`."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass(frozen=True)
+class InitProcessGroupKwargs(KwargsHandler):
+    """Arguments of `torch.distributed.init_process_group`.
+
+    Args:
+        backend: None lets the device decide: gloo for CPUs, gloo and NCCL for NVIDIA GPUs.
+        timeout: how long a collective may take; None is torch's default for the backend.
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+
+@dataclass(frozen=True)
+class WatchdogKwargs(KwargsHandler):
+    """What to do about ranks that do not come to a collective. Not in Accelerate.
+
+    Args:
+        timeout_s: how long a rank may wait in a collective that another one has not entered. Then those that wait raise
+            an error that names the late ranks and shows what they are doing. Without this handler the environment
+            variable `FARFLUNG_HANG_TIMEOUT_S` says it; without both there is no watchdog.
+    """
+
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s < float("inf"):
+            raise ConfigError(f"WatchdogKwargs: timeout_s is {self.timeout_s}; it must be a number of seconds above 0.")
+
+
+@dataclass(frozen=True)
+class ProfileKwargs(KwargsHandler):
+    """Arguments of `torch.profiler.profile`, for `Accelerator.profile`.
+
+    Args:
+        activities: any of `cpu`, `cuda`, `xpu`, `mtia`; None is everything that the machine has.
+        schedule_option: arguments of `torch.profiler.schedule`: wait, warmup, active, repeat, skip_first.
+        output_trace_dir: where each rank writes its Chrome trace, `profile_{rank}.json`; None writes none.
+    """
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients are accumulated.
+
+    Args:
+        num_steps: micro-batches in one accumulation window.
+        adjust_scheduler: kept for Accelerate's sake, where neither value changes what a scheduler does: it ticks when
+            the optimizer steps.
+        sync_with_dataloader: the last batch of a loader completes its window, however short that is.
+        sync_each_batch: synchronize gradients on each micro-batch, which spares memory under sharding and costs time.
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        steps = self.num_steps
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+            raise ConfigError(f"gradient accumulation takes a whole number of steps, 1 or more, not {steps!r}.")
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How prepared loaders share out their data. Not frozen: trainers set `data_seed` after making it.
+
+    Args:
+        split_batches: the loader's batch size is that of all ranks together, not of each.
+        dispatch_batches: rank 0 reads and hands out; None does so for iterable data sets on several ranks.
+        even_batches: fill up the last round with samples from the start, so that ranks get equally many batches.
+        use_seedable_sampler: shuffle by a seed and the epoch's number alone.
+        data_seed: that seed; None takes torch's initial seed.
+        non_blocking: copy to the device without waiting; useful with `pin_memory=True`.
+        use_stateful_dataloader: not done.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+    def __post_init__(self) -> None:
+        if self.use_stateful_dataloader:
+            raise Unsupported("use_stateful_dataloader=True is not done. Leave it out and use skip_first_batches.")
+        if self.data_seed is not None and not self.use_seedable_sampler:
+            raise ConfigError(
+                f"data_seed is {self.data_seed}, but without use_seedable_sampler=True nothing would read it."
+            )
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a project keeps its files. Not frozen: scripts count `iteration` on their own.
+
+    Args:
+        logging_dir: where trackers write; None is `project_dir`.
+        automatic_checkpoint_naming: `save_state()` chooses `checkpoints/checkpoint_N` by itself.
+        total_limit: how many of those are kept; None keeps all.
+        iteration: the N of the next one.
+        save_on_each_node: each machine's first process writes, not only the very first.
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | None = None) -> None:
+        """Set `project_dir`, and `logging_dir` to the same where it has no value."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir

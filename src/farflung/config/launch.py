@@ -1,0 +1,464 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launch settings: ONE list, from which flags, YAML keys, environment variables, questions and help are made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from math import inf
+from typing import Any, get_args, get_type_hints
+
+from farflung.base.enums import DynamoBackend
+from farflung.base.errors import ConfigError, Unsupported, did_you_mean
+from farflung.config import environ
+from farflung.config.outer import RECIPES, WORDS, OuterConfig, outer_config
+
+Value = int | float | bool | str | None
+
+
+@dataclass(frozen=True)
+class Field:
+    """One launch setting and every form it takes.
+
+    Attributes:
+        name: its name in `LaunchSettings`, and its key in a configuration file.
+        kind: int, float, bool or str.
+        default: its value when nobody says anything.
+        help: what it does.
+        variable: the environment variable that sets it.
+        told_as: the environment variable in which the ranks find it; None: they need not know.
+        flags: the words of the command line, without their negative forms; either spelling, `_` or `-`, works for each.
+        in_file: a configuration file may set it.
+        choices: the words it may take; empty: any.
+        refused: words that Accelerate knows and Farflung does not do, each with what to use instead.
+        question: how `farflung config` asks for it; None: it does not.
+        asked_when: whether the question makes sense after the answers so far.
+    """
+
+    name: str
+    kind: type
+    default: Value
+    help: str
+    variable: str
+    told_as: str | None
+    flags: tuple[str, ...]
+    in_file: bool
+    choices: tuple[str, ...]
+    refused: Mapping[str, str]
+    question: str | None
+    asked_when: Callable[[Mapping[str, Value]], bool]
+
+    def parse(
+        self, text: str, called: str, true: tuple[str, ...] = ("true",), false: tuple[str, ...] = ("false",)
+    ) -> Value:
+        """Return the value that `text` stands for.
+
+        Args:
+            called: the setting as its user knows it, to name it in an error: `--num_processes`, `train.yaml:3: debug`.
+            true, false: the words (in lower case) that mean yes and no.
+
+        Raises:
+            ConfigError: the text stands for no value of this setting.
+            Unsupported: it stands for something that Farflung does not do.
+        """
+        if self.kind is bool:
+            word = text.strip().lower()
+            if word not in true + false:
+                raise ConfigError(f"{called} is {text!r}; use {true[0]} or {false[0]}.")
+            return word in true
+        if self.kind is str:
+            return self._parse_word(text, called)
+        try:
+            value: Value = self.kind(text)
+        except ValueError:
+            noun = "an integer" if self.kind is int else "a number"
+            raise ConfigError(f"{called} is {text!r}; it must be {noun}.") from None
+        return value
+
+    def _parse_word(self, text: str, called: str) -> str:
+        word = text.lower()
+        if word in self.refused:
+            raise Unsupported(f"{called} is {text!r}, which Farflung does not do. {self.refused[word]}")
+        if not self.choices:
+            return text
+        if word not in self.choices:
+            raise ConfigError(
+                f"{called} is {text!r}; use one of {', '.join(self.choices)}.{did_you_mean(word, self.choices)}"
+            )
+        return word
+
+    def text(self, value: Value) -> str:
+        """Return `value` as a file or a variable holds it; `parse` reads it back."""
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _always(answers: Mapping[str, Value]) -> bool:
+    return True
+
+
+def _several_machines(answers: Mapping[str, Value]) -> bool:
+    return int(answers["num_machines"] or 1) > 1
+
+
+def _on_gpus(answers: Mapping[str, Value]) -> bool:
+    return not answers["use_cpu"]
+
+
+def setting(
+    default: Value,
+    help: str,
+    *,
+    variable: str = "",
+    told: bool = False,
+    flags: tuple[str, ...] = (),
+    in_file: bool = True,
+    choices: tuple[str, ...] = (),
+    refused: Mapping[str, str] | None = None,
+    question: str | None = None,
+    asked_when: Callable[[Mapping[str, Value]], bool] = _always,
+) -> Any:
+    """Declare one attribute of `LaunchSettings`; see `Field` for the arguments.
+
+    Without `variable` it is `FARFLUNG_` and the name; without `flags`, `--` and the name. `told`: the ranks find it in
+    its variable.
+    """
+    metadata = {
+        "default": default,
+        "help": help,
+        "variable": variable,
+        "told": told,
+        "flags": flags,
+        "in_file": in_file,
+        "choices": choices,
+        "refused": refused or {},
+        "question": question,
+        "asked_when": asked_when,
+    }
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """How a script is started. An object of this class is a set of settings that can work together.
+
+    Raises:
+        ConfigError: two settings contradict each other, or a number is out of its range.
+    """
+
+    use_cpu: bool = setting(
+        False,
+        "Train on the CPU, whatever accelerators there are.",
+        variable="ACCELERATE_USE_CPU",
+        told=True,
+        flags=("--cpu", "--use_cpu"),
+        question="Train on the CPU, even if there is an accelerator?",
+    )
+    num_machines: int = setting(1, "How many machines take part.", question="How many machines take part?")
+    machine_rank: int = setting(
+        0,
+        "Which of the machines this one is, from 0.",
+        question="Which of them is this machine (0 for the main one)?",
+        asked_when=_several_machines,
+    )
+    main_process_ip: str | None = setting(
+        None,
+        "Name or address of machine 0. Needed with several machines.",
+        question="Name or address of the main machine?",
+        asked_when=_several_machines,
+    )
+    main_process_port: int | None = setting(
+        None,
+        "Port on machine 0 where the processes meet. [any free one; 29500 with several machines]",
+        question="Port on the main machine?",
+        asked_when=_several_machines,
+    )
+    num_processes: int | None = setting(
+        None,
+        "How many processes to start, on all machines together. [one for each accelerator; one on the CPU]",
+        question="How many processes, on all machines together (empty: one for each accelerator)?",
+    )
+    multi_gpu: bool = setting(False, "Insist on GPUs: without them, refuse to start.", in_file=False)
+    gpu_ids: str = setting(
+        "all",
+        "The GPUs to use on this machine: `all`, or numbers with commas between them.",
+        question="Which GPUs (all, or numbers with commas between them)?",
+        asked_when=_on_gpus,
+    )
+    mixed_precision: str = setting(
+        "no",
+        "Compute in half precision where that is safe.",
+        variable="ACCELERATE_MIXED_PRECISION",
+        told=True,
+        choices=("no", "fp16", "bf16"),
+        refused={"fp8": "Use bf16."},
+        question="Mixed precision?",
+    )
+    gradient_accumulation_steps: int | None = setting(
+        None,
+        "Micro-batches in one optimizer step. [what the script says]",
+        variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        told=True,
+    )
+    gradient_clipping: float | None = setting(
+        None,
+        "The largest gradient norm, for scripts that read it. [what the script says]",
+        variable="ACCELERATE_GRADIENT_CLIPPING",
+        told=True,
+    )
+    dynamo_backend: str = setting(
+        "no",
+        "Compile models inside `prepare` with this backend of torch.compile, such as inductor.",
+        variable="ACCELERATE_DYNAMO_BACKEND",
+        told=True,
+        choices=tuple(str(word).lower() for word in DynamoBackend),
+    )
+    dynamo_mode: str | None = setting(
+        None,
+        "How the compiler optimizes. [what the script says]",
+        variable="ACCELERATE_DYNAMO_MODE",
+        told=True,
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    )
+    dynamo_use_fullgraph: bool | None = setting(
+        None,
+        "Make a break in the compiled graph an error. [what the script says]",
+        variable="ACCELERATE_DYNAMO_USE_FULLGRAPH",
+        told=True,
+    )
+    dynamo_use_dynamic: bool | None = setting(
+        None,
+        "Compile for shapes that vary. [what the script says; else once one has varied]",
+        variable="ACCELERATE_DYNAMO_USE_DYNAMIC",
+        told=True,
+    )
+    dynamo_use_regional_compilation: bool | None = setting(
+        None,
+        "Compile repeated blocks one by one, equal ones once. [what the script says]",
+        variable="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+        told=True,
+    )
+    num_cpu_threads_per_process: int | None = setting(
+        None,
+        "CPU threads of each process. [cores / processes on this machine; torch's own choice for one process]",
+        variable="OMP_NUM_THREADS",
+        told=True,
+    )
+    hang_timeout_s: float | None = setting(
+        None,
+        "Seconds that a rank may wait in a collective for one that does not come, before all that wait raise an error "
+        "that names it. [what the script says]",
+        told=True,
+    )
+    outer_recipe: str | None = setting(
+        None,
+        "Let replicas train alone and agree now and then, as this recipe says (diloco, local_sgd ...). The other "
+        "settings of this name are its options. [what the script says]",
+        told=True,
+        flags=("--outer_recipe", "--outer"),
+        choices=tuple(RECIPES),
+    )
+    outer_every: int | None = setting(None, "Optimizer steps between two rounds.", told=True)
+    outer_rounds: int | None = setting(None, "How many rounds are planned; defaults follow it.", told=True)
+    outer_lr: float | None = setting(None, "Learning rate of the outer optimizer.", told=True)
+    outer_momentum: float | None = setting(None, "Momentum of the outer optimizer.", told=True)
+    outer_nesterov: bool | None = setting(None, "Look ahead along the outer momentum.", told=True)
+    outer_alpha: float | None = setting(None, "The recipe's number of this name.", told=True)
+    outer_beta: float | None = setting(None, "The recipe's number of this name.", told=True)
+    outer_fragments: int | None = setting(None, "Into how many parts the model is cut.", told=True)
+    outer_delay: int | None = setting(None, "Steps that an exchange may take meanwhile.", told=True)
+    outer_warmup: int | None = setting(None, "First steps, with averaged gradients.", told=True)
+    outer_levels: str | None = setting(None, "Who averages when, such as 4:machine,64:all.", told=True)
+    outer_seconds: float | None = setting(None, "Seconds between two rounds, instead of steps.", told=True)
+    outer_threshold: float | None = setting(None, "Deviations that make a movement unusual.", told=True)
+    outer_temperature: float | None = setting(None, "How alike replicas are weighed.", told=True)
+    outer_longest: float | None = setting(None, "The largest norm of the mean movement.", told=True)
+    outer_codec: str | None = setting(None, "How values travel.", told=True, choices=WORDS["codec"])
+    outer_weigh_by: str | None = setting(
+        None, "What a rank's part is weighed by.", told=True, choices=WORDS["weigh_by"]
+    )
+    outer_anchor_on_cpu: bool | None = setting(None, "Keep the agreed weights in the host's memory.", told=True)
+    outer_inner: str | None = setting(
+        None, "What a round does to the inner optimizer's state.", told=True, choices=WORDS["inner"]
+    )
+    outer_log: str | None = setting(
+        None, "Add a line of JSON for each round to this file; with {rank} in it there is one a rank.", told=True
+    )
+    debug: bool = setting(
+        False,
+        "Check that collectives match, and show what the launcher's agent logs.",
+        variable="ACCELERATE_DEBUG_MODE",
+        told=True,
+        question="Check that collectives match while training (slower)?",
+    )
+    module: bool = setting(False, "The script is a module, as in `python -m`.", flags=("-m", "--module"), in_file=False)
+    no_python: bool = setting(False, "The script is a program of its own, not Python.", in_file=False)
+    max_restarts: int = setting(0, "How often all processes are started again after one failed.")
+    monitor_interval: float = setting(0.1, "Seconds between two looks at the processes.")
+    rdzv_backend: str = setting(
+        "static",
+        "How the machines find each other.",
+        choices=("static", "c10d"),
+        question="How do the machines find each other?",
+        asked_when=_several_machines,
+    )
+    rdzv_conf: str = setting("", "More for the rendezvous: key=value,key=value.")
+    same_network: bool = setting(
+        False, "Said of machines on one network. Both answers start the same way: all go to main_process_ip."
+    )
+    log_dir: str | None = setting(None, "Keep logs and error files in this folder.")
+    tee: str = setting(
+        "0",
+        "Copy streams to files in log_dir too: 1 output, 2 errors, 3 both; `0:3,1:2` for each local rank.",
+        flags=("-t", "--tee"),
+    )
+    role: str = setting("default", "The name of the processes in tee'd lines.")
+    quiet: bool = setting(False, "Say nothing but errors.", flags=("-q", "--quiet"))
+    main_training_function: str = setting(
+        "main", "For TPUs in Accelerate; nothing but `main` is possible.", choices=("main",)
+    )
+    config_file: str | None = setting(None, "Read the settings from this file.", in_file=False)
+
+    @property
+    def gpu_list(self) -> tuple[str, ...]:
+        """The GPUs named in `gpu_ids`; empty for all of them."""
+        return () if self.gpu_ids == "all" else tuple(part.strip() for part in self.gpu_ids.split(","))
+
+    @property
+    def num_local(self) -> int | None:
+        """Processes on this machine, or None when that is left to the number of accelerators."""
+        return None if self.num_processes is None else self.num_processes // self.num_machines
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        _outer(vars(self), "--outer")
+        self._check_machines()
+        self._check_devices()
+        if self.module and self.no_python:
+            raise ConfigError("--module and --no_python exclude each other: a module needs Python to run it.")
+        if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", self.tee):
+            raise ConfigError(f"tee is {self.tee!r}; use a number from 0 to 3, or a list such as 0:3,1:2.")
+        for part in filter(None, self.rdzv_conf.split(",")):
+            if "=" not in part:
+                raise ConfigError(f"rdzv_conf holds {part!r}; each part must be key=value.")
+
+    def _check_ranges(self) -> None:
+        least: dict[str, float] = {
+            "num_processes": 1,
+            "num_machines": 1,
+            "machine_rank": 0,
+            "gradient_accumulation_steps": 1,
+            "num_cpu_threads_per_process": 1,
+            "max_restarts": 0,
+            "main_process_port": 0,
+        }
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise ConfigError(f"{name} is {value}; it must be at least {bound}.")
+        for name in ("gradient_clipping", "hang_timeout_s", "monitor_interval"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < inf:
+                raise ConfigError(f"{name} is {value}; it must be greater than 0, and finite.")
+        if self.main_process_port is not None and self.main_process_port > 65535:
+            raise ConfigError(f"main_process_port is {self.main_process_port}; the largest port is 65535.")
+
+    def _check_machines(self) -> None:
+        if self.machine_rank >= self.num_machines:
+            raise ConfigError(
+                f"machine_rank is {self.machine_rank} but num_machines is {self.num_machines}; "
+                f"machines are numbered from 0 to {self.num_machines - 1}."
+            )
+        if self.num_machines == 1:
+            return
+        if not self.main_process_ip:
+            raise ConfigError(
+                f"num_machines is {self.num_machines}, but main_process_ip is not set. "
+                "Give each machine the name or address of machine 0."
+            )
+        if self.main_process_port == 0:
+            raise ConfigError("main_process_port is 0 (any free port), but several machines must agree on one.")
+        if self.num_processes is not None and self.num_processes % self.num_machines:
+            raise ConfigError(
+                f"num_processes ({self.num_processes}) counts the processes of all machines, "
+                f"and must be a multiple of num_machines ({self.num_machines})."
+            )
+
+    def _check_devices(self) -> None:
+        if self.use_cpu and self.multi_gpu:
+            raise ConfigError("Both the CPU (--cpu) and GPUs (--multi_gpu) are asked for; choose one.")
+        gpus = self.gpu_list
+        if any(not gpu for gpu in gpus) or len(set(gpus)) < len(gpus):
+            raise ConfigError(f"gpu_ids is {self.gpu_ids!r}; use `all`, or different numbers with commas between them.")
+        if gpus and self.num_local is not None and self.num_local > len(gpus) and not self.use_cpu:
+            raise ConfigError(
+                f"gpu_ids names {len(gpus)} GPUs ({self.gpu_ids}) for {self.num_local} processes on this machine; "
+                "each process needs one of its own."
+            )
+
+
+def _listed() -> tuple[Field, ...]:
+    hints = get_type_hints(LaunchSettings)
+    listed = []
+    for attribute in fields(LaunchSettings):
+        said = dict(attribute.metadata)
+        told = said.pop("told")
+        said["variable"] = said["variable"] or f"FARFLUNG_{attribute.name.upper()}"
+        said["flags"] = said["flags"] or (f"--{attribute.name}",)
+        hint = hints[attribute.name]
+        kind = next((part for part in get_args(hint) if part is not type(None)), hint)
+        listed.append(Field(name=attribute.name, kind=kind, told_as=said["variable"] if told else None, **said))
+    return tuple(listed)
+
+
+FIELDS: tuple[Field, ...] = _listed()
+
+
+def field_named(name: str) -> Field:
+    """Return the setting called `name`."""
+    return next(entry for entry in FIELDS if entry.name == name)
+
+
+def _outer(values: Mapping[str, Value], called: str) -> OuterConfig | None:
+    said = {name.removeprefix("outer_"): value for name, value in values.items() if name.startswith("outer_")}
+    return outer_config(said, called)
+
+
+def check_outer_variables() -> None:
+    """Refuse variables that look as if they said something of the outer loop, and would be ignored.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    known = [entry.variable for entry in FIELDS if entry.name.startswith("outer_")]
+    for name in environ.snapshot():
+        if name.startswith("FARFLUNG_OUTER") and name not in known:
+            raise ConfigError(f"The environment variable {name} means nothing.{did_you_mean(name, known)}")
+
+
+def launched_outer() -> OuterConfig | None:
+    """Return the outer loop that the launcher, or whoever set the variables, asks for; None where nobody does.
+
+    Raises:
+        ConfigError: the variables can't work.
+    """
+    check_outer_variables()
+    said: dict[str, Value] = {}
+    for entry in FIELDS:
+        text = environ.text(entry.variable)
+        if entry.name.startswith("outer_") and text:
+            called = f"The environment variable {entry.variable}"
+            said[entry.name] = entry.parse(text, called, environ.TRUE_WORDS, environ.FALSE_WORDS)
+    return _outer(said, "FARFLUNG_OUTER_RECIPE")
+
+
+def rank_variables(settings: LaunchSettings) -> dict[str, str]:
+    """Return the environment variables that tell the ranks what was set; what was left open is left out."""
+    told = {}
+    for entry in FIELDS:
+        value = getattr(settings, entry.name)
+        if entry.told_as is not None and value is not None:
+            told[entry.told_as] = entry.text(value)
+    if settings.gpu_list:
+        told["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpu_list)
+    return told

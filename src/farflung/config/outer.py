@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outer loop as plain names and values, which a script, a file, a variable or a flag can say alike.
+
+This room knows neither torch nor the recipes: `RECIPES` says what there is, so that a launcher can refuse what can't
+work before it starts anything. The bridge of the accelerator's room makes a recipe of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from farflung.base.errors import ConfigError, did_you_mean
+
+MACHINE = "machine"
+_ALL = "all"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a recipe takes: what it needs, what it may be given, and whether it keeps an anchor."""
+
+    needed: tuple[str, ...]
+    possible: tuple[str, ...]
+    anchored: bool
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """All options that `OuterConfig` takes with it."""
+        return (*self.needed, *self.possible, *COMMON, *(("anchor_on_cpu",) if self.anchored else ()))
+
+
+COMMON = ("weigh_by", "inner", "log")
+RECIPES: Mapping[str, Options] = {
+    "local_sgd": Options(("every",), ("codec",), False),
+    "post_local_sgd": Options(("warmup", "every"), ("codec",), False),
+    "hierarchical": Options(("levels",), ("codec",), False),
+    "quadratic": Options(("every", "alpha"), ("codec",), False),
+    "slowmo": Options(("every",), ("alpha", "beta", "codec"), True),
+    "diloco": Options(("every",), ("rounds", "lr", "momentum", "nesterov", "codec"), True),
+    "streaming_diloco": Options(("every", "fragments"), ("delay", "alpha", "rounds", "lr", "momentum", "codec"), True),
+    "eager_diloco": Options(("every",), ("rounds", "lr", "momentum", "codec"), True),
+    "sparse_loco": Options((), ("every", "lr", "beta", "codec"), True),
+    "edit": Options((), ("every", "seconds", "lr", "momentum", "threshold", "temperature", "longest", "codec"), True),
+    "gossip": Options(("every",), ("codec",), False),
+    "noloco": Options(("every",), ("lr", "momentum", "codec"), True),
+}
+CODECS = ("none", "bf16", "fp16", "int8", "int4", "fp8", "e3m0", "topk")
+WORDS: Mapping[str, tuple[str, ...]] = {
+    "codec": CODECS,
+    "weigh_by": ("steps", "items"),
+    "inner": ("keep", "reset", "average"),
+}
+
+_WHOLE = {"every": 1, "rounds": 1, "fragments": 1, "delay": 0, "warmup": 0}  # the least that each may be
+_POSITIVE = ("lr", "seconds", "threshold", "temperature", "longest")
+_FRACTIONS = ("momentum", "beta")
+
+
+@dataclass(frozen=True)
+class OuterConfig:
+    """Says how replicas train alone and agree now and then: `Accelerator(outer=OuterConfig("diloco", every=32))`.
+
+    What is None is left to the recipe; the functions of `farflung.outer` that have the recipes' names say what each
+    option does and what it is then.
+
+    Args:
+        recipe: `local_sgd`, `post_local_sgd`, `hierarchical`, `quadratic`, `slowmo`, `diloco`, `streaming_diloco`,
+            `eager_diloco`, `sparse_loco`, `edit`, `gossip` or `noloco`.
+        every: optimizer steps between two rounds.
+        rounds: how many rounds are planned, if known: defaults follow it.
+        warmup: first steps, in which gradients are averaged as usual.
+        levels: of `hierarchical`: from optimizer steps to how many neighbours average after them; `machine` stands for
+            the ranks of a machine, None for all: `{4: "machine", 64: None}`. As a text: `4:machine,64:all`.
+        seconds: between two rounds of `edit`, instead of `every`.
+        codec: how what is exchanged is written down: `none` (as it is), `bf16`, `fp16`, `int8`, `int4`, `fp8`, `e3m0`
+            or `topk`.
+        weigh_by: what a rank's part of a round is weighed by: its `steps`, or the `items` in them, which are those that
+            `backward(num_items=)` is told of, or else the samples of its batches.
+        anchor_on_cpu: keep the agreed weights and the outer optimizer's state in the host's memory.
+        inner: what becomes of the inner optimizer's state in a round: `keep` (each rank its own), `reset`, `average`.
+        log: a file to which a line of JSON is added for each round, by the main process; with `{rank}` in its name
+            there is one for each rank.
+
+    Raises:
+        ConfigError: there is no such recipe, it lacks an option or has no such one, or a value can't be.
+    """
+
+    recipe: str
+    every: int | None = None
+    rounds: int | None = None
+    lr: float | None = None
+    momentum: float | None = None
+    nesterov: bool | None = None
+    alpha: float | None = None
+    beta: float | None = None
+    fragments: int | None = None
+    delay: int | None = None
+    warmup: int | None = None
+    levels: Mapping[int, int | str | None] | str | None = None
+    seconds: float | None = None
+    threshold: float | None = None
+    temperature: float | None = None
+    longest: float | None = None
+    codec: str | None = None
+    weigh_by: str | None = None
+    anchor_on_cpu: bool | None = None
+    inner: str | None = None
+    log: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            near = did_you_mean(str(self.recipe), RECIPES)
+            raise ConfigError(f"There is no recipe {self.recipe!r}; there are {', '.join(RECIPES)}.{near}")
+        self._check_options()
+        self._check_values()
+        if self.levels is not None:
+            object.__setattr__(self, "levels", _levels(self.levels))
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that are not left to the recipe, by name."""
+        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "recipe"}
+        return {name: value for name, value in options.items() if value is not None}
+
+    def _check_options(self) -> None:
+        options, given = RECIPES[self.recipe], self.given()
+        odd = [name for name in given if name not in options.known]
+        if odd:
+            raise ConfigError(f"{self.recipe} has no option {', '.join(odd)}; it takes {', '.join(options.known)}.")
+        missing = [name for name in options.needed if name not in given]
+        if missing:
+            raise ConfigError(f"{self.recipe} needs {', '.join(missing)}.")
+        if self.recipe == "edit" and (self.every is None) == (self.seconds is None):
+            raise ConfigError(f"edit needs either every or seconds; they are {self.every} and {self.seconds}.")
+
+    def _check_values(self) -> None:
+        for name, value in self.given().items():
+            if name in _WHOLE and (type(value) is not int or value < _WHOLE[name]):
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number, {_WHOLE[name]} or more.")
+            if name in (*_POSITIVE, *_FRACTIONS, "alpha"):
+                self._check_number(name, value)
+            if name in WORDS and value not in WORDS[name]:
+                raise ConfigError(
+                    f"{name} is {value!r}; use one of {', '.join(WORDS[name])}.{did_you_mean(str(value), WORDS[name])}"
+                )
+        if self.every is not None:
+            for name in ("fragments", "delay"):
+                value = getattr(self, name)
+                if value is not None and value > self.every:
+                    raise ConfigError(f"{name} is {value}; it must be at most every, which is {self.every}.")
+
+    def _check_number(self, name: str, value: Any) -> None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
+            raise ConfigError(f"{name} is {value!r}; it must be a number.")
+        is_mixed = name == "alpha" and self.recipe == "streaming_diloco"
+        is_kept = name == "beta" and self.recipe == "sparse_loco"
+        if is_mixed and not 0 <= value <= 1:
+            raise ConfigError(f"alpha is {value}; it must be from 0 to 1.")
+        if is_kept and not 0 < value <= 1:
+            raise ConfigError(f"beta is {value}; it must be greater than 0, and at most 1.")
+        if name in _FRACTIONS and not is_kept and not 0 <= value < 1:
+            raise ConfigError(f"{name} is {value}; it must be from 0 up to, but not, 1.")
+        if name not in _FRACTIONS and not is_mixed and not value > 0:
+            raise ConfigError(f"{name} is {value}; it must be greater than 0.")
+
+
+def outer_config(said: Mapping[str, Any], called: str) -> OuterConfig | None:
+    """Return what the options in `said` make up; None where no option is said. Those that are None are not said.
+
+    Args:
+        called: how the recipe is said where these come from, for the error when it is missing.
+
+    Raises:
+        ConfigError: they can't work, or the recipe is missing.
+    """
+    given = {name: value for name, value in said.items() if value is not None}
+    if not given:
+        return None
+    if "recipe" not in given:
+        raise ConfigError(f"{', '.join(given)} of an outer loop: of which one? Say it with {called}.")
+    return OuterConfig(**given)
+
+
+def _levels(said: Mapping[int, int | str | None] | str) -> dict[int, int | str | None]:
+    pairs: list[tuple[Any, Any]] = list(said.items()) if isinstance(said, Mapping) else []
+    if isinstance(said, str):
+        parts = [part.partition(":") for part in said.split(",")]
+        pairs = [(_whole(every), _whole(size.strip())) for every, _, size in parts]
+    levels: dict[int, int | str | None] = {}
+    for every, size in pairs:
+        size = None if size == _ALL else size
+        fits = size is None or size == MACHINE or (type(size) is int and size >= 2)
+        if type(every) is not int or every < 1 or not fits or every in levels:
+            raise ConfigError(
+                f"levels is {said!r}; after different numbers of steps, say how many neighbours average (2 or more), "
+                "'machine' or 'all', such as '4:machine,64:all'."
+            )
+        levels[every] = size
+    if not levels or levels[max(levels)] is not None or list(levels.values()).count(None) > 1:
+        raise ConfigError(f"levels is {said!r}; all ranks ('all') must average too, and most seldom.")
+    return levels
+
+
+def _whole(text: str) -> int | str:
+    text = text.strip()
+    return int(text) if text.isdecimal() else text

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What counts in the end: a flag before the environment, the environment before a file, a file before the default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farflung.base.errors import ConfigError
+from farflung.config import environ
+from farflung.config.files import Stated, find_file, read_file
+from farflung.config.launch import FIELDS, Field, LaunchSettings, check_outer_variables
+
+_STRENGTH = {"flag": 3, "environment": 2, "file": 1, "default": 0}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from: `flag`, `environment`, `file` or `default`, and which one."""
+
+    kind: str
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.place}".rstrip()
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The settings that count, where each came from, and the file that was read."""
+
+    settings: LaunchSettings
+    origins: Mapping[str, Origin]
+    file: Path | None
+
+
+def resolve(flags: Mapping[str, str | bool]) -> Resolved:
+    """Put together what flags, environment and file say.
+
+    Args:
+        flags: what the command line said, by the setting's name; nothing of what it left out.
+
+    Raises:
+        ConfigError: a value that can't be read, or settings that contradict each other.
+        Unsupported: something that Farflung does not do.
+    """
+    check_outer_variables()
+    named = flags.get("config_file") or environ.text("FARFLUNG_CONFIG_FILE") or None
+    path = find_file(None if named is None else str(named))
+    stated = read_file(path) if path is not None else {}
+    values: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    for entry in FIELDS:
+        values[entry.name], origins[entry.name] = _first(entry, flags, stated)
+    _let_the_stronger_choose_the_device(values, origins)
+    try:
+        return Resolved(LaunchSettings(**values), origins, path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_blame(path, origins)}") from None
+
+
+def _first(entry: Field, flags: Mapping[str, str | bool], stated: Mapping[str, Stated]) -> tuple[Any, Origin]:
+    if entry.name in flags:
+        said = flags[entry.name]
+        flag = entry.flags[-1]
+        return (said if isinstance(said, bool) else entry.parse(said, flag)), Origin("flag", flag)
+    text = environ.text(entry.variable)
+    if text:
+        called = f"The environment variable {entry.variable}"
+        value = entry.parse(text, called, environ.TRUE_WORDS, environ.FALSE_WORDS)
+        return value, Origin("environment", entry.variable)
+    if entry.name in stated:
+        return stated[entry.name].value, Origin("file", stated[entry.name].place)
+    return entry.default, Origin("default")
+
+
+def _let_the_stronger_choose_the_device(values: dict[str, Any], origins: dict[str, Origin]) -> None:
+    """A flag that asks for the CPU overrules a file that asks for GPUs, and the other way round."""
+    if values["use_cpu"] and values["multi_gpu"]:
+        cpu, gpu = (_STRENGTH[origins[name].kind] for name in ("use_cpu", "multi_gpu"))
+        if cpu != gpu:
+            loser, winner = ("use_cpu", "multi_gpu") if gpu > cpu else ("multi_gpu", "use_cpu")
+            values[loser], origins[loser] = False, origins[winner]
+
+
+def _blame(path: Path | None, origins: Mapping[str, Origin]) -> str:
+    """Say which settings came from elsewhere than the command line, for who does not know that there is a file."""
+    if path is None or all(origin.kind != "file" for origin in origins.values()):
+        return ""
+    return f" (Settings that the command line left open were read from {path}.)"

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches as so many samples: counted, joined and cut, whatever containers they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.base.tree import flatten, is_container, is_namedtuple, rebuilt, unflatten
+
+
+class _Texts:
+    """A list or tuple of plain values, such as strings: one leaf, with an entry a sample."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, part: slice) -> _Texts:
+        return _Texts(self.items[part])
+
+
+class Samples:
+    """A batch taken apart. Each leaf has an entry a sample in its first dimension, or belongs to all of them.
+
+    Attributes:
+        length: how many samples; None when no leaf says so.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._leaves, self._spec = flatten(_grouped(batch))
+        self.length = _first_length(self._leaves)
+
+    def cut(self, part: slice) -> Any:
+        """Return the batch that has only the samples of `part`."""
+        return self._with([leaf[part] if self._has_entries(leaf) else leaf for leaf in self._leaves])
+
+    def whole(self) -> Any:
+        """Return the batch."""
+        return self._with(self._leaves)
+
+    def fits(self, other: Samples) -> bool:
+        """Say whether `other` could be joined to this one: the same structure, and entries of the same shapes."""
+        return self._spec == other._spec and all(map(self._fit, self._leaves, other._leaves))
+
+    def _has_entries(self, leaf: Any) -> bool:
+        if isinstance(leaf, Tensor):
+            return leaf.dim() > 0 and leaf.shape[0] == self.length
+        return isinstance(leaf, _Texts) and len(leaf) == self.length
+
+    def _fit(self, mine: Any, other: Any) -> bool:
+        if isinstance(mine, Tensor) and isinstance(other, Tensor):
+            return mine.shape[1:] == other.shape[1:] and mine.dtype == other.dtype
+        return isinstance(mine, Tensor) == isinstance(other, Tensor)
+
+    def _with(self, leaves: list[Any]) -> Any:
+        batch = unflatten(self._spec, leaves)
+        return _ungrouped(batch) if any(isinstance(leaf, _Texts) for leaf in leaves) else batch
+
+
+def length_of(batch: Any) -> int | None:
+    """Return how many samples a batch has, None when nothing in it says so."""
+    kind = type(batch)
+    entries = batch.values() if kind is dict else batch if kind is list or kind is tuple else (batch,)
+    for entry in entries:
+        if type(entry) is not Tensor:
+            return Samples(batch).length
+        if entry.dim() > 0:
+            return entry.shape[0]  # the common case: there is no need to take the batch apart
+    return None
+
+
+def joined(parts: Sequence[Samples]) -> Samples:
+    """Join batches that fit together, sample after sample; what belongs to all samples is taken from the first."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    leaves = []
+    for column in zip(*(part._leaves for part in parts), strict=True):
+        if not all(part._has_entries(leaf) for part, leaf in zip(parts, column, strict=True)):
+            leaves.append(column[0])
+        elif isinstance(column[0], Tensor):
+            leaves.append(torch.cat(column))
+        else:
+            kind = type(column[0].items)
+            leaves.append(_Texts(kind(item for texts in column for item in texts.items)))
+    return Samples(first._with(leaves))
+
+
+def extended(batch: Samples, source: Samples, count: int) -> Samples:
+    """Add the first `count` samples of `source` to `batch`, from its beginning again where it has too few."""
+    fitting = source if source.length and batch.fits(source) else batch
+    length = fitting.length
+    assert length, "a batch that needs samples has one at least"
+    parts = [batch]
+    while count > 0:
+        parts.append(Samples(fitting.cut(slice(0, min(count, length)))))
+        count -= length
+    return joined(parts)
+
+
+def _first_length(leaves: list[Any]) -> int | None:
+    """Return the first dimension of the first tensor that has one, else the length of the first text."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, _Texts)), None)
+
+
+def _grouped(node: Any) -> Any:
+    """Replace each list and tuple of plain values by one `_Texts`."""
+    if not is_container(node):
+        return node
+    if isinstance(node, (list, tuple)) and node and not is_namedtuple(node) and not any(map(_is_node, node)):
+        return _Texts(node)
+    return rebuilt(node, _grouped)
+
+
+def _is_node(item: Any) -> bool:
+    return isinstance(item, Tensor) or is_container(item)
+
+
+def _ungrouped(node: Any) -> Any:
+    if isinstance(node, _Texts):
+        return node.items
+    return rebuilt(node, _ungrouped) if is_container(node) else node

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatching: rank 0 reads all the data and hands each rank its own part of every round, in one collective a round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data import DataLoader
+
+from farflung.base.errors import ConfigError
+from farflung.comm.group import Group
+from farflung.comm.scatter import Scatter
+from farflung.data.batches import Samples, extended, joined, length_of
+from farflung.data.epochs import NOTHING, Pass
+from farflung.data.loader import PreparedLoader
+from farflung.data.place import plain_or_none, replay
+from farflung.data.samplers import filled
+from farflung.data.torch_loaders import keeper_of, reads_indices, without_first
+
+SliceFn: TypeAlias = Callable[..., Any]
+_Round: TypeAlias = tuple[list[Any], int]  # the parts by rank, and how many samples are no padding when some are (or 0)
+
+_NOTHING = object()  # the part of a rank that gets none
+_NO_PART, _PART, _LAST_PART = range(3)
+
+
+class DataLoaderDispatcher(PreparedLoader):
+    """A loader that is read on rank 0 alone; all ranks iterate it together.
+
+    A round is `size` batches of the base loader or, with `split_batches`, one. Rank 0 is one round ahead, so that it
+    knows the last one when it hands it out.
+
+    Args:
+        base: makes the batches on rank 0; it is never iterated on the other ranks.
+        group: the ranks that share them.
+        split_batches: cut each batch of the base loader, instead of giving one to each rank.
+        even_batches: complete a round that cannot be cut into equal parts with samples of the first; otherwise parts
+            differ and ranks may get none.
+        drop_last: leave out a last round that has too few batches.
+        slice_fn: `slice_fn(batch, slice, process_index=, num_processes=)` cuts a rank's part out of a round's batch.
+        common: see `PreparedLoader`.
+    """
+
+    def __init__(
+        self,
+        base: DataLoader[Any],
+        *,
+        group: Group,
+        split_batches: bool = False,
+        even_batches: bool = True,
+        drop_last: bool = False,
+        slice_fn: SliceFn | None = None,
+        **common: Any,
+    ) -> None:
+        super().__init__(
+            base,
+            _group=group,
+            _scatter=Scatter(group),
+            split_batches=split_batches,
+            even_batches=even_batches,
+            _drop_last=drop_last,
+            slice_fn=slice_fn,
+            **common,
+        )
+
+    def __len__(self) -> int:
+        whole, left = divmod(len(self.base_dataloader), self._per_round)
+        return max(0, whole + (left > 0 and not self._drop_last) - self.skip_batches)
+
+    def _stream(self, one: Pass) -> Iterator[tuple[Any, bool, int]]:
+        move = self._move
+        for kind, part, real in self._sent(one) if self._group.rank == 0 else self._received(one):
+            if kind != _NO_PART:
+                yield part if move is None else move(part), kind == _LAST_PART, real
+
+    def _received(self, one: Pass) -> Iterator[tuple[int, Any, int]]:
+        # A loader draws its workers' seed when its iteration starts: draw it here too, so that ranks whose random
+        # numbers are alike stay alike.
+        torch.empty((), dtype=torch.int64).random_(generator=self.base_dataloader.generator)
+        if one.resumption is not None:
+            one.resumption.arrive()
+        more = True
+        while more:
+            more, kind, part, real = self._scatter.receive()
+            yield kind, part, real
+
+    def _sent(self, one: Pass) -> Iterator[tuple[int, Any, int]]:
+        """Send round after round. A rank's part is its last one when no round that follows has a part for it."""
+        ranks = range(self._group.size)
+        rounds, ahead = self._guarded(self._begun_rounds, one)
+        one.ahead = ahead
+        at_end = more = False
+        while more or not at_end:
+            while not at_end and not all(_gets_part(rank, ahead[1:]) for rank in ranks):
+                following = self._guarded(next, rounds, None)
+                at_end = following is None
+                ahead += [] if following is None else [following]
+            parts, real = ahead.pop(0) if ahead else ([_NOTHING for _ in ranks], 0)
+            more = bool(ahead)
+            words = []
+            for rank, part in enumerate(parts):
+                kind = _PART if _gets_part(rank, ahead) else _LAST_PART
+                words.append((more, _NO_PART, None, 0) if part is _NOTHING else (more, kind, part, real))
+            _, kind, part, real = self._scatter.send(words)  # it leaves while the next round is read
+            if not more:
+                self._scatter.flush()
+            yield kind, part, real
+
+    def _begun_rounds(self, one: Pass) -> tuple[Iterator[_Round], list[_Round]]:
+        """Start reading, and return with it the rounds that have been read but not handed out, where it goes on."""
+        if one.resumption is None:
+            return self._rounds(one), []
+        place = one.resumption.place
+        rounds = self._rounds(one)
+        ahead = list(islice(rounds, 0 if place.dataset is not None else max(1, place.num_ahead)))
+        if place.ahead is not None:
+            ahead = [([_NOTHING if part is None else part[0] for part in parts], real) for parts, real in place.ahead]
+        one.resumption.arrive()
+        return rounds, ahead
+
+    def _keeper(self) -> Any:
+        return super()._keeper() if self._group.rank == 0 else None
+
+    def _read_ahead(self, one: Pass) -> tuple[int, Any]:
+        rounds = [] if one.ahead is NOTHING else one.ahead
+        parts = [([None if part is _NOTHING else [part] for part in parts], real) for parts, real in rounds]
+        return len(rounds), plain_or_none(parts)
+
+    def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call what reads; where it fails, the other ranks, which are waiting or will be, hear of it."""
+        try:
+            return function(*args)
+        except Exception as error:
+            self._scatter.fail(f"its data loader raised {error!r}")
+            raise
+
+    def _rounds(self, one: Pass) -> Iterator[_Round]:
+        """Start to read; the iterator that comes back shares out all rounds but those that are skipped."""
+        per_round, drop = self._per_round, one.skip
+        base = self.base_dataloader
+        place = None if one.resumption is None else one.resumption.place
+        first: list[Any] | None = None
+        if place is not None and place.dataset is not None:
+            drop, first = 0, place.first
+            if place.is_read:
+                return iter(())
+            keeper_of(base).load_state_dict(place.dataset)
+        elif drop and reads_indices(base):
+            drop = 1 if self._needs_first else 0  # the first round is read for its padding
+            base = without_first(base, one.skip * per_round, keep=drop * per_round)
+        one.source = batches = self._opened(base, one)
+        if place is not None and drop > 1:
+            first = list(islice(batches, per_round))
+            replay(batches, (drop - 1) * per_round, to_the_end=place.ended)
+            drop = 0
+        return self._shared_out(one, batches, first, drop)
+
+    @property
+    def _needs_first(self) -> bool:
+        """Whether samples of the first round may complete the last one."""
+        return bool(self.even_batches and not self._drop_last)
+
+    def _shared_out(self, one: Pass, batches: Iterator[Any], first: list[Any] | None, drop: int) -> Iterator[_Round]:
+        per_round = self._per_round
+        while group := list(islice(batches, per_round)):
+            if len(group) < per_round and self._drop_last:
+                return
+            first = group if first is None else first
+            one.first = first if self._needs_first else None
+            if drop == 0:
+                yield self._dealt(group, first)
+            else:
+                drop -= 1
+
+    @property
+    def _per_round(self) -> int:
+        return 1 if self.split_batches else self._group.size
+
+    def _dealt(self, group: list[Any], first: list[Any]) -> _Round:
+        """Share out a round: a whole batch for each rank where that is fair, or equal parts of all of them together."""
+        lengths = [length_of(batch) for batch in group]
+        if self.split_batches:
+            if lengths[0] is None:
+                raise ConfigError(
+                    "split_batches needs a tensor with a first dimension in each batch, but got "
+                    f"{group[0]!r:.80}. Use split_batches=False."
+                )
+        elif len(group) == self._group.size and len(set(lengths)) == 1 and self.slice_fn is None:
+            return group, 0
+        batches = [Samples(batch) for batch in group]
+        if None in lengths or not all(batches[0].fits(batch) for batch in batches):
+            return self._dealt_whole(group, lengths)
+        return self._cut(joined(batches), first)
+
+    def _dealt_whole(self, group: list[Any], lengths: list[int | None]) -> _Round:
+        """Give each rank a whole batch, again from the first one on where there are too few."""
+        missing = self._group.size - len(group)
+        if missing == 0:
+            return group, 0
+        if not self.even_batches:
+            return group + [_NOTHING] * missing, 0
+        return filled(group, group, self._group.size), sum(1 if length is None else length for length in lengths)
+
+    def _cut(self, batch: Samples, first: list[Any]) -> _Round:
+        """Cut a round's batch into one part for each rank, completed with samples of the first round where it must."""
+        size, length = self._group.size, batch.length
+        assert length is not None
+        part = -(-length // size)
+        missing = part * size - length
+        real = 0
+        if missing and self.even_batches:
+            source = [other for other in map(Samples, first) if batch.fits(other)]
+            batch, real = extended(batch, joined(source) if source else batch, missing), length
+            length += missing
+        cuts = [slice(rank * part, min((rank + 1) * part, length)) for rank in range(size)]
+        return [self._taken(batch, cut, rank) for rank, cut in enumerate(cuts)], real
+
+    def _taken(self, batch: Samples, cut: slice, rank: int) -> Any:
+        if cut.start >= cut.stop:
+            return _NOTHING
+        if self.slice_fn is None:
+            return batch.cut(cut)
+        return self.slice_fn(batch.whole(), cut, process_index=rank, num_processes=self._group.size)
+
+
+def _gets_part(rank: int, rounds: list[_Round]) -> bool:
+    return any(parts[rank] is not _NOTHING for parts, _ in rounds)

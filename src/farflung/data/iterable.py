@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data sets without indices: every rank reads the whole stream and keeps its own part of each round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import IterableDataset, default_convert
+
+from farflung.base.tree import find_batch_size
+from farflung.data.place import plain_or_none, state_of
+from farflung.data.samplers import check_split, rounds
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """The share of one process in an iterable data set.
+
+    Args:
+        dataset: yields samples, the same ones in the same order on every process.
+        batch_size: samples of a batch of one process or, with `split_batches`, of all processes together.
+        drop_last: leave out a last round that is not whole.
+        num_processes: how many share the samples.
+        process_index: which of them this is.
+        split_batches: see `batch_size`.
+        even_batches: complete a last round that is not whole with samples of the first.
+
+    Raises:
+        ConfigError: `split_batches` and a batch size that is no multiple of `num_processes`.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        *,
+        even_batches: bool = True,
+    ) -> None:
+        if split_batches:
+            check_split(batch_size, num_processes)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.epoch = 0
+        self._first: list[Any] | None = None  # the first round of the iteration that began last
+        self._is_read = False  # that iteration came to the end of the data
+        self._goes_on = False  # the next one does not begin at the beginning
+
+    @property
+    def part(self) -> int:
+        """Samples of one round that belong to this process."""
+        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass `epoch` on to the data set, if it wants to know."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Return the samples of this process; only for data sets that know their own length."""
+        return self._own(len(self.dataset))  # type: ignore[arg-type]
+
+    def num_batches(self, num_workers: int) -> int:
+        """Return the batches of this process where each of `num_workers` reads every `num_workers`-th sample.
+
+        Each worker's samples end in a batch of their own, so there may be more batches than in one stream.
+        """
+        length = len(self.dataset)  # type: ignore[arg-type]
+        streams = [len(range(worker, length, num_workers)) for worker in range(num_workers)]
+        return sum(-(-self._own(samples) // self.part) for samples in streams)
+
+    def _own(self, length: int) -> int:
+        """Return how many of a stream's `length` samples this process gets, padding included."""
+        whole, left = divmod(length, self.part * self.num_processes)
+        if self.drop_last or left == 0:
+            return whole * self.part
+        if self.even_batches:
+            return (whole + 1) * self.part
+        return whole * self.part + min(max(left - self.process_index * self.part, 0), self.part)
+
+    def __iter__(self) -> Iterator[Any]:
+        for samples, _ in self.shares():
+            yield from samples
+
+    def shares(self) -> Iterator[tuple[list[Any], list[Any] | None]]:
+        """Yield this process's samples of each round and, when the round is padded, all its samples that are not."""
+        own = slice(self.process_index * self.part, (self.process_index + 1) * self.part)
+        size = self.part * self.num_processes
+        first, goes_on = self._first, self._goes_on
+        self._first, self._goes_on = (first, False) if goes_on else (None, False)
+        source: Iterable[Any] = () if goes_on and self._is_read else self.dataset
+        self._is_read = goes_on and self._is_read
+        given = first if goes_on else None
+        for samples, real in rounds(source, size, drop_last=self.drop_last, even=self.even_batches, first=given):
+            if self._first is None and self.even_batches and not self.drop_last:
+                self._first = samples
+            self._is_read = real < size
+            yield samples[own], samples[:real] if len(samples) > real else None
+        self._is_read = True
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return how far the data set was read, with its own word about it; None where it has none.
+
+        Only this process's own reading is known: with workers, each of them reads by itself.
+        """
+        own = state_of(self.dataset)
+        first = plain_or_none(self._first)
+        if own is None or (self._first is not None and first is None):
+            return None
+        return {"dataset": own, "first": first, "is_read": self._is_read}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration go on where `state_dict` stood."""
+        self._first, self._is_read, self._goes_on = state_dict["first"], state_dict["is_read"], True
+        if not self._is_read:  # else it would take its old state for the iteration after this one
+            self.dataset.load_state_dict(state_dict["dataset"])  # type: ignore[attr-defined]
+
+
+class Marked(NamedTuple):
+    """A sample, or a batch, of a padded round, with the number of samples in that round that are no padding."""
+
+    content: Any
+    real: int
+
+
+class MarkedShard(IterableDatasetShard):
+    """A shard that marks the samples of padded rounds, so that the count reaches the loader with the batch.
+
+    Only this way does it come through worker processes, each of which has a stream, and a last round, of its own.
+
+    Args:
+        holds_batches: the items of the data set are whole batches, whose samples are to be counted.
+    """
+
+    def __init__(self, *args: Any, holds_batches: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.holds_batches = holds_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for samples, real in self.shares():
+            if real is None:
+                yield from samples
+            else:
+                count = sum(map(_num_samples, real)) if self.holds_batches else len(real)
+                yield from (Marked(sample, count) for sample in samples)
+
+
+class Unmarking:
+    """A collate function that takes the marks off samples and puts one on their batch."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, samples: Any) -> Any:
+        if type(samples) is Marked:  # the loader does no batching
+            return Marked(self.collate_fn(samples.content), samples.real)
+        if type(samples) is list and samples and type(samples[0]) is Marked:
+            return Marked(self.collate_fn([sample.content for sample in samples]), samples[0].real)
+        return self.collate_fn(samples)
+
+
+def _num_samples(batch: Any) -> int:
+    length = find_batch_size(default_convert(batch))  # type: ignore[no-untyped-call]
+    return 1 if length is None else length

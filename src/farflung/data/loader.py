@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepared loaders: batches on their device, one fetched ahead, and the training loop told which one is the last."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from farflung.base.errors import StateError
+from farflung.base.tree import send_to_device
+from farflung.config.handlers import DataLoaderConfiguration
+from farflung.data.epochs import NOTHING, Epochs, Pass
+from farflung.data.iterable import IterableDatasetShard, Marked
+from farflung.data.place import (
+    Place,
+    Resumption,
+    Start,
+    generators_of,
+    plain_or_none,
+    replay,
+    samplers_of,
+    set_generators,
+    state_of,
+)
+from farflung.data.samplers import SeedableRandomSampler
+from farflung.data.torch_loaders import LoaderView, announce, keeper_of, reads_indices, without_first
+from farflung.data.workers import Log, Noting, Turns, can_be_noted, checked, plain
+from farflung.loop.state import LoopState
+
+_Prepared = TypeVar("_Prepared", bound="PreparedLoader")
+
+
+class SkipDataLoader(LoaderView):
+    """A loader without its first batches, which are read and thrown away.
+
+    Args:
+        dataset: what to load from.
+        skip_batches: how many batches are left out.
+        use_stateful_dataloader: not done.
+        kwargs: those of torch's `DataLoader`.
+    """
+
+    skip_batches: int
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        DataLoaderConfiguration(use_stateful_dataloader=use_stateful_dataloader)  # raises where it is True
+        super().__init__(DataLoader(dataset, **kwargs), skip_batches=skip_batches)
+
+    @classmethod
+    def over(cls, loader: DataLoader[Any], skip_batches: int) -> SkipDataLoader:
+        """Leave out the first batches of a loader that is there already."""
+        view = cls.__new__(cls)
+        LoaderView.__init__(view, loader, skip_batches=skip_batches)
+        return view
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return islice(iter(self.base_dataloader), self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.base_dataloader) - self.skip_batches)
+
+
+class PreparedLoader(LoaderView):
+    """What sharding and dispatching loaders have in common: epochs, the device, and reports to the loop.
+
+    Args:
+        base: the torch loader that makes the batches.
+        state: told when this loader starts, hands out a batch after another one did, and ends.
+        device: where batches go; None leaves them where they are.
+        non_blocking: do not wait for the copies to the device.
+        agree: called at the start of each iteration: makes ranks draw the same random order.
+        total_batch_size: samples that all ranks together consume in one step, None when that varies.
+        may_be_uneven: ranks may get different numbers of batches.
+
+    Attributes:
+        end_of_dataloader: the batch handed out last was the final one of its iteration.
+        remainder: samples that are no padding in the batch handed out last, over all ranks; 0: all of them.
+        skip_batches: batches left out at the beginning of each iteration.
+    """
+
+    end_of_dataloader: bool
+    remainder: int
+    skip_batches: int
+    device: torch.device | None
+    total_batch_size: int | None
+    may_be_uneven: bool
+
+    def __init__(
+        self,
+        base: DataLoader[Any],
+        *,
+        state: LoopState,
+        device: torch.device | None = None,
+        non_blocking: bool = False,
+        agree: Callable[[], None] | None = None,
+        total_batch_size: int | None = None,
+        may_be_uneven: bool = False,
+        **own: Any,
+    ) -> None:
+        super().__init__(
+            base,
+            end_of_dataloader=False,
+            remainder=-1,
+            skip_batches=0,
+            device=device,
+            total_batch_size=total_batch_size,
+            may_be_uneven=may_be_uneven,
+            _state=state,
+            _move=_mover(device, non_blocking),
+            _agree=agree,
+            _epochs=Epochs(),
+            _is_copy=False,
+            **own,
+        )
+
+    @property
+    def iteration(self) -> int:
+        """The number of the epoch that is under way, or of the next one when none is."""
+        epochs: Epochs = self._epochs
+        return epochs.number if epochs.chosen is None else epochs.chosen
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in the data set, over all ranks."""
+        dataset: Any = self.base_dataloader.dataset
+        if isinstance(dataset, IterableDatasetShard):
+            dataset = dataset.dataset
+        return dataset.total_length if hasattr(dataset, "total_length") else len(dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be number `epoch`; samplers and data sets that have `set_epoch` are told now."""
+        self._epochs.choose(epoch)
+        announce(epoch, self.base_dataloader)
+
+    def skipping(self: _Prepared, num_batches: int) -> _Prepared:
+        """Return a copy that leaves out the first `num_batches` of what this one hands out. Both count one epoch."""
+        other = copy.copy(self)
+        skip = self.skip_batches + num_batches
+        other.__dict__.update(skip_batches=skip, end_of_dataloader=False, remainder=-1, _is_copy=True)
+        return other
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._state.begin(self)
+        under_way = self._begun()
+        epoch, state = under_way.epoch, self._state
+        self._show(under_way)
+        state.enter(under_way)
+        one_at_a_time = self.base_dataloader.persistent_workers
+        try:
+            for batch, last, real in self._stream(under_way):
+                under_way.end_of_dataloader, under_way.remainder = last, real
+                under_way.num_batches += 1
+                state.enter(under_way, batch)
+                if last is not self.end_of_dataloader or real != self.remainder:
+                    self._show(under_way)
+                yield batch
+                if one_at_a_time and self._epochs.newest is not under_way:
+                    raise StateError(
+                        "This loader was iterated again before this iteration came to its end. Its workers are "
+                        "persistent, so that it has them once: use persistent_workers=False, or two loaders."
+                    )
+            self._epochs.finish(epoch)
+            state.leave(under_way, at_end=True)
+        finally:
+            under_way.ahead = under_way.source = None  # workers end with it
+            state.leave(under_way)
+            around = state.current
+            if isinstance(around, Pass) and around.loader is self:
+                self._show(around)
+
+    def _begun(self) -> Pass:
+        """Start an iteration, or go on with the one whose place was loaded."""
+        epochs, base, skip = self._epochs, self.base_dataloader, self.skip_batches
+        place, epochs.place = epochs.place, None
+        if place is not None and place.ended and (epochs.chosen is not None or self._is_told(skip < place.batches)):
+            self._run_out(place)
+            place = None
+        resumption = None
+        if place is not None:
+            skip = skip if self._is_told() else place.batches
+            resumption = Resumption(place if skip == place.batches else place.moved(skip))
+            resumption.begin(base)
+        start = Start.of(base) if place is None else place.start
+        if self._agree is not None:
+            self._agree()
+        epoch = epochs.start(goes_on=place is not None)
+        announce(epoch, base)
+        under_way = epochs.newest = Pass(self, epoch, skip, start, resumption)
+        under_way.warm = self._is_warm if place is None else place.warm
+        return under_way
+
+    def _is_told(self, something: bool = True) -> bool:
+        """Whether `skip_first_batches` said how many to leave out, whatever place was loaded."""
+        return self._is_copy and something
+
+    def _run_out(self, place: Place) -> None:
+        """Come to the end of an iteration of which nothing is left, so that its generators are where it leaves them."""
+        epochs = self._epochs
+        chosen, epochs.chosen = epochs.chosen, None
+        epochs.place = place
+        whole = copy.copy(self)
+        whole.__dict__.update(skip_batches=0, _is_copy=False)
+        for _ in whole:
+            raise AssertionError("an iteration that had ended went on")
+        if chosen is not None:
+            epochs.choose(chosen)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this loader stands: the epoch, and in the middle of an iteration the place in it.
+
+        Each rank has its own. It is plain data: tensors, numbers, texts and their lists and dictionaries.
+        """
+        epochs, base = self._epochs, self.base_dataloader
+        one = epochs.newest
+        is_live = one is not None and epochs.place is None and any(one is other for other in self._state.loaders)
+        place = self._place_of(one) if is_live else epochs.place
+        return {
+            "epoch": epochs.number,
+            "under_way": epochs.under_way,
+            "place": None if place is None else place.to_dict(),
+            "generators": [generator.get_state() for generator in generators_of(base)],
+            "seeds": [sampler.initial_seed for sampler in _seeded(base)],
+            "warm": self._is_warm,
+            "drawn": plain(epochs.drawn),
+            "total_batch_size": self.total_batch_size,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where `state_dict` stood: the next iteration of this loader, or of a copy that skips, is there.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no such state; nothing is changed then.
+        """
+        epochs, base = self._epochs, self.base_dataloader
+        saved = dict(state_dict)
+        place = None if saved["place"] is None else Place.from_dict(saved["place"])
+        if place is not None and place.turns is not None:
+            Turns.from_dict(place.turns)
+        number, under_way, warm = int(saved["epoch"]), bool(saved["under_way"]), bool(saved["warm"])
+        drawn = checked(saved.get("drawn"))
+        samplers = _seeded(base)
+        set_generators(base, saved["generators"])
+        for sampler, seed in zip(samplers, saved["seeds"], strict=False):
+            sampler.initial_seed = seed
+        epochs.choose(number)
+        epochs.under_way, epochs.warm, epochs.place, epochs.chosen = under_way, warm, place, None
+        epochs.drawn, epochs.is_loaded = drawn, True
+
+    def whereabouts(self) -> str:
+        """Say in a few words where the next iteration goes on."""
+        epochs, place = self._epochs, self._epochs.place
+        if place is None:
+            return f"starts epoch {epochs.number + epochs.under_way}"
+        try:
+            total = f" of {len(self)}"
+        except TypeError:  # a stream that does not know its length
+            total = ""
+        where = f"goes on after batch {place.batches}{total} of epoch {epochs.number}"
+        if place.ended:
+            return f"{where}, which is its last: the first loop over it ends at once"
+        then, now = 0 if place.turns is None else len(place.turns["plan"]), self.base_dataloader.num_workers
+        if then and then != now:
+            where += f", with {now} workers in place of {then}, which draw other random numbers"
+        return where
+
+    def keep(self) -> Callable[[], None]:
+        """Return what undoes a `load_state_dict` that comes now."""
+        epochs, before = self._epochs, dict(self._epochs.__dict__)
+        generators = [(generator, generator.get_state()) for generator in generators_of(self.base_dataloader)]
+        samplers = [(sampler, sampler.initial_seed) for sampler in _seeded(self.base_dataloader)]
+
+        def undo() -> None:
+            epochs.__dict__.update(before)
+            for generator, state in generators:
+                generator.set_state(state)
+            for sampler, seed in samplers:
+                sampler.initial_seed = seed
+
+        return undo
+
+    def _place_of(self, one: Pass) -> Place:
+        num_ahead, ahead = self._read_ahead(one)
+        keeper = self._keeper()
+        first, dataset = None, None
+        if keeper is not None and (num_ahead == 0 or ahead is not None):
+            first = plain_or_none(one.first)
+            dataset = state_of(keeper) if one.first is None or first is not None else None
+        return Place(
+            batches=one.skip + one.num_batches,
+            ended=one.end_of_dataloader,
+            start=one.start,
+            num_ahead=num_ahead,
+            ahead=ahead,
+            first=first,
+            dataset=dataset,
+            warm=one.warm,
+            turns=None if one.log is None else one.log.turns(one.skip + one.num_batches).to_dict(),
+            exhausted=bool(getattr(getattr(one.source, "_dataset_fetcher", None), "ended", False)),
+        )
+
+    def _keeper(self) -> Any:
+        return keeper_of(self.base_dataloader)
+
+    def _read_ahead(self, one: Pass) -> tuple[int, Any]:
+        """Return how much was read ahead, and that as plain data, None where it is none."""
+        if one.ahead is NOTHING:
+            return 0, None
+        batch, real = one.ahead if type(one.ahead) is Marked else (one.ahead, 0)
+        content = plain_or_none(batch)
+        return 1, None if content is None else {"content": content, "real": real}
+
+    @property
+    def _is_warm(self) -> bool:
+        """Whether persistent workers are there, or would be had the run not been interrupted."""
+        base = self.base_dataloader
+        return bool(base.persistent_workers and (base._iterator is not None or self._epochs.warm))
+
+    def _opened(self, base: DataLoader[Any], one: Pass, **replaced: Any) -> Iterator[Any]:
+        """Start the base loader, or a copy of it, without drawing a seed for workers that would be there already.
+
+        Args:
+            replaced: attributes that workers which are started now see instead of the loader's own.
+        """
+        is_warm = self._is_warm if one.resumption is None else one.resumption.place.warm
+        if is_warm and base._iterator is None:
+            replaced["generator"] = torch.Generator()
+        kept = {name: getattr(base, name) for name in replaced}
+        base.__dict__.update(replaced)
+        try:
+            return iter(base)
+        finally:
+            base.__dict__.update(kept)
+
+    def _show(self, one: Pass) -> None:
+        """Let this loader's attributes be those of one of its iterations."""
+        self.end_of_dataloader, self.remainder = one.end_of_dataloader, one.remainder
+
+    def _stream(self, one: Pass) -> Iterator[tuple[Any, bool, int]]:
+        """Yield batches on the device, whether each is the last, and how much of its round is no padding (0: all)."""
+        raise NotImplementedError
+
+
+class DataLoaderShard(PreparedLoader):
+    """A loader whose batches belong to this rank alone.
+
+    Args:
+        base: makes this rank's batches.
+        count: says how many samples in the last round are no padding, given this rank's batch; 0: all of them.
+        marked: batches of padded rounds come as `Marked`, with that number.
+        common: see `PreparedLoader`.
+    """
+
+    def __init__(
+        self, base: DataLoader[Any], *, count: Callable[[Any], int] | None = None, marked: bool = False, **common: Any
+    ) -> None:
+        super().__init__(base, _count=count, _marked=marked, **common)
+
+    def __len__(self) -> int:
+        return max(0, _num_batches(self.base_dataloader) - self.skip_batches)
+
+    def _stream(self, one: Pass) -> Iterator[tuple[Any, bool, int]]:
+        move, marked = self._move, self._marked
+        held, held_real, real = NOTHING, 0, 0
+        for batch in self._batches(one):
+            if marked:
+                batch, real = batch if type(batch) is Marked else (batch, 0)
+            if move is not None:
+                batch = move(batch)
+            one.ahead = Marked(batch, real) if real else batch
+            if held is not NOTHING:
+                yield held, False, held_real
+            held, held_real = batch, real
+        one.ahead = NOTHING
+        if held is not NOTHING:
+            count = self._count
+            yield held, True, held_real if count is None else count(held)
+
+    def _batches(self, one: Pass) -> Iterator[Any]:
+        base, resumption = self.base_dataloader, one.resumption
+        reads = reads_indices(base)
+        if can_be_noted(base):
+            one.source = self._noted(one)
+        elif resumption is None or reads:
+            one.source = self._opened(without_first(base, one.skip) if one.skip and reads else base, one)
+        if resumption is None:
+            return one.source if reads else islice(one.source, one.skip, None)
+        place = resumption.place
+        first: list[Any] = []
+        if not reads and place.dataset is not None:
+            one.source = iter(()) if place.is_read else self._told(place)
+        else:
+            if not reads:
+                one.source = self._opened(base, one)
+                replay(one.source, place.batches)
+            first = list(islice(one.source, 1))  # of those that were read ahead; orders are drawn with it
+        if place.ahead is not None:
+            content, real = place.ahead["content"], place.ahead["real"]
+            first = [Marked(content, real) if real else content]
+        resumption.arrive()
+        return chain(first, one.source)
+
+    def _noted(self, one: Pass) -> Iterator[Any]:
+        """Start workers whose random numbers are noted, and go on where they were left."""
+        epochs, base = self._epochs, self.base_dataloader
+        if epochs.is_loaded:  # those that are there have drawn for another run
+            base._iterator, epochs.is_loaded = None, False
+        number, stay = base.num_workers, base.persistent_workers
+        saved = None if one.resumption is None else one.resumption.place.turns
+        if saved is not None and len(saved["plan"]) == number:
+            turns = Turns.from_dict(saved)
+        elif base._iterator is not None:
+            turns = Turns.begun(number, one.skip, epochs.drawn or [None] * number)
+        else:
+            drawn = plain(epochs.drawn) or []
+            turns = Turns.begun(number, one.skip, drawn if len(drawn) == number else None)
+        one.log = Log(turns)
+        loader = without_first(base, turns.start) if turns.start else base
+        noting = Noting(loader.collate_fn, loader.worker_init_fn, turns.plan, each=stay)
+        arriving = self._opened(loader, one, collate_fn=noting, worker_init_fn=noting.start)
+        epochs.drawn = [None] * number if stay else None
+        return self._handed_out(one.log, arriving, one.skip)
+
+    def _handed_out(self, log: Log, arriving: Iterator[Any], wanted: int) -> Iterator[Any]:
+        yield from log.hand_out(arriving, wanted)
+        if self.base_dataloader.persistent_workers:
+            self._epochs.drawn = log.newest
+
+    def _told(self, place: Place) -> Iterator[Any]:
+        keeper_of(self.base_dataloader).load_state_dict(place.dataset)
+        return iter(self.base_dataloader)
+
+
+def _mover(device: torch.device | None, non_blocking: bool) -> Callable[[Any], Any] | None:
+    """Return what brings a batch to `device`, or None when it is there already, as on a machine of CPUs alone."""
+    if device is None or (device.type == "cpu" and not torch.accelerator.is_available()):
+        return None
+    return partial(send_to_device, device=device, non_blocking=non_blocking)
+
+
+def _num_batches(loader: DataLoader[Any]) -> int:
+    """Return how many batches a loader makes, also where torch leaves out that each worker of a stream ends by itself.
+
+    Workers are taken to share out a stream sample by sample. Should they do it otherwise, torch warns when there are
+    more batches.
+    """
+    stream = loader.dataset
+    if isinstance(loader, LoaderView) or loader.num_workers < 2 or not isinstance(stream, IterableDataset):
+        return len(loader)
+    if not isinstance(stream, IterableDatasetShard):
+        stream = IterableDatasetShard(stream, loader.batch_size or 1, loader.drop_last)
+    length = stream.num_batches(loader.num_workers)
+    loader._IterableDataset_len_called = length  # type: ignore[assignment]  # torch says None
+    return length
+
+
+def _seeded(loader: DataLoader[Any]) -> list[SeedableRandomSampler]:
+    return [sampler for sampler in samplers_of(loader) if isinstance(sampler, SeedableRandomSampler)]

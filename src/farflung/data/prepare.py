@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preparing a loader: each rank gets its share of the data, read by itself or handed out by rank 0."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils import data as torch_data
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.tree import find_batch_size
+from farflung.comm.group import Group, SoloGroup
+from farflung.config.handlers import DataLoaderConfiguration
+from farflung.data.dispatcher import DataLoaderDispatcher, SliceFn
+from farflung.data.iterable import MarkedShard, Unmarking
+from farflung.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader
+from farflung.data.samplers import BatchSamplerShard, SeedableRandomSampler, check_split
+from farflung.data.torch_loaders import altered, index_source, reads_indices, with_indices, without_first
+from farflung.loop.state import LoopState
+from farflung.process import world as slot
+from farflung.process.seed import share_rng_state
+
+_DATA_AXES = {"dp", "fsdp", "dp_replicate", "dp_shard"}  # mesh axes along which ranks see different data
+
+
+def prepare_loader(
+    loader: DataLoader[Any],
+    *,
+    group: Group,
+    device: torch.device | None,
+    state: LoopState,
+    config: DataLoaderConfiguration,
+    rng_types: Iterable[str],
+    slice_fn: SliceFn | None = None,
+) -> DataLoaderShard | DataLoaderDispatcher:
+    """Make a loader that gives each rank its share; one that is prepared already comes back as it is.
+
+    Args:
+        group: the ranks that share the data.
+        device: where batches go; None leaves them where they are.
+        state: told about the iterations.
+        rng_types: the random states that all ranks take from rank 0 at the start of each iteration; `generator` is that
+            of the sampler or of the iterable data set.
+        slice_fn: see `DataLoaderDispatcher`.
+
+    Raises:
+        ConfigError: settings that do not fit the loader.
+        Unsupported: a data pipe on several ranks.
+    """
+    if isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)):
+        return loader
+    if config.use_seedable_sampler:
+        loader = _with_seedable_sampler(loader, config.data_seed)
+    common: dict[str, Any] = {"state": state, "device": device, "non_blocking": config.non_blocking}
+    batch_size = _batch_size(loader)
+    if group.size == 1:
+        return DataLoaderShard(loader, total_batch_size=batch_size, **common)
+    _refuse_unshareable(loader)
+    factor = 1 if config.split_batches else group.size
+    common["total_batch_size"] = None if batch_size is None else batch_size * factor
+    common["may_be_uneven"] = not config.even_batches
+    streams = isinstance(loader.dataset, IterableDataset)
+    dispatches = config.dispatch_batches
+    if dispatches is None:
+        dispatches = streams and device is not None
+    common["agree"] = _agreement(loader, group, [str(kind) for kind in rng_types], dispatches)
+    if dispatches:
+        return _dispatched(loader, group, config, slice_fn, common)
+    share = _sharded_stream if streams else _sharded
+    return share(loader, group, config, common)
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """Return a loader without the first `num_batches` of what `dataloader` hands out to this process.
+
+    Where samples are read by index, those of the skipped batches are not read. A prepared loader and what comes back
+    for it count one and the same epoch.
+
+    Raises:
+        ConfigError: `num_batches` is negative.
+    """
+    if num_batches < 0:
+        raise ConfigError(f"skip_first_batches: num_batches is {num_batches}; it must be 0 or more.")
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skipping(num_batches)
+    if reads_indices(dataloader):
+        return without_first(dataloader, num_batches)
+    return SkipDataLoader.over(dataloader, num_batches)
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: list[str] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: SliceFn | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> DataLoaderShard | DataLoaderDispatcher:
+    """Prepare a loader outside of an `Accelerator`: the arguments are those of Accelerate's function of this name.
+
+    Args:
+        num_processes, process_index: the processes that share the data, and which of them this is; None is those of the
+            run. Other numbers only choose what this process reads: nothing is said to any other process then.
+        rng_types: None is `["generator"]`, so that all processes draw one order.
+
+    Raises:
+        ConfigError: settings that do not fit the loader, or dispatching among processes that are not those of the run.
+        Unsupported: a mesh with axes along which ranks see the same data.
+    """
+    axes = set(getattr(torch_device_mesh, "mesh_dim_names", None) or ()) - _DATA_AXES
+    if axes:
+        raise Unsupported(f"A mesh with the axes {sorted(axes)} is not done. Use {sorted(_DATA_AXES)}.")
+    world = slot.current()
+    group: Group = SoloGroup() if world is None else world.group
+    size = group.size if num_processes is None else num_processes
+    rank = group.rank if process_index is None else process_index
+    if (rank, size) != (group.rank, group.size):
+        if dispatch_batches:
+            raise ConfigError(
+                f"dispatch_batches=True for process {rank} of {size}, but this is {group.rank} of {group.size}. Leave "
+                "num_processes and process_index out, or use dispatch_batches=False."
+            )
+        group, dispatch_batches = _Seat(rank, size), False
+    config = DataLoaderConfiguration(
+        split_batches=split_batches,
+        dispatch_batches=dispatch_batches,
+        even_batches=even_batches,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        non_blocking=non_blocking,
+        use_stateful_dataloader=use_stateful_dataloader,
+    )
+    return prepare_loader(
+        dataloader,
+        group=group,
+        device=device if put_on_device else None,
+        state=LoopState(),
+        config=config,
+        rng_types=["generator"] if rng_types is None else rng_types,
+        slice_fn=slice_fn_for_dispatch,
+    )
+
+
+class _Seat(SoloGroup):
+    """A place among processes that this one does not talk to."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+
+def _sharded(
+    loader: DataLoader[Any], group: Group, config: DataLoaderConfiguration, common: dict[str, Any]
+) -> DataLoaderShard:
+    """Let each rank read its own samples by index."""
+    source = index_source(loader)
+    shard = BatchSamplerShard(source, group.size, group.rank, config.split_batches, config.even_batches)
+    in_batches = loader.batch_sampler is not None or _is_batch_sampler(source)
+
+    def count(batch: Any) -> int:
+        if in_batches or shard.remainder == 0:
+            return shard.remainder
+        # Each index stands for a whole batch, whose length only the rank that read it knows.
+        length = find_batch_size(batch)
+        own = 1 if length is None else length
+        return int(group.meet(torch.tensor([own if group.rank < shard.remainder else 0])).sum())
+
+    base = with_indices(loader, shard, batch_size=_batch_size_of_rank(loader, group, config))
+    return DataLoaderShard(base, count=count, **common)
+
+
+def _sharded_stream(
+    loader: DataLoader[Any], group: Group, config: DataLoaderConfiguration, common: dict[str, Any]
+) -> DataLoaderShard:
+    """Let each rank read the whole stream and keep its own part; or only its own files, where it has these."""
+    dataset: Any = loader.dataset
+    if config.split_batches:
+        check_split(loader.batch_size, group.size)
+    batch_size = _batch_size_of_rank(loader, group, config)
+    attributes: dict[str, Any] = {"batch_size": batch_size}
+    if batch_size is not None:
+        attributes["batch_sampler"] = BatchSampler(loader.sampler, batch_size, loader.drop_last)
+    if not config.even_batches and _num_files(dataset) >= group.size:
+        files = dataset.shard(num_shards=group.size, index=group.rank)
+        return DataLoaderShard(altered(loader, dataset=files, **attributes), **common)
+    shard = MarkedShard(
+        dataset,
+        loader.batch_size or 1,
+        loader.drop_last,
+        group.size,
+        group.rank,
+        config.split_batches,
+        even_batches=config.even_batches,
+        holds_batches=loader.batch_size is None,
+    )
+    base = altered(loader, dataset=shard, collate_fn=Unmarking(loader.collate_fn), **attributes)
+    return DataLoaderShard(base, marked=True, **common)
+
+
+def _dispatched(
+    loader: DataLoader[Any],
+    group: Group,
+    config: DataLoaderConfiguration,
+    slice_fn: SliceFn | None,
+    common: dict[str, Any],
+) -> DataLoaderDispatcher:
+    """Let rank 0 read everything."""
+    batch_size = _batch_size(loader)
+    if config.split_batches and batch_size is not None:
+        check_split(batch_size, group.size)
+    return DataLoaderDispatcher(
+        loader,
+        group=group,
+        split_batches=config.split_batches,
+        even_batches=config.even_batches,
+        drop_last=loader.drop_last or getattr(index_source(loader), "drop_last", False),
+        slice_fn=slice_fn,
+        **common,
+    )
+
+
+def _agreement(loader: DataLoader[Any], group: Group, kinds: list[str], dispatches: bool) -> Callable[[], None] | None:
+    """Return what makes all ranks draw rank 0's order, to be called before each iteration; None if nothing is drawn."""
+    sampler = None if dispatches else _sampler_of(loader)
+    seeded = sampler if isinstance(sampler, SeedableRandomSampler) else None
+    generator = None if dispatches or seeded else _shared_generator(loader, sampler)
+    if generator is None:
+        kinds = [kind for kind in kinds if kind != "generator"]
+    if not kinds and seeded is None:
+        return None
+
+    def agree() -> None:
+        for kind in kinds:
+            share_rng_state(kind, generator, group)
+        if seeded is not None:
+            seed = torch.tensor([_signed(seeded.initial_seed)])
+            group.broadcast(seed, 0).wait()
+            seeded.initial_seed = int(seed)
+
+    return agree
+
+
+def _shared_generator(loader: DataLoader[Any], sampler: Any) -> torch.Generator | None:
+    """Return the generator that decides the order of the data; a sampler that has room for one but none gets one."""
+    if isinstance(loader.dataset, IterableDataset):
+        own = getattr(loader.dataset, "generator", None)
+        return own if isinstance(own, torch.Generator) else None
+    if not hasattr(sampler, "generator"):
+        return None
+    if sampler.generator is None:
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    return sampler.generator  # type: ignore[no-any-return]
+
+
+def _with_seedable_sampler(loader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
+    """Return a copy of a shuffling loader whose order depends on a seed and the epoch alone; others as they are."""
+    sampler = _sampler_of(loader)
+    if not isinstance(sampler, RandomSampler) or isinstance(sampler, SeedableRandomSampler):
+        return loader
+    seedable = SeedableRandomSampler(
+        sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, data_seed=data_seed
+    )
+    source: Any = index_source(loader)
+    if source is sampler:
+        return with_indices(loader, seedable)
+    source = copy.copy(source)
+    source.sampler = seedable
+    return with_indices(loader, source, **({"sampler": seedable} if loader.batch_sampler is not None else {}))
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return what puts the samples of a loader in order: the sampler, or a batch sampler that has none inside."""
+    source = index_source(loader)
+    return getattr(source, "sampler", source)
+
+
+def _is_batch_sampler(source: Any) -> bool:
+    return isinstance(source, BatchSampler) or hasattr(source, "batch_size")
+
+
+def _batch_size(loader: DataLoader[Any]) -> int | None:
+    """Return how many samples the loader puts in a batch, None when there is no such number."""
+    return loader.batch_size or getattr(index_source(loader), "batch_size", None)
+
+
+def _batch_size_of_rank(loader: DataLoader[Any], group: Group, config: DataLoaderConfiguration) -> int | None:
+    """Return what `batch_size` is for the loader of one rank."""
+    size = loader.batch_size
+    return size // group.size if size is not None and config.split_batches else size
+
+
+def _num_files(dataset: Any) -> int:
+    """Return into how many parts an iterable data set can be divided without reading it, in the way of `datasets`."""
+    if not hasattr(dataset, "shard"):
+        return 0
+    return getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None) or 0
+
+
+def _signed(seed: int) -> int:
+    """Return a seed of 64 bits as the signed integer of the same bits."""
+    seed %= 2**64
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def _refuse_unshareable(loader: DataLoader[Any]) -> None:
+    """Raise for data that cannot be shared out among several ranks."""
+    sampler = _sampler_of(loader)
+    replicas = getattr(sampler, "num_replicas", 1)
+    if replicas > 1:
+        raise ConfigError(
+            f"This loader's {type(sampler).__name__} already gives each rank one of {replicas} shares; if those were "
+            "shared out again, most of the data would never be seen. Prepare the loader without this sampler (with "
+            "shuffle=True, if it shuffles), or iterate over it unprepared."
+        )
+    if isinstance(loader.dataset, getattr(torch_data, "IterDataPipe", ())):  # torch says it will go away
+        raise Unsupported(
+            f"The data set is a data pipe ({type(loader.dataset).__name__}); torch makes a collective of each of its "
+            "iterators. Wrap it in an IterableDataset whose __iter__ iterates over it."
+        )

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The random numbers that worker processes draw: noted now and then, so that another run's workers go on with them.
+
+Workers take turns: each makes one batch of a turn. They draw as long as they live, and when a state is taken they have
+drawn for batches that nobody has seen. So batches come with their worker's random states after them; who goes on in the
+middle of an iteration makes what came since those once more, and throws away the batches that had been handed out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, get_worker_info
+
+from farflung.checkpoint import rng
+from farflung.data.torch_loaders import reads_indices
+
+_NOTED_EVERY_S = 0.005  # reading all states takes 60 us, and as much as this is made again
+_FRESH = "fresh"  # what a worker has when it starts by itself
+
+# The random states of a worker: bytes as they come from it, a dictionary as in a checkpoint, _FRESH, None: not known.
+States = bytes | dict[str, Any] | str | None
+
+
+class Drawn(NamedTuple):
+    """A batch, and the random states of its worker after it, if they were noted."""
+
+    content: Any
+    states: bytes | None
+
+
+class Noting:
+    """A collate function that adds its worker's random states to a batch, and with `start` what begins a worker.
+
+    Args:
+        collate_fn, init_fn: the script's own.
+        plan: for each worker, after how many batches it is given which states.
+        each: note every batch, not one every few milliseconds.
+    """
+
+    def __init__(
+        self,
+        collate_fn: Callable[[Any], Any],
+        init_fn: Callable[[int], None] | None,
+        plan: list[tuple[int, States]],
+        each: bool = False,
+    ) -> None:
+        self._collate_fn = collate_fn
+        self._init_fn = init_fn
+        self._plan = plan
+        self._num_made = 0
+        self._every_s = 0.0 if each else _NOTED_EVERY_S
+        self._noted_at = -self._every_s
+
+    def start(self, worker: int) -> None:
+        """Begin a worker, as `worker_init_fn`."""
+        if self._init_fn is not None:
+            self._init_fn(worker)
+        self._draw_on(worker)
+
+    def __call__(self, samples: Any) -> Drawn:
+        content = self._collate_fn(samples)
+        worker = get_worker_info().id  # type: ignore[union-attr]
+        self._num_made += 1
+        self._draw_on(worker)
+        now = time.perf_counter()
+        if self._num_made < self._plan[worker][0] or now - self._noted_at < self._every_s:
+            return Drawn(content, None)
+        self._noted_at = now
+        return Drawn(content, rng.pack_host())  # bytes, which are not pinned one by one either
+
+    def _draw_on(self, worker: int) -> None:
+        number, states = self._plan[worker]
+        if number == self._num_made and isinstance(states, dict):
+            rng.write_host(states)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Where the workers of an iteration begin.
+
+    Attributes:
+        start: the batch that the first worker makes first.
+        plan: for each worker, after how many batches it is to have which states.
+    """
+
+    start: int
+    plan: list[tuple[int, States]]
+
+    @classmethod
+    def begun(cls, number: int, start: int, states: list[States] | None = None) -> Turns:
+        """Let `number` workers begin with `states`, None: as they start by themselves."""
+        return cls(start, [(0, one) for one in states or [_FRESH] * number])
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Turns:
+        """Build what `to_dict` returned; KeyError, TypeError or ValueError where it is something else."""
+        plan = [(int(number), states) for number, states in saved["plan"]]
+        checked([states for _, states in plan])
+        return cls(int(saved["start"]), plan)
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """Return it as plain data, None where states are not known."""
+        states = plain([states for _, states in self.plan])
+        if states is None:
+            return None
+        return {
+            "start": self.start,
+            "plan": [(number, one) for (number, _), one in zip(self.plan, states, strict=True)],
+        }
+
+
+class Log:
+    """What is known of the workers of one iteration."""
+
+    def __init__(self, begun: Turns) -> None:
+        self._begun = begun
+        self._number = len(begun.plan)
+        # Of each worker, the newest states, and the batch after which it has them: next to it, those before.
+        self._noted = [
+            deque([(begun.start + worker + (made - 1) * self._number, states)], maxlen=2)
+            for worker, (made, states) in enumerate(begun.plan)
+        ]
+        self._arrived = begun.start
+
+    def hand_out(self, arriving: Iterator[Any], wanted: int) -> Iterator[Any]:
+        """Yield the batches that arrive, from number `wanted` on."""
+        for item in arriving:
+            batch, self._arrived = self._arrived, self._arrived + 1
+            is_noted = type(item) is Drawn
+            if not is_noted or item.states is not None:
+                self._noted[self._worker(batch)].append((batch, item.states if is_noted else None))
+            if batch >= wanted:
+                yield item.content if is_noted else item
+
+    @property
+    def newest(self) -> list[States]:
+        """What the workers have after their last batch, where each of theirs was noted."""
+        return [noted[-1][1] for noted in self._noted]
+
+    def turns(self, batch: int) -> Turns:
+        """Return where workers begin that are to make `batch`, the newest one that has arrived or the one after it."""
+        turn = batch - self._worker(batch)
+        known = [next((b, states) for b, states in reversed(noted) if b < turn) for noted in self._noted]
+        begin = [b + self._number - worker for worker, (b, _) in enumerate(known)]  # the first turn after it
+        start = min(begin)
+        plan = [((own - start) // self._number, states) for own, (_, states) in zip(begin, known, strict=True)]
+        return Turns(start, plan)
+
+    def _worker(self, batch: int) -> int:
+        return (batch - self._begun.start) % self._number
+
+
+def can_be_noted(loader: DataLoader[Any]) -> bool:
+    """Say whether the batches of a loader come from workers that take turns, and through nothing but torch's own."""
+    own = type(loader)
+    is_plain = own.__iter__ is DataLoader.__iter__ and own._get_iterator is DataLoader._get_iterator
+    return reads_indices(loader) and loader.num_workers > 0 and loader.in_order and is_plain
+
+
+def plain(states: list[States] | None) -> list[Any] | None:
+    """Return the states of workers as plain data, None where those of one are not known."""
+    if states is None or None in states:
+        return None
+    return [rng.unpack_host(one) if isinstance(one, bytes) else one for one in states]
+
+
+def checked(states: list[States] | None) -> list[States] | None:
+    """Return what `plain` returned; KeyError, TypeError or ValueError where it is something else."""
+    for one in states or []:
+        if one != _FRESH:
+            rng.check(one)  # type: ignore[arg-type]
+    return states

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the processes of this machine under torch's elastic agent, and say how it ended.
+
+torch is loaded when an agent is started, not before: a command line that can't work is refused at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from farflung.base.errors import RankFailure
+from farflung.config import environ
+from farflung.launch.plan import Meeting, uncollected
+from farflung.launch.report import Failure
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that the agent takes over
+_PATIENCE_S = 2.0
+_SLOW = "farflung: the processes have 30 s to end by themselves; Ctrl-C once more ends them at once."
+_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended on this machine: well, by failures, or by a signal to the launcher."""
+
+    failures: tuple[Failure, ...] = ()
+    signal: int | None = None
+
+
+@dataclass(frozen=True)
+class Watch:
+    """How the agent looks after its processes."""
+
+    max_restarts: int = 0
+    monitor_interval_s: float = 0.1
+    role: str = "default"
+    log_dir: str | None = None
+    tee: str = "0"
+    line_prefix: str | None = None
+    show_logs: bool = False
+
+
+def run_agent(
+    entrypoint: str | Callable[..., None],
+    arguments: Sequence[Any],
+    num_local: int,
+    *,
+    variables: Mapping[str, str],
+    meeting: Meeting,
+    watch: Watch,
+) -> Outcome:
+    """Start `num_local` connected processes, wait for them, and return how it ended. None of them is left behind.
+
+    Args:
+        entrypoint: a program, or a function for forked processes.
+        arguments: for the program or the function, as they are.
+        variables: environment variables for the processes.
+
+    Raises:
+        RankFailure: the machines did not find each other.
+    """
+    with uncollected():
+        from torch.distributed import DistNetworkError, DistStoreError
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
+        from torch.distributed.launcher.api import elastic_launch
+
+    with ExitStack() as around:
+        around.enter_context(_signals_put_back())
+        around.enter_context(_interrupts_raise(SignalException))
+        around.enter_context(_agent_logs(watch))
+        around.enter_context(environ.patched(variables))
+        log_dir = watch.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_"))
+        try:
+            agent = elastic_launch(_agent_settings(num_local, meeting, watch, log_dir), entrypoint)
+            returned = agent(*_as_they_are(arguments))
+        except ChildFailedError as error:
+            if isinstance(entrypoint, str):
+                _end_sessions([failed.pid for failed in error.failures.values()])
+                return Outcome(_named(error.failures))
+            return Outcome((*_named(error.failures), *_unnamed(error.failures, Path(log_dir))))
+        except SignalException as error:
+            return Outcome(signal=int(error.sigval))
+        except (RendezvousError, DistNetworkError, DistStoreError) as error:
+            raise RankFailure(
+                f"The processes could not meet at {meeting.endpoint} ({meeting.num_machines} machines, "
+                f"{meeting.backend}): {error}"
+            ) from error
+    if len(returned) != num_local:
+        raise RankFailure(f"{num_local} processes were started, but only {len(returned)} of them reported their end.")
+    return Outcome()
+
+
+def _agent_settings(num_local: int, meeting: Meeting, watch: Watch, log_dir: str) -> Any:
+    """Return torch's `LaunchConfig`."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig
+
+    settings: dict[str, Any] = {}
+    if "signals_to_handle" in signature(LaunchConfig).parameters:  # an older torch takes Ctrl-C for itself too
+        settings["signals_to_handle"] = "SIGTERM,SIGHUP,SIGQUIT"
+    return LaunchConfig(
+        min_nodes=meeting.num_machines,
+        max_nodes=meeting.num_machines,
+        nproc_per_node=num_local,
+        run_id=meeting.run_id,
+        role=watch.role,
+        rdzv_endpoint=meeting.endpoint,
+        rdzv_backend=meeting.backend,
+        rdzv_configs=dict(meeting.conf),
+        max_restarts=watch.max_restarts,
+        monitor_interval=watch.monitor_interval_s,
+        start_method="fork",
+        log_line_prefix_template=watch.line_prefix,
+        local_addr=meeting.address,
+        logs_specs=DefaultLogsSpecs(log_dir=log_dir, tee=Std.from_str(watch.tee)),
+        **settings,
+    )
+
+
+def _as_they_are(arguments: Sequence[Any]) -> list[Any]:
+    """The agent puts the rank in for `${local_rank}` in texts; a doubled `$` is how it spells one."""
+    return [argument.replace("$", "$$") if isinstance(argument, str) else argument for argument in arguments]
+
+
+def _named(failed: Mapping[int, Any]) -> tuple[Failure, ...]:
+    """Return the failures that the agent names, in its order; `failed` holds its `ProcessFailure` by rank."""
+    return tuple(
+        Failure.of(rank, one.exitcode, one.error_file_data, pid=one.pid, seen_s=one.timestamp)
+        for rank, one in failed.items()
+    )
+
+
+def _unnamed(failed: Mapping[int, Any], log_dir: Path) -> list[Failure]:
+    """Return the failures that stand in error files only: of several functions that fail, the agent names one."""
+    before_us = min(rank - one.local_rank for rank, one in failed.items())  # ranks of the machines before this one
+    last_attempt = max(log_dir.glob("*/attempt_*"), key=lambda folder: folder.stat().st_mtime)
+    files = {before_us + int(file.parent.name): file for file in last_attempt.glob("*/error.json")}
+    return [Failure.of(rank, 1, _read(file)) for rank, file in sorted(files.items()) if rank not in failed]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        left: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError:  # it was ended while it wrote
+        return {}
+    return left
+
+
+def _end_sessions(leaders: Sequence[int]) -> None:
+    """End what failed programs have started and left behind: the agent gives each program a session of its own."""
+    for pid in leaders:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+@contextmanager
+def _agent_logs(watch: Watch) -> Iterator[None]:
+    """Keep the agent's log lines back: what they say of a failure, our report says once and shorter.
+
+    Its errors are let through where a failure may be followed by another attempt, of which there is no report.
+    """
+    if watch.show_logs or environ.text("LOGLEVEL"):
+        yield
+        return
+    least = logging.ERROR if watch.max_restarts else logging.CRITICAL + 1
+    loggers = [logger for name, logger in logging.root.manager.loggerDict.items() if name.startswith(_LOGGERS)]
+    before = [(logger, logger.level) for logger in loggers if isinstance(logger, logging.Logger)]
+    for logger, _ in before:
+        logger.setLevel(least)
+    try:
+        yield
+    finally:
+        for logger, level in before:
+            logger.setLevel(level)
+
+
+@contextmanager
+def _signals_put_back() -> Iterator[None]:
+    """The agent takes over the signals that end a process, and keeps them; give them back afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _interrupts_raise(error: Callable[[str, signal.Signals], Exception]) -> Iterator[None]:
+    """Make Ctrl-C raise the agent's `error`, which passes it on to the ranks, and say so when they are slow to end.
+
+    A rank may be writing a checkpoint, or be stuck in a collective: who pressed the keys knows which.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    slow = threading.Timer(_PATIENCE_S, print, [_SLOW], {"file": sys.stderr})
+    slow.daemon = True
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not slow.ident:
+            slow.start()
+        raise error("interrupted", signal.Signals(number))
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        slow.cancel()

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `farflung config`: ask for settings, write the default ones, or show which count and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from farflung.base.errors import FarflungError
+from farflung.config.files import find_file, own_file, write_file
+from farflung.config.launch import FIELDS, Field, LaunchSettings, Value, field_named
+from farflung.config.resolve import Resolved, resolve
+from farflung.launch.options import BOTH_SPELLINGS, SettingsCommand, given, launch_options
+
+
+@click.group(invoke_without_command=True, context_settings=BOTH_SPELLINGS)
+@click.option("--config_file", metavar="FILE", help="Write this file. [~/.config/farflung/config.yaml]")
+@click.pass_context
+def config(ctx: click.Context, config_file: str | None) -> None:
+    """Ask for the settings of `farflung launch` and keep them in a file."""
+    if ctx.invoked_subcommand is not None:
+        if config_file is not None:
+            raise click.UsageError(f"--config_file belongs behind `{ctx.invoked_subcommand}`.")
+        return
+    path = Path(config_file).expanduser() if config_file else own_file()
+    if path.exists():
+        click.confirm(f"{path} exists. Replace it?", abort=True)
+    write_file(path, ask())
+    click.echo(f"Written to {path}.")
+    _say_if_hidden(path)
+
+
+def ask() -> dict[str, Value]:
+    """Put the questions of the settings; return the answers by name. What can't work is asked again."""
+    known: dict[str, Value] = {entry.name: entry.default for entry in FIELDS}
+    asked: dict[str, Value] = {}
+    for entry in FIELDS:
+        if entry.question is not None and entry.asked_when(known):
+            asked[entry.name] = known[entry.name] = _answer(entry, known)
+    return asked
+
+
+def _answer(entry: Field, known: dict[str, Value]) -> Value:
+    assert entry.question is not None
+    if entry.kind is bool:
+        return click.confirm(entry.question, default=bool(entry.default))
+
+    def read(text: str) -> Value:
+        try:
+            value = entry.parse(text, entry.name) if text else entry.default
+            # The address of machine 0 may be asked for later; any word keeps the check to the question at hand.
+            LaunchSettings(**{**known, "main_process_ip": "later", entry.name: value})  # type: ignore[arg-type]
+        except FarflungError as error:
+            raise click.UsageError(str(error)) from None
+        return value
+
+    choices = f" ({', '.join(entry.choices)})" if entry.choices else ""
+    default = "" if entry.default is None else entry.text(entry.default)
+    value: Value = click.prompt(entry.question + choices, default=default, show_default=default != "", value_proc=read)
+    return value
+
+
+def _say_if_hidden(path: Path) -> None:
+    """A file that is not looked up first has to be named, or is overruled by another one."""
+    counts = find_file()
+    if counts is None or counts.resolve() != path.resolve():
+        click.echo(f"It counts with `farflung launch --config_file {path}`.")
+
+
+@config.command("default", context_settings=BOTH_SPELLINGS)
+@click.option("--config_file", metavar="FILE", help="Write this file. [~/.config/farflung/config.yaml]")
+@click.option("--mixed_precision", default="no", metavar="no|fp16|bf16", help="Compute in half precision. [no]")
+def default(config_file: str | None, mixed_precision: str) -> None:
+    """Write a file with the default settings, unless there is one."""
+    path = write_basic_config(mixed_precision, config_file)
+    if path:
+        click.echo(f"Written to {path}.")
+        _say_if_hidden(path)
+
+
+def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | Literal[False]:
+    """Write a file with the default settings: a process for each accelerator of whatever machine reads it.
+
+    Args:
+        mixed_precision: `no`, `fp16` or `bf16`.
+        save_location: the file; by default `~/.config/farflung/config.yaml`.
+
+    Returns:
+        the file's path, or False when the file was there already and was left as it is.
+
+    Raises:
+        ConfigError: `mixed_precision` is none of those words.
+        Unsupported: it is `fp8`.
+    """
+    path = Path(save_location).expanduser() if save_location is not None else own_file()
+    if path.exists():
+        click.echo(f"{path} exists and is left as it is. `farflung config` asks whether to replace it.")
+        return False
+    precision = field_named("mixed_precision").parse(mixed_precision, "mixed_precision")
+    return write_file(path, {"mixed_precision": precision})
+
+
+def _show(origin: bool, **params: Any) -> None:
+    click.echo("\n".join(describe(resolve(given(params)), origin)))
+
+
+def describe(resolved: Resolved, origin: bool) -> list[str]:
+    """Return one line for each setting that counts: name, value and, where asked for, where the value came from."""
+    lines = []
+    for entry in FIELDS:
+        value = getattr(resolved.settings, entry.name)
+        line = f"{entry.name}: {'null' if value is None else entry.text(value) or repr('')}"
+        lines.append(f"{line:<40} # {resolved.origins[entry.name]}" if origin else line)
+    return lines
+
+
+config.add_command(
+    SettingsCommand(
+        "show",
+        params=[*launch_options(), click.Option(["--origin"], is_flag=True, help="Say where each came from.")],
+        callback=_show,
+        help="Show the settings that count, given these flags, the environment and the files.",
+    )
+)

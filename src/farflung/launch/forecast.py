@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `farflung plan` shows: one row for each method, as a table, as JSON, as a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from farflung.base.errors import ConfigError
+from farflung.launch.units import in_bytes, in_rate, in_seconds
+from farflung.outer.model import Cost, Run, cost_of, needed_bandwidth
+from farflung.outer.table import methods_for
+
+_POINTS_PER_DECADE = 12
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The costs of the methods in one run.
+
+    Args:
+        utilization: from which on a method counts as fast enough.
+    """
+
+    run: Run
+    costs: tuple[Cost, ...]
+    utilization: float
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], bucket_bytes: int, utilization: float) -> Forecast:
+        """Return the forecast of a run.
+
+        Args:
+            settings: the arguments of `Run`.
+            bucket_bytes: what travels at a time.
+
+        Raises:
+            ConfigError: a number can't be.
+        """
+        run = Run(**settings)
+        costs = tuple(cost_of(run, method) for method in methods_for(run, bucket_bytes))
+        return cls(run, costs, utilization)
+
+    def show(self, as_json: bool) -> None:
+        """Write the table, or one JSON object, to the standard output."""
+        if as_json:
+            click.echo(json.dumps(self.as_dict(), indent=2))
+        else:
+            Console().print(self.table())
+
+    def needed(self, cost: Cost) -> float:
+        """Return the bits a second from which the method of `cost` is fast enough; `math.inf` where none are."""
+        return needed_bandwidth(self.run, cost.method, self.utilization)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all that is known, in bytes, bits and seconds; a bandwidth that no line has is None."""
+        rows = []
+        for cost in self.costs:
+            needed = self.needed(cost)
+            rows.append(
+                {
+                    "method": cost.method.name,
+                    "every": cost.method.every,
+                    "seconds_per_step": cost.seconds_per_step,
+                    "utilization": cost.utilization,
+                    "exposed_share": cost.exposed_share,
+                    "is_fast_enough": cost.utilization >= self.utilization,
+                    "bandwidth_needed_bps": needed if needed < math.inf else None,
+                    "bytes_sent_per_step": cost.bytes_sent_per_step,
+                    "bytes_sent_per_round": cost.bytes_sent_per_round,
+                    "bytes_received_per_round": cost.bytes_received_per_round,
+                    "memory": asdict(cost.memory) | {"total": cost.memory.total},
+                }
+            )
+        return {"run": asdict(self.run), "utilization": self.utilization, "methods": rows}
+
+    def table(self) -> Table:
+        """Lay out one row for each method, within 80 columns; those that are fast enough have a star."""
+        run = self.run
+        table = Table(
+            "method",
+            title=f"{run.replicas} replicas, {run.parameters:,} parameters, {in_seconds(run.step_s)} a step; "
+            f"{in_rate(run.bandwidth_bps)}, {in_seconds(run.latency_s)} one way",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+        )
+        for heading in ("sent/step", "a step", "computing", "memory", f"{self.utilization:.2g} needs"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for cost in self.costs:
+            enough = cost.utilization >= self.utilization
+            needed = self.needed(cost)
+            table.add_row(
+                cost.method.name,
+                in_bytes(cost.bytes_sent_per_step),
+                in_seconds(cost.seconds_per_step),
+                f"{cost.utilization:.1%} {'*' if enough else ' '}",
+                in_bytes(cost.memory.total),
+                in_rate(needed) if needed < math.inf else "-",
+                style="green" if enough else None,
+            )
+        table.caption = (
+            f"* fast enough: {self.utilization:.2g} of the time is spent computing, which needs the bandwidth of the "
+            "last column (-: no bandwidth is enough with this latency). Bytes are those of each replica, memory is "
+            "beyond training alone. What a method does to the loss is not forecast."
+        )
+        return table
+
+    def draw(self, target: Path) -> None:
+        """Write a picture of each method's utilization over the bandwidth, as PNG (needs matplotlib).
+
+        Raises:
+            ConfigError: `target` can't be written to.
+        """
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter, PercentFormatter
+
+        figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        rates = self._rates()
+        for cost in self.costs:
+            shares = [cost_of(replace(self.run, bandwidth_bps=rate), cost.method).utilization for rate in rates]
+            axes.plot(rates, shares, label=cost.method.name)
+        axes.axvline(self.run.bandwidth_bps, color="grey", linestyle=":")
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: in_rate(rate)))
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.set_xlabel("bandwidth of each replica's line (log scale)")
+        axes.set_ylabel("time spent computing")
+        axes.set_title(f"{self.run.replicas} replicas, {self.run.parameters:,} parameters")
+        axes.grid(which="major", alpha=0.3)
+        axes.legend(fontsize="small")
+        try:
+            figure.savefig(target, format="png")
+        except OSError as error:
+            raise ConfigError(f"--picture {target} can't be written to: {error.strerror}.") from error
+
+    def _rates(self) -> list[float]:
+        """Bits a second, evenly on a log scale, around what the methods need and what there is."""
+        known = [self.run.bandwidth_bps, *map(self.needed, self.costs)]
+        finite = [rate for rate in known if 0 < rate < math.inf]
+        low, high = math.floor(math.log10(min(finite))) - 1, math.ceil(math.log10(max(finite))) + 1
+        return [10 ** (low + step / _POINTS_PER_DECADE) for step in range((high - low) * _POINTS_PER_DECADE + 1)]

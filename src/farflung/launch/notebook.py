@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start a function, not a script, in several connected processes: from a notebook, or to debug on the CPU."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from farflung.base.errors import ConfigError, RankFailure, StateError
+from farflung.config import environ
+from farflung.config.launch import LaunchSettings, field_named, rank_variables
+from farflung.launch.agent import Watch, run_agent
+from farflung.launch.plan import DEFAULT_PORT, Meeting, refuse_busy_port, usable_cores
+from farflung.launch.report import explain
+from farflung.process import world
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> None:
+    """Call `function(*args)` in `num_processes` connected processes on this machine, and wait for all of them.
+
+    The processes are forked, so the function may be one that the notebook defines. One process alone is this one: no
+    fork. Without GPUs the processes train on the CPU, connected all the same.
+
+    Args:
+        num_processes: on this machine; by default one for each GPU, or one on the CPU.
+        mixed_precision: `no`, `fp16` or `bf16`.
+        use_port: where the processes meet. On one machine 29500 (the default) and 0 mean any free port.
+        master_addr: the address of machine 0.
+        node_rank: this machine among `num_nodes`.
+        rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id: torch's rendezvous; by default made from the above.
+        max_restarts: how often all processes are started again after one failed.
+        monitor_interval: seconds between two looks at the processes.
+        log_line_prefix_template: put before the processes' lines.
+
+    Raises:
+        ConfigError: settings that can't work, or a port in use.
+        StateError: this process has joined a world or initialized CUDA already, so it can't be forked.
+        RankFailure: the function failed in one of the processes; the message names the rank and has its traceback.
+    """
+    gpus = torch.cuda.device_count()
+    num_local = num_processes if num_processes is not None else max(1, gpus)
+    if num_local < 1 or num_nodes < 1 or not 0 <= node_rank < num_nodes:
+        raise ConfigError(
+            f"num_processes is {num_local}, node_rank {node_rank} and num_nodes {num_nodes}; "
+            "there must be at least one process, and node_rank must be below num_nodes."
+        )
+    if 0 < gpus < num_local:
+        raise ConfigError(f"num_processes is {num_local}, but this machine has {gpus} GPUs; each process needs one.")
+    precision = field_named("mixed_precision").parse(mixed_precision, "mixed_precision")
+    several = num_local * num_nodes > 1
+    settings = LaunchSettings(mixed_precision=str(precision), use_cpu=several and gpus == 0)
+    if not several:
+        with environ.patched(rank_variables(settings)):
+            function(*args)
+        return
+    meeting = _meeting(int(use_port), master_addr, node_rank, num_nodes, rdzv_backend, rdzv_endpoint, rdzv_id)
+    meeting = replace(meeting, conf={**meeting.conf, **(rdzv_conf or {})})
+    watch = Watch(max_restarts, monitor_interval, line_prefix=log_line_prefix_template)
+    _fork(function, args, num_local, settings, meeting, watch)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Call `function(*args)` in `num_processes` forked, connected processes on the CPU, and wait for all of them.
+
+    Raises:
+        ConfigError: `num_processes` is less than 1.
+        StateError: this process has joined a world already, so it can't be forked.
+        RankFailure: the function failed in one of the processes; the message names the rank and has its traceback.
+    """
+    if num_processes < 1:
+        raise ConfigError(f"num_processes is {num_processes}; it must be at least 1.")
+    meeting = Meeting("c10d", "localhost:0", {}, uuid4().hex, address="127.0.0.1")
+    _fork(function, args, num_processes, LaunchSettings(use_cpu=True), meeting, Watch())
+
+
+def _meeting(
+    port: int, address: str, node_rank: int, num_nodes: int, backend: str, endpoint: str, run_id: str
+) -> Meeting:
+    if num_nodes == 1 and not endpoint and port in (0, DEFAULT_PORT):
+        return Meeting("c10d", "localhost:0", {}, uuid4().hex, address=address)
+    if not endpoint:
+        endpoint = f"{address}:{port}"
+        if node_rank == 0:
+            refuse_busy_port(port)
+    conf: dict[str, str | int] = {"rank": node_rank} if backend == "static" else {}
+    return Meeting(backend, endpoint, conf, run_id, num_nodes)
+
+
+def _fork(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    num_local: int,
+    settings: LaunchSettings,
+    meeting: Meeting,
+    watch: Watch,
+) -> None:
+    joined = world.current()
+    if joined is not None:
+        raise StateError(
+            f"This process is rank {joined.rank} of {joined.size} already, so it can't be forked into others. Restart "
+            "the notebook and make the `Accelerator` inside the function only."
+        )
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise StateError(
+            "CUDA is initialized in this process, and forked processes can't use it then. Restart the notebook and "
+            "touch the GPU inside the function only."
+        )
+    variables = rank_variables(settings)
+    if environ.text("OMP_NUM_THREADS") is None:
+        variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_local))
+    outcome = run_agent(_as_rank(function), args, num_local, variables=variables, meeting=meeting, watch=watch)
+    if outcome.signal is not None:
+        raise KeyboardInterrupt if outcome.signal == signal.SIGINT else SystemExit(128 + outcome.signal)
+    if outcome.failures:
+        title, text = explain(outcome.failures)
+        raise RankFailure(f"{title}\n\n{text}")
+
+
+def _as_rank(function: Callable[..., Any]) -> Callable[..., None]:
+    """Wrap `function` for a forked rank: its result is dropped, and signals do what they do in a fresh process."""
+
+    @wraps(function)
+    def run(*args: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threads = environ.integer("OMP_NUM_THREADS")
+        if threads:
+            torch.set_num_threads(threads)  # the variable is read when a process starts, and this one was forked
+        function(*args)
+
+    return run

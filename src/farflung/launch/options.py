@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of the launch settings, made from their one list; both `--num_processes` and `--num-processes` work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from farflung.base.errors import Unsupported
+from farflung.config.foreign import foreign_flag
+from farflung.config.launch import FIELDS, Field
+
+_METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
+_LONGEST_METAVAR = 60  # a longer list of words is shown by the error that a wrong word gets
+
+
+def _underscored(word: str) -> str:
+    return word.replace("-", "_")
+
+
+BOTH_SPELLINGS = {"token_normalize_func": _underscored, "help_option_names": ["-h", "--help"]}
+
+
+def launch_options() -> list[click.Parameter]:
+    """Return one option for each launch setting. An option that is not given has the value None."""
+    return [_option(entry) for entry in FIELDS]
+
+
+def _option(entry: Field) -> click.Option:
+    if entry.kind is bool:
+        words = [f"{flag}/--no_{flag[2:]}" if entry.in_file and flag[1] == "-" else flag for flag in entry.flags]
+        return click.Option([entry.name, *words], is_flag=True, default=None, help=_help(entry))
+    # A text whatever the kind: the settings parse it themselves, as they do for files and variables.
+    choices = "|".join(entry.choices) if len(entry.choices) > 1 else ""
+    metavar = choices if 0 < len(choices) <= _LONGEST_METAVAR else _METAVARS[entry.kind]
+    return click.Option([entry.name, *entry.flags], type=str, default=None, metavar=metavar, help=_help(entry))
+
+
+def _help(entry: Field) -> str:
+    known = entry.kind is not bool and entry.default not in (None, "")
+    return f"{entry.help} [{entry.default}]" if known else entry.help
+
+
+def given(params: dict[str, Any]) -> dict[str, str | bool]:
+    """Return the launch settings among a command's parameters that the command line gave."""
+    names = [entry.name for entry in FIELDS]
+    return {name: params[name] for name in names if params.get(name) is not None}
+
+
+class SettingsCommand(click.Command):
+    """A command with the flags of the launch settings; it refuses Accelerate's other flags by name.
+
+    What follows the first word that is no flag is left as it stands, even where it looks like a flag of ours.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs["context_settings"] = BOTH_SPELLINGS | {"allow_interspersed_args": False}
+        super().__init__(*args, **kwargs)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the flags.
+
+        Raises:
+            Unsupported: a flag of Accelerate's for something that Farflung does not do.
+        """
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            foreign = foreign_flag(_underscored(error.option_name.lstrip("-")))
+            if foreign is None:
+                raise
+            raise Unsupported(
+                f"{error.option_name} asks for {foreign.what}, which Farflung does not do. {foreign.instead}"
+            ) from None

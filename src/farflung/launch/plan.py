@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From settings to a plan for this machine: what is started, how often, with which variables, and where all meet.
+
+Everything that can be known to fail is refused here, before any process starts.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from uuid import uuid4
+
+from farflung.base.errors import ConfigError
+from farflung.config import environ
+from farflung.config.launch import LaunchSettings, rank_variables
+
+DEFAULT_PORT = 29500  # torchrun's and Accelerate's
+
+# What launchers tell their ranks. A process that runs alone must not find another run's.
+PLACE_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where and how the machines of a run find each other; torch's rendezvous.
+
+    Attributes:
+        backend: `static` or `c10d`.
+        endpoint: `host:port` of machine 0; port 0 is any free one.
+        conf: more for the backend.
+        run_id: the same on all machines.
+        address: how the ranks call machine 0, None: by its host name.
+    """
+
+    backend: str
+    endpoint: str
+    conf: Mapping[str, str | int]
+    run_id: str
+    num_machines: int = 1
+    address: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens on this machine.
+
+    Attributes:
+        command: program and arguments of each process.
+        num_local: processes on this machine.
+        variables: environment variables that they get besides the launcher's own.
+        meeting: where they meet.
+        alone: one process that needs no agent over it.
+    """
+
+    command: tuple[str, ...]
+    num_local: int
+    variables: Mapping[str, str]
+    meeting: Meeting
+    alone: bool
+
+
+def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -> Plan:
+    """Return what to do on this machine.
+
+    Raises:
+        ConfigError: the script does not exist, GPUs are missing, or the port is in use.
+    """
+    command = command_line(settings, script, arguments)
+    num_local, on_cpu = _count_processes(settings)
+    meeting = meet(settings)
+    variables = rank_variables(settings)
+    if on_cpu:
+        variables["ACCELERATE_USE_CPU"] = "true"  # without it Accelerate on CPUs trains unconnected copies
+    if num_local > 1 and settings.num_cpu_threads_per_process is None:
+        variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_local))
+    watched = settings.max_restarts > 0 or settings.log_dir is not None or settings.tee != "0"
+    alone = num_local == 1 and settings.num_machines == 1 and not watched
+    return Plan(command, num_local, variables, meeting, alone)
+
+
+def command_line(settings: LaunchSettings, script: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return program and arguments that run `script`.
+
+    Raises:
+        ConfigError: there is no such file, module or program.
+    """
+    if settings.no_python:
+        if shutil.which(script) is None:
+            raise ConfigError(f"There is no program {script!r} that could be run (--no_python).")
+        return (script, *arguments)
+    if settings.module:
+        top = script.partition(".")[0]
+        if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+            raise ConfigError(f"There is no module {top!r}, neither here ({os.getcwd()}) nor among those installed.")
+        return (sys.executable, "-u", "-m", script, *arguments)
+    if not Path(script).exists():
+        raise ConfigError(f"The script {script!r} does not exist (looked in {os.getcwd()}).")
+    return (sys.executable, "-u", script, *arguments)
+
+
+def _count_processes(settings: LaunchSettings) -> tuple[int, bool]:
+    """Return how many processes this machine runs, and whether they are several on CPUs.
+
+    torch is loaded only where the answer depends on the machine.
+    """
+    wanted = settings.num_local
+    if settings.use_cpu:
+        return wanted or 1, True
+    if wanted == 1 and settings.num_machines == 1 and not settings.multi_gpu:
+        return 1, False
+    available = len(settings.gpu_list) or count_gpus()
+    if available == 0:
+        if settings.multi_gpu:
+            raise ConfigError("GPUs are asked for (multi_gpu), but torch finds none here. Use --cpu to train without.")
+        return wanted or 1, (wanted or 1) * settings.num_machines > 1
+    if wanted is not None and wanted > available:
+        raise ConfigError(
+            f"{wanted} processes on this machine need a GPU each, and there are {available}. "
+            f"Use --num_processes {available * settings.num_machines}, or train on the CPU with --cpu."
+        )
+    return wanted or available, False
+
+
+def count_gpus() -> int:
+    """Return how many GPUs torch finds on this machine."""
+    with uncollected():
+        import torch  # a second, so only on demand
+    return torch.cuda.device_count()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Put off collecting garbage: what an import makes is there to stay, and looking through it again and again costs
+    a tenth of torch's second.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def meet(settings: LaunchSettings) -> Meeting:
+    """Return where the processes meet; on one machine and without a port, at a free port that nobody else can take.
+
+    Raises:
+        ConfigError: this machine should listen on the port, and another program does.
+    """
+    conf: dict[str, str | int] = {}
+    for part in filter(None, settings.rdzv_conf.split(",")):
+        key, _, value = part.partition("=")
+        conf[key.strip()] = value.strip()
+    host = settings.main_process_ip or "127.0.0.1"
+    port = settings.main_process_port or 0
+    if settings.num_machines == 1 and port == 0:
+        # The agent's store listens on port 0 and says which one it got: there is no moment to lose it in.
+        return Meeting("c10d", "localhost:0", conf, uuid4().hex, 1, host)
+    port = port or DEFAULT_PORT
+    if settings.machine_rank == 0:
+        refuse_busy_port(port)
+    if settings.rdzv_backend == "static":
+        conf["rank"] = settings.machine_rank
+    alone = settings.num_machines == 1
+    return Meeting(
+        settings.rdzv_backend, f"{host}:{port}", conf, "farflung", settings.num_machines, host if alone else None
+    )
+
+
+def refuse_busy_port(port: int) -> None:
+    """Raise a ConfigError when some program listens on `port` of this machine already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"Port {port} can't be used here: {error.strerror}. Choose another one with --main_process_port, or "
+                "leave it out on a single machine to get a free one."
+            ) from None
+
+
+def lone_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that runs alone: a world of one, whatever run this launcher is part of.
+
+    LOCAL_RANK is left out: Accelerate and transformers take it for the sign of a distributed run. A script that makes
+    a process group all the same finds what it needs; on port 0 its store takes any free one.
+    """
+    inherited = {name: value for name, value in environ.snapshot().items() if name not in PLACE_VARIABLES}
+    lone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    return inherited | dict(variables) | lone

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `farflung plan`: what each way of training together would cost on a network, before it is rented."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+from farflung.base.errors import ConfigError
+from farflung.base.optional import is_available
+from farflung.launch.options import BOTH_SPELLINGS
+from farflung.launch.units import parse_bytes, parse_count, parse_rate, parse_seconds
+
+
+@click.command(context_settings=BOTH_SPELLINGS)
+@click.option("--parameters", required=True, metavar="COUNT", help="Trainable ones: 366k, 124M, 1.1B.")
+@click.option("--step_seconds", required=True, metavar="TIME", help="Of an optimizer step of one replica alone: 0.5.")
+@click.option("--bandwidth", required=True, metavar="RATE", help="Of each replica's line: 100Mbit, 1Gbit/s, 12.5MB/s.")
+@click.option("--latency", default="0ms", show_default=True, metavar="TIME", help="One way, half of a ping: 25ms.")
+@click.option("--replicas", default=2, show_default=True, type=click.IntRange(min=1), help="How many train together.")
+@click.option("--layers", default=24, show_default=True, type=click.IntRange(min=1), help="Of the model.")
+@click.option("--bucket", default="25MiB", show_default=True, metavar="SIZE", help="What travels at a time, in fp32.")
+@click.option("--utilization", default=0.9, show_default=True, help="Share of time in computing that is fast enough.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON instead of a table: bytes, bits and seconds.")
+@click.option("--picture", metavar="FILE", help="Draw utilization over bandwidth, as PNG.")
+def plan(
+    parameters: str,
+    step_seconds: str,
+    bandwidth: str,
+    latency: str,
+    replicas: int,
+    layers: int,
+    bucket: str,
+    utilization: float,
+    as_json: bool,
+    picture: str | None,
+) -> None:
+    """Forecast what DDP, Local SGD and DiLoCo cost on a network: bytes, seconds, memory, and what is fast enough."""
+    if picture is not None and not is_available("matplotlib"):
+        raise ConfigError("--picture needs matplotlib. Get it with `pip install 'farflung[plot]'`.")
+    if not (0 < utilization < 1):
+        raise ConfigError(f"--utilization is {utilization}; it must be a share above 0 and below 1, such as 0.9.")
+    settings = {
+        "parameters": parse_count(parameters, "--parameters"),
+        "layers": layers,
+        "step_s": parse_seconds(step_seconds, "--step_seconds", bare=True),
+        "replicas": replicas,
+        "bandwidth_bps": parse_rate(bandwidth, "--bandwidth"),
+        "latency_s": parse_seconds(latency, "--latency"),
+    }
+    bucket_bytes = parse_bytes(bucket, "--bucket")
+    # The model lives beside the outer loop, which loads torch: not for a help text or a wrong flag.
+    forecast = import_module("farflung.launch.forecast").Forecast.of(settings, bucket_bytes, utilization)
+    forecast.show(as_json)
+    if picture is not None:
+        forecast.draw(Path(picture))
+        click.echo(f"picture: {picture}", err=as_json)

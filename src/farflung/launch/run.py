@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `farflung launch`: read the settings, refuse what can't work, start the script."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from farflung.base.former_name import FORMER_NAME
+from farflung.config.files import former_files
+from farflung.config.launch import LaunchSettings
+from farflung.config.resolve import resolve
+from farflung.launch.agent import Watch, run_agent
+from farflung.launch.options import SettingsCommand, given, launch_options
+from farflung.launch.plan import Plan, lone_environment, make_plan
+from farflung.launch.report import show
+
+_HELP = """Start SCRIPT in one or several connected processes.
+
+What stands behind SCRIPT belongs to it. Each flag may be written with `_` or with `-`. A flag counts before an
+environment variable, a variable before the configuration file, and the file before the default.
+"""
+
+
+def _launch(script: str, script_args: tuple[str, ...], **params: Any) -> None:
+    resolved = resolve(given(params))
+    settings = resolved.settings
+    if resolved.file is not None and not settings.quiet:
+        new = former_files().get(resolved.file)
+        advice = f" (this package was called {FORMER_NAME}; rename the file to {new})" if new else ""
+        click.echo(f"farflung: settings from {resolved.file}{advice}", err=True)
+    plan = make_plan(settings, script, script_args)
+    if settings.num_machines > 1 and not settings.quiet:
+        where = f"machine {settings.machine_rank} of {settings.num_machines}"
+        click.echo(f"farflung: {where} waits for the others at {plan.meeting.endpoint}", err=True)
+    if plan.alone:
+        become(plan)
+    sys.exit(start(settings, plan))
+
+
+def become(plan: Plan) -> None:
+    """Turn this process into the one that the plan asks for; streams, signals and exit code are then the script's."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(plan.command[0], plan.command, lone_environment(plan.variables))
+
+
+def start(settings: LaunchSettings, plan: Plan) -> int:
+    """Run the plan's processes to their end, report a failure, and return the exit code.
+
+    It is the code of the rank that failed first, 128 + k for signal k; after Ctrl-C it is 130.
+    """
+    watch = Watch(
+        max_restarts=settings.max_restarts,
+        monitor_interval_s=settings.monitor_interval,
+        role=settings.role,
+        log_dir=settings.log_dir,
+        tee=settings.tee,
+        show_logs=settings.debug,
+    )
+    outcome = run_agent(
+        plan.command[0],
+        plan.command[1:],
+        plan.num_local,
+        variables=plan.variables,
+        meeting=plan.meeting,
+        watch=watch,
+    )
+    if outcome.signal is not None:
+        return 128 + outcome.signal
+    return show(outcome.failures, settings.log_dir) if outcome.failures else 0
+
+
+launch = SettingsCommand(
+    "launch",
+    params=[
+        *launch_options(),
+        click.Argument(["script"]),
+        click.Argument(["script_args"], nargs=-1, type=click.UNPROCESSED),
+    ],
+    callback=_launch,
+    help=_HELP,
+)

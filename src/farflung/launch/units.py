@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers with units, as people write them: `1.1B`, `100Mbit`, `50ms`; read and written."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from farflung.base.errors import ConfigError
+
+_WRITTEN = re.compile(r"\s*((?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*(\S*)\s*", re.ASCII)
+_STEPS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+_RATE = re.compile(r"([kmgt]?)(?:(?:[bB]its?|b)|([bB]ytes?|B))(?:/s|ps)")
+_SIZE = re.compile(r"([kmgt]?)(i?)(?:[bB]ytes?|B)")
+
+
+def parse_count(text: str, called: str) -> int:
+    """Read a whole number, with or without k, M, B (or its other name G) or T: `1.1B` is 1,100,000,000.
+
+    Args:
+        called: what the number is to its user, to name it in an error.
+
+    Raises:
+        ConfigError: it is no such number.
+    """
+    number, unit = _split(text)
+    scale = _COUNTS.get(unit.lower().replace("g", "b"))
+    count = math.nan if scale is None else number * scale
+    if not (count >= 1 and abs(count - round(count)) < 1e-6):
+        raise ConfigError(f"{called} is {text!r}; it must be a whole number above zero, such as 350000, 124M or 1.1B.")
+    return round(count)
+
+
+def parse_rate(text: str, called: str) -> float:
+    """Read bits a second: `100Mbit`, `1 Gbit/s`, `20 Mbps`; a capital B means bytes: `10 MB/s` is 80,000,000.
+
+    Raises:
+        ConfigError: it is no rate, or its unit is missing.
+    """
+    number, unit = _split(text)
+    # `Mbit` alone is what networks are called; `MB` alone is an amount, and no rate.
+    found = _RATE.fullmatch(_lowered(unit if unit.endswith(("/s", "ps")) else f"{unit}/s"))
+    if found is None or not number > 0 or (found[2] and not unit.endswith(("/s", "ps"))):
+        raise ConfigError(
+            f"{called} is {text!r}; it must be a rate above zero with its unit, such as 100Mbit, 1Gbit/s or 12.5MB/s."
+        )
+    return number * _STEPS[found[1]] * (8 if found[2] else 1)
+
+
+def parse_seconds(text: str, called: str, *, bare: bool = False) -> float:
+    """Read a time: `50ms`, `0.5 s`, `200us`; `0` needs no unit.
+
+    Args:
+        bare: a number alone means seconds.
+
+    Raises:
+        ConfigError: it is no time, or its unit is missing.
+    """
+    number, unit = _split(text)
+    scale = 1.0 if unit == "" and (bare or number == 0) else _SECONDS.get(unit)
+    if scale is None or not number >= 0:
+        raise ConfigError(f"{called} is {text!r}; it must be a time with its unit, such as 50ms, 200us or 1.5s.")
+    return number * scale
+
+
+def parse_bytes(text: str, called: str) -> int:
+    """Read an amount of memory: `25MiB`, `4 MB`.
+
+    Raises:
+        ConfigError: it is no amount, or its unit is missing.
+    """
+    number, unit = _split(text)
+    found = _SIZE.fullmatch(_lowered(unit))
+    base = 1024 if found is not None and found[2] else 1000
+    count = math.nan if found is None else number * base ** list(_STEPS).index(found[1])
+    if not count >= 1:
+        raise ConfigError(f"{called} is {text!r}; it must be an amount with its unit, such as 25MiB or 4MB.")
+    return round(count)
+
+
+def in_bytes(count: float) -> str:
+    """Write a number of bytes with the unit that suits it: 1.6 MB, 98 kB."""
+    return _in_steps(count, ("B", "kB", "MB", "GB", "TB"))
+
+
+def in_rate(bits: float) -> str:
+    """Write bits a second with the unit that suits them: 100 Mbit/s."""
+    return _in_steps(bits, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+
+
+def in_seconds(seconds: float) -> str:
+    """Write a time with the unit that suits it: 50 ms, 1.25 s."""
+    if seconds >= 0.9995 or seconds == 0:
+        return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def _in_steps(amount: float, units: tuple[str, ...]) -> str:
+    for unit in units[:-1]:
+        if amount < 999.5:
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.3g} {units[-1]}" if amount < 999.5 else f"{amount:,.0f} {units[-1]}"
+
+
+def _split(text: str) -> tuple[float, str]:
+    """Cut a text into its number, NaN if it has none, and its unit."""
+    found = _WRITTEN.fullmatch(text)
+    return (math.nan, text) if found is None else (float(found[1]), found[2])
+
+
+def _lowered(unit: str) -> str:
+    """Write all but B, which is not b, in lower case."""
+    return "".join(letter if letter == "B" else letter.lower() for letter in unit)

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Door: where scripts look for `LocalSGD`."""
+
+from farflung.accelerator.local_sgd import LocalSGD
+
+__all__ = ["LocalSGD"]

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`with accumulate(model)`: count a micro-batch, and leave gradients unsynchronized until its window is complete.
+
+The gradient of a window is the mean of its micro-batches' gradients, also in a last window that is short:
+`1/k * sum(g_1 ... g_k)`. Losses that come with their number of items are weighed by it instead: the gradient is that of
+`sum(loss) / sum(items)` over the window and all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farflung.base.errors import ConfigError, StateError
+from farflung.comm.group import Group
+from farflung.loop.state import LoopState, Window
+
+
+class Accumulate:
+    """One entry into the accumulation window of one or several models.
+
+    Args:
+        no_sync: makes the context in which a model's gradients stay on this process, or None where they always do.
+    """
+
+    __slots__ = ("_models", "_no_sync", "_state", "_unsynced")
+
+    def __init__(
+        self,
+        state: LoopState,
+        models: tuple[nn.Module, ...],
+        no_sync: Callable[[nn.Module], AbstractContextManager[Any]] | None,
+    ) -> None:
+        self._state = state
+        self._models = models
+        self._no_sync = no_sync
+        self._unsynced: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> None:
+        state = self._state
+        window = state.window_of(self._models)
+        if state.advance(window):
+            if window.divisor != state.num_steps and window.size > 1 and window.scale is None:
+                # What the earlier micro-batches left was divided for a window of full length.
+                rescale(_accumulated(window, state), state.num_steps / window.divisor)
+        elif self._no_sync is not None and not state.sync_each_batch:
+            self._unsynced = self._no_sync(self._models[0]) if len(self._models) == 1 else self._all_unsynced()
+            self._unsynced.__enter__()
+
+    def _all_unsynced(self) -> ExitStack:
+        assert self._no_sync is not None
+        stack = ExitStack()
+        for model in self._models:
+            stack.enter_context(self._no_sync(model))
+        return stack
+
+    def __exit__(self, *error: Any) -> None:
+        if self._unsynced is not None:
+            self._unsynced.__exit__(*error)
+
+
+def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Group | None) -> Tensor:
+    """Return a sum of losses so scaled that the window's gradient is that of `sum(losses) / sum(items)` over the ranks.
+
+    The scale is only known with the window's last micro-batch; what the earlier ones left is scaled again then.
+
+    Args:
+        loss: 0-d, the sum over the items of this micro-batch.
+        num_items: how many items that is; 0 is fine.
+        group: the ranks that average the model's gradients in this backward pass, or None.
+
+    Raises:
+        ConfigError: a negative number of items.
+        StateError: an earlier loss of the window came without its number of items.
+    """
+    window = state.window
+    count = float(num_items)
+    if not count >= 0:
+        raise ConfigError(f"backward: num_items is {num_items}; it must be a number, 0 or more.")
+    if window.size > 1 and window.scale is None:
+        raise StateError(
+            "backward: an earlier loss of this accumulation window came without num_items. Give it to all."
+        )
+    window.items = window.items + count if window.size else count  # outside `accumulate` each call is a window
+    if not window.complete:
+        if window.scale is None:
+            window.scale = 1.0 / (max(count, 1.0) * state.num_steps)
+        return loss * window.scale
+    total = window.items
+    if group is not None and group.size > 1:
+        everyones = state.company.sum(total) if state.company is not None else _summed(total, group)
+        total = everyones / group.size  # DDP averages: the sum over ranks is `size` times what it leaves
+    scale = 1.0 / total if total > 0 else 0.0
+    if window.scale is not None:
+        rescale(_accumulated(window, state), scale / window.scale)
+    window.scale = scale if window.size else None
+    return loss * scale
+
+
+def _summed(value: float, group: Group) -> float:
+    x = torch.tensor([value], dtype=torch.float64)
+    group.all_reduce(x).wait()
+    return x.item()
+
+
+def _accumulated(window: Window, state: LoopState) -> Iterable[Tensor]:
+    """The parameters whose gradients a window gathers: of its models, or all that are trained where it names none."""
+    if window.models:
+        return window.parameters()
+    return (p for follower in state.optimizers for group in follower.optimizer.param_groups for p in group["params"])
+
+
+def rescale(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply the gradients of `parameters` by `factor`, in place."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prepared optimizer: it steps when its accumulation window is complete, through the precision's scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from farflung.base.tree import send_to_device
+from farflung.loop.state import LoopState, Window
+from farflung.precision.base import Closure, Precision
+
+
+class AcceleratedOptimizer(Optimizer):
+    """An optimizer that skips `step` and `zero_grad` inside an accumulation window.
+
+    Attributes:
+        optimizer: the one that does the work.
+        window: the accumulation window that it follows; None: the one that was entered last.
+        in_lockstep: under an outer loop, where a skipped step is this replica's own: schedulers tick all the same, so
+            that the replicas' learning rates don't drift apart.
+        is_own: its state differs from that of other ranks, since it has trained a replica alone.
+        finished: how many backward passes there had been at its last attempted step or clearing.
+        step_was_skipped: the last attempted step was skipped because gradients overflowed.
+        listeners: called after each attempted step with True when it was done, False when it was skipped.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, *, state: LoopState, precision: Precision, device: torch.device | None = None
+    ) -> None:
+        # Not Optimizer.__init__: this one has no parameters of its own, it only passes for an optimizer.
+        self.optimizer = optimizer
+        self.loop_state = state
+        self.precision = precision
+        self.step_was_skipped = False
+        self.listeners: list[Callable[[bool], None]] = []
+        self.window: Window | None = None
+        self.in_lockstep = False
+        self.is_own = False
+        self.finished = state.backwards
+        state.adopt(self)
+        if device is not None and optimizer.state:
+            optimizer.load_state_dict(send_to_device(optimizer.state_dict(), device))
+
+    def step(self, closure: Closure = None) -> None:  # type: ignore[override]
+        """Step when the window is complete, else do nothing."""
+        if not (self.window or self.loop_state.window).complete:
+            return
+        self.finished = self.loop_state.backwards
+        done = self.precision.step(self.optimizer, closure)
+        self.step_was_skipped = not done
+        for listener in self.listeners:
+            listener(done)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients when the window is complete, else do nothing."""
+        if (self.window or self.loop_state.window).complete:
+            self.finished = self.loop_state.backwards
+            self.optimizer.zero_grad(set_to_none)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether there are gradients that a later step will use: of a window that goes on, or gathered by hand."""
+        window = self.window or self.loop_state.window
+        if window.size and window.complete:
+            return False  # what is left of it after its step is cleared before the next one
+        return self.finished != self.loop_state.backwards
+
+    @property
+    def window_is_complete(self) -> bool:
+        """Whether the accumulation window of the models that this optimizer trains is complete."""
+        return (self.window or self.loop_state.window).complete
+
+    @property
+    def window_items(self) -> float:
+        """How many items `backward(num_items=)` has counted on this process in its accumulation window."""
+        return (self.window or self.loop_state.window).items
+
+    def follow(self, window: Window) -> None:
+        """Step when `window` is complete, if this optimizer trains one of its models."""
+        if window.models and self.owns(window.parameters()):
+            self.window = window
+
+    def owns(self, parameters: Iterable[Tensor]) -> bool:
+        """Say whether this optimizer trains any of `parameters`."""
+        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return any(id(parameter) in mine for parameter in parameters)
+
+    @property
+    def state(self) -> Any:
+        """The state of the optimizer that does the work."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> Any:
+        """The parameter groups of the optimizer that does the work."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def defaults(self) -> Any:
+        """The default settings of the optimizer that does the work."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: Any) -> None:
+        self.optimizer.defaults = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the optimizer that does the work."""
+        self.optimizer.add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the optimizer that does the work."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer that does the work."""
+        return self.optimizer.state_dict()
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """Have `hook` called after each step that is really made."""
+        return self.optimizer.register_step_post_hook(hook)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Have `hook` called before each step that is really made."""
+        return self.optimizer.register_step_pre_hook(hook)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not set yet: while being unpickled
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "listeners": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a training loop stands: the accumulation windows it is in and the loaders that are being iterated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from farflung.base.tree import find_batch_size
+
+
+class ActiveLoader(Protocol):
+    """What the loop needs to know of an iteration of a loader that is under way."""
+
+    loader: Any  # the one that is iterated
+    num_batches: int  # that it has handed out
+    place: str | None  # which batch is in hand, where ranks may have different numbers of them
+    end_of_dataloader: bool  # the batch handed out last was the final one
+    remainder: int  # samples of the final global batch that are no padding; 0: all of them, -1: not known
+
+
+class Observer(Protocol):
+    """Somebody who wants to know where iterations of prepared loaders begin and end."""
+
+    def begins(self, loader: Any) -> None:
+        """Hear that an iteration of `loader` is about to begin."""
+
+    def left(self, iteration: ActiveLoader, at_end: bool) -> None:
+        """Hear that an iteration is over: it came to its end, or was broken off."""
+
+
+class Company(Protocol):
+    """The ranks that train a model together while some of them may have run out of data."""
+
+    def any(self, mine: bool) -> bool:
+        """Say whether it is so for any rank that has data."""
+
+    def sum(self, mine: float) -> float:
+        """Return the sum over the ranks that have data."""
+
+
+class Follower(Protocol):
+    """What the loop needs to know of a prepared optimizer."""
+
+    optimizer: Optimizer  # the one that does the work
+
+    @property
+    def window_is_complete(self) -> bool:
+        """Whether the accumulation window of the models that it trains is complete."""
+
+    def follow(self, window: Window) -> None:
+        """Step when `window` is complete, if it trains one of its models."""
+
+    def owns(self, parameters: Iterable[Tensor]) -> bool:
+        """Say whether it trains any of `parameters`."""
+
+
+class Trace:
+    """Follows something that happens again and again inside a loop over a loader.
+
+    Attributes:
+        source: the iteration whose loop it is.
+        seen: batches that all loaders had handed out when it happened last.
+    """
+
+    __slots__ = ("seen", "source")
+
+    def __init__(self) -> None:
+        self.source: ActiveLoader | None = None
+        self.seen = 0
+
+
+class Window(Trace):
+    """The accumulation window of some models: the micro-batches between two steps of their optimizers.
+
+    Attributes:
+        models: the models that accumulate together; none stands for all.
+        step: micro-batches since the data began, counted on through broken-off loops.
+        size: micro-batches in the window so far.
+        complete: the current micro-batch is the window's last.
+        divisor: what the loss of the current micro-batch is divided by.
+        items: what `backward(num_items=)` counted in the window so far, on this process.
+        scale: what the losses of the window were multiplied by so far when they come with `num_items`.
+        source: the loader whose end ends the window.
+        seen: batches that all loaders had handed out at its last micro-batch.
+    """
+
+    __slots__ = ("complete", "divisor", "items", "models", "scale", "size", "step")
+
+    def __init__(self, models: tuple[nn.Module, ...] = (), divisor: int = 1) -> None:
+        super().__init__()
+        self.models = models
+        self.step = 0
+        self.size = 0
+        self.complete = True
+        self.divisor = divisor
+        self.items = 0.0
+        self.scale: float | None = None
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """The parameters of all models of the window."""
+        for model in self.models:
+            yield from model.parameters()
+
+
+_KEPT = ("step", "size", "complete", "divisor", "items", "scale")  # what a checkpoint knows of a window
+
+
+class LoopState:
+    """The accumulation windows and the loaders under way. Loaders report to it; optimizers and schedulers read it.
+
+    Args:
+        num_steps: micro-batches in one accumulation window.
+        sync_with_dataloader: the last batch of a loader completes its window.
+        sync_each_batch: gradients are synchronized on each micro-batch, though the optimizer waits for the window.
+
+    Attributes:
+        window: the one that was entered last.
+        company: the ranks to agree with, inside `join_uneven_inputs`; else None.
+        observers: hear where iterations begin and end.
+        counts_samples: `samples_of` is wanted.
+        backwards: how many backward passes there have been; what an optimizer has not stepped on since is unfinished.
+    """
+
+    def __init__(self, num_steps: int = 1, *, sync_with_dataloader: bool = True, sync_each_batch: bool = False) -> None:
+        self._num_steps = num_steps
+        self.sync_with_dataloader = sync_with_dataloader
+        self.sync_each_batch = sync_each_batch
+        self.loaders: list[ActiveLoader] = []
+        self.optimizers: list[Follower] = []
+        self.company: Company | None = None
+        self.observers: list[Observer] = []
+        self.counts_samples = False
+        self.backwards = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all windows, loaders and optimizers."""
+        self.window = Window(divisor=self._num_steps)
+        self._windows: dict[tuple[int, ...], Window] = {(): self.window}
+        self.loaders = []
+        self._handed_out = 0  # batches of all loaders
+        self._latest: dict[int, int] = {}  # which of them was a loader's latest, by the loader's id
+        self._samples: dict[int, int] = {}  # that it has handed out
+        self._seen = 0  # how many there were at the last micro-batch
+        self.optimizers = []
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches in one accumulation window."""
+        return self._num_steps
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self._num_steps = value
+        for window in self._windows.values():
+            window.divisor = value
+
+    @property
+    def has_one_window(self) -> bool:
+        """Whether all models accumulate in step."""
+        return len(self._windows) <= 2  # the one for all, and at most one of its own
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch completes the window that was entered last."""
+        return self.window.complete
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        for window in self._windows.values():
+            window.complete = value
+
+    @property
+    def step(self) -> int:
+        """Micro-batches of the window that was entered last, since the data began."""
+        return self.window.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        for window in self._windows.values():
+            window.step = value
+
+    @property
+    def current(self) -> ActiveLoader | None:
+        """The iteration that handed out the latest batch, among those that are still under way."""
+        return self.loaders[-1] if self.loaders else None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the latest batch was the last one of its loader."""
+        return bool(self.loaders) and self.loaders[-1].end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the final global batch that are no padding; 0: all of them, -1: not known or no loader."""
+        return self.loaders[-1].remainder if self.loaders else -1
+
+    @property
+    def place(self) -> str | None:
+        """Which batch is in hand, where ranks may have different numbers of batches."""
+        return self.loaders[-1].place if self.loaders else None
+
+    def begin(self, loader: Any) -> None:
+        """Tell that an iteration of `loader` is about to begin."""
+        for observer in tuple(self.observers):
+            observer.begins(loader)
+
+    def enter(self, loader: ActiveLoader, batch: Any = None) -> None:
+        """Take `loader` as the current one: it starts, or it hands out a batch."""
+        self._handed_out += 1
+        if self.counts_samples and batch is not None:
+            self._samples[id(loader)] = self.samples_of(loader) + (find_batch_size(batch) or 0)
+        self._latest[id(loader)] = self._handed_out
+        if not self.loaders or self.loaders[-1] is not loader:
+            self.loaders = [*(other for other in self.loaders if other is not loader), loader]
+
+    def leave(self, loader: ActiveLoader, at_end: bool = False) -> None:
+        """Forget `loader`: its iteration came to its end, or was broken off or thrown away. Once is enough."""
+        if all(other is not loader for other in self.loaders):
+            return
+        self._latest.pop(id(loader), None)
+        self._samples.pop(id(loader), None)
+        self.loaders = [other for other in self.loaders if other is not loader]
+        for observer in tuple(self.observers):
+            observer.left(loader, at_end)
+
+    def samples_of(self, loader: ActiveLoader) -> int:
+        """Return how many samples an iteration under way has handed out on this process, if they are counted."""
+        return self._samples.get(id(loader), 0)
+
+    def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
+        """Return where the accumulation windows stand. Models are told by their places in `models`."""
+        places = {id(model): place for place, model in enumerate(models)}
+        return {
+            "windows": [
+                {
+                    "models": [places[id(model)] for model in window.models],
+                    "is_latest": window is self.window,
+                    **{name: getattr(window, name) for name in _KEPT},
+                }
+                for window in self._windows.values()
+                if all(id(model) in places for model in window.models)
+            ]
+        }
+
+    def load_state_dict(self, saved: dict[str, Any], models: Sequence[nn.Module]) -> None:
+        """Take over what `state_dict` returned, for the same models.
+
+        Raises:
+            LookupError, TypeError: it is no such state, or of other models.
+        """
+        chosen = [tuple(models[place] for place in one["models"]) for one in saved["windows"]]
+        values = [{name: one[name] for name in _KEPT} for one in saved["windows"]]
+        for key, kept, one in zip(chosen, values, saved["windows"], strict=True):
+            window = self.window_of(key)
+            for name, value in kept.items():
+                setattr(window, name, value)
+            window.source = None  # the loop around the next micro-batch is another one
+            if one["is_latest"]:
+                self.window = window
+
+    def window_of(self, models: tuple[nn.Module, ...]) -> Window:
+        """Return the window that `models` accumulate in; the optimizers that train them follow it from now on."""
+        if self.window.models == models:
+            return self.window
+        key = tuple(map(id, models))
+        window = self._windows.get(key)
+        if window is None:
+            window = self._windows[key] = Window(models, self._num_steps)
+            for optimizer in self.optimizers:
+                optimizer.follow(window)
+        return window
+
+    def adopt(self, optimizer: Follower) -> None:
+        """Take an optimizer into the loop; it follows the windows of the models that it trains."""
+        self.optimizers.append(optimizer)
+        for window in self._windows.values():
+            optimizer.follow(window)
+
+    def advance(self, window: Window | None = None) -> bool:
+        """Count one micro-batch of `window` (of the one entered last when None); say whether it completes it."""
+        if window is None:
+            window = self.window
+        self.window = window
+        num_steps = self._num_steps
+        if window.complete:
+            window.size, window.items, window.scale = 0, 0.0, None
+        window.size += 1
+        window.divisor = num_steps
+        window.step += 1
+        source = self.around(window)
+        ends = self.sync_with_dataloader and source is not None and source.end_of_dataloader
+        if self.company is not None and num_steps > 1:
+            # All ranks synchronize or none does, so where one rank's data end the windows of all are complete.
+            ends = self.company.any(ends or window.step % num_steps == 0)
+        if ends:
+            window.step = 0
+            window.divisor = min(window.size, num_steps)  # a short last window is the mean of what is in it
+        window.complete = window.step % num_steps == 0
+        return window.complete
+
+    def around(self, trace: Trace) -> ActiveLoader | None:
+        """Return the loader of the loop around what happens now, such as a micro-batch; a window ends where it ends.
+
+        It is the first that handed out a batch since the last micro-batch of any window, and stays the same as long as
+        it hands out a batch each time that this happens, whatever else is iterated inside its loop. When it is iterated
+        again it is the one again.
+        """
+        if trace.source is None or not self.loaders or trace.source is not self.loaders[-1]:
+            fresh = self._since(trace.seen)
+            before = trace.source
+            if not any(before is one for one in fresh or self.loaders):
+                again = [one for one in fresh if before is not None and one.loader is before.loader]
+                trace.source = next(iter(again or self._since(self._seen) or fresh), None)
+        trace.seen = self._seen = self._handed_out
+        return trace.source
+
+    def _since(self, count: int) -> list[ActiveLoader]:
+        """Return the loaders whose latest batch came after the first `count` of all, the one of the latest last."""
+        return [loader for loader in self.loaders if self._latest[id(loader)] > count]

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets flights go on beside the training: on a thread, and on CUDA a stream, of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+
+class Errand:
+    """A job under way.
+
+    Attributes:
+        seconds: from when it was given until it was done; 0 until then.
+    """
+
+    def __init__(self, job: Callable[[], None], device: torch.device) -> None:
+        self.seconds = 0.0
+        self._begun = time.perf_counter()
+        self._job = job
+        self._device = device
+        self._ready = _mark(device)
+        self._done: torch.cuda.Event | None = None
+        self.future: Future[None] | None = None
+
+    def run(self, stream: torch.cuda.Stream | None) -> None:
+        """Do it, behind all that was on the caller's stream when it was given."""
+        try:
+            with torch.no_grad():
+                if stream is None:
+                    self._job()
+                    return
+                with torch.cuda.stream(stream):
+                    assert self._ready is not None
+                    stream.wait_event(self._ready)
+                    self._job()
+                    self._done = _mark(self._device)
+                    assert self._done is not None
+                    self._done.synchronize()
+        finally:
+            self.seconds = time.perf_counter() - self._begun
+
+    def wait(self) -> float:
+        """Return when it is done; raise what it raised. The value is how many seconds that took."""
+        start = time.perf_counter()
+        assert self.future is not None
+        self.future.result()
+        if self._done is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+        return time.perf_counter() - start
+
+
+class Courier:
+    """Runs jobs one after the other, in the order in which they are given.
+
+    Args:
+        device: where the jobs' tensors are.
+        is_concurrent: False runs a job at once, where it is given; what it raises comes out of its `wait`.
+    """
+
+    def __init__(self, device: torch.device, is_concurrent: bool) -> None:
+        self._device = device
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="farflung-outer") if is_concurrent else None
+        on_gpu = is_concurrent and device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def send(self, job: Callable[[], None]) -> Errand:
+        """Take a job."""
+        errand = Errand(job, self._device)
+        if self._pool is None:
+            errand.future = Future()
+            try:
+                errand.run(None)
+                errand.future.set_result(None)
+            except BaseException as error:  # handed on by `wait`
+                errand.future.set_exception(error)
+        else:
+            errand.future = self._pool.submit(errand.run, self._stream)
+        return errand
+
+    def stop(self) -> None:
+        """Take no more jobs."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: asks the schedule what is due, launches it, applies it.
+
+delta_k = anchor - local_k;  mean = aggregate(codec(delta_k));  anchor <- outer_opt(anchor, mean);
+local_k <- merge(local_k, anchor)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from farflung.base.errors import ConfigError, StateError
+from farflung.comm.bucket import CAP_BYTES
+from farflung.comm.group import Group, SoloGroup, TorchGroup
+from farflung.comm.shards import local
+from farflung.outer.recipe import Recipe
+from farflung.outer.report import Meter, Round, Stats
+from farflung.outer.rounds import Rounds
+from farflung.outer.schedule import Apply, Launch, Moment, Word
+from farflung.outer.warmup import VOTE_BYTES, average_gradients
+
+_LEAST_BUCKET_BYTES = 4 * 2**20
+
+
+class OuterLoop:
+    """Lets the replicas of a model train alone and agree now and then, in any torch loop.
+
+        with OuterLoop(model, diloco(every=32)) as outer:
+            for batch in loader:
+                loss(model(batch)).backward()
+                optimizer.step(); optimizer.zero_grad()
+                outer.step()                      # or once, before the loop: outer.attach(optimizer)
+
+    Building one, and leaving its block normally, are collectives: at the start every rank gets the trainable weights
+    and buffers of rank 0, at the end ranks that have no more data stay in the rounds (with weight 0) until all have
+    come, and a last round leaves all replicas with the same bits. An exception leaves the block without a collective;
+    the other ranks then get a `RankFailure` that names the one that left.
+
+    In a round each rank counts by what it has really done since the last one. Weights that are not finite on any rank
+    make all ranks drop the round: they keep their own weights, and it is counted and warned of. A rank whose floating
+    buffers are not finite gets those of the others. Parameters that are frozen when the loop is built cost nothing and
+    must stay so; floating buffers are averaged, integer ones take the maximum; `.grad` is never touched.
+
+    Two replicas on the CPU that average fp32 weights send them from where they lie. For that building the loop gives
+    parameters of less than 1 MB other memory, side by side, but those whose memory something else uses as well.
+
+    Args:
+        model: what is trained; plain, or wrapped in a way that keeps its parameters in place.
+        recipe: from `farflung.outer`, such as `local_sgd(8)`.
+        group: the replicas. None: all ranks of `torch.distributed`, or this process alone where that is not in use.
+        inner: the optimizer that trains the model, for recipes that follow its learning rate or look after its state.
+        bucket_bytes: how much is copied and sent at a time; twice this is kept in memory, four times among more than
+            two ranks, or a whole fragment where it flies while training goes on. None: an eighth of what is trained,
+            but from 4 MB, which stay in a cache between copy and wire, to 12.5 MB. More pays on a line that is both
+            fast and long, such as 1 Gbit/s over 50 ms.
+
+    Attributes:
+        listeners: functions that are called with the `Round` that has just ended.
+
+    Raises:
+        ConfigError: the model has no shapes yet, or is where its group can't send from, or the recipe does not fit it.
+        CollectiveMismatch: the ranks have different models or recipes.
+        RankFailure: a rank left or died.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        group: Group | None = None,
+        *,
+        inner: Optimizer | None = None,
+        bucket_bytes: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if group is None:
+            group = TorchGroup() if dist.is_available() and dist.is_initialized() else SoloGroup()
+        on_cpu = all(parameter.is_cpu for parameter in model.parameters())
+        if on_cpu and not group.speaks("cpu"):
+            raise ConfigError(
+                "The model is on the CPU, and its group can't send from there (NCCL alone can't). Move the model to "
+                'the GPU, or initialize torch.distributed with the backend "cpu:gloo,cuda:nccl".'
+            )
+        if bucket_bytes is None:
+            trained = sum(4 * local(p).numel() for p in model.parameters() if p.requires_grad and not is_lazy(p))
+            bucket_bytes = min(CAP_BYTES, max(_LEAST_BUCKET_BYTES, trained // 8))
+        self.listeners: list[Callable[[Round], None]] = []
+        self._group = group
+        self._recipe = recipe
+        self._model = model
+        self._meter = Meter()
+        self._position = 0  # attempts since the loop began
+        self._synced = 0  # the position up to which all that was due has been done
+        self._averaged = 0  # the position up to which gradients have been averaged, in a warm-up
+        self._are_alike = True  # the weights of all ranks, in a warm-up; not if one had no more data
+        self._began = 0  # the position when the latest round was launched
+        self._clock = clock
+        self._began_at = clock()
+        self._hooks: list[RemovableHandle] = []
+        self._open = True
+        with torch.no_grad():
+            self._rounds = Rounds(model, recipe, group, bucket_bytes, self._meter, self._ended)
+        self._know(inner)
+
+    def count(self, done: bool = True, items: float = 0) -> None:
+        """Count one attempted optimizer step without exchanging anything.
+
+        Args:
+            done: False for a step that was skipped, as fp16 gradients overflowed. It moves the schedule on, so that
+                the ranks stay aligned, but adds no weight.
+            items: samples or tokens that went into it, for recipes that weigh by them.
+
+        Raises:
+            StateError: the loop has ended.
+            ConfigError: the recipe weighs by items, and none are given.
+        """
+        self._check_open()
+        if self._recipe.weigh_by == "items" and done and not items > 0:
+            raise ConfigError(f"items={items!r}: the recipe weighs by items, so each step done must say how many.")
+        self._position += 1
+        self._meter.add("attempts")
+        if done:
+            self._rounds.work(items if self._recipe.weigh_by == "items" else 1)
+            self._meter.add("steps")
+        if self._position == self._recipe.warmup and self._are_alike:
+            self.begin_here()
+
+    def sync_if_due(self) -> None:
+        """Do what the schedule has asked for since the last call, once however often it asked."""
+        due: list[Word] = []
+        for step in range(self._synced + 1, self._position + 1):
+            due += self._due(step, self._clock() - self._began_at)
+        self._synced = self._position
+        if due:
+            with self._meter.timed("exposed"), torch.no_grad():
+                for word in due:
+                    if isinstance(word, Launch):
+                        self._rounds.launch(word.fragment, word.level, self._position, finished=False)
+                    else:
+                        self._rounds.apply(word.fragment)
+
+    def step(self, items: float = 0) -> None:
+        """Count one completed optimizer step, and exchange what is due: call it after `optimizer.step()`.
+
+        Raises:
+            StateError: the recipe begins with averaged gradients, and those of this step were not: call
+                `average_gradients` before `optimizer.step()`, or `attach` the optimizer.
+        """
+        if self.is_warming and self._averaged <= self._position and self._group.size > 1:
+            raise StateError(
+                f"In the first {self._recipe.warmup} steps of this recipe gradients are averaged, and this is step "
+                f"{self._position + 1}. Call outer.average_gradients() before optimizer.step(), or attach it."
+            )
+        self.count(items=items)
+        self.sync_if_due()
+
+    @property
+    def is_warming(self) -> bool:
+        """Whether the next step belongs to the warm-up, in which gradients are averaged and weights are not."""
+        return self._position < self._recipe.warmup
+
+    def average_gradients(self) -> None:
+        """In a warm-up, average the gradients of all ranks in place (a collective); later do nothing."""
+        if self.is_warming:
+            self._averaged = self._position + 1
+            self._warm(finished=False)
+
+    def attach(self, optimizer: Optimizer) -> OuterLoop:
+        """Call `step` by itself after each step of `optimizer`, until the loop ends. Returns the loop.
+
+        A `GradScaler` does not call the optimizer when it skips a step, so say `count(done=False)` and `sync_if_due()`
+        yourself then.
+
+        Raises:
+            ConfigError: the optimizer trains nothing of the model, or the recipe weighs by items, which it can't know.
+        """
+        mine = {id(parameter) for parameter in self._model.parameters()}
+        if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            raise ConfigError("attach: this optimizer has no parameter of the outer loop's model.")
+        if self._recipe.weigh_by == "items":
+            raise ConfigError(
+                "attach: the recipe weighs by items, of which an optimizer knows nothing. Call step(items=n)."
+            )
+        self._know(optimizer)
+        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.average_gradients()))
+        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.step()))
+        return self
+
+    @property
+    def unsent(self) -> int:
+        """How many attempted steps there have been since the latest round was sent off."""
+        return self._position - self._began
+
+    def begin_here(self) -> None:
+        """Take the weights as they are for the agreed point, as after others were loaded. No collective.
+
+        All ranks must do it, and have the same weights: at the end of the next round they look whether they had.
+
+        Raises:
+            StateError: the loop has ended.
+        """
+        self._check_open()
+        with torch.no_grad():
+            for part in self._rounds.parts:
+                part.begin_here()
+
+    def flush(self) -> None:
+        """Stay in the rounds until every rank has come here; then all replicas have the same bits.
+
+        The last round averages what was done since the one before; where no one has done anything no more than votes
+        and a bucket are exchanged. The schedule goes on afterwards, on all ranks from the furthest step of any.
+
+        Raises:
+            StateError: the loop has ended.
+        """
+        self._check_open()
+        for _ in range(self._position, self._recipe.warmup):
+            if not self._warm(finished=True):
+                break
+        with self._meter.timed("exposed"), torch.no_grad():
+            last = self._walk_on()
+            self._rounds.apply_all()
+            for number in range(len(self._rounds.parts)):
+                if number != last:
+                    self._rounds.launch(number, 0, self._position, finished=True)
+                    self._rounds.apply(number)
+            if not self._recipe.agrees:
+                self._rounds.average()
+            for part in self._rounds.parts:
+                part.settle(self._recipe.agrees)
+        self._synced = self._began = self._position
+        self._are_alike = True
+
+    @contextmanager
+    def synced(self) -> Iterator[None]:
+        """Lend the model what the replicas agreed on last, for an evaluation; afterwards local weights are back.
+
+        With an anchor nothing is sent. Recipes without one, or whose replicas have anchors of their own, average the
+        weights of all ranks for it: a collective.
+        """
+        self._check_open()
+        with torch.no_grad():
+            kept = [part.local_values() for part in self._rounds.parts]
+        try:
+            with torch.no_grad():
+                if self._recipe.agrees and self._recipe.optimizer is not None:
+                    for part in self._rounds.parts:
+                        part.adopt()
+                elif self._group.size > 1:
+                    self._rounds.average()
+            yield
+        finally:
+            with torch.no_grad():
+                for part, values in zip(self._rounds.parts, kept, strict=True):
+                    part.put_back(values)
+
+    def close(self) -> None:
+        """Flush, and end the loop. It can't be used afterwards; closing it again does nothing."""
+        if self._open:
+            self.flush()
+            self._end()
+
+    def drop(self) -> None:
+        """End the loop where it stands: nothing is exchanged, and every rank keeps the weights that it has."""
+        if self._open:
+            self._end()
+
+    def stats(self) -> Stats:
+        """Return what the rounds have cost so far."""
+        return self._meter.stats()
+
+    def advice(self) -> str:
+        """Say what the figures so far suggest to change; empty when all is well."""
+        return self._meter.advice()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a run needs to go on bit by bit where this rank stands, also in mid-round and mid-flight.
+
+        It holds the anchor and its optimizer, this rank's own trainable weights and buffers, error feedback, what is
+        under way (it is waited for), the schedule's position, the weight and the counters: each rank must save its own.
+        """
+        return {
+            "description": self._rounds.description,
+            "position": self._position,
+            "synced": self._synced,
+            "began": self._began,
+            "seconds": self._clock() - self._began_at,
+            "lr": self._lr,
+            "stats": asdict(self.stats()),
+            "rounds": self._rounds.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` stood, with the model's weights too. No collective: each rank loads its own.
+
+        Raises:
+            ConfigError: the state is of another model or recipe.
+        """
+        if state["description"] != self._rounds.description:
+            raise ConfigError(
+                "This state was saved by another outer loop.\n"
+                f"  saved: {state['description']}\n  here:  {self._rounds.description}"
+            )
+        self._rounds.load_state_dict(state["rounds"])
+        self._position, self._synced, self._began = state["position"], state["synced"], state["began"]
+        self._began_at = self._clock() - state["seconds"]
+        self._lr = state["lr"]
+        self._meter.load(state["stats"])
+
+    def __enter__(self) -> OuterLoop:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            try:
+                self.close()
+            except BaseException as failure:
+                self._leave(failure)
+                raise
+        elif self._open:
+            self._leave(error)
+
+    def _know(self, inner: Optimizer | None) -> None:
+        self._rounds.inner = inner
+        self._lr = None if inner is None else float(inner.param_groups[0]["lr"])
+
+    def _due(self, step: int, seconds: float) -> list[Word]:
+        """Ask the schedule; a round that is launched begins here."""
+        if self._lr is not None and self._rounds.inner is not None:
+            self._lr = max(self._lr, float(self._rounds.inner.param_groups[0]["lr"]))
+        words = list(self._recipe.schedule(Moment(step, self._began, seconds, self._lr)))
+        if self._recipe.inner.needs_optimizer and words and self._rounds.inner is None:
+            raise ConfigError(f"{self._recipe.inner} needs the inner optimizer: OuterLoop(..., inner=optimizer).")
+        if any(isinstance(word, Launch) for word in words):
+            self._began, self._began_at = step, self._clock()
+            self._know(self._rounds.inner)
+        return words
+
+    def _warm(self, finished: bool) -> bool:
+        """Average gradients; return False where no rank has any more data."""
+        with self._meter.timed("exposed"), torch.no_grad():
+            travelled = average_gradients(self._model, self._group, finished)
+        self._meter.add("bytes_voting", (self._group.size - 1) * VOTE_BYTES)
+        if travelled is None:
+            return False
+        sent, all_took_part = travelled
+        self._are_alike = self._are_alike and all_took_part
+        self._meter.add("bytes_sent", sent)
+        self._meter.add("bytes_received", sent)
+        return True
+
+    def _walk_on(self) -> int:
+        """Go on along the schedule without training until all ranks do so; return the fragment then under way.
+
+        Ranks vote in the order of the schedule. One that has no more data may not skip what others still come to.
+        """
+        step = self._synced
+        while True:
+            step += 1
+            for word in self._due(step, math.inf):
+                if isinstance(word, Apply):
+                    self._rounds.apply(word.fragment)
+                    continue
+                self._rounds.launch(word.fragment, word.level, self._position, finished=True)
+                tally = self._rounds.is_finished(word.fragment)
+                if tally is not None:
+                    self._position = tally.position
+                    return word.fragment
+
+    def _ended(self, this: Round) -> None:
+        for listener in self.listeners:
+            listener(this)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise StateError("This outer loop has ended. Build a new OuterLoop to go on.")
+
+    def _leave(self, error: BaseException) -> None:
+        self._end()
+        self._rounds.leave(f"{type(error).__name__}: {error}"[:500])
+
+    def _end(self) -> None:
+        self._open = False
+        self._rounds.stop()
+        for hook in self._hooks:
+            hook.remove()

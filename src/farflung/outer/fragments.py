@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is exchanged together: a model cut into fragments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from farflung.base.errors import ConfigError
+from farflung.comm.shards import local
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of a model is kept, so that it is found again after someone has put another in its place."""
+
+    name: str
+    owner: Mapping[str, Any]  # a module's own dictionary
+    key: str
+
+    def get(self) -> Tensor:
+        """Return the tensor that is there now."""
+        tensor: Tensor = self.owner[self.key]
+        return tensor
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Tensors that are exchanged together.
+
+    Args:
+        parameters: trainable ones; a tensor with two names is here once.
+        averages: floating buffers, such as the running statistics of a BatchNorm.
+        counters: integer and boolean buffers.
+        frozen: parameters that are not trained, and stay at home.
+    """
+
+    parameters: tuple[Place, ...]
+    averages: tuple[Place, ...]
+    counters: tuple[Place, ...]
+    frozen: tuple[Place, ...]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """All that is exchanged."""
+        return self.parameters + self.averages + self.counters
+
+
+Cut: TypeAlias = Callable[[nn.Module, int], list[Fragment]]
+_Choose: TypeAlias = Callable[[str], "int | None"]
+
+
+def whole(model: nn.Module, count: int = 1) -> list[Fragment]:
+    """Make one fragment of all that a model learns.
+
+    Buffers that are not part of the state dict are left out: each rank can rebuild them.
+
+    Raises:
+        ConfigError: more than one fragment is asked for, or a parameter of the model has no shape yet.
+    """
+    if count != 1:
+        raise ConfigError(f"The schedule speaks of {count} fragments: cut the model with strided, blocks or by_bytes.")
+    return _cut(model, 1, lambda name: 0)
+
+
+def strided(model: nn.Module, count: int) -> list[Fragment]:
+    """Put block b of the model into fragment b modulo `count`, and the rest where there is least.
+
+    Blocks are the children of the longest `ModuleList` or `Sequential`, such as a transformer's layers. Strides give
+    every fragment layers from all depths, which trained best in Streaming DiLoCo (arXiv:2501.18512).
+
+    Raises:
+        ConfigError: the model has fewer blocks than fragments are asked for.
+    """
+    return _by_block(model, count, lambda block, blocks: block % count)
+
+
+def blocks(model: nn.Module, count: int) -> list[Fragment]:
+    """Put neighbouring blocks of the model into one fragment, and the rest where there is least.
+
+    Raises:
+        ConfigError: the model has fewer blocks than fragments are asked for.
+    """
+    return _by_block(model, count, lambda block, blocks: block * count // blocks)
+
+
+def by_bytes(model: nn.Module, count: int) -> list[Fragment]:
+    """Give each tensor, the largest first, to the fragment that has least: as even as whole tensors allow.
+
+    Raises:
+        ConfigError: the model trains fewer tensors than fragments are asked for.
+    """
+    return _cut(model, count, lambda name: None)
+
+
+def apart(cut: Cut, kind: type[nn.Module] = nn.Embedding) -> Cut:
+    """Return a cut that gives modules of one kind a fragment of their own, the last one, and leaves the rest to `cut`.
+
+    Raises:
+        ConfigError: when it is used, if the model has no such module or only one fragment is asked for.
+    """
+
+    def cut_apart(model: nn.Module, count: int) -> list[Fragment]:
+        parameters = [p for module in model.modules() if isinstance(module, kind) for p in module.parameters()]
+        inside = {id(parameter) for parameter in parameters}
+        if not inside or count < 2:
+            raise ConfigError(f"apart({kind.__name__}) needs such a module and two fragments or more, not {count}.")
+        last = _only(whole(model)[0], inside, True)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)  # so that they weigh nothing where the others are cut
+        try:
+            others = [_only(fragment, inside, False) for fragment in cut(model, count - 1)]
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+        return [*others, last]
+
+    return cut_apart
+
+
+def _only(one: Fragment, ids: set[int], wanted: bool) -> Fragment:
+    """Keep the parameters whose ids are among `ids`, or the others and all buffers."""
+
+    def kept(places: tuple[Place, ...]) -> tuple[Place, ...]:
+        return tuple(place for place in places if (id(place.get()) in ids) == wanted)
+
+    if wanted:
+        return Fragment(parameters=kept(one.parameters), averages=(), counters=(), frozen=kept(one.frozen))
+    return replace(one, parameters=kept(one.parameters), frozen=kept(one.frozen))
+
+
+def _by_block(model: nn.Module, count: int, choose: Callable[[int, int], int]) -> list[Fragment]:
+    path, number = _find_blocks(model)
+    if number < count:
+        raise ConfigError(
+            f"{count} fragments of {number} blocks: the model's longest list of modules is {path or 'itself'!r}. Use "
+            "fewer fragments, or cut by_bytes."
+        )
+
+    prefix = f"{path}." if path else ""
+    order = {child: index for index, (child, _) in enumerate(model.get_submodule(path).named_children())}
+
+    def chosen(name: str) -> int | None:
+        if not name.startswith(prefix):
+            return None
+        return choose(order[name[len(prefix) :].split(".", 1)[0]], number)
+
+    return _cut(model, count, chosen)
+
+
+def _find_blocks(model: nn.Module) -> tuple[str, int]:
+    """Return the path and the length of the longest list of modules; among equals of the one with most values."""
+    lists = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))
+    ]
+    sizes = {name: (len(module), sum(p.numel() for p in module.parameters())) for name, module in lists}
+    best = max(sizes, key=lambda name: sizes[name], default=None)
+    return ("", 0) if best is None else (best, sizes[best][0])
+
+
+def _cut(model: nn.Module, count: int, choose: _Choose) -> list[Fragment]:
+    """Put each tensor where `choose` says; those it leaves open go, the largest first, where there are fewest bytes."""
+    bins: list[list[Place]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    places = [*_once(_parameters(model)), *_once(_buffers(model))]
+    order = {id(place): number for number, place in enumerate(places)}
+    choices = {id(place): choose(place.name) for place in places}
+    fixed = [place for place in places if choices[id(place)] is not None]
+    free = [place for place in places if choices[id(place)] is None]
+    for place in [*fixed, *sorted(free, key=lambda place: -_bytes(place))]:
+        wished = choices[id(place)]
+        target = min(range(count), key=lambda fragment: sizes[fragment]) if wished is None else wished
+        bins[target].append(place)
+        sizes[target] += _bytes(place)
+    trained = [any(place.get().requires_grad for place in mine) for mine in bins]
+    if count > 1 and not all(trained):
+        raise ConfigError(f"{count} fragments, but {trained.count(False)} of them would have nothing that is trained.")
+    return [_fragment(sorted(mine, key=lambda place: order[id(place)])) for mine in bins]
+
+
+def _fragment(places: list[Place]) -> Fragment:
+    parameters = [place for place in places if isinstance(place.get(), nn.Parameter)]
+    buffers = [place for place in places if not isinstance(place.get(), nn.Parameter)]
+    return Fragment(
+        parameters=tuple(place for place in parameters if place.get().requires_grad),
+        averages=tuple(place for place in buffers if place.get().is_floating_point()),
+        counters=tuple(place for place in buffers if not place.get().is_floating_point()),
+        frozen=tuple(place for place in parameters if not place.get().requires_grad),
+    )
+
+
+def _bytes(place: Place) -> int:
+    tensor = place.get()
+    return local(tensor).nbytes if tensor.requires_grad else 0
+
+
+def _parameters(model: nn.Module) -> Iterator[Place]:
+    for path, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            name = f"{path}.{key}" if path else key
+            if is_lazy(parameter):
+                raise ConfigError(f"The parameter {name} has no shape yet. Run one batch through the model first.")
+            if parameter is not None:
+                yield Place(name, module._parameters, key)
+
+
+def _buffers(model: nn.Module) -> Iterator[Place]:
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield Place(f"{path}.{key}" if path else key, module._buffers, key)
+
+
+def _once(places: Iterator[Place]) -> Iterator[Place]:
+    """Leave out tensors that are the same object as an earlier one, or the same memory under another object."""
+    seen: set[object] = set()
+    for place in places:
+        tensor = place.get()
+        storage = local(tensor)
+        memory = (storage.data_ptr(), storage.shape, storage.stride()) if storage.numel() else id(tensor)
+        if memory not in seen:
+            seen.add(memory)
+            yield place
+
+
+def without_masks(fragment: Fragment) -> Fragment:
+    """Leave out floating buffers that hold an infinity or a NaN: those are constants, such as attention masks."""
+    kept = tuple(place for place in fragment.averages if bool(torch.isfinite(place.get()).all()))
+    return replace(fragment, averages=kept)

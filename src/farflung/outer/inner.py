@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of the inner optimizer's own state, such as Adam's moments, when replicas agree."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from farflung.base.errors import ConfigError
+from farflung.comm.group import Group
+from farflung.outer.aggregate import Shares
+from farflung.outer.average import average
+from farflung.outer.schedule import check_count
+
+_COUNTER = "step"  # torch.optim keeps it as a float tensor, which has the shape of a parameter that is a scalar
+
+
+class Inner(Protocol):
+    """Looks after the state of the inner optimizer once a round has landed."""
+
+    @property
+    def needs_optimizer(self) -> bool:
+        """Whether the loop has to know the inner optimizer."""
+
+    def __call__(
+        self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, shares: Shares
+    ) -> int:
+        """Do it for `parameters`, after `rounds` rounds; return the bytes that this rank sent."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Each replica keeps its own, as most methods do."""
+
+    needs_optimizer = False
+
+    def __call__(
+        self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, shares: Shares
+    ) -> int:
+        """Do nothing."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Forget it: the optimizer begins anew from the agreed point."""
+
+    needs_optimizer = True
+
+    def __call__(
+        self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, shares: Shares
+    ) -> int:
+        """Drop what the optimizer keeps of each parameter."""
+        assert optimizer is not None
+        for parameter in parameters:
+            optimizer.state.pop(parameter, None)
+        return 0
+
+
+@dataclass(frozen=True)
+class Average:
+    """Average the state's tensors, each name on a period of its own.
+
+    Args:
+        every: rounds between two averagings, by the name in the optimizer's state; empty: all of them in every round.
+            `{"exp_avg": 3, "exp_avg_sq": 6}` is DES-LOC's choice for Adam.
+
+    Raises:
+        ConfigError: a period is no whole number above zero.
+
+    Source: DES-LOC (arXiv:2505.22549).
+    """
+
+    every: Mapping[str, int] = field(default_factory=dict)
+    needs_optimizer = True
+
+    def __post_init__(self) -> None:
+        for name, period in self.every.items():
+            check_count(name, period, "rounds between two averagings")
+
+    def __call__(
+        self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, shares: Shares
+    ) -> int:
+        """Average what is due, unless the ranks' optimizers keep different tensors: one that never stepped has none.
+
+        Raises:
+            ConfigError: the optimizer keeps nothing under a name.
+        """
+        assert optimizer is not None
+        due = self._due(optimizer, parameters, rounds)
+        layout = " ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in due)
+        mark = int.from_bytes(hashlib.blake2b(layout.encode(), digest_size=6).digest(), "big")
+        marks = group.meet(torch.tensor([float(mark)], dtype=torch.float64))
+        if not due or len(set(marks.flatten().tolist())) != 1:
+            return 0
+        return average(due, group, shares)
+
+    def _due(self, optimizer: Optimizer, parameters: Sequence[Tensor], rounds: int) -> list[Tensor]:
+        states = [(parameter, optimizer.state[parameter]) for parameter in parameters if parameter in optimizer.state]
+        kept = {name for _, state in states for name in state}
+        if states and not kept >= set(self.every):
+            raise ConfigError(f"The optimizer keeps {sorted(kept)}, and none of {sorted(set(self.every) - kept)}.")
+        return [
+            value
+            for parameter, state in states
+            for name, value in sorted(state.items())
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
+            if name != _COUNTER and self._is_due(name, rounds)
+        ]
+
+    def _is_due(self, name: str, rounds: int) -> bool:
+        if not self.every:
+            return True
+        return name in self.every and rounds % self.every[name] == 0

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is in a round, and on what terms: one tiny vote."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from farflung.base.errors import CollectiveMismatch
+from farflung.comm.group import Group
+from farflung.outer.weigh import alike_as_one
+
+_TEXT_BYTES = 1024  # of a rank's description of itself, sent only to explain a mismatch
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """What a rank says in a round.
+
+    Args:
+        number: of the vote; ranks that are not in the same one must not reduce together.
+        weight: what was really done since this rank's values were last agreed on.
+        norm: of what it brings; finite if and only if its values are. 0 where they are weights, and finite.
+        largest: their largest magnitude where the codec has a limit, else 0.
+        sound: this rank's floating buffers are finite. A batch that fp16 could not hold spoils statistics for ever.
+        finished: this rank has no more data and only stays for the others.
+        position: how many steps it has attempted.
+        digest: of what was last agreed on, or -1.
+    """
+
+    number: int
+    weight: float
+    norm: float = 0.0
+    largest: float = 0.0
+    sound: bool = True
+    finished: bool = False
+    position: int = 0
+    digest: int = -1
+
+
+_HALF = 2**24  # whole numbers below this are exact in fp32
+_LARGEST = 3e38  # stands for a norm that is finite, but not in fp32
+BALLOT_SIZE = 13  # numbers of a ballot on the wire, each of which is exact in fp32
+BALLOT_BYTES = 4 * BALLOT_SIZE
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The ballots of all ranks, by rank."""
+
+    weights: tuple[float, ...]
+    norms: tuple[float, ...]
+    largest: tuple[float, ...]
+    sound: tuple[bool, ...]
+    finished: bool  # all of them are
+    position: int  # the furthest
+    digests: tuple[int, ...]
+
+    def too_large(self, factors: Sequence[float], limit: float) -> tuple[int, ...]:
+        """Name the ranks whose values would not be finite once summed under a codec's `limit`."""
+        if math.isinf(limit):
+            return ()
+        parts = [factor * value for factor, value in zip(factors, self.largest, strict=True)]
+        return (
+            () if sum(parts) <= limit else tuple(rank for rank, part in enumerate(parts) if part > limit / len(parts))
+        )
+
+    def of_buffers(self) -> tuple[tuple[float, ...], float]:
+        """Return factors and total of the ranks whose floating buffers are finite; the others get what these have."""
+        return alike_as_one([weight * sound for weight, sound in zip(self.weights, self.sound, strict=True)])
+
+
+class Static:
+    """The ranks of one group, all of them in every round.
+
+    Args:
+        description: what must be the same on all ranks: recipe, shapes, cut.
+    """
+
+    def __init__(self, group: Group, description: str) -> None:
+        self.group = group
+        self.description = description
+        digest = hashlib.blake2b(description.encode(), digest_size=6).digest()
+        self._fingerprint = _halves(int.from_bytes(digest, "big"))
+
+    def begin(self, ballot: Ballot) -> Callable[[], Tally]:
+        """Begin to gather the ballots of all ranks; calling what is returned waits for them."""
+        ballots = self.group.begin_meet(torch.tensor(self.row(ballot)))
+        return lambda: self.count(ballots(), ballot)
+
+    def row(self, ballot: Ballot) -> list[float]:
+        """Return `BALLOT_SIZE` numbers that say what the ballot says."""
+        norm = ballot.norm if not math.isfinite(ballot.norm) else min(ballot.norm, _LARGEST)
+        values = [ballot.weight, norm, ballot.largest, ballot.sound, ballot.finished]
+        whole = [*_halves(ballot.number), *_halves(ballot.position), *_halves(ballot.digest)]
+        return [*self._fingerprint, *whole, *map(float, values)]
+
+    def count(self, rows: Tensor, ballot: Ballot) -> Tally:
+        """Read the rows of all ranks, `[size, BALLOT_SIZE]`, of which this rank's is from `ballot`.
+
+        Raises:
+            CollectiveMismatch: the ranks differ in their descriptions, or in the number of the vote.
+        """
+        listed = rows.tolist()
+        mine = [*self._fingerprint, *_halves(ballot.number)]
+        if any(row[:4] != mine for row in listed):
+            self._explain(ballot.number)
+        columns = list(zip(*listed, strict=True))
+        weights, norms, largest, sound, finished = columns[8:]
+        return Tally(
+            weights,
+            norms,
+            largest,
+            sound=tuple(map(bool, sound)),
+            finished=all(finished),
+            position=max(map(_whole, columns[4], columns[5])),
+            digests=tuple(map(_whole, columns[6], columns[7])),
+        )
+
+    def _explain(self, number: int) -> None:
+        """Exchange the descriptions themselves, and raise the same error everywhere."""
+        text = f"vote {number} of {self.description}".encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+        texts = self.group.meet(torch.tensor(list(text), dtype=torch.float64))
+        said = [bytes(int(value) for value in row).decode(errors="replace").strip() for row in texts.tolist()]
+        ranks = {text: [rank for rank, other in enumerate(said) if other == text] for text in said}
+        lines = [f"  ranks {who}: {text}" for text, who in ranks.items()]
+        raise CollectiveMismatch("The ranks of an outer loop are not in the same round:\n" + "\n".join(lines))
+
+
+def _halves(number: int) -> tuple[float, float]:
+    high, low = divmod(number, _HALF)
+    return float(high), float(low)
+
+
+def _whole(high: float, low: float) -> int:
+    return int(high) * _HALF + int(low)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How local weights take over what was agreed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from farflung.base.errors import ConfigError
+
+
+class Merge(Protocol):
+    """Brings an agreed point into the local weights, in place."""
+
+    def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
+        """Change `local`; `anchor` has as many tensors of the same shapes, in fp32."""
+
+
+@dataclass(frozen=True)
+class Replace:
+    """local <- anchor."""
+
+    def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
+        """Copy."""
+        torch._foreach_copy_(local, anchor)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Blend:
+    """local <- alpha * local + (1 - alpha) * anchor, which keeps some of the steps done while the anchor was under way.
+
+    Args:
+        alpha: 0 drops those steps, 1 drops what was agreed.
+
+    Raises:
+        ConfigError: `alpha` is not from 0 to 1.
+
+    Source: Streaming DiLoCo (arXiv:2501.18512), with alpha 0.5.
+    """
+
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ConfigError(f"alpha={self.alpha!r}: the local weights' part must be from 0 to 1.")
+
+    def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
+        """Interpolate in fp32, and round once; with alpha 0 or 1 copy or leave alone."""
+        if self.alpha == 0:
+            torch._foreach_copy_(local, anchor)  # type: ignore[arg-type]
+        elif self.alpha < 1:
+            blended = [piece.to(point.dtype) for piece, point in zip(local, anchor, strict=True)]
+            torch._foreach_copy_(local, torch._foreach_lerp(list(anchor), blended, self.alpha))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Correct:
+    """local <- anchor, which every replica moves by the last mean with its own part of it brought up to date.
+
+    Source: eager updates (arXiv:2502.12996).
+    """
+
+    def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
+        """Copy."""
+        torch._foreach_copy_(local, anchor)  # type: ignore[arg-type]

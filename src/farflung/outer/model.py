@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost model: what a method of training together costs in time, bytes and memory, as plain arithmetic.
+
+    payload = N/P * bits                               what one of P fragments of N parameters weighs on the wire
+    sent    = 2(M-1)/M * payload   reduced             by each of M replicas, for one fragment
+              (M-1)    * payload   gathered            everybody's payload, to everybody
+              payload              paired              to one other replica
+    t       = (collectives / 2 + votes) * hops * latency + sent / bandwidth + values * (encode + wires * decode)
+    stall   = max(0, t - the compute that goes on meanwhile)
+    step    = T + sum over the fragments of stall / H  seconds, where a round is H steps of T seconds
+
+What travels during the backward pass (`Method.during_backward`) goes bucket by bucket, as layers become ready. That is
+the model behind the published table of Streaming DiLoCo (arXiv:2501.18512, table 4): a backward pass takes 2/3 of a
+step, layer l from the bottom of L is ready (L-l)/L of the way through it, and the link carries one thing at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from farflung.base.errors import ConfigError
+from farflung.comm.bucket import CAP_BYTES, num_buffers_among
+
+Exchange = Literal["reduced", "gathered", "paired"]
+
+_BACKWARD = 2 / 3  # of a step: the backward pass computes twice what the forward pass does
+_FP32 = 4
+_UNDER_WAY = 2  # collectives at a time, which wait for the line together: the outer loop's buckets, gloo's threads
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained, on what.
+
+    Args:
+        parameters: trainable ones; they are taken to be spread evenly over the layers.
+        layers: of the model, such as its transformer blocks.
+        step_s: seconds of one optimizer step of a replica that trains alone.
+        replicas: how many train together.
+        bandwidth_bps: bits a second of each replica's line, each way at the same time; `math.inf` for no limit.
+        latency_s: seconds from one replica to another, one way: half of what `ping` shows.
+
+    Raises:
+        ConfigError: a number can't be.
+    """
+
+    parameters: int
+    layers: int
+    step_s: float
+    replicas: int
+    bandwidth_bps: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_counts(self, parameters=1, layers=1, replicas=1)
+        if not (0 < self.step_s < math.inf):
+            raise ConfigError(f"step_s={self.step_s!r}: the seconds of one step must be a number above 0.")
+        if not self.bandwidth_bps > 0:
+            raise ConfigError(f"bandwidth_bps={self.bandwidth_bps!r}: bits a second must be above 0, or math.inf.")
+        if not (0 <= self.latency_s < math.inf):
+            raise ConfigError(f"latency_s={self.latency_s!r}: the seconds of a way must be a number of 0 or more.")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of training together, in plain numbers.
+
+    Args:
+        name: for people.
+        every: H, the steps in which each parameter is exchanged once: 1 for data-parallel training.
+        fragments: P, the parts in which the model is exchanged, at equal distances within those steps.
+        delay: steps that go on between a fragment's launch and its landing.
+        bits: that travel for each parameter, with its share of scales and indices.
+        exchange: `reduced` on the way (all-reduce, or reduce-scatter and all-gather), `gathered` from all by all, or
+            `paired` with one other replica.
+        during_backward: what travels leaves bucket by bucket while the backward pass of its step still computes. True
+            of gradients; false of weights, which move in the step after it.
+        voted: a vote comes before each fragment, which is not sent until all have voted.
+        confirmed: a fragment lands when all replicas have said that they received it, where there are more than two.
+        anchor: an agreed point is kept beside the weights.
+        outer_state: fp32 values that the outer optimizer keeps for each parameter: 1 is momentum.
+        feedback: another fp32 value is kept for each parameter, such as what the codec left out.
+        bucket_bytes: fp32 bytes in one collective.
+        encode_s: seconds to encode one value.
+        decode_s: seconds to decode one value of one wire.
+        state_bits: of the inner optimizer's state, averaged with each parameter by an all-reduce of its own.
+        levels: rounds among neighbours in between: pairs of steps between them and how many replicas meet. After a step
+            at which several are due only the widest is held. They are taken to stay within a machine: bytes, no time.
+
+    Raises:
+        ConfigError: a number can't be.
+    """
+
+    name: str
+    every: int = 1
+    fragments: int = 1
+    delay: int = 0
+    bits: float = 32
+    exchange: Exchange = "reduced"
+    during_backward: bool = False
+    voted: bool = False
+    confirmed: bool = False
+    anchor: bool = False
+    outer_state: int = 0
+    feedback: bool = False
+    bucket_bytes: int = CAP_BYTES
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    state_bits: float = 0.0
+    levels: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_counts(self, every=1, fragments=1, delay=0, outer_state=0, bucket_bytes=1)
+        if self.fragments > self.every:
+            raise ConfigError(
+                f"{self.name}: {self.fragments} fragments in {self.every} steps. At most one is launched after a step."
+            )
+        if self.delay > self.every:
+            raise ConfigError(
+                f"{self.name}: delay={self.delay} is more than every={self.every}, so a fragment would be launched "
+                "again before it has landed."
+            )
+        if self.exchange not in get_args(Exchange):
+            raise ConfigError(f"{self.name}: exchange={self.exchange!r} is none of {', '.join(get_args(Exchange))}.")
+        if any(every < 1 or size < 2 for every, size in self.levels):
+            raise ConfigError(
+                f"{self.name}: levels={self.levels} are pairs of steps, 1 or more, and replicas, 2 or more."
+            )
+        for name in ("bits", "encode_s", "decode_s", "state_bits"):
+            value = getattr(self, name)
+            if not (0 <= value < math.inf):
+                raise ConfigError(f"{self.name}: {name}={value!r} must be a number of 0 or more.")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a replica needs beyond those of training alone."""
+
+    anchor: float
+    outer_state: float
+    feedback: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.anchor + self.outer_state + self.feedback + self.buffers
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a method costs in a run; bytes are those of one replica.
+
+    Attributes:
+        seconds_per_step: on the average over a round.
+        utilization: the share of the time in which it computes.
+        bytes_sent_per_round: in `Method.every` steps, without votes and the network's own headers.
+        bytes_received_per_round: the same, of what comes in.
+        bytes_near_per_round: those of the sent ones that stay among neighbours.
+    """
+
+    method: Method
+    seconds_per_step: float
+    utilization: float
+    bytes_sent_per_round: float
+    bytes_received_per_round: float
+    bytes_near_per_round: float
+    memory: Memory
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of the time in which nothing is computed."""
+        return 1 - self.utilization
+
+    @property
+    def bytes_sent_per_step(self) -> float:
+        """On the average over a round."""
+        return self.bytes_sent_per_round / self.method.every
+
+    @property
+    def bytes_received_per_step(self) -> float:
+        """On the average over a round."""
+        return self.bytes_received_per_round / self.method.every
+
+
+def cost_of(run: Run, method: Method) -> Cost:
+    """Forecast what `method` costs in `run`.
+
+    Raises:
+        ConfigError: the method cuts the model into more fragments than it has layers.
+    """
+    if method.fragments > run.layers:
+        raise ConfigError(f"{method.name}: {method.fragments} fragments of {run.layers} layers. Each needs a layer.")
+    seconds = run.step_s + _exposed_s(run, method) / method.every
+    # In a ring, and among pairs, each replica passes on as much as it gets.
+    far = copies(method.exchange, run.replicas) * method.bits + copies("reduced", run.replicas) * method.state_bits
+    near = run.parameters / 8 * _near_bits(run, method)
+    travels = run.parameters / 8 * far + near
+    return Cost(method, seconds, run.step_s / seconds, travels, travels, near, _memory(run, method))
+
+
+def needed_bandwidth(run: Run, method: Method, utilization: float) -> float:
+    """Return the bits a second from which `method` reaches `utilization`, whatever the bandwidth of `run`.
+
+    It is `math.inf` where no bandwidth is enough, as latency or codec alone cost too much, and 0 where nothing is sent.
+
+    Raises:
+        ConfigError: `utilization` is not between 0 and 1.
+    """
+    if not (0 < utilization < 1):
+        raise ConfigError(f"utilization={utilization!r} must be above 0 and below 1.")
+
+    def reached(bandwidth: float) -> bool:
+        return cost_of(replace(run, bandwidth_bps=bandwidth), method).utilization >= utilization
+
+    if not reached(math.inf):
+        return math.inf
+    if reached(low := 1e-3):
+        return 0.0
+    high = low
+    while not reached(high):
+        low, high = high, 2 * high
+    while high / low > 1 + 1e-9:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high
+
+
+def copies(exchange: Exchange, replicas: int) -> float:
+    """How often a replica sends a payload: what a ring passes on, counted by what each brings."""
+    if exchange == "reduced":
+        return 2 * (replicas - 1) / replicas
+    return replicas - 1 if exchange == "gathered" else float(replicas > 1)
+
+
+def hops(exchange: Exchange, replicas: int) -> int:
+    """How many messages follow one another in a collective."""
+    if exchange == "reduced":
+        return 2 * (replicas - 1)
+    return replicas - 1 if exchange == "gathered" else int(replicas > 1)
+
+
+def _exposed_s(run: Run, method: Method) -> float:
+    """Seconds of a round in which nothing is computed."""
+    if run.replicas == 1:
+        return 0.0
+    busy, stalls = 0.0, 0.0
+    meeting_s = hops("gathered", run.replicas) * run.latency_s
+    hidden = (method.delay + (_BACKWARD if method.during_backward else 0)) * run.step_s
+    for fragment in range(method.fragments):
+        end = method.voted * meeting_s
+        for ready, seconds in _transfers(run, method, fragment):
+            end = max(end, ready) + seconds
+            busy += seconds
+        end += method.confirmed * (run.replicas > 2) * meeting_s
+        stalls += max(0.0, end - hidden)
+    averaging = _waits(run, method, "reduced", run.parameters * bool(method.state_bits))
+    averaging += copies("reduced", run.replicas) * run.parameters * method.state_bits / run.bandwidth_bps
+    # Fragments that fly at the same time share one line: a round lasts as long as it is busy, at least.
+    return max(stalls, busy - method.every * run.step_s) + averaging
+
+
+def _transfers(run: Run, method: Method, fragment: int) -> Iterator[tuple[float, float]]:
+    """Yield when each send of a fragment is ready, in seconds from when the first could be, and how long it takes.
+
+    Fragment p of P is the layers p, p + P, p + 2P ..., strided as in the paper: that spreads over the backward pass.
+    """
+    layers = range(fragment, run.layers, method.fragments)[::-1]  # the top of the model has its gradients first
+    if not method.during_backward:
+        yield 0.0, _seconds(run, method, len(layers))
+        return
+    in_bucket = max(1, method.bucket_bytes * run.layers // (_FP32 * run.parameters))
+    for start in range(0, len(layers), in_bucket):
+        together = layers[start : start + in_bucket]
+        yield (run.layers - together[-1]) / run.layers * _BACKWARD * run.step_s, _seconds(run, method, len(together))
+
+
+def _seconds(run: Run, method: Method, num_layers: int) -> float:
+    """How long the values of some layers take from one replica's memory to all others'."""
+    values = run.parameters * num_layers / run.layers
+    waiting = _waits(run, method, method.exchange, values)
+    sending = copies(method.exchange, run.replicas) * values * method.bits / run.bandwidth_bps
+    wires = run.replicas if method.exchange == "gathered" else 1
+    return waiting + sending + values * (method.encode_s + wires * method.decode_s)
+
+
+def _waits(run: Run, method: Method, exchange: Exchange, values: float) -> float:
+    turns = math.ceil(_FP32 * values / method.bucket_bytes / _UNDER_WAY)
+    return turns * hops(exchange, run.replicas) * run.latency_s
+
+
+def _near_bits(run: Run, method: Method) -> float:
+    """Bits that are sent to neighbours for each parameter, while each is exchanged with all once."""
+    bits = 0.0
+    for every, size in method.levels:
+        wider = [other for other, _ in method.levels if other > every] + [method.every]
+        cycle = math.lcm(every, *wider)
+        held = sum(all(step % other for other in wider) for step in range(every, cycle + 1, every))
+        bits += held * method.every / cycle * copies(method.exchange, min(size, run.replicas)) * method.bits
+    return bits
+
+
+def _memory(run: Run, method: Method) -> Memory:
+    everything = _FP32 * run.parameters
+    fragment = everything * math.ceil(run.layers / method.fragments) / run.layers
+    if method.delay or method.during_backward:  # all that is under way waits in memory of its own
+        in_buffers = flying = fragment * max(1, math.ceil(method.delay * method.fragments / method.every))
+    else:
+        in_buffers = min(fragment, num_buffers_among(run.replicas) * method.bucket_bytes)
+        flying = min(fragment, _UNDER_WAY * method.bucket_bytes)
+    wires = run.replicas if method.exchange == "gathered" else 1
+    encoded = flying * method.bits / 32 * wires if method.bits < 32 or method.exchange == "gathered" else 0.0
+    return Memory(
+        anchor=everything * method.anchor,
+        outer_state=everything * method.outer_state,
+        feedback=everything * method.feedback,
+        buffers=in_buffers + encoded if run.replicas > 1 else 0.0,
+    )
+
+
+def _check_counts(owner: Run | Method, **least: int) -> None:
+    for name, smallest in least.items():
+        value = getattr(owner, name)
+        if type(value) is not int or value < smallest:
+            raise ConfigError(f"{name}={value!r} must be a whole number of {smallest} or more.")

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a recipe is: one row of the table of methods."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import torch
+
+from farflung.base.errors import ConfigError
+from farflung.comm.group import SoloGroup
+from farflung.outer.aggregate import Aggregator, Gossip, Mean, TrimmedMean
+from farflung.outer.anchor import MakeOptimizer
+from farflung.outer.codec.base import Codec, Identity
+from farflung.outer.codec.feedback import ErrorFeedback
+from farflung.outer.fragments import Cut, whole
+from farflung.outer.inner import Inner, Keep
+from farflung.outer.merge import Blend, Correct, Merge, Replace
+from farflung.outer.schedule import Levels, Schedule, Streaming, Warmup
+from farflung.outer.weigh import ByWork, Rule
+
+Work: TypeAlias = Literal["steps", "items"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One row: when, what, how many bits, what is made of it, and how the model takes it over.
+
+    `dataclasses.replace(diloco(every=32), optimizer=functools.partial(torch.optim.Adam, lr=1e-3))` is a new row.
+
+    Args:
+        codec: how what is exchanged is written down for the wire.
+        aggregator: from the wires of all ranks to one result.
+        rule: how much each rank counts in it.
+        weigh_by: what a rank's work is counted in: `steps`, or the `items` (samples, tokens) that `count` is told of.
+        optimizer: makes the outer optimizer of the anchor's parameters, from `torch.optim`. None keeps no anchor: the
+            weights themselves are averaged, which gives their exact mean (anchor - mean(anchor - local) does not).
+        merge: how local weights take over the anchor.
+        fragments: cuts a model into as many fragments as the schedule speaks of.
+        anchor_on_cpu: keep anchor and outer optimizer state in the host's memory.
+        inner: what becomes of the inner optimizer's state in a round.
+
+    Raises:
+        ConfigError: parts that do not go together.
+        Unsupported: the aggregator can't work with the codec.
+    """
+
+    schedule: Schedule
+    codec: Codec = field(default_factory=Identity)
+    aggregator: Aggregator = field(default_factory=Mean)
+    rule: Rule = field(default_factory=ByWork)
+    weigh_by: Work = "steps"
+    optimizer: MakeOptimizer | None = None
+    merge: Merge = field(default_factory=Replace)
+    fragments: Cut = whole
+    anchor_on_cpu: bool = False
+    inner: Inner = field(default_factory=Keep)
+
+    def __post_init__(self) -> None:
+        if self.weigh_by not in ("steps", "items"):
+            raise ConfigError(f"weigh_by={self.weigh_by!r}: use 'steps' or 'items'.")
+        if self.optimizer is None:
+            self._check_without_anchor()
+        is_eager = isinstance(self.merge, Correct)
+        inside = self.schedule.then if isinstance(self.schedule, Warmup) else self.schedule
+        fits = isinstance(inside, Streaming) and inside.fragments == 1 and inside.delay == inside.every
+        if is_eager and not fits:
+            raise ConfigError("Correct() is for one fragment that is applied when the next one is sent: delay = every.")
+        if is_eager and isinstance(self.aggregator, (Gossip, TrimmedMean)):
+            raise ConfigError(f"Correct() takes this rank's part of a mean out again, which {self.aggregator} has not.")
+        # What the aggregator would say of the codec in the first round.
+        residual = torch.zeros(1) if isinstance(self.codec, ErrorFeedback) else None
+        self.aggregator.prepare(torch.zeros(1), self.codec, SoloGroup(), residual)
+        if is_eager and isinstance(self.codec, ErrorFeedback):
+            raise ConfigError(
+                "Correct() takes this rank's stale term back, which ErrorFeedback() has partly kept back."
+            )
+        if self.inner != Keep() and self.schedule.delay:
+            raise ConfigError(f"{self.inner} is done within a round, and with a delay no round stops the training.")
+
+    def _check_without_anchor(self) -> None:
+        if self.schedule.delay:
+            raise ConfigError(
+                f"delay={self.schedule.delay}: what is averaged late would undo the steps since. Give the recipe an "
+                "outer optimizer: then only what changed is exchanged, and merged."
+            )
+        if isinstance(self.codec, ErrorFeedback) or isinstance(self.merge, (Blend, Correct)):
+            raise ConfigError(f"{self.codec} with {self.merge} needs an anchor: give the recipe an outer optimizer.")
+        if self.rule.norm != "none":
+            raise ConfigError(
+                f"{self.rule} looks at how far replicas moved from an anchor: give the recipe an outer optimizer."
+            )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a fragment must be in its buffers as a whole: as it flies while training goes on, or is clipped."""
+        return bool(self.schedule.delay) or self.rule.norm == "sent" or self.rule.longest < math.inf
+
+    @property
+    def agrees(self) -> bool:
+        """Whether a round leaves all replicas with the same anchor."""
+        return self.aggregator.agrees and not isinstance(self.merge, Correct)
+
+    @property
+    def warmup(self) -> int:
+        """The first steps, in which gradients are averaged."""
+        return self.schedule.steps if isinstance(self.schedule, Warmup) else 0
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """How many neighbours meet on the levels below all."""
+        inside = self.schedule.then if isinstance(self.schedule, Warmup) else self.schedule
+        return inside.groups if isinstance(inside, Levels) else ()

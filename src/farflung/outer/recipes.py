@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published methods as rows of one table: what to put into the engine for each."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.base.errors import ConfigError
+from farflung.outer.aggregate import Gossip, mean_of
+from farflung.outer.anchor import MakeOptimizer
+from farflung.outer.codec.base import Codec, Identity
+from farflung.outer.codec.blockwise import E3M0, Int8
+from farflung.outer.codec.feedback import ErrorFeedback
+from farflung.outer.codec.sparse import TopK
+from farflung.outer.fragments import Cut, Fragment, by_bytes, strided
+from farflung.outer.merge import Blend, Correct
+from farflung.outer.recipe import Recipe
+from farflung.outer.schedule import ByTime, Every, Levels, Quadratic, Schedule, Streaming, Warmup
+from farflung.outer.weigh import ClippedToMedian, WithoutOutliers
+
+# Below this many rounds an outer momentum of 0.9 has no time to pay back. A byte-level GPT (385k parameters, 30 rounds
+# of 16 steps, two replicas) ended at validation loss 2.14 with momentum 0.8, at 2.05 with 0.6, at 1.96 with 0.3 (which
+# with lr 0.7 moves as far as averaging does, in the long run), at 1.96 with plain averaging, at 1.87 with DDP.
+_MANY_ROUNDS = 100
+
+
+def local_sgd(every: int, *, codec: Codec | None = None) -> Recipe:
+    """Train alone for `every` optimizer steps, then average: local <- mean(local).
+
+    Args:
+        every: optimizer steps between two averagings.
+        codec: how weights travel; None sends them as they are. Rounding them to 16 bits costs accuracy each round, as
+            it is the weights themselves that are rounded: `diloco` only rounds what changed.
+
+    Raises:
+        ConfigError: `every` is no whole number above zero.
+
+    It fails where replicas drift apart between rounds: with a large learning rate or many steps.
+
+    Source: Local SGD converges fast and communicates little (arXiv:1805.09767).
+    """
+    return _averaging(Every(every), codec)
+
+
+def post_local_sgd(warmup: int, every: int, *, codec: Codec | None = None) -> Recipe:
+    """Average gradients in each of the first `warmup` steps, then train as `local_sgd(every)`.
+
+    Under an `Accelerator` its gradient averaging stays on for so long; in a bare loop `attach` the optimizer, or call
+    `average_gradients` before each of its steps. It saves nothing in a run that is hardly longer than the warm-up.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Source: Don't use large mini-batches, use local SGD (arXiv:1808.07217).
+    """
+    return _averaging(Warmup(warmup, Every(every)), codec)
+
+
+def hierarchical(levels: Mapping[int, int | None], *, codec: Codec | None = None) -> Recipe:
+    """Average often among neighbouring ranks and seldom among all: `hierarchical({4: 8, 64: None})`.
+
+    After a step at which several levels are due, the widest is taken: local <- mean over the ranks of that level.
+
+    Args:
+        levels: from optimizer steps to how many neighbours average after them; None is all of them. Neighbours should
+            be the ranks of a machine, so a size that divides the number of ranks and is their number on each machine.
+
+    Raises:
+        ConfigError: the widest level is not all ranks, or not the most seldom one.
+
+    It helps only where some links are much faster than others.
+
+    Source: torch's hierarchical model averager; DASO (arXiv:2104.05588).
+    """
+    return _averaging(Levels(dict(levels)), codec)
+
+
+def quadratic(every: int, alpha: float, *, codec: Codec | None = None) -> Recipe:
+    """Average after H = max(every, floor((alpha / lr)**2)) steps, so rounds get longer as the learning rate decays.
+
+    lr is the inner learning rate when the round begins, or the highest since then where it rises, as in a warm-up; the
+    loop must know the optimizer. The last round ends with the training.
+
+    Args:
+        every: steps in the shortest round.
+        alpha: of the size of the largest learning rate times sqrt(every); the paper tunes it.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    With a constant learning rate it is `local_sgd`; it needs a decaying one to save anything.
+
+    Source: a quadratic synchronization rule (arXiv:2310.14423).
+    """
+    return _averaging(Quadratic(every, alpha), codec)
+
+
+def slowmo(every: int, *, alpha: float = 1.0, beta: float = 0.6, codec: Codec | None = None) -> Recipe:
+    """Average every `every` steps, then let a slow momentum go on in that direction.
+
+        u <- beta u + Delta / gamma;  anchor <- anchor - alpha gamma u;  local <- anchor
+
+    gamma is the inner learning rate; where it is constant this is heavy ball with lr alpha and momentum beta, which is
+    what is done here.
+
+    Args:
+        alpha: slow learning rate; the paper keeps it at 1.
+        beta: slow momentum, from 0.4 to 0.8 in the paper.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Under a learning rate that changes much within a few rounds it is not the paper's method.
+
+    Source: SlowMo (arXiv:1910.00643).
+    """
+    return _anchored(Every(every), codec or Identity(), _sgd(alpha, beta, nesterov=False))
+
+
+def diloco(
+    every: int,
+    *,
+    rounds: int | None = None,
+    lr: float = 0.7,
+    momentum: float | None = None,
+    nesterov: bool = True,
+    codec: Codec | None = None,
+) -> Recipe:
+    """Train alone for `every` steps; the mean way back to the anchor is the gradient of an outer SGD.
+
+        Delta = mean(anchor - local);  m <- momentum * m + Delta;  anchor <- anchor - lr * (Delta + momentum * m);
+        local <- anchor
+
+    With `nesterov=False` the step is lr * m. One replica and momentum 0 make it Lookahead.
+
+    The published lr 0.7 and momentum 0.9 were found on hundreds of rounds. In short runs that momentum is still
+    gathering speed when training ends: over 30 rounds a byte-level GPT ended at validation loss 2.05 with 0.6 and at
+    1.96 with 0.3, no worse than plain averaging. So the default depends on the number of rounds planned.
+
+    Args:
+        every: optimizer steps between two rounds.
+        rounds: how many rounds are planned, if known.
+        lr: of the outer optimizer.
+        momentum: of the outer optimizer. None: 0.9 for 100 rounds and more or an unknown number, else 0.3.
+        nesterov: look ahead along the momentum; without momentum it means nothing.
+        codec: how the way back travels; None sends it as it is.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Source: DiLoCo (arXiv:2311.08105).
+    """
+    momentum = _momentum(momentum, rounds)
+    return _anchored(Every(every), codec or Identity(), _sgd(lr, momentum, nesterov))
+
+
+def streaming_diloco(
+    every: int,
+    fragments: int,
+    *,
+    delay: int = 1,
+    alpha: float = 0.5,
+    rounds: int | None = None,
+    lr: float = 0.7,
+    momentum: float | None = None,
+    codec: Codec | None = None,
+    cut: Cut | None = None,
+) -> Recipe:
+    """`diloco` fragment by fragment, four bits a value, while training goes on.
+
+    Fragment p is sent off every `every` steps at a time of its own, and applied `delay` steps later:
+
+        Delta_p = mean(Q(anchor_p - local_p)), taken when it is sent;  anchor_p <- outer_opt(anchor_p, Delta_p);
+        local_p <- alpha * local_p + (1 - alpha) * anchor_p
+
+    Args:
+        every: steps between two rounds of the same fragment.
+        fragments: into how many the model is cut.
+        delay: steps that the exchange may take without anyone waiting for it.
+        alpha: how much of the steps during the exchange is kept.
+        rounds: how many rounds of each fragment are planned, if known.
+        codec: None is E3M0, four bits without a mantissa.
+        cut: None is `strided` where the model has enough layers, else `by_bytes`.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    A delay that is not small against `every` costs loss: what is applied is late by so much.
+
+    Source: Streaming DiLoCo (arXiv:2501.18512).
+    """
+    momentum = _momentum(momentum, rounds)
+    optimizer = _sgd(lr, momentum, nesterov=True)
+    schedule = Streaming(every, fragments, delay)
+    return _anchored(schedule, codec or E3M0(), optimizer, merge=Blend(alpha), fragments=cut or by_layers)
+
+
+def eager_diloco(
+    every: int,
+    *,
+    rounds: int | None = None,
+    lr: float = 0.7,
+    momentum: float | None = None,
+    codec: Codec | None = None,
+) -> Recipe:
+    """`diloco` whose exchange takes a whole round, and is used with the rank's own part of it brought up to date.
+
+        g_i(t) = mean(t-1) + (Delta_i(t) - Delta_i(t-1)) / M;  anchor_i <- outer_opt(anchor_i, g_i)
+
+    Every replica has an anchor of its own; at the end weights are averaged. Plain delay, without the correction, is not
+    offered: 500M parameters ended at 3.01 with it, at 2.69 with the correction and at 2.67 without any delay.
+
+    Args:
+        every: steps in a round, all of which hide the exchange.
+        codec: None is Int8.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    The equation is as the paper's abstract and figures tell it; its pseudocode was not at hand.
+
+    Source: eager updates (arXiv:2502.12996).
+    """
+    optimizer = _sgd(lr, _momentum(momentum, rounds), nesterov=True)
+    return _anchored(Streaming(every, 1, every), codec or Int8(), optimizer, merge=Correct())
+
+
+def sparse_loco(
+    every: int = 30,
+    *,
+    lr: float = 1.0,
+    beta: float = 0.95,
+    codec: Codec | None = None,
+) -> Recipe:
+    """Send the 64 largest of each 4096 values in 2 bits, keep the rest for later rounds: 146 times fewer bits.
+
+        e <- beta e + Delta;  c = Q(TopK(e));  e <- e - c;  anchor <- anchor - lr * mean(clip(c))
+
+    `clip` scales a replica's c down to the median norm of all replicas'. There is no outer momentum: what is kept back
+    in e takes its place.
+
+    Args:
+        every: steps between two rounds, 15 to 30 in the paper.
+        lr: of the outer SGD.
+        beta: how much of what was not sent is kept.
+        codec: None is TopK(64, 4096) with 2 bits a value.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Runs of few rounds are short of what is still kept back when they end.
+
+    Source: SparseLoCo (arXiv:2508.15706).
+    """
+    inside = codec if isinstance(codec, ErrorFeedback) else ErrorFeedback(codec or TopK(), beta)
+    return _anchored(Every(every), inside, _sgd(lr, 0.0, nesterov=False), rule=ClippedToMedian())
+
+
+def edit(
+    every: int | None = None,
+    *,
+    seconds: float | None = None,
+    lr: float = 0.7,
+    momentum: float = 0.8,
+    threshold: float = 3.0,
+    temperature: float = 1.0,
+    longest: float = 10.0,
+    codec: Codec | None = None,
+) -> Recipe:
+    """`diloco` that leaves out replicas which moved unusually far, prefers those that moved little, and clips the mean.
+
+        w_i = softmax(-|Delta_i| / T) over sound replicas;  g = sum_i w_i Delta_i;  g <- g * min(1, longest / |g|)
+
+    Args:
+        every: steps between two rounds; or
+        seconds: between two rounds, in which fast replicas do more steps than slow ones.
+        threshold: deviations from a replica's own mean norm that make a movement unusual.
+        temperature: T; infinite weighs all sound replicas alike.
+        longest: norm of the mean.
+
+    Raises:
+        ConfigError: neither or both of `every` and `seconds`, or a number out of its range.
+
+    With two replicas there is little to compare; the statistics are each replica's own.
+
+    Source: EDiT (arXiv:2412.07210), whose published code feeds rejected norms to its statistics; here they are not.
+    """
+    if (every is None) == (seconds is None):
+        raise ConfigError(f"every={every!r}, seconds={seconds!r}: edit needs one of them.")
+    schedule: Schedule = ByTime(seconds) if seconds is not None else Every(every)  # type: ignore[arg-type]
+    rule = WithoutOutliers(threshold=threshold, temperature=temperature, longest=longest)
+    return _anchored(schedule, codec or Identity(), _sgd(lr, momentum, nesterov=True), rule=rule)
+
+
+def gossip(every: int, *, codec: Codec | None = None) -> Recipe:
+    """Every `every` steps average with one other rank, another one each time: local <- (local_i + local_j) / 2.
+
+    Replicas differ all along, and are averaged at the end. A rank sends its weights once a round, however many ranks
+    there are, where an all-reduce sends them nearly twice. The votes still go around all ranks.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    With many ranks and few rounds replicas stay far apart.
+
+    Source: stochastic gradient push (arXiv:1811.10792); NoLoCo (arXiv:2506.10911) adds an outer momentum to it.
+    """
+    return Recipe(schedule=Every(every), codec=codec or Identity(), aggregator=Gossip())
+
+
+def noloco(every: int, *, lr: float = 0.7, momentum: float = 0.5, codec: Codec | None = None) -> Recipe:
+    """`gossip` about the ways from local anchors, each of which has an outer momentum of its own.
+
+        Delta_i <- (Delta_i + Delta_j) / 2;  m_i <- momentum m_i + Delta_i;
+        anchor_i <- anchor_i - lr (Delta_i + momentum m_i)
+
+    NoLoCo also pulls the anchors of a pair towards each other within its momentum, which costs as many bytes again.
+    Here they only meet through what is exchanged, and in the average at the end.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Source: after NoLoCo (arXiv:2506.10911), without that term.
+    """
+    recipe = _anchored(Every(every), codec or Identity(), _sgd(lr, momentum, nesterov=True))
+    return replace(recipe, aggregator=Gossip())
+
+
+def by_layers(model: torch.nn.Module, count: int) -> list[Fragment]:
+    """Cut by `strided`, or by `by_bytes` where the model has fewer layers than fragments are asked for."""
+    try:
+        return strided(model, count)
+    except ConfigError:
+        return by_bytes(model, count)
+
+
+def _averaging(schedule: Schedule, codec: Codec | None) -> Recipe:
+    codec = codec or Identity()
+    return Recipe(schedule=schedule, codec=codec, aggregator=mean_of(codec))
+
+
+def _anchored(schedule: Schedule, codec: Codec, optimizer: MakeOptimizer, **parts: Any) -> Recipe:
+    return Recipe(schedule=schedule, codec=codec, aggregator=mean_of(codec), optimizer=optimizer, **parts)
+
+
+def _momentum(momentum: float | None, rounds: int | None) -> float:
+    """Choose by the number of rounds, and warn of a choice that has not worked in so few."""
+    if rounds is not None and (type(rounds) is not int or rounds < 1):
+        raise ConfigError(f"rounds={rounds!r}: the planned number of rounds must be an int of 1 or more, or None.")
+    short = rounds is not None and rounds < _MANY_ROUNDS
+    if momentum is None:
+        return 0.3 if short else 0.9
+    if momentum >= 0.9 and short:
+        warnings.warn(
+            f"diloco: an outer momentum of {momentum} needs hundreds of rounds to pay back and {rounds} are planned; "
+            "in short runs it has ended at a clearly higher loss than 0.3 or plain averaging.",
+            stacklevel=3,
+        )
+    return momentum
+
+
+def _sgd(lr: float, momentum: float, nesterov: bool) -> MakeOptimizer:
+    if not (lr > 0 and 0 <= momentum < 1):
+        raise ConfigError(f"lr={lr!r}, momentum={momentum!r}: lr must be above 0 and momentum at least 0 and below 1.")
+    return partial(_one_pass_sgd, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0)
+
+
+def _one_pass_sgd(parameters: Sequence[Tensor], **settings: Any) -> torch.optim.SGD:
+    """SGD that goes over memory once and copies no gradient, where torch has one."""
+    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
+    return torch.optim.SGD(parameters, fused=fused, **settings)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From recipes to the cost model's plain numbers, and the methods that a forecast compares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from farflung.base.errors import ConfigError
+from farflung.comm.bucket import CAP_BYTES
+from farflung.outer.aggregate import Gossip, Mean, ReduceScatterMean
+from farflung.outer.codec.base import Codec
+from farflung.outer.codec.feedback import ErrorFeedback
+from farflung.outer.inner import Average
+from farflung.outer.merge import Correct
+from farflung.outer.model import Exchange, Method, Run
+from farflung.outer.recipe import Recipe
+from farflung.outer.recipes import diloco, eager_diloco, local_sgd, sparse_loco, streaming_diloco
+from farflung.outer.schedule import Every, Levels, Quadratic, Schedule, Streaming, Warmup
+
+_FP32_BITS = 32
+
+
+def method_of(
+    recipe: Recipe,
+    parameters: int,
+    *,
+    name: str,
+    every: int | None = None,
+    bucket_bytes: int = CAP_BYTES,
+    state_tensors: int = 2,
+) -> Method:
+    """Write a recipe down in the cost model's plain numbers: bytes are those that `stats()` of a real run counts.
+
+    What holds for most of a run is meant, so a warm-up is left out, and so are buffers such as those of a BatchNorm.
+    Codecs are taken to be fast: set `encode_s` and `decode_s` of the result to what `benchmarks/bench_codecs.py` says.
+
+    Args:
+        parameters: that are trained.
+        name: for people.
+        every: steps of a round, for schedules that do not say it: those by time, and longer ones of the quadratic rule.
+        bucket_bytes: as of the `OuterLoop`.
+        state_tensors: how many the inner optimizer keeps of each parameter, if the recipe averages them; Adam keeps 2.
+
+    Raises:
+        ConfigError: the schedule does not say how many steps a round has, and neither does `every`.
+    """
+    schedule = recipe.schedule
+    inside = schedule.then if isinstance(schedule, Warmup) else schedule
+    levels = inside.sizes if isinstance(inside, Levels) else {}
+    return Method(
+        name,
+        every=every or _steps(inside),
+        fragments=schedule.fragments,
+        delay=schedule.delay,
+        bits=_bits(recipe.codec, parameters, schedule.fragments, bucket_bytes),
+        exchange=_exchange(recipe),
+        # Elsewhere the vote travels with the values, or beside them.
+        voted=recipe.is_whole or recipe.rule.norm != "none",
+        confirmed=True,
+        anchor=recipe.optimizer is not None,
+        outer_state=_outer_state(recipe),
+        feedback=isinstance(recipe.codec, ErrorFeedback) or isinstance(recipe.merge, Correct),
+        bucket_bytes=bucket_bytes,
+        state_bits=_state_bits(recipe, state_tensors),
+        levels=tuple((steps, size) for steps, size in sorted(levels.items()) if size is not None),
+    )
+
+
+def methods_for(run: Run, bucket_bytes: int = CAP_BYTES) -> tuple[Method, ...]:
+    """Return what is worth comparing in a run; `bucket_bytes` is what travels at a time."""
+    fragments = max(1, min(run.layers // 3, 100))  # of three layers, as in arXiv:2501.18512
+    recipes = {
+        "local_sgd(8)": local_sgd(8),
+        **{f"diloco({every})": diloco(every) for every in (32, 128, 500)},
+        "eager_diloco(32) int8": eager_diloco(32),
+        "streaming_diloco(100) e3m0": streaming_diloco(100, fragments, delay=min(5, 100 // fragments)),
+        "sparse_loco(30)": sparse_loco(30),
+    }
+    gradients = Method("DDP", during_backward=True, bucket_bytes=bucket_bytes)
+    return (
+        gradients,
+        replace(gradients, name="DDP bf16", bits=16),
+        *(method_of(recipe, run.parameters, name=name, bucket_bytes=bucket_bytes) for name, recipe in recipes.items()),
+    )
+
+
+def _steps(schedule: Schedule) -> int:
+    if isinstance(schedule, (Every, Streaming, Quadratic)):
+        return schedule.every
+    if isinstance(schedule, Levels):
+        return max(schedule.sizes)
+    raise ConfigError(f"{schedule} does not say how many steps a round has: give every=.")
+
+
+def _bits(codec: Codec, parameters: int, fragments: int, bucket_bytes: int) -> float:
+    """Bits on the wire for each parameter, with its share of scales and indices, of fragments cut into buckets."""
+    cap = max(1, bucket_bytes * 8 // _FP32_BITS)
+    num_bytes = 0
+    for fragment in range(fragments):
+        values = parameters * (fragment + 1) // fragments - parameters * fragment // fragments
+        num_bytes += values // cap * codec.wire_bytes(cap) + codec.wire_bytes(values % cap)
+    return 8 * num_bytes / parameters
+
+
+def _exchange(recipe: Recipe) -> Exchange:
+    if isinstance(recipe.aggregator, (Mean, ReduceScatterMean)):
+        return "reduced"
+    return "paired" if isinstance(recipe.aggregator, Gossip) else "gathered"
+
+
+def _outer_state(recipe: Recipe) -> int:
+    """Let the outer optimizer take a step, and count what it keeps of a parameter then."""
+    if recipe.optimizer is None:
+        return 0
+    probe = nn.Parameter(torch.zeros(2))
+    optimizer = recipe.optimizer([probe])
+    probe.grad = torch.ones(2)
+    optimizer.step()
+    kept = optimizer.state[probe].values()
+    return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in kept)
+
+
+def _state_bits(recipe: Recipe, tensors: int) -> float:
+    if not isinstance(recipe.inner, Average):
+        return 0.0
+    return _FP32_BITS * (sum(1 / period for period in recipe.inner.every.values()) or tensors)

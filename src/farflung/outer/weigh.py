@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much each replica counts in a round, from what all of them said in the vote."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Protocol
+
+from farflung.base.errors import ConfigError
+
+Norm = Literal["none", "local", "sent"]
+
+
+@dataclass
+class Memory:
+    """What a rule remembers of the replicas' norms, by rank.
+
+    Args:
+        seen: count, mean and mean square of those it took for sound, and how many it has refused since the last one.
+    """
+
+    seen: dict[int, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Factors by rank, what their sum of values is divided by, and the ranks whose values nobody can use."""
+
+    factors: tuple[float, ...]
+    total: float
+    unfit: tuple[int, ...] = ()
+
+
+class Rule(Protocol):
+    """From the ballots of a round to factors: the same on every rank, as all of them have the same ballots."""
+
+    @property
+    def norm(self) -> Norm:
+        """Which norms it looks at: of what the replicas moved by, or of what is left of that on the wire."""
+
+    @property
+    def longest(self) -> float:
+        """The largest norm that the aggregate may have; it is scaled down to that."""
+
+    def __call__(self, weights: Sequence[float], norms: Sequence[float], memory: Memory) -> Verdict:
+        """Judge. A weight is what a rank has done since the last round; without a finite norm its values aren't."""
+
+
+@dataclass(frozen=True)
+class ByWork:
+    """Each replica counts by what it has done; one with values that are not finite makes everyone drop the round."""
+
+    norm: ClassVar[Norm] = "none"
+    longest: ClassVar[float] = math.inf
+
+    def __call__(self, weights: Sequence[float], norms: Sequence[float], memory: Memory) -> Verdict:
+        """Return the weights; equal ones as 1, so that sums of exact values stay exact."""
+        return Verdict(*alike_as_one(weights), unfit=_not_finite(norms))
+
+
+@dataclass(frozen=True)
+class ClippedToMedian:
+    """Like `ByWork`, but what a replica sends is scaled down to the median norm of all replicas at work.
+
+    Source: SparseLoCo's robust aggregation (arXiv:2508.15706).
+    """
+
+    norm: ClassVar[Norm] = "sent"
+    longest: ClassVar[float] = math.inf
+
+    def __call__(self, weights: Sequence[float], norms: Sequence[float], memory: Memory) -> Verdict:
+        """Scale the factors, not the sum of weights: a clipped replica moves the mean less."""
+        unfit = _not_finite(norms)
+        factors, total = alike_as_one(weights)
+        at_work = [norm for norm, weight in zip(norms, weights, strict=True) if weight]
+        if unfit or not at_work:
+            return Verdict(factors, total, unfit)
+        middle = statistics.median(at_work)
+        clipped = [
+            factor * middle / norm if norm > middle else factor for factor, norm in zip(factors, norms, strict=True)
+        ]
+        return Verdict(tuple(clipped), total)
+
+
+@dataclass(frozen=True)
+class WithoutOutliers:
+    """Leaves out replicas that moved unusually far or to no finite values; the others count by softmax(-norm / T).
+
+    What is unusual follows from the replica's own history: mean and deviation of its norms, which forget at the rate
+    `1 - decay` and are fed by sound norms only, as an outlier that got in would hide the next ones. Where no replica
+    is sound the round is dropped, and all keep their local steps.
+
+    Args:
+        threshold: deviations above the mean from which a norm is an outlier.
+        temperature: T; an infinite one gives sound replicas equal weights.
+        longest: the largest norm of the aggregate.
+        decay: of the statistics.
+        patience: rounds of a replica before any of its finite norms can be an outlier; after as many outliers in a row
+            its history begins anew, as they are what is usual now.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Source: EDiT's pseudo gradient penalty (arXiv:2412.07210).
+    """
+
+    threshold: float = 3.0
+    temperature: float = 1.0
+    longest: float = 10.0
+    decay: float = 0.98
+    patience: int = 10
+    norm: ClassVar[Norm] = "local"
+
+    def __post_init__(self) -> None:
+        if not (
+            self.threshold > 0 and self.temperature > 0 and self.longest > 0 and 0 < self.decay < 1 <= self.patience
+        ):
+            raise ConfigError(f"{self}: all must be above 0, decay below 1 and patience a number of rounds from 1 on.")
+
+    def __call__(self, weights: Sequence[float], norms: Sequence[float], memory: Memory) -> Verdict:
+        """Judge each replica at work by its own past, then remember the sound ones."""
+        present = [rank for rank, weight in enumerate(weights) if weight and math.isfinite(norms[rank])]
+        sound = [rank for rank in present if not self._is_outlier(norms[rank], memory.seen.get(rank))]
+        for rank in set(present).difference(sound):
+            memory.seen[rank][3] += 1
+            if memory.seen[rank][3] >= self.patience:  # it is no outlier any more but how this replica moves now
+                del memory.seen[rank]
+        if not sound:
+            return Verdict((0.0,) * len(norms), 0.0, tuple(rank for rank, weight in enumerate(weights) if weight))
+        for rank in sound:
+            self._remember(norms[rank], memory.seen.setdefault(rank, [0.0] * 4))
+        shortest = min(norms[rank] for rank in sound)
+        scores = [
+            math.exp((shortest - norm) / self.temperature) if rank in sound else 0.0 for rank, norm in enumerate(norms)
+        ]
+        return Verdict(*alike_as_one(scores))
+
+    def _is_outlier(self, norm: float, past: list[float] | None) -> bool:
+        if past is None or past[0] < self.patience:
+            return False
+        _, mean, square, _ = past
+        deviation = math.sqrt(max(0.0, square - mean * mean))
+        return norm - mean > self.threshold * max(deviation, 1e-3 * mean)
+
+    def _remember(self, norm: float, past: list[float]) -> None:
+        past[0] += 1
+        past[3] = 0
+        rate = max(1 - self.decay, 1 / past[0])  # a plain mean of the first ones
+        past[1] += rate * (norm - past[1])
+        past[2] += rate * (norm * norm - past[2])
+
+
+def alike_as_one(weights: Sequence[float]) -> tuple[tuple[float, ...], float]:
+    """Return factors and their sum. Weights that are all equal or 0 become 1 or 0: sums of exact values stay so."""
+    at_work = [weight for weight in weights if weight]
+    if len(set(at_work)) <= 1:
+        return tuple(1.0 if weight else 0.0 for weight in weights), float(len(at_work))
+    return tuple(map(float, weights)), float(sum(at_work))
+
+
+def _not_finite(norms: Sequence[float]) -> tuple[int, ...]:
+    return tuple(rank for rank, norm in enumerate(norms) if not math.isfinite(norm))

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed precision: autocast forward passes whose outputs are fp32, and a loss scaler for fp16."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.tree import convert_to_fp32
+from farflung.config.handlers import AutocastKwargs, GradScalerKwargs
+from farflung.precision.base import Closure, Full, Precision
+
+_MARK = "_farflung_plain_forward"  # where a wrapped model keeps the forward of its own that it had, or None
+
+
+class Autocast(Full):
+    """Forward passes in a half precision, weights and gradients in fp32.
+
+    Args:
+        name: `bf16` or `fp16`.
+        device_type: the kind of device that computes.
+        handler: further arguments of `torch.autocast`.
+    """
+
+    def __init__(self, name: str, device_type: str, handler: AutocastKwargs | None = None) -> None:
+        self.name = name
+        self._dtype = torch.bfloat16 if name == "bf16" else torch.float16
+        self._device_type = device_type
+        self._handler = handler or AutocastKwargs()
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        chosen = handler or self._handler
+        return torch.autocast(
+            self._device_type, dtype=self._dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled
+        )
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if hasattr(model, _MARK):
+            return model
+        plain = model.forward
+        object.__setattr__(model, _MARK, model.__dict__.get("forward"))
+        if isinstance(plain, MethodType) and plain.__self__ is model:
+            # A method, so that a copy of the model computes with the weights of the copy.
+            model.forward = MethodType(self._computing(plain.__func__), model)
+        else:
+            model.forward = self._computing(plain)
+        return model
+
+    def _computing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast():
+                outputs = plain(*args, **kwargs)
+            return convert_to_fp32(outputs) if self._handler.outputs_to_fp32 else outputs
+
+        return forward
+
+
+class ScaledFp16(Autocast):
+    """fp16 forward passes, with the loss scaled so that small gradients survive.
+
+    Args:
+        handler: further arguments of `torch.autocast`.
+        scaler: arguments of `torch.amp.GradScaler`.
+    """
+
+    def __init__(
+        self, device_type: str, handler: AutocastKwargs | None = None, scaler: GradScalerKwargs | None = None
+    ) -> None:
+        super().__init__("fp16", device_type, handler)
+        self.scaler = torch.amp.GradScaler(device_type, **(scaler.to_kwargs() if scaler else {}))
+        self._unscaled: set[int] = set()
+        self._stepped: set[int] = set()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        self._settle()
+        return self.scaler.scale(loss)  # type: ignore[no-any-return]
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._unscaled:
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: Optimizer, closure: Closure = None) -> bool:
+        if closure is not None:
+            raise Unsupported("fp16 with a loss scaler can't step with a closure. Use bf16, or step without one.")
+        if id(optimizer) in self._stepped:
+            self._settle()
+        self.scaler.step(optimizer)
+        self._stepped.add(id(optimizer))
+        # A fused optimizer's step is called even after an overflow, so the call itself says nothing.
+        return not any(found.item() for found in self.scaler._found_inf_per_device(optimizer).values())
+
+    def _settle(self) -> None:
+        """Let the scale change between two losses, never between two optimizers that step on gradients of one scale."""
+        if self._stepped:
+            self.scaler.update()
+            self._unscaled.clear()
+            self._stepped.clear()
+
+    def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        return {
+            "settled": self._settled(),
+            "scaler": self.scaler.state_dict(),
+            "optimizers": [self._state_of(optimizer) for optimizer in optimizers],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        """Take over what `state_dict` returned; or, of a checkpoint that another program wrote, the scaler's alone."""
+        per_optimizer = state.get("optimizers", [])
+        self.scaler.load_state_dict(state["scaler"])
+        self._unscaled.clear()
+        self._stepped.clear()
+        self.scaler._per_optimizer_states.clear()
+        for optimizer, saved in zip(optimizers, per_optimizer, strict=False):
+            if saved["unscaled"]:
+                self._unscaled.add(id(optimizer))
+            if saved["stepped"]:
+                self._stepped.add(id(optimizer))
+            if saved["found_inf"] is not None:
+                device = torch.device(self._device_type)
+                self.scaler._lazy_init_scale_growth_tracker(device)
+                found = {device: saved["found_inf"].to(device)}
+                stage = OptState[saved["stage"]]
+                self.scaler._per_optimizer_states[id(optimizer)] = {"stage": stage, "found_inf_per_device": found}
+
+    def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        known = self.scaler._per_optimizer_states.get(id(optimizer))
+        found = [] if known is None else [x.cpu() for x in known["found_inf_per_device"].values()]
+        return {
+            "unscaled": id(optimizer) in self._unscaled,
+            "stepped": id(optimizer) in self._stepped,
+            "stage": None if known is None else known["stage"].name,
+            "found_inf": torch.stack(found).amax(0) if found else None,
+        }
+
+    def _settled(self) -> dict[str, Any]:
+        """Return the scaler's state as it will be when the next loss is scaled; the scaler itself stays as it is."""
+        state: dict[str, Any] = self.scaler.state_dict()
+        if not self._stepped or not state:
+            return state
+        later = torch.amp.GradScaler(self._device_type)
+        later.load_state_dict(state)
+        later._lazy_init_scale_growth_tracker(torch.device(self._device_type))
+        for key, known in self.scaler._per_optimizer_states.items():
+            found = {device: x.clone() for device, x in known["found_inf_per_device"].items()}
+            later._per_optimizer_states[key] = {**known, "found_inf_per_device": found}
+        later.update()
+        return later.state_dict()
+
+
+def restore_forward(model: nn.Module) -> None:
+    """Undo `Precision.wrap` on `model`; does nothing when it was not wrapped."""
+    if hasattr(model, _MARK):
+        own = getattr(model, _MARK)
+        object.__delattr__(model, "forward")
+        object.__delattr__(model, _MARK)
+        if own is not None:
+            model.forward = own
+
+
+def choose_precision(
+    name: str,
+    device: torch.device,
+    autocast: AutocastKwargs | None = None,
+    scaler: GradScalerKwargs | None = None,
+) -> Precision:
+    """Return the precision for one of `no`, `bf16`, `fp16`.
+
+    Raises:
+        Unsupported: `fp8`, or a half precision that the device does not have.
+        ConfigError: another word, or a scaler's arguments without fp16.
+    """
+    if name == "fp8":
+        raise Unsupported("mixed_precision='fp8' is not done. Use 'bf16'.")
+    if name not in ("no", "bf16", "fp16"):
+        raise ConfigError(f"mixed_precision is {name!r}; it must be one of no, fp16, bf16.")
+    if scaler is not None and name != "fp16":
+        raise ConfigError(f"A GradScalerKwargs was given, but mixed_precision is {name!r}, which uses no loss scaler.")
+    if name == "fp16":
+        return ScaledFp16(device.type, autocast, scaler)
+    if name == "bf16":
+        if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+            raise Unsupported(f"{torch.cuda.get_device_name(device)} has no bf16. Use mixed_precision='fp16'.")
+        return Autocast("bf16", device.type, autocast)
+    return Full()

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a process learns who it is: the launcher's variables, a device, and a process group where there are several.
+
+Where `WORLD_SIZE > 1` there is a group in the end, or an error; never several copies that train for themselves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.comm.exchange import Exchange
+from farflung.comm.group import Group, SoloGroup, TorchGroup
+from farflung.config import environ
+from farflung.config.handlers import InitProcessGroupKwargs, WatchdogKwargs
+from farflung.process import world as slot
+from farflung.process.failure import install_failure_report, install_farewell
+from farflung.process.watchdog import Watchdog
+from farflung.process.world import World
+
+# Each launcher's name for a number, torchrun's first. Slurm's step variables are set by srun alone: the batch script
+# itself sees SLURM_NTASKS too, but is one process.
+_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
+_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
+
+_ENGINES = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed is not done. DDP, or an outer loop over it, is the way here.",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM is not done. DDP, or an outer loop over it, is the way here.",
+    "ACCELERATE_USE_FSDP": "FSDP is not done yet. Use DDP, or an outer loop over it.",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "Parallelism configurations are not done yet. Use DDP.",
+}
+
+# A worker thread of gloo lets go of the tensors of its last collective after the caller has been told that it is done,
+# and needs Python's lock for that. If the group is destroyed meanwhile by a thread that holds the lock (as a DDP model
+# does that outlives it), both wait for ever; if the interpreter ends meanwhile, the process aborts. Nothing tells when
+# the worker is through, so it is given time, with the lock free.
+_SETTLE_S = 0.1
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the launcher said about this process."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def read_place() -> Place:
+    """Read this process's place from the launcher's variables: torchrun's, Open MPI's, PMI's or Slurm's.
+
+    Raises:
+        ConfigError: the variables contradict each other, or one is missing.
+    """
+    size = environ.integer(*_SIZE)
+    rank = environ.integer(*_RANK)
+    if size is None or size == 1:
+        return Place(0, 1, environ.integer(*_LOCAL_RANK) or 0, 1)
+    if rank is None and environ.text("SLURM_STEP_NUM_TASKS"):
+        rank = environ.integer("SLURM_PROCID")
+    if size < 1 or rank is None or not 0 <= rank < size:
+        raise ConfigError(
+            f"WORLD_SIZE is {size} and RANK is {rank}; a run of several processes needs 0 <= RANK < WORLD_SIZE. "
+            "Start it with `farflung launch` or `torchrun`, which set both."
+        )
+    local_rank = environ.integer(*_LOCAL_RANK)
+    if local_rank is None:
+        local_rank = environ.integer("SLURM_LOCALID") if environ.text("SLURM_STEP_NUM_TASKS") else None
+    local_size = environ.integer(*_LOCAL_SIZE)
+    if local_rank is None:
+        raise ConfigError(
+            f"WORLD_SIZE is {size} but LOCAL_RANK is not set, so this process can't tell which device of its machine "
+            "is its own. Set LOCAL_RANK, or start with `farflung launch` or `torchrun`."
+        )
+    return Place(rank, size, local_rank, local_size if local_size is not None else size)
+
+
+def choose_device(place: Place, cpu: bool) -> torch.device:
+    """Return this process's device: the CPU when asked for or when there is nothing else, else its own accelerator.
+
+    Raises:
+        ConfigError: the machine has fewer accelerators than processes.
+    """
+    named = environ.text("ACCELERATE_TORCH_DEVICE")
+    if cpu or environ.flag("ACCELERATE_USE_CPU") or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    if named:
+        return torch.device(named)
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    available = torch.accelerator.device_count()
+    if place.local_rank >= available:
+        raise ConfigError(
+            f"Local rank {place.local_rank} needs an accelerator of its own, but this machine shows {available}. "
+            f"Start at most {available} processes on it, or train on the CPU with `--cpu`."
+        )
+    device = torch.device(accelerator.type, place.local_rank)
+    torch.accelerator.set_device_index(place.local_rank)
+    return device
+
+
+def join_world(
+    cpu: bool = False, init: InitProcessGroupKwargs | None = None, watchdog: WatchdogKwargs | None = None
+) -> World:
+    """Return the world that this process is in, joining it first where that has not happened yet.
+
+    A default process group that the script initialized itself is used as it is. The watchdog starts with the first call
+    that gives a time for it, or that finds one in `FARFLUNG_HANG_TIMEOUT_S`.
+
+    Raises:
+        ConfigError: the launcher's variables or the settings cannot work; or the world was joined with another device.
+    """
+    here = slot.current()
+    if here is not None:
+        if cpu and here.device.type != "cpu":
+            raise ConfigError(f"cpu=True, but this process has joined its world with device {here.device} already.")
+        _watch(here, watchdog)
+        return here
+    for name, message in _ENGINES.items():
+        if environ.flag(name):
+            raise Unsupported(f"{name} is set. {message}")
+    if dist.is_initialized():
+        place = _place_in_existing_group()
+    else:
+        place = read_place()
+    device = choose_device(place, cpu)
+    if place.size > 1:
+        install_farewell()
+    install_failure_report(place.rank)
+    owns = place.size > 1 and not dist.is_initialized()
+    if owns:
+        _initialize(place, device, init or InitProcessGroupKwargs())
+    torch_group = TorchGroup() if place.size > 1 else None
+    group: Group = torch_group or SoloGroup()
+    world = World(
+        rank=place.rank,
+        size=place.size,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        device=device,
+        group=group,
+        exchange=Exchange(group),
+        backend=dist.get_backend() if place.size > 1 else None,
+        owns_group=owns,
+        watchdog=Watchdog(torch_group) if torch_group else None,
+    )
+    if owns:
+        atexit.register(leave_world)
+    _watch(world, watchdog)
+    return slot.occupy(world)
+
+
+def leave_world() -> None:
+    """Forget the world; destroy the process group where Farflung made it. Does nothing in no world."""
+    world = slot.vacate()
+    if world is not None and world.watchdog is not None:
+        world.watchdog.stop()
+    if world is not None and world.owns_group:
+        atexit.unregister(leave_world)
+        if dist.is_initialized():
+            time.sleep(_SETTLE_S)
+            dist.destroy_process_group()
+
+
+def _watch(world: World, asked: WatchdogKwargs | None) -> None:
+    seconds = environ.number("FARFLUNG_HANG_TIMEOUT_S")
+    if asked is None and seconds is not None:
+        asked = WatchdogKwargs(seconds)
+    if world.watchdog is not None and asked is not None:
+        world.watchdog.start(asked.timeout_s)
+
+
+def _place_in_existing_group() -> Place:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local_rank, local_size = environ.integer(*_LOCAL_RANK), environ.integer(*_LOCAL_SIZE)
+    return Place(rank, size, rank if local_rank is None else local_rank, size if local_size is None else local_size)
+
+
+def _initialize(place: Place, device: torch.device, init: InitProcessGroupKwargs) -> None:
+    # torch's env:// reads torchrun's names, so the other launchers' numbers are put under those.
+    environ.export({"RANK": str(place.rank), "WORLD_SIZE": str(place.size), "LOCAL_RANK": str(place.local_rank)})
+    if init.init_method is None and not (environ.text("MASTER_ADDR") and environ.text("MASTER_PORT")):
+        if place.local_size != place.size or environ.text("MASTER_ADDR"):
+            raise ConfigError(
+                f"WORLD_SIZE is {place.size}, but MASTER_ADDR is {environ.text('MASTER_ADDR')!r} and MASTER_PORT "
+                f"{environ.text('MASTER_PORT')!r}, so the processes can't find each other. Set both, or start with "
+                "`farflung launch` or `torchrun`."
+            )
+        environ.export({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": environ.text("MASTER_PORT") or "29500"})
+    arguments: dict[str, Any] = {"backend": _backend(device, init.backend)}
+    if init.init_method is not None:
+        arguments |= {"init_method": init.init_method, "rank": place.rank, "world_size": place.size}
+    if init.timeout is not None:
+        arguments["timeout"] = init.timeout
+    if device.type == "cuda":
+        arguments["device_id"] = device
+    if init.init_method is None and slot.num_left():
+        # A store of the launcher's outlives a group, and still has the addresses where its ranks were to be found.
+        store, rank, size = next(rendezvous("env://"))
+        store = PrefixStore(f"world_{slot.num_left()}", store)
+        arguments |= {"store": store, "rank": rank, "world_size": size}
+    dist.init_process_group(**arguments)
+
+
+def _backend(device: torch.device, asked: str | None) -> str:
+    """Return torch's backend words; beside an accelerator's own backend there is always gloo, for CPU tensors."""
+    if device.type == "cpu":
+        if asked is not None and asked not in ("gloo", "mpi", "ccl"):
+            raise ConfigError(
+                f"backend is {asked!r}, but this run is on CPUs. Use 'gloo', or leave the backend to the device."
+            )
+        return asked or "gloo"
+    own = asked or dist.get_default_backend_for_device(device)
+    return own if ":" in own or own == "gloo" else f"cpu:gloo,{device.type}:{own}"

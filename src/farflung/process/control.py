@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a script asks and does as one process among others: who am I, only one of us, one after the other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from farflung.base.enums import DistributedType
+from farflung.base.errors import ConfigError
+from farflung.comm import collectives
+from farflung.process.world import World
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class ProcessControl:
+    """Accelerate's words for a process's place in its world; `PartialState` and `Accelerator` share them."""
+
+    @property
+    def _world(self) -> World:
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process's models and batches go."""
+        return self._world.device
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes the run has."""
+        return self._world.size
+
+    @property
+    def process_index(self) -> int:
+        """This process's rank among all."""
+        return self._world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This process's rank on its machine."""
+        return self._world.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first process of all."""
+        return self._world.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self._world.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last process of all."""
+        return self._world.is_last
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self._world.size > 1
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes work together."""
+        return self._world.kind
+
+    def wait_for_everyone(self) -> None:
+        """Return when every process has come here; raise CollectiveMismatch when one makes another call instead."""
+        collectives.wait_for_everyone(self._world.exchange)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first process of each machine."""
+        if self._world.is_local_main:
+            print(*args, **kwargs)
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Let the first process run the block before the others do."""
+        with self._first(self._world.is_main):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Let the first process of each machine run the block before that machine's others do."""
+        with self._first(self._world.is_local_main):
+            yield
+
+    @contextmanager
+    def _first(self, mine: bool) -> Iterator[None]:
+        if not mine:
+            self.wait_for_everyone()
+        yield  # an exception here passes the barrier by: this process ends, and the others see it gone
+        if mine:
+            self.wait_for_everyone()
+
+    def on_main_process(self, function: Function | None = None) -> Any:
+        """Make `function` run on the first process of all and return None on the others."""
+        return _only(function, lambda: self._world.is_main)
+
+    def on_local_main_process(self, function: Function | None = None) -> Any:
+        """Make `function` run on the first process of each machine and return None on the others."""
+        return _only(function, lambda: self._world.is_local_main)
+
+    def on_last_process(self, function: Function | None = None) -> Any:
+        """Make `function` run on the last process of all and return None on the others."""
+        return _only(function, lambda: self._world.is_last)
+
+    def on_process(self, function: Function | None = None, process_index: int | None = None) -> Any:
+        """Make `function` run on the process `process_index` and return None on the others."""
+        self._check_index("process_index", process_index, self._world.size)
+        return _only(function, lambda: self._world.rank == process_index)
+
+    def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
+        """Make `function` run on each machine's process `local_process_index` and return None on the others."""
+        self._check_index("local_process_index", local_process_index, self._world.local_size)
+        return _only(function, lambda: self._world.local_rank == local_process_index)
+
+    def _check_index(self, name: str, index: int | None, size: int) -> None:
+        if index is None or not 0 <= index < size:
+            raise ConfigError(f"{name} is {index}, so no process would run this. There are processes 0 to {size - 1}.")
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Give each process its share of `inputs`; the first ranks get one more where it does not divide.
+
+        Args:
+            inputs: a list, tuple, tensor (first dimension) or data set; or a dictionary of such, all of one length.
+            apply_padding: repeat the last item of a list or tensor until all shares are of one length, so that their
+                results can be gathered.
+
+        Raises:
+            ConfigError: the values of a dictionary differ in length.
+        """
+        yield _share(inputs, self._world.rank, self._world.size, apply_padding)
+
+
+def _only(function: Callable[..., Any] | None, chosen: Callable[[], bool]) -> Any:
+    if function is None:
+        return functools.partial(_only, chosen=chosen)
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if chosen() else None
+
+    return guarded
+
+
+def _share(inputs: Any, rank: int, size: int, padded: bool) -> Any:
+    if size == 1:
+        return inputs
+    if isinstance(inputs, dict):
+        lengths = {key: len(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise ConfigError(f"split_between_processes: the values differ in length: {lengths}.")
+        return {key: _share(value, rank, size, padded) for key, value in inputs.items()}
+    count, extra = divmod(len(inputs), size)
+    start = rank * count + min(rank, extra)
+    stop = start + count + (rank < extra)
+    if hasattr(inputs, "select") and not isinstance(
+        inputs, Tensor
+    ):  # a Hugging Face data set, whose slices are columns
+        rows = list(range(start, stop))
+        filler = [len(inputs) - 1] * (count + (extra > 0) - len(rows)) if padded else []
+        return inputs.select(rows + filler)
+    share = inputs[start:stop]
+    missing = count + (extra > 0) - len(share)
+    if not padded or missing <= 0 or len(inputs) == 0:
+        return share
+    if isinstance(inputs, Tensor):
+        last = inputs[-1:].expand(missing, *inputs.shape[1:])
+        return torch.cat([share, last])
+    return share + inputs[-1:] * missing

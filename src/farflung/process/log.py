@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logging that knows its rank: once, on every process, or one process after the other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from farflung.comm.collectives import wait_for_everyone
+from farflung.config import environ
+from farflung.process import world as slot
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter
+
+
+class MultiProcessAdapter(_Adapter):
+    """A logger whose lines name their rank. Each call takes two more arguments.
+
+    `main_process_only` (default True) logs on the first process alone; `in_order` logs on every process, one after the
+    other, and is a barrier: every process must make the call.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logger, {})
+        self._said: set[str] = set()
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Put the rank in front of the message."""
+        kwargs.setdefault("stacklevel", 2)
+        return f"[RANK {slot.joined().rank}] {msg}", kwargs
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log `msg % args` on the processes that the arguments choose.
+
+        Raises:
+            StateError: neither an `Accelerator` nor a `PartialState` has been made yet.
+        """
+        world = slot.joined()
+        main_process_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
+        enabled = self.isEnabledFor(level)
+        message, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]
+        if not in_order:
+            if enabled and (world.is_main or not main_process_only):
+                self.logger.log(level, message, *args, **kwargs)
+            return
+        for turn in range(world.size):
+            if turn == world.rank and enabled:
+                self.logger.log(level, message, *args, **kwargs)
+            wait_for_everyone(world.exchange)
+
+    def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log a warning the first time that this logger is given this message."""
+        key = repr((msg, args))
+        if key not in self._said:
+            self._said.add(key)
+            self.warning(msg, *args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """Return a logger for `name` that knows about processes.
+
+    Args:
+        log_level: sets the level of this logger and of the root one; None takes `ACCELERATE_LOG_LEVEL`, and leaves the
+            levels alone when that is not set.
+    """
+    level = log_level or environ.text("ACCELERATE_LOG_LEVEL")
+    logger = logging.getLogger(name)
+    if level is not None:
+        logger.setLevel(level.upper())
+        logger.root.setLevel(level.upper())
+    return MultiProcessAdapter(logger)

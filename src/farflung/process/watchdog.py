@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is late, and where: a thread on each rank that notices a wait which is too long, and asks the other ranks.
+
+A rank that has waited in one collective for longer than the time allowed asks all ranks which collectives they have
+entered and what they are doing. The watchdogs answer, whatever their ranks are busy with. The ranks that have not
+entered it are named to all that wait, with their stacks, and the waits end in an error. Where all have entered it, it
+is slow but not stuck, and the wait goes on. As long as nobody asks, this costs one look into the store a tick.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import linecache
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from farflung.base.errors import ConfigError, StateError
+from farflung.comm.group import TorchGroup
+from farflung.comm.register import Register
+
+_TICK_S = 0.5  # how often a watchdog looks
+_ANSWER_S = 5.0  # how long it waits for answers
+_MAX_FRAMES = 12  # of a late rank's stack, the innermost ones
+_TORCHS = "torch's own"  # the collectives that did not go through a group of ours
+
+_OURS = str(Path(__file__).parent.parent)
+_TORCH = str(Path(torch.__file__).parent)
+_STDLIB = str(Path(threading.__file__).parent)
+# Where a thread is when it waits in a collective of torch's own: called by its name, by DDP's forward or in a backward.
+_WAITS_IN = tuple(f"{_TORCH}/{part}/" for part in ("distributed", "nn/parallel", "autograd"))
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A collective that this rank is in: of which group, and the how-manieth."""
+
+    where: str
+    number: int
+
+
+class Watchdog:
+    """Ends waits for ranks that do not come.
+
+    Collectives of Farflung raise a `RankFailure` with the report. torch's own (DDP's, the script's) can only be ended
+    by closing their connections, which gloo allows: the report is printed then. NCCL's are left to torch's watchdog.
+
+    Args:
+        group: all ranks; each of them has a watchdog.
+    """
+
+    def __init__(self, group: TorchGroup) -> None:
+        self._group = group
+        self._groups: dict[str, TorchGroup] = {}
+        self._is_gloo = dist.get_backend(group.pg) == "gloo"
+        self._timeout_s = 0.0
+        self._thread: threading.Thread | None = None
+        self._halt = threading.Event()
+        self.add(group)
+
+    def start(self, timeout_s: float) -> None:
+        """Watch over the thread that calls this; where it is watched already, do nothing.
+
+        Args:
+            timeout_s: how long a rank may wait in a collective that another one has not entered.
+
+        Raises:
+            ConfigError: it is watched with another time.
+        """
+        if self._thread is not None:
+            if timeout_s != self._timeout_s:
+                raise ConfigError(
+                    f"A hang time of {timeout_s:g} s, but this process has {self._timeout_s:g} s already."
+                )
+            return
+        self._timeout_s = timeout_s
+        self._watched = threading.get_ident()
+        self._register = Register(self._group.register.prefix, self._group.rank, self._group.size, own_connection=True)
+        self._seen = self._register.asked()
+        self._heard_at = -float("inf")  # when any rank last asked
+        self._wait: _Wait | None = None
+        self._since = 0.0
+        self._halt.clear()
+        self._thread = threading.Thread(target=self._run, name="farflung watchdog", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # a thread that is in the store while the interpreter ends would abort the process
+
+    def stop(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._halt.set()
+            self._thread.join()
+            self._thread = None
+            atexit.unregister(self.stop)
+
+    def add(self, group: TorchGroup) -> None:
+        """Watch over the waits in `group` too, which all ranks make and take away at the same points."""
+        self._groups[group.pg.group_name] = group
+
+    def remove(self, group: TorchGroup) -> None:
+        """Watch over `group` no longer."""
+        del self._groups[group.pg.group_name]
+
+    def _run(self) -> None:
+        with suppress(dist.DistError, StateError):  # without a store or a group there is nothing to watch over
+            while not self._halt.wait(_TICK_S):
+                self._listen()
+                now = time.monotonic()
+                wait = self._current_wait()
+                if wait != self._wait:
+                    self._wait, self._since = wait, now
+                elif wait is not None and now - self._since > self._timeout_s and now - self._heard_at > 2 * _ANSWER_S:
+                    self._inquire(wait)
+                    self._since = time.monotonic()
+
+    def _listen(self) -> None:
+        """Answer what was asked since the last look; obey a verdict, after which there is nothing more to watch."""
+        asked = self._register.asked()
+        if asked == self._seen:
+            return
+        self._seen, self._heard_at = asked, time.monotonic()
+        verdict = self._register.verdict()
+        if not verdict:
+            entered = {name: group.entered for name, group in self._groups.items()} | {_TORCHS: self._entered_torchs()}
+            self._register.answer(json.dumps({"question": asked, "entered": entered, "stack": _stack(self._frame())}))
+            return
+        self._halt.set()
+        wait = self._current_wait()
+        if wait is not None and wait.where == _TORCHS:
+            print(f"Rank {self._group.rank} waits in vain: {verdict}.", file=sys.stderr, flush=True)
+            self._group.break_off()
+        elif wait is not None and self._groups[wait.where].num_swaps:
+            self._groups[wait.where].break_off()
+
+    def _current_wait(self) -> _Wait | None:
+        for name, group in list(self._groups.items()):
+            number = group.waiting.get(self._watched)
+            if number is not None:
+                return _Wait(name, number)
+        frame = self._frame() if self._is_gloo else None
+        if frame is not None and frame.f_code.co_filename.startswith(_WAITS_IN):
+            return _Wait(_TORCHS, self._entered_torchs())
+        return None
+
+    def _entered_torchs(self) -> int:
+        pg: Any = self._group.pg
+        return int(pg._get_sequence_number_for_group()) if self._is_gloo else 0
+
+    def _frame(self) -> FrameType | None:
+        return sys._current_frames().get(self._watched)
+
+    def _inquire(self, wait: _Wait) -> None:
+        """Find out who has not entered the collective that this rank waits in, and tell all."""
+        question = self._register.ask()
+        deadline = time.monotonic() + _ANSWER_S
+        answers: dict[int, Any] = {}
+        missing = set(range(self._group.size))
+        while missing and time.monotonic() < deadline and not self._halt.wait(_TICK_S / 5):
+            self._listen()  # and give this rank's own answer
+            came = {rank: json.loads(text) for rank, text in self._register.answers(missing).items()}
+            answers |= {rank: answer for rank, answer in came.items() if answer["question"] >= question}
+            missing -= answers.keys()
+        late = {rank: a["stack"] for rank, a in answers.items() if a["entered"].get(wait.where, 0) < wait.number}
+        if (late or missing) and self._current_wait() == wait and not self._halt.is_set():
+            self._register.pronounce(self._verdict(late, sorted(missing)))
+
+    def _verdict(self, late: dict[int, str], silent: list[int]) -> str:
+        call = _call(self._frame())
+        lines = []
+        if late:
+            lines.append(f"{_named(sorted(late))} did not come to {call} within {self._timeout_s:g} s")
+        else:
+            lines.append(f"{call} has not ended for {self._timeout_s:g} s")
+        for stack in dict.fromkeys(late.values()):
+            who = _named([rank for rank, other in late.items() if other == stack])
+            lines.append(f"{who} was here, innermost call last:\n{stack}")
+        if silent:
+            why = "the process is gone or stopped, or in native code that holds Python's lock"
+            lines.append(f"{_named(silent)} did not answer: {why}")
+        lines.append("If it may take so long, allow more: WatchdogKwargs(timeout_s=) or FARFLUNG_HANG_TIMEOUT_S")
+        return "\n".join(lines)
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+
+
+def _stack(frame: FrameType | None) -> str:
+    return "".join(traceback.format_stack(frame)[-_MAX_FRAMES:]).rstrip() if frame is not None else "  (it has ended)"
+
+
+def _call(frame: FrameType | None) -> str:
+    """Say what the script called: the outermost function of ours or of torch's, and the line that called it."""
+    name = "a collective"
+    while frame is not None:
+        code = frame.f_code
+        path = code.co_filename
+        if path.startswith((_OURS, _TORCH)):
+            qualified = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the bare name only
+            name = name if "<locals>" in qualified else f"`{qualified}`"
+        elif not path.startswith(_STDLIB) or "-packages" in path:
+            line = linecache.getline(path, frame.f_lineno).strip()
+            return f"{name} ({path}:{frame.f_lineno}: `{line}`)"
+        frame = frame.f_back
+    return name

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who this process is: one frozen `World`, in the first of the two slots where Farflung keeps state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from farflung.base.enums import DistributedType
+from farflung.base.errors import StateError
+from farflung.comm.exchange import Exchange
+from farflung.comm.group import Group
+from farflung.process.watchdog import Watchdog
+
+_KINDS = {
+    "cpu": DistributedType.MULTI_CPU,
+    "cuda": DistributedType.MULTI_GPU,
+    "xpu": DistributedType.MULTI_XPU,
+    "npu": DistributedType.MULTI_NPU,
+    "mlu": DistributedType.MULTI_MLU,
+    "hpu": DistributedType.MULTI_HPU,
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among those of a run.
+
+    Attributes:
+        rank, size: this process among all.
+        local_rank, local_size: this process among those of its machine.
+        device: where its models and batches go.
+        group: all processes.
+        exchange: what gather, reduce and the like over `group` work with.
+        backend: how the processes talk (`gloo`, `cpu:gloo,cuda:nccl` ...), None when there is one.
+        owns_group: Farflung initialized torch.distributed, so Farflung destroys it.
+        watchdog: finds ranks that do not come, once it is started; None where there is one process.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    group: Group
+    exchange: Exchange
+    backend: str | None = None
+    owns_group: bool = False
+    watchdog: Watchdog | None = None
+
+    @property
+    def kind(self) -> DistributedType:
+        """How the processes work together, by the kind of their device."""
+        return DistributedType.NO if self.size == 1 else _KINDS.get(self.device.type, DistributedType.MULTI_GPU)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last process of all."""
+        return self.rank == self.size - 1
+
+
+_slot: World | None = None
+_num_left = 0
+
+
+def current() -> World | None:
+    """Return the world that this process has joined, or None."""
+    return _slot
+
+
+def joined() -> World:
+    """Return the world that this process has joined.
+
+    Raises:
+        StateError: none yet.
+    """
+    if _slot is None:
+        raise StateError(
+            "This needs to know which process it is in. Make an `Accelerator()` or a `PartialState()` first."
+        )
+    return _slot
+
+
+def occupy(world: World) -> World:
+    """Put `world` into the slot.
+
+    Raises:
+        StateError: the slot is taken.
+    """
+    global _slot
+    if _slot is not None:
+        raise StateError(f"This process is rank {_slot.rank} of {_slot.size} already.")
+    _slot = world
+    return world
+
+
+def vacate() -> World | None:
+    """Empty the slot and return what was in it."""
+    global _num_left, _slot
+    world, _slot = _slot, None
+    _num_left += world is not None and world.owns_group
+    return world
+
+
+def num_left() -> int:
+    """Return how many worlds of several processes this one has made and left, as all ranks of a run do together."""
+    return _num_left

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process: nothing to wrap and nothing to synchronize."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from farflung.base.enums import DistributedType
+from farflung.comm.group import Group, SoloGroup
+
+
+class Single:
+    """One process alone."""
+
+    kind = DistributedType.NO
+
+    def __init__(self) -> None:
+        self.replicas: Group = SoloGroup()
+
+    def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
+        return [model for model, _ in pairs]
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def local(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def synchronizes(self, model: nn.Module) -> bool:
+        return False
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one function on several connected gloo ranks of this machine, and get their values or their tracebacks back."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from farflung.base.errors import RankFailure
+from farflung.config import environ
+
+_GRACE_S = 3.0  # for the other ranks, once one has failed: they need a second to find out, and say what they know
+
+
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0, connect: bool = True
+) -> list[Any]:
+    """Call `function(*args)` on `num_ranks` fresh processes, joined by gloo on loopback; return their values by rank.
+
+    The processes are forked from a server that has torch loaded, so that starting them costs milliseconds. Each sees
+    the variables that torchrun would set (`RANK`, `WORLD_SIZE`, `MASTER_ADDR` ...) and computes on one thread.
+
+    Args:
+        function: picklable, so defined at the top of a module; its values must be picklable too.
+        timeout_s: how long all of them together may take.
+        connect: initialize the default process group first; False leaves that to `function`.
+
+    Raises:
+        RankFailure: a rank raised (the message holds its traceback), died, or was not done in time.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "farflung.testing.preload"])
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    workers: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    try:
+        for rank in range(num_ranks):
+            here, there = context.Pipe(duplex=False)
+            variables = _variables(rank, num_ranks, store.port)
+            worker: BaseProcess = context.Process(target=_rank_main, args=(there, variables, connect, function, args))
+            worker.start()
+            there.close()
+            workers.append(worker)
+            pipes.append(here)
+        return _collect(workers, pipes, time.monotonic() + timeout_s, timeout_s)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+
+def _variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent serves the store, so there is no race for a free port
+    }
+
+
+def _rank_main(
+    pipe: Connection, variables: dict[str, str], connect: bool, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    environ.export(variables)
+    mp.set_start_method("fork", force=True)  # for a loader's workers: they would inherit the slow forkserver
+    torch.set_num_threads(1)
+    try:
+        if connect:
+            dist.init_process_group("gloo")
+        # By value: what torch would send of a tensor dies with this process.
+        word = pickle.dumps(("value", function(*args)))
+    except BaseException:
+        word = pickle.dumps(("error", traceback.format_exc()))
+    pipe.send_bytes(word)
+    pipe.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _collect(workers: list[BaseProcess], pipes: list[Connection], deadline: float, timeout_s: float) -> list[Any]:
+    """Wait for each rank's word; stop at the first error, giving the others a moment so that the cause is shown too."""
+    values: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    pending = dict(enumerate(pipes))
+    while pending:
+        ready = wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            if not errors:
+                late = sorted(pending)
+                raise RankFailure(f"ranks {late} were not done after {timeout_s:g} s; the others had returned.")
+            break
+        for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
+            try:
+                kind, value = pickle.loads(pending.pop(rank).recv_bytes())
+            except EOFError:
+                workers[rank].join()
+                kind, value = "error", f"the process died with exit code {workers[rank].exitcode}"
+            (values if kind == "value" else errors)[rank] = value
+            if errors:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    if errors:
+        raise RankFailure("\n".join(f"rank {rank}: {errors[rank]}" for rank in sorted(errors)))
+    for rank, worker in enumerate(workers):
+        worker.join(timeout=max(0.0, deadline - time.monotonic()))
+        if worker.exitcode is None:
+            raise RankFailure(f"rank {rank} returned its value but its process did not end within {timeout_s:g} s.")
+    return [values[rank] for rank in range(len(workers))]

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas as threads of one process: the whole of an outer loop without a network, the same bits each time.
+
+One replica runs at a time. It passes the turn on where it has to wait for the others, so runs are deterministic, and
+a wait that no one can end is an error at once instead of a hang.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.base.errors import CollectiveMismatch, RankFailure, Unsupported
+from farflung.comm.group import Group, Op, Work, check_blocks
+
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def run_replicas(function: Callable[..., Any], num_replicas: int, *args: Any, seed: int | None = None) -> list[Any]:
+    """Call `function(group, *args)` on `num_replicas` threads, each with its own `SimGroup`; return values by rank.
+
+    All replicas share this process: its memory, and without a `seed` torch's default generator, so that what one draws
+    changes what the next one draws.
+
+    Args:
+        seed: gives each replica a default generator of its own (of the CPU), seeded with `seed + rank`; the caller's is
+            left as it was.
+
+    Raises:
+        Exception: the error of the lowest rank that failed by itself, rather than because another one had failed.
+    """
+    before = torch.get_rng_state()
+    stage = _Stage(num_replicas, seed)
+    values: list[Any] = [None] * num_replicas
+    errors: dict[int, BaseException] = {}
+
+    def play(rank: int) -> None:
+        group = SimGroup(stage, rank)
+        stage.await_turn(rank)
+        try:
+            values[rank] = function(group, *args)
+            stage.exit(rank, "it returned")
+        except BaseException as error:  # handed to the caller below
+            errors[rank] = error
+            stage.exit(rank, f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=play, args=(rank,), daemon=True) for rank in range(num_replicas)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if seed is not None:
+        torch.set_rng_state(before)
+    if errors:
+        raise min(errors.items(), key=lambda item: (isinstance(item[1], RankFailure), item[0]))[1]
+    return values
+
+
+@dataclass
+class _Call:
+    """One collective: what each rank has brought to it so far."""
+
+    kind: str
+    members: tuple[int, ...]
+    brought: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    done: bool = False
+    error: str = ""
+
+
+class _Stage:
+    """Whose turn it is, what the replicas wait for, and the collectives under way."""
+
+    def __init__(self, size: int, seed: int | None) -> None:
+        self.size = size
+        self.calls: dict[tuple[tuple[int, ...], int, int], _Call] = {}
+        self.departures: list[list[str]] = [[] for _ in range(size)]  # reasons, by rank
+        self.regroups = [0] * size
+        self.exited: set[int] = set()
+        self._turns = [threading.Semaphore(int(rank == 0)) for rank in range(size)]
+        self._waiting: dict[int, Callable[[], bool]] = {}
+        self._draws: list[Tensor] = []  # states of the default generator, by rank
+        if seed is not None:
+            self._draws = [torch.Generator().manual_seed(seed + rank).get_state() for rank in range(size)]
+
+    def await_turn(self, rank: int) -> None:
+        self._turns[rank].acquire()
+        if self._draws:
+            torch.set_rng_state(self._draws[rank])
+
+    def wait_until(self, rank: int, ready: Callable[[], bool]) -> bool:
+        """Let others run until `ready()`; return False if that can never be, as all of them wait or have ended."""
+        if ready():
+            return True
+        self._waiting[rank] = ready
+        self._pass_on(rank)
+        self.await_turn(rank)
+        del self._waiting[rank]
+        return ready()
+
+    def exit(self, rank: int, reason: str) -> None:
+        self.departures[rank].append(reason)
+        self.exited.add(rank)
+        self._pass_on(rank)
+
+    def _pass_on(self, rank: int) -> None:
+        if self._draws:
+            self._draws[rank] = torch.get_rng_state()
+        others = [(rank + step) % self.size for step in range(1, self.size + 1)]
+        alive = [other for other in others if other not in self.exited]
+        able = (other for other in alive if other not in self._waiting or self._waiting[other]())
+        if alive:
+            self._turns[next(able, alive[0])].release()  # where all wait, one is woken to find that out
+
+    def missing(self, call: _Call, rank: int) -> dict[int, str]:
+        """Return the ranks that have not come to `call` and never will, with their reasons."""
+        mine = len(self.departures[rank])
+        absent = [other for other in call.members if other not in call.brought]
+        return {other: self.departures[other][mine] for other in absent if len(self.departures[other]) > mine}
+
+
+class _SimWork:
+    """A collective of a `SimGroup` under way."""
+
+    def __init__(self, stage: _Stage, call: _Call, rank: int) -> None:
+        self._stage = stage
+        self._call = call
+        self._rank = rank
+
+    def wait(self) -> None:
+        call, stage = self._call, self._stage
+
+        def over() -> bool:
+            return call.done or bool(call.error) or bool(stage.missing(call, self._rank))
+
+        could = stage.wait_until(self._rank, over)
+        if call.error:
+            raise CollectiveMismatch(call.error)
+        if call.done:
+            return
+        gone = stage.missing(call, self._rank)
+        why = "; ".join(f"rank {rank} left ({reason})" for rank, reason in gone.items())
+        if not could:
+            absent = [rank for rank in call.members if rank not in call.brought]
+            why = f"ranks {absent} wait for something else"
+        raise RankFailure(f"Rank {self._rank} waits in vain in {call.kind}: {why}.")
+
+
+class SimGroup:
+    """The group of one replica that `run_replicas` made. Sums are made in rank order.
+
+    Args:
+        rank: of the replica on the stage.
+        members: the replicas of the group. None: all of them.
+
+    Attributes:
+        members: the replicas of the group, by the ranks that `run_replicas` gave them.
+        age: how often the replicas have regrouped.
+    """
+
+    def __init__(self, stage: _Stage, rank: int, members: tuple[int, ...] | None = None) -> None:
+        self.members = members or tuple(range(stage.size))
+        self.rank = self.members.index(rank)
+        self.size = len(self.members)
+        self.age = stage.regroups[rank]
+        self._me = rank
+        self._stage = stage
+        self._number = 0
+
+    def speaks(self, device: str) -> bool:
+        """Every device will do."""
+        return True
+
+    def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
+        """Reduce in place."""
+
+        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
+            total = _reduced(xs, op)
+            for mine in outs:
+                mine.copy_(total)
+
+        return self._join(f"all_reduce({op})", x, x, finish)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        """Concatenate."""
+
+        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
+            everything = torch.cat([x.reshape(-1) for x in xs])
+            for mine in outs:
+                mine.view(-1).copy_(everything)
+
+        return self._join("all_gather", out, x, finish)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
+        """Reduce, and keep this rank's part."""
+
+        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
+            for part, mine in zip(_reduced(xs, op).view(-1).chunk(self.size), outs, strict=True):
+                mine.view(-1).copy_(part)
+
+        return self._join(f"reduce_scatter({op})", out, x, finish)
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        """Transpose the parts."""
+
+        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
+            parts = [x.view(-1).chunk(self.size) for x in xs]
+            for rank, mine in enumerate(outs):
+                mine.view(-1).copy_(torch.cat([row[rank] for row in parts]))
+
+        return self._join("all_to_all", out, x, finish)
+
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        """Copy from one."""
+
+        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
+            for mine in outs:
+                mine.copy_(xs[src])
+
+        return self._join(f"broadcast({src})", x, x, finish)
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
+        """Copy one part each."""
+
+        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
+            for part, mine in zip(xs[src].view(self.size, -1), outs, strict=True):
+                mine.view(-1).copy_(part)
+
+        sent = torch.cat([part.reshape(-1) for part in parts]) if parts is not None else out
+        return self._join(f"scatter({src})", out, sent, finish, alike=False)
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        nothing = torch.empty(0)
+        self._join("barrier", nothing, nothing, lambda xs, outs: None).wait()
+
+    def swap(self, out: Tensor, x: Tensor, to: int, source: int, met: bool = False) -> Work:
+        """Copy from one to one."""
+        step = (to - self.rank) % self.size
+        if (self.rank - source) % self.size != step:
+            raise Unsupported("Replicas swap in a ring: all of them send to the one that is as many ranks further.")
+
+        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
+            for rank, mine in enumerate(outs):
+                mine.copy_(xs[rank - step])
+
+        return self._join(f"swap({step})", out, x, finish)
+
+    def meet(self, x: Tensor) -> Tensor:
+        """Gather `[n]` as `[size, n]`."""
+        return self.begin_meet(x)()
+
+    def begin_meet(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin to gather."""
+        everyone = x.new_empty(self.size, x.numel())
+        work = self.all_gather(everyone, x)
+
+        def end() -> Tensor:
+            work.wait()
+            return everyone
+
+        return end
+
+    is_concurrent = False
+
+    def twin(self) -> Group:
+        """Return this group: replicas are threads already, and have no second one."""
+        return self
+
+    def split(self, size: int) -> SimGroup:
+        """Return the block of neighbours."""
+        if self.size == 1:
+            return self
+        check_blocks(self.size, size)
+        begin = self.rank - self.rank % size
+        block = self.members[begin : begin + size]
+        return self if block == self.members else _Block(self._stage, self._me, block)
+
+    def regroup(self) -> SimGroup:
+        """Wait until each replica has come here too or has ended; return the group of those that have come.
+
+        For replicas that go on where others have left for good.
+
+        Raises:
+            RankFailure: some wait for something else.
+        """
+        stage = self._stage
+        stage.regroups[self._me] += 1
+        age = stage.regroups[self._me]
+        absent = [rank for rank in self.members if stage.regroups[rank] < age]
+        if not stage.wait_until(
+            self._me, lambda: all(stage.regroups[rank] >= age or rank in stage.exited for rank in absent)
+        ):
+            raise RankFailure(f"Rank {self.rank} waits in vain for ranks {absent}, which wait for something else.")
+        return SimGroup(stage, self._me, tuple(rank for rank in self.members if stage.regroups[rank] >= age))
+
+    def least(self, number: int, name: str) -> int:
+        """Return `number`: what one replica got all have got."""
+        return number
+
+    def leave(self, reason: str, for_good: bool = False) -> None:
+        """Let the others know that this rank will not come."""
+        self._stage.departures[self._me].append(reason)
+
+    def raise_if_broken(self) -> None:
+        """Do nothing: waits of replicas end by themselves."""
+
+    def _join(
+        self,
+        kind: str,
+        out: Tensor,
+        x: Tensor,
+        finish: Callable[[list[Tensor], list[Tensor]], None],
+        alike: bool = True,
+    ) -> Work:
+        """Bring `x` and `out` to the collective whose turn it is; the last rank to come does the work for all."""
+        key = (self.members, self.age, self._number)
+        call = self._stage.calls.setdefault(key, _Call(kind, self.members))
+        what = (kind, x.dtype, x.numel()) if alike else (kind, x.dtype)
+        first = next(iter(call.brought.values()), (what,))[0]
+        if first != what:
+            call.error = f"Rank {self.rank} brought {what} to a collective that others brought {first} to."
+        call.brought[self._me] = (what, x, out)
+        if len(call.brought) == self.size and not call.error:
+            rows = [call.brought[rank] for rank in self.members]
+            with torch.no_grad():
+                finish([row[1] for row in rows], [row[2] for row in rows])
+            call.done = True
+            del self._stage.calls[key]
+        self._number += 1
+        return _SimWork(self._stage, call, self._me)
+
+
+class _Block(SimGroup):
+    """Some neighbours of a group: who leaves that one has left this one too."""
+
+    def leave(self, reason: str, for_good: bool = False) -> None:
+        """Do nothing."""
+
+
+def _reduced(xs: list[Tensor], op: Op) -> Tensor:
+    total = xs[0].clone()
+    for x in xs[1:]:
+        total = _COMBINE[op](total, x)
+    return total

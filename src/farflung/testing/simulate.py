@@ -1,0 +1,453 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Try a recipe for many replicas on one machine: curves, bytes and virtual seconds, before machines are rented."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from farflung.base.errors import ConfigError, RankFailure
+from farflung.outer.engine import OuterLoop
+from farflung.outer.recipe import Recipe
+from farflung.outer.recipes import post_local_sgd
+from farflung.outer.report import Round, Stats
+from farflung.outer.schedule import ByTime, check_count
+from farflung.testing.bar import Bar
+from farflung.testing.sim import SimGroup, run_replicas
+from farflung.testing.timed import Clock, Network, TimedGroup
+
+Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the replicas had agreed on was worth this much.
+
+    Args:
+        step: of the replica that evaluated.
+        seconds: on the virtual clock.
+        bytes_sent: by that replica so far, without votes.
+        value: what `evaluate` returned.
+    """
+
+    step: int
+    seconds: float
+    bytes_sent: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came of a simulated run. "The first replica" is the lowest rank that was there at the end.
+
+    Args:
+        losses: by replica, the training loss of each of its steps.
+        evaluations: in the order of their steps; the last one is of the end, when all replicas are the same.
+        rounds: as the first replica saw them, with bytes of each; their seconds are those of this machine.
+        stats: by replica; their seconds are those of this machine too.
+        seconds: on the virtual clock, of the slowest replica that was there at the end.
+        waited: by replica, virtual seconds in which it waited for the network or for others.
+        failures: what the first replica was told each time that others had been lost.
+        model: of the first replica, as it was at the end.
+    """
+
+    losses: tuple[tuple[float, ...], ...]
+    evaluations: tuple[Evaluation, ...]
+    rounds: tuple[Round, ...]
+    stats: tuple[Stats, ...]
+    seconds: float
+    waited: tuple[float, ...]
+    failures: tuple[str, ...]
+    model: nn.Module
+    first: int
+
+    @property
+    def curve(self) -> tuple[float, ...]:
+        """After each step the mean training loss of the replicas that did it."""
+        steps = max(map(len, self.losses))
+        done = [[losses[step] for losses in self.losses if step < len(losses)] for step in range(steps)]
+        return tuple(sum(losses) / len(losses) for losses in done)
+
+    @property
+    def value(self) -> float:
+        """The last evaluation's value."""
+        return self.evaluations[-1].value
+
+    @property
+    def bytes_sent(self) -> int:
+        """By the first replica: rounds, averaged gradients and the last flush, without votes and the first weights."""
+        return self.stats[self.first].bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """By the first replica, likewise."""
+        return self.stats[self.first].bytes_received
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The arguments of `simulate`, checked."""
+
+    make_model: Callable[[], nn.Module]
+    make_data: Callable[[int], Iterable[Any]]
+    recipe: Recipe
+    replicas: int
+    steps: int
+    seconds: float
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    make_scheduler: Callable[[Optimizer], LRScheduler] | None
+    loss: Loss
+    items: Callable[[Any], float] | None
+    max_norm: float | None
+    seed: int
+    evaluate: Callable[[nn.Module], float] | None
+    evaluate_every: int | None
+    step_seconds: tuple[float, ...]
+    delays: Mapping[tuple[int, int], float]
+    lost: Mapping[int, int]
+    network: Network
+    gone: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        check_count("replicas", self.replicas, "replicas")
+        check_count("steps", self.steps, "steps of each replica")
+        if self.evaluate_every is not None:
+            check_count("evaluate_every", self.evaluate_every, "steps between two evaluations")
+        if len(self.step_seconds) != self.replicas or not all(0 <= s < math.inf for s in self.step_seconds):
+            raise ConfigError(
+                f"step_seconds has {len(self.step_seconds)} values for {self.replicas} replicas: give one number of 0 "
+                "or more, or one for each of them."
+            )
+        strangers = sorted({*self.lost, *(rank for rank, _ in self.delays)} - set(range(self.replicas)))
+        if strangers:
+            raise ConfigError(f"lost and delays name ranks {strangers} of {self.replicas} replicas, counted from 0.")
+        meets = self.recipe.optimizer is None or not self.recipe.agrees
+        if self.evaluate_every is not None and isinstance(self.recipe.schedule, ByTime) and meets:
+            raise ConfigError(
+                "Evaluating this recipe means averaging the weights of all replicas, and by the clock they come to a "
+                "step at different times. Leave evaluate_every out, for one evaluation at the end."
+            )
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What one replica tells."""
+
+    losses: tuple[float, ...]
+    evaluations: tuple[Evaluation, ...]
+    rounds: tuple[Round, ...]
+    stats: Stats
+    seconds: float
+    waited: float
+    failures: tuple[str, ...]
+    model: nn.Module
+    is_lost: bool
+
+
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Call the model, and take what it returns for the loss, or that's `.loss`; a mapping's entries are arguments."""
+    out = model(**batch) if isinstance(batch, Mapping) else model(batch)
+    loss: Tensor = getattr(out, "loss", out)
+    return loss
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Return AdamW with its usual settings."""
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def simulate(
+    make_model: Callable[[], nn.Module],
+    make_data: Callable[[int], Iterable[Any]],
+    recipe: Recipe | None,
+    *,
+    replicas: int = 64,
+    steps: int,
+    seconds: float = math.inf,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = adamw,
+    make_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    loss: Loss = own_loss,
+    items: Callable[[Any], float] | None = None,
+    max_norm: float | None = None,
+    seed: int = 0,
+    evaluate: Callable[[nn.Module], float] | None = None,
+    evaluate_every: int | None = None,
+    step_seconds: float | Sequence[float] = 1.0,
+    delays: Mapping[tuple[int, int], float] | None = None,
+    lost: Mapping[int, int] | None = None,
+    bandwidth_bps: float = math.inf,
+    latency_s: float = 0.0,
+    progress: bool | None = None,
+) -> Simulation:
+    """Train `replicas` replicas of a model in this process, one after the other, as `recipe` has them talk.
+
+    The outer loop is the real one, its collectives included: losses and counted bytes are those of a real run. Time is
+    not: each replica has a clock that goes on by `step_seconds` a step, stands still while this machine computes, and
+    waits where the replica would wait, for the line and for slower replicas. What a collective takes follows from its
+    bytes as in the cost model (`farflung.outer.model`); codecs take no time. Rounds among neighbours alone, those of
+    `hierarchical`, only wait for each other, as they do not leave a machine.
+
+    A replica that is lost leaves after its step without a word. The others hear of it in the next round, save the state
+    of their outer loop, and go on as a smaller group from there; no step of theirs is lost (one whose gradients were
+    being averaged is done again), and what was under way counts as not sent. This is what a job does that is started
+    again without that machine.
+
+    The same arguments give the same result bit by bit, as replicas take turns and draw from generators of their own
+    (torch's; `random` and numpy are shared). Each replica needs the memory of a training of its own.
+
+    Args:
+        make_model: builds the model; all replicas start from the same weights.
+        make_data: from a rank to its batches, which are gone through again when they end.
+        recipe: from `farflung.outer`. None averages gradients in each step, as plain data parallelism does.
+        steps: optimizer steps of each replica.
+        seconds: on the clock, after which a replica begins no further step; for schedules that go by time.
+        make_optimizer: from parameters to the inner optimizer.
+        make_scheduler: from the optimizer to what changes its learning rate after each step.
+        loss: from model and batch to a loss; without it the model returns the loss, or an object that has `.loss`.
+        items: samples or tokens of a batch, for recipes that weigh by them.
+        max_norm: clips gradients.
+        seed: of the first weights and of each replica's draws.
+        evaluate: from a model, as the replicas agreed on it last, to a number; in evaluation mode, without gradients.
+        evaluate_every: steps between two evaluations. One is made at the end in any case.
+        step_seconds: of one step on the clock, for all replicas or one for each of them.
+        delays: seconds that single steps take beyond that: `{(rank, step): seconds}`, with steps counted from 1.
+        lost: the step after which a replica is lost, by its rank.
+        bandwidth_bps: bits a second of each replica's line, each way at the same time.
+        latency_s: seconds from one replica to another, one way.
+        progress: whether a bar shows how far it is. None: on a terminal, after two seconds.
+
+    Returns:
+        curves, bytes, rounds and seconds.
+
+    Raises:
+        ConfigError: a number is out of its range, or the recipe does not fit the model.
+    """
+    pace = (float(step_seconds),) * replicas if isinstance(step_seconds, (int, float)) else tuple(step_seconds)
+    task = _Task(
+        make_model=make_model,
+        make_data=make_data,
+        recipe=post_local_sgd(steps, 1) if recipe is None else recipe,
+        replicas=replicas,
+        steps=steps,
+        seconds=seconds,
+        make_optimizer=make_optimizer,
+        make_scheduler=make_scheduler,
+        loss=loss,
+        items=items,
+        max_norm=max_norm,
+        seed=seed,
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        step_seconds=pace,
+        delays=delays or {},
+        lost=lost or {},
+        network=Network(bandwidth_bps, latency_s),
+    )
+    with Bar(steps, progress) as bar:
+        outcomes = run_replicas(_play, replicas, task, bar, seed=seed)
+    return _summary(outcomes)
+
+
+def _summary(outcomes: Sequence[_Outcome]) -> Simulation:
+    there = [rank for rank, outcome in enumerate(outcomes) if not outcome.is_lost]
+    # Where all were lost the last one to go tells most.
+    first = there[0] if there else max(range(len(outcomes)), key=lambda rank: len(outcomes[rank].losses))
+    told = outcomes[first]
+    evaluations = sorted({e for outcome in outcomes for e in outcome.evaluations}, key=lambda e: (e.step, e.seconds))
+    return Simulation(
+        losses=tuple(outcome.losses for outcome in outcomes),
+        evaluations=tuple(evaluations),
+        rounds=told.rounds,
+        stats=tuple(outcome.stats for outcome in outcomes),
+        seconds=max(outcomes[rank].seconds for rank in there or [first]),
+        waited=tuple(outcome.waited for outcome in outcomes),
+        failures=told.failures,
+        model=told.model,
+        first=first,
+    )
+
+
+def _play(group: SimGroup, task: _Task, bar: Bar) -> _Outcome:
+    return _Replica(group, task, bar).play()
+
+
+class _Replica:
+    """One replica: an ordinary training loop, with a virtual clock."""
+
+    def __init__(self, group: SimGroup, task: _Task, bar: Bar) -> None:
+        self._task = task
+        self._bar = bar
+        self._rank = group.rank
+        self._group = group
+        torch.manual_seed(task.seed)
+        self._model = task.make_model()
+        torch.manual_seed((task.seed << 20) + group.rank + 1)  # from here on each replica draws for itself
+        self._optimizer = task.make_optimizer([p for p in self._model.parameters() if p.requires_grad])
+        self._scheduler = task.make_scheduler(self._optimizer) if task.make_scheduler else None
+        self._batches = _endless(task.make_data(group.rank))
+        self._clock = Clock()
+        self._waited = 0.0
+        self._done = self._evaluated = 0
+        self._losses: list[Tensor] = []
+        self._evaluations: list[Evaluation] = []
+        self._rounds: list[Round] = []
+        self._failures: list[str] = []
+        self._aloft = 0.0  # when the line is done with what flies while training goes on
+        self._arrivals: dict[int, float] = {}  # of what was sent after a step
+        self._landed = 0.0
+        self._outer = self._loop()
+
+    def play(self) -> _Outcome:
+        while True:
+            try:
+                is_lost = self._train()
+                break
+            except RankFailure as failure:
+                self._regroup(failure)
+        return _Outcome(
+            losses=tuple(torch.stack(self._losses).tolist()) if self._losses else (),
+            evaluations=tuple(self._evaluations),
+            rounds=tuple(self._rounds),
+            stats=self._outer.stats(),
+            seconds=self._clock.now,
+            waited=self._waited,
+            failures=tuple(self._failures),
+            model=self._model,
+            is_lost=is_lost,
+        )
+
+    def _train(self) -> bool:
+        """Do what is left to do; return whether this replica was lost meanwhile."""
+        task = self._task
+        while self._done < task.steps and self._clock.now < task.seconds:
+            if self._done >= task.lost.get(self._rank, math.inf):
+                task.gone.add(self._rank)
+                self._group.leave(f"lost after step {self._done}")
+                return True
+            self._evaluate_if_due()
+            self._step()
+            self._bar.show(self._done)
+        self._close()
+        if self._group.rank == 0 and task.evaluate is not None:
+            self._judge()
+        return False
+
+    def _step(self) -> None:
+        task = self._task
+        batch = next(self._batches)
+        loss = task.loss(self._model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._clock.now += task.step_seconds[self._rank] + task.delays.get((self._rank, self._done + 1), 0.0)
+        before = self._clock.now
+        self._outer.average_gradients()
+        self._waited += self._clock.now - before
+        self._losses.append(loss.detach())
+        if task.max_norm is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), task.max_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self._done += 1
+        self._outer.count(items=task.items(batch) if task.items else 0)
+        self._sync()
+
+    def _sync(self) -> None:
+        """Do what is due. What flies while training goes on takes the line's time, and this replica's where it lands.
+
+        A recipe with a delay never waits for what it launches; its group, which can't know that, moves the clock on.
+        """
+        began = self._landed = self._clock.now
+        self._clock.now = taken_up = max(began, self._aloft)
+        self._outer.sync_if_due()
+        if self._task.recipe.schedule.delay:
+            if self._clock.now > taken_up:
+                self._arrivals[self._done] = self._aloft = self._clock.now
+            self._clock.now = self._landed
+        self._waited += self._clock.now - began
+
+    def _close(self) -> None:
+        began = self._clock.now
+        self._clock.now = max(began, self._aloft)
+        self._outer.close()
+        self._waited += self._clock.now - began
+
+    def _note(self, this: Round) -> None:
+        self._rounds.append(this)
+        self._landed = max(self._landed, self._arrivals.pop(this.step, 0.0))
+
+    def _evaluate_if_due(self) -> None:
+        every = self._task.evaluate_every
+        if self._task.evaluate is None or every is None or self._done % every or self._evaluated == self._done:
+            return
+        now = self._clock.now
+        with self._timed.for_free(), self._outer.synced():
+            if self._group.rank == 0:
+                self._judge()
+        self._clock.now = now
+        self._evaluated = self._done
+
+    def _judge(self) -> None:
+        assert self._task.evaluate is not None
+        self._model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            value = float(self._task.evaluate(self._model))
+        self._model.train()
+        self._evaluations.append(Evaluation(self._done, self._clock.now, self._outer.stats().bytes_sent, value))
+
+    def _loop(self) -> OuterLoop:
+        self._timed = TimedGroup(self._group, self._task.network, self._clock)
+        with self._timed.for_free():
+            outer = OuterLoop(
+                self._model, self._task.recipe, self._timed, inner=self._optimizer, clock=lambda: self._clock.now
+            )
+        outer.listeners.append(self._note)
+        return outer
+
+    def _regroup(self, failure: RankFailure) -> None:
+        """Go on with those that are left, from where each of them stands.
+
+        Raises:
+            RankFailure: the same one, if more is wrong than that a replica was lost on purpose.
+        """
+        state = self._outer.state_dict()
+        self._outer.__exit__(type(failure), failure, None)
+        members = self._group.members
+        self._group = self._group.regroup()
+        missing = set(members) - set(self._group.members)
+        if not missing or not missing <= self._task.gone:
+            raise failure
+        for part in state["rounds"]["parts"]:  # what a rule remembers of ranks, which have other numbers now
+            seen = part["memory"]["seen"]
+            old = [members.index(member) for member in self._group.members]
+            part["memory"]["seen"] = {rank: seen[before] for rank, before in enumerate(old) if before in seen}
+        self._failures.append(str(failure))
+        self._optimizer.zero_grad()  # of a step that ended while gradients were averaged
+        self._outer = self._loop()
+        self._outer.load_state_dict(state)
+
+
+def _endless(batches: Iterable[Any]) -> Iterator[Any]:
+    """Go through `batches` again and again.
+
+    Raises:
+        ConfigError: there are none left, as in the second turn of an iterator.
+    """
+    while True:
+        turn = iter(batches)
+        try:
+            first = next(turn)
+        except StopIteration:
+            raise ConfigError(
+                "make_data gave no batches, or an iterator that ended before the training: give something that can be "
+                "gone through again, such as a list or a DataLoader, or an endless iterator."
+            ) from None
+        yield from chain([first], turn)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group of simulated replicas whose collectives take time, on a virtual line and virtual clocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from farflung.base.errors import ConfigError
+from farflung.comm.group import Group, Op, Work
+from farflung.outer.model import copies, hops
+from farflung.testing.sim import SimGroup
+
+
+@dataclass
+class Clock:
+    """The virtual seconds of one replica."""
+
+    now: float = 0.0
+
+
+@dataclass
+class Line:
+    """What goes from replica to replica, one thing after the other.
+
+    Args:
+        ends: when each collective, in the order of their numbers, is over; it is known once all have joined it.
+    """
+
+    free: float = 0.0
+    ends: dict[int, float] = field(default_factory=dict)
+    _starts: dict[int, list[float]] = field(default_factory=dict)
+
+    def join(self, number: int, now: float, size: int, sending_s: float, waiting_s: float) -> None:
+        """Bring a replica to a collective. The line is busy while it sends, not while what was sent is on its way."""
+        starts = self._starts.setdefault(number, [])
+        starts.append(now)
+        if len(starts) == size:
+            self.free = max(self.free, *self._starts.pop(number)) + sending_s
+            self.ends[number] = self.free + waiting_s
+
+
+@dataclass
+class Network:
+    """All replicas' lines, which are alike.
+
+    Args:
+        bandwidth_bps: bits a second of a line, each way at the same time.
+        latency_s: seconds from one replica to another.
+
+    Raises:
+        ConfigError: a number can't be.
+    """
+
+    bandwidth_bps: float = math.inf
+    latency_s: float = 0.0
+    _lines: dict[tuple[tuple[int, ...], int], Line] = field(default_factory=dict)
+    _near: Network | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.bandwidth_bps > 0 and 0 <= self.latency_s < math.inf):
+            raise ConfigError(
+                f"bandwidth_bps={self.bandwidth_bps!r}, latency_s={self.latency_s!r}: bits a second must be above 0, "
+                "or math.inf, and seconds a number of 0 or more."
+            )
+
+    def line(self, group: SimGroup) -> Line:
+        """Return the line of a group."""
+        return self._lines.setdefault((group.members, group.age), Line())
+
+    def near(self) -> Network:
+        """Return the network of neighbours, who are on one machine, so that nothing but waiting takes time."""
+        self._near = self._near or Network()
+        return self._near
+
+
+class TimedGroup:
+    """Does what a `SimGroup` does; whoever waits for a collective has its clock moved on to the collective's end."""
+
+    is_concurrent = False
+
+    def __init__(self, group: SimGroup, network: Network, clock: Clock) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._group = group
+        self._network = network
+        self._line = network.line(group)
+        self._clock = clock
+        self._number = 0
+        self._is_free = False
+
+    @contextmanager
+    def for_free(self) -> Iterator[None]:
+        """Let what all replicas do within this block cost nothing but waiting for each other."""
+        self._is_free = True
+        try:
+            yield
+        finally:
+            self._is_free = False
+
+    def speaks(self, device: str) -> bool:
+        return self._group.speaks(device)
+
+    def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
+        sent = copies("reduced", self.size) * x.nbytes
+        return self._under_way(self._group.all_reduce(x, op), sent, hops("reduced", self.size))
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        sent = copies("gathered", self.size) * x.nbytes
+        return self._under_way(self._group.all_gather(out, x), sent, hops("gathered", self.size))
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
+        sent = copies("reduced", self.size) / 2 * x.nbytes
+        return self._under_way(self._group.reduce_scatter(out, x, op), sent, self.size - 1)
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        sent = copies("reduced", self.size) / 2 * x.nbytes
+        return self._under_way(self._group.all_to_all(out, x), sent, int(self.size > 1))
+
+    def swap(self, out: Tensor, x: Tensor, to: int, source: int, met: bool = False) -> Work:
+        work = self._group.swap(out, x, to, source, met)
+        return self._under_way(work, copies("paired", self.size) * x.nbytes, hops("paired", self.size))
+
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        return self._group.broadcast(x, src)
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
+        return self._group.scatter(out, parts, src)
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def meet(self, x: Tensor) -> Tensor:
+        return self.begin_meet(x)()
+
+    def begin_meet(self, x: Tensor) -> Callable[[], Tensor]:
+        everyone = x.new_empty(self.size, x.numel())
+        work = self.all_gather(everyone, x)
+
+        def end() -> Tensor:
+            work.wait()
+            return everyone
+
+        return end
+
+    def twin(self) -> Group:
+        return self
+
+    def split(self, size: int) -> Group:
+        return TimedGroup(self._group.split(size), self._network.near(), self._clock)
+
+    def least(self, number: int, name: str) -> int:
+        return self._group.least(number, name)
+
+    def leave(self, reason: str, for_good: bool = False) -> None:
+        self._group.leave(reason, for_good)
+
+    def raise_if_broken(self) -> None:
+        self._group.raise_if_broken()
+
+    def _under_way(self, work: Work, num_bytes: float, num_hops: int) -> Work:
+        sending_s = 0.0 if self._is_free else 8 * num_bytes / self._network.bandwidth_bps
+        waiting_s = 0.0 if self._is_free else num_hops * self._network.latency_s
+        number = self._number
+        self._number += 1
+        self._line.join(number, self._clock.now, self.size, sending_s, waiting_s)
+        return _TimedWork(work, self._line, number, self._clock)
+
+
+@dataclass(frozen=True)
+class _TimedWork:
+    """A collective under way."""
+
+    work: Work
+    line: Line
+    number: int
+    clock: Clock
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.clock.now = max(self.clock.now, self.line.ends[self.number])

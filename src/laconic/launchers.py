@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Door: where notebooks look for the functions that start processes."""
-
-from laconic.launch.notebook import debug_launcher, notebook_launcher
-
-__all__ = ["debug_launcher", "notebook_launcher"]

@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Door: where scripts look for `LocalSGD`."""
-
-from laconic.accelerator.local_sgd import LocalSGD
-
-__all__ = ["LocalSGD"]

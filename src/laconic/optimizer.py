@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Door: where scripts look for the prepared optimizer's class."""
-
-from laconic.loop.optimizer import AcceleratedOptimizer
-
-__all__ = ["AcceleratedOptimizer"]

@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Door: where scripts look for the prepared scheduler's class."""
-
-from laconic.loop.scheduler import AcceleratedScheduler
-
-__all__ = ["AcceleratedScheduler"]
