@@ -17,10 +17,8 @@ from torch.utils.data import DataLoader
 
 from farflung import Accelerator, WatchdogKwargs
 from farflung.base.errors import ConfigError, RankFailure
-from farflung.comm import lent
 from farflung.config import environ
 from farflung.outer import OuterLoop, local_sgd
-from farflung.outer.lanes import Swapped
 from farflung.process import watchdog
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
@@ -121,30 +119,6 @@ def test_all_that_wait_are_told_and_the_late_rank_learns_it_when_it_comes(tmp_pa
         assert "`run.accelerator.gather(torch.ones(2))`) within 1.5 s" in said
         assert "FARFLUNG_HANG_TIMEOUT_S" in said
         assert seconds < 8
-
-
-def stops_in_mid_swap(path):
-    lent._LONG = 64
-    run = started(timeout_s=0.5)
-    model = nn.ParameterList([nn.Parameter(torch.zeros(64)) for _ in range(12)])
-    outer = OuterLoop(model, local_sgd(1), run.accelerator._joined.group, bucket_bytes=256)
-    land, calls = Swapped.land, []
-
-    def stop(self, *arguments):
-        calls.append(0)
-        if run.rank == LATE and len(calls) == 2:
-            evaluates_alone(path, 1)
-        land(self, *arguments)
-
-    Swapped.land = stop
-    return is_told(path, lambda run: outer.step(), run)
-
-
-def test_a_rank_that_stops_while_two_swap_their_weights_is_named(tmp_path):
-    for said, seconds in run_ranks(stops_in_mid_swap, 2, tmp_path, timeout_s=20):
-        assert "rank 1 did not come to `OuterLoop.step`" in said
-        assert "in evaluates_alone" in said
-        assert seconds < 5
 
 
 def reports_of_torchs_own(path):

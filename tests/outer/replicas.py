@@ -145,9 +145,9 @@ class Counting:
         self.calls.append(("all to all", x.dtype, x.nbytes))
         return self._group.all_to_all(out, x)
 
-    def swap(self, out, x, to, source, met=False):
+    def swap(self, out, x, to, source):
         self.calls.append(("swap", x.dtype, x.nbytes))
-        return self._group.swap(out, x, to, source, met)
+        return self._group.swap(out, x, to, source)
 
     def split(self, size):
         block = Counting(self._group.split(size))
@@ -166,5 +166,5 @@ class Counting:
         return self._group.leave(reason)
 
     def reduced(self):
-        """Bytes of all reductions so far, and of what two replicas swap in their place."""
-        return sum(size for kind, _, size in self.calls if kind in ("sum", "max", "swap"))
+        """Bytes of all reductions so far."""
+        return sum(size for kind, _, size in self.calls if kind in ("sum", "max"))

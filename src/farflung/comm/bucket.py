@@ -18,7 +18,7 @@ _COARSE = 2**15  # elements in a piece from which one call per piece costs less 
 
 
 @dataclass(frozen=True)
-class Piece:
+class _Piece:
     """A run of elements of one tensor; `shape` is set where the whole tensor goes, as it is not contiguous."""
 
     tensor: int
@@ -66,7 +66,7 @@ class Buckets:
             )
         self.dtype = dtype
         self._shapes = [storage.shape for storage in storages]
-        self._plan = self._planned(storages, max(1, cap_bytes // dtype.itemsize))
+        self._plan = _cut(storages, max(1, cap_bytes // dtype.itemsize))
         self.sizes = [sum(piece.size for piece in pieces) for pieces in self._plan]
         self.num_buffers = num_buffers = num_buffers or max(1, len(self.sizes))
         device = devices.pop() if devices else None
@@ -142,9 +142,6 @@ class Buckets:
         if addresses(tensors) != self._addresses:
             self._bind(tensors)
 
-    def _planned(self, storages: Sequence[Tensor], cap: int) -> list[list[Piece]]:
-        return cut_into_buckets(storages, range(len(storages)), cap)
-
     def _bind(self, tensors: Sequence[Tensor]) -> None:
         storages = [local(tensor) for tensor in tensors]
         for number, (storage, shape) in enumerate(zip(storages, self._shapes, strict=True)):
@@ -169,27 +166,19 @@ def num_buffers_among(num_ranks: int) -> int:
     return 2 if num_ranks <= 2 else 4
 
 
-def cut_into_buckets(
-    storages: Sequence[Tensor], numbers: Sequence[int], cap: int, intact: bool = False
-) -> list[list[Piece]]:
-    """Fill buckets of `cap` elements one after the other, with the storages of these numbers.
-
-    Args:
-        intact: put all of a storage into one bucket, which is larger if need be.
-    """
-    plan: list[list[Piece]] = []
+def _cut(storages: Sequence[Tensor], cap: int) -> list[list[_Piece]]:
+    """Fill buckets of `cap` elements one after the other."""
+    plan: list[list[_Piece]] = []
     room = 0
-    for number in numbers:
-        storage = storages[number]
+    for number, storage in enumerate(storages):
         whole = None if storage.is_contiguous() else storage.shape
-        is_cut = whole is None and not intact
         start, end = 0, storage.numel()
         while start < end:
-            if room == 0 or (room < end and not is_cut):
+            if room == 0 or (whole is not None and room < end):
                 plan.append([])
                 room = cap
-            size = min(end - start, room) if is_cut else end
-            plan[-1].append(Piece(number, start, size, whole))
+            size = end if whole is not None else min(end - start, room)
+            plan[-1].append(_Piece(number, start, size, whole))
             start += size
             room = max(0, room - size)
     return plan

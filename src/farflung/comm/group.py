@@ -33,7 +33,6 @@ _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _NAP_S = 5e-5  # how long `meet` sleeps between two looks where a wait would not block the caller
 _UNUSED_TAG = 0x1ACC  # of messages between two ranks; a script's own usually count from 0
-_SWAP_TAG = _UNUSED_TAG + 1
 _WATCH_S = 0.2  # how often a waiting rank asks whether another one has left
 
 
@@ -80,13 +79,8 @@ class Group(Protocol):
     def barrier(self) -> None:
         """Return when every rank has come here."""
 
-    def swap(self, out: Tensor, x: Tensor, to: int, source: int, met: bool = False) -> Work:
-        """Send `x` `[n]` to the rank `to` and fill `out` `[n]` with what `source` sends; each rank is sent to once.
-
-        Args:
-            met: before this is waited for, all ranks will have been heard of, so that it ends as soon as it can. It
-                takes less then, but a wait for it heeds no signal.
-        """
+    def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
+        """Send `x` `[n]` to the rank `to` and fill `out` `[n]` with what `source` sends; each rank is sent to once."""
 
     def meet(self, x: Tensor) -> Tensor:
         """Gather a few numbers, `[n]` on the CPU, as `[size, n]`, and look out for ranks that left while waiting.
@@ -177,7 +171,7 @@ class SoloGroup:
     def barrier(self) -> None:
         return None
 
-    def swap(self, out: Tensor, x: Tensor, to: int, source: int, met: bool = False) -> Work:
+    def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
         return self._copied(out, x)
 
     def meet(self, x: Tensor) -> Tensor:
@@ -219,7 +213,6 @@ class TorchGroup:
     Attributes:
         entered: how many collectives of this object this rank has started.
         waiting: the number of the one that each thread has been waiting for, since a moment at least, by the thread.
-        num_swaps: how many swaps that heed no signal are under way.
     """
 
     def __init__(self, pg: dist.ProcessGroup | None = None, register: Register | None = None) -> None:
@@ -236,7 +229,6 @@ class TorchGroup:
         self.register = register or Register(f"farflung/{self.pg.group_name}", self.rank, self.size)
         self.entered = 0
         self.waiting: dict[int, int] = {}
-        self.num_swaps = 0
         self._twin: TorchGroup | None = None
 
     @property
@@ -277,9 +269,7 @@ class TorchGroup:
         is_gloo = self._spoken == {"cpu"}
         self._finish(is_gloo, self._started(is_gloo, dist.barrier(group=self.pg, async_op=True)))
 
-    def swap(self, out: Tensor, x: Tensor, to: int, source: int, met: bool = False) -> Work:
-        if met and x.is_cpu:
-            return _Swap(self, out, x, to, source)
+    def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
         # Not two messages: gloo closes a connection on which a wait for a message runs out of time.
         sent, received = [0] * self.size, [0] * self.size
         sent[to], received[source] = x.numel(), out.numel()
@@ -324,7 +314,7 @@ class TorchGroup:
 
     def leave(self, reason: str, for_good: bool = False) -> None:
         self.register.sign_out(reason)
-        if for_good or self.num_swaps:  # who waits for one of those doesn't look into the register
+        if for_good:
             self.break_off()
 
     def raise_if_broken(self) -> None:
@@ -372,34 +362,6 @@ class TorchGroup:
                     looked = time.monotonic()
         finally:
             self.waiting.pop(get_ident(), None)
-
-
-class _Swap:
-    """Two messages under way. Nobody else's thread is needed for them, but a wait for them must not run out of time."""
-
-    __slots__ = ("_group", "_number", "_works")
-
-    def __init__(self, group: TorchGroup, out: Tensor, x: Tensor, to: int, source: int) -> None:
-        group.entered += 1
-        group.num_swaps += 1
-        self._group = group
-        self._number = group.entered
-        try:  # messages with the same tag arrive in the order in which they were sent
-            self._works = [group.pg.recv([out], source, _SWAP_TAG), group.pg.send([x], to, _SWAP_TAG)]
-        except RuntimeError as error:
-            raise group.failure(error) from error
-
-    def wait(self) -> None:
-        group = self._group
-        group.waiting[get_ident()] = self._number
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise group.failure(error) from error
-        finally:
-            del group.waiting[get_ident()]
-        group.num_swaps -= 1
 
 
 class _Watched:

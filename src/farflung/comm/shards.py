@@ -10,14 +10,9 @@ from torch import Tensor, nn
 _PLAIN = {Tensor, nn.Parameter}
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Say whether `tensor` is torch's own kind, all of which lives here."""
-    return type(tensor) in _PLAIN
-
-
 def local(tensor: Tensor) -> Tensor:
     """Return the part of `tensor` that lives on this rank, without history; it shares the tensor's memory."""
-    if is_plain(tensor):
+    if type(tensor) in _PLAIN:
         return tensor.detach()
     to_local = getattr(tensor, "to_local", None)  # asked by name: torch.distributed.tensor is slow to import
     return tensor.detach() if to_local is None else to_local().detach()

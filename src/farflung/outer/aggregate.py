@@ -71,26 +71,12 @@ class Parcel:
         values: `[n]`. Under error feedback they have become the residual, once there is a wire.
         out: `[n]`, where the result goes; it may be `values`.
         counts: whether this rank has a share in the result. Where it has none, what it sent is still to be sent.
-        lent: between two ranks, the values where they live, one after the other, in place of `values`. What comes of
-            the exchange is no sum but what the other rank has, in `out`.
     """
 
     values: Tensor
     wire: Tensor | None
     out: Tensor
     counts: bool = True
-    lent: tuple[Tensor, ...] = ()
-
-
-@dataclass(frozen=True)
-class _All:
-    """Several collectives under way."""
-
-    works: list[Work]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
 
 
 class Aggregator(Protocol):
@@ -127,12 +113,7 @@ class Mean:
         return Parcel(x, None, x)
 
     def start(self, parcel: Parcel, codec: Codec, group: Group, shares: Shares) -> Pending:
-        """Scale, encode and all-reduce; of lent values, which all count alike, send each other all."""
-        if parcel.lent:
-            other, n = 1 - group.rank, parcel.out.nbytes
-            rooms = torch.split(parcel.out, [values.numel() for values in parcel.lent])
-            swaps = [group.swap(room, x, other, other, met=True) for room, x in zip(rooms, parcel.lent, strict=True)]
-            return Pending(_All(swaps), lambda: parcel.out, shares.total, n, n)
+        """Scale, encode and all-reduce."""
         x = _scaled(parcel.values, shares.mine)
         wire = codec.encode(x)
         there_and_back = 2 * (group.size - 1) * wire.nbytes // group.size

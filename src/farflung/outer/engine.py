@@ -54,9 +54,6 @@ class OuterLoop:
     buffers are not finite gets those of the others. Parameters that are frozen when the loop is built cost nothing and
     must stay so; floating buffers are averaged, integer ones take the maximum; `.grad` is never touched.
 
-    Two replicas on the CPU that average fp32 weights send them from where they lie. For that building the loop gives
-    parameters of less than 1 MB other memory, side by side, but those whose memory something else uses as well.
-
     Args:
         model: what is trained; plain, or wrapped in a way that keeps its parameters in place.
         recipe: from `farflung.outer`, such as `local_sgd(8)`.

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from farflung.comm.group import Group
-from farflung.comm.lent import Lent
 from farflung.outer.aggregate import Mean, Parcel, Pending, Shares
 from farflung.outer.codec.base import Identity
-from farflung.outer.lanes import Anchored, Averaged, Highest, Lane, Swapped
+from farflung.outer.lanes import Anchored, Averaged, Highest, Lane
 from farflung.outer.membership import BALLOT_BYTES, BALLOT_SIZE, Ballot, Static, Tally
 from farflung.outer.weigh import Memory, Rule, Verdict
 
@@ -231,7 +230,7 @@ class Flight:
             self._fill()
             with self.costs.timed("voting"):
                 ride.work.wait()
-                self.tally = self._members.count(self._ridden(), self.ballot)
+                self.tally = self._members.count(self._rows(), self.ballot)
             return True
         votes = self._tell()
         if not self.ballot.finished:
@@ -258,43 +257,26 @@ class Flight:
     def _can_ride(self) -> bool:
         lane = self._cargo.weights
         plain = isinstance(lane.codec, Identity) and isinstance(lane.aggregator, Mean)
-        # A swap that begins before the other rank is heard of may go one way after the other: not on a slow line.
-        rides = not isinstance(lane, Swapped) or (lane.is_near and lane.buckets.has_homes)
-        return plain and rides and len(lane.buckets) > 0 and lane.buckets.flat(0).is_cpu
+        return plain and len(lane.buckets) > 0 and lane.buckets.flat(0).is_cpu
 
-    def _rows(self, bucket: Tensor) -> Tensor:
+    def _rows(self) -> Tensor:
         """Return the room for ballots behind the first bucket, a row for each rank."""
-        size = self._group.size
-        return bucket[self._cargo.weights.buckets.sizes[0] :][: size * BALLOT_SIZE].view(size, BALLOT_SIZE)
-
-    def _ridden(self) -> Tensor:
-        """Return the ballots of all ranks, once the first bucket has arrived."""
-        buckets = self._cargo.weights.buckets
-        rows = self._rows(buckets.with_tail())
-        return rows + self._rows(buckets.home_with_tail()) if isinstance(buckets, Lent) else rows
+        size, lane = self._group.size, self._cargo.weights
+        return lane.buckets.with_tail()[lane.buckets.sizes[0] :][: size * BALLOT_SIZE].view(size, BALLOT_SIZE)
 
     def _ride(self) -> Pending:
         """Send the first bucket of the weights off, with the ballots behind it: each rank adds its row to zeros."""
         lane, size = self._cargo.weights, self._group.size
         with self.costs.timed("encoding"):
-            x = lane.buckets.flat(0)
-            came = sent = lane.buckets.with_tail()
-            if isinstance(lane, Swapped):
-                parcel, sent = lane.lend(0, self._is_loaded), lane.buckets.home_with_tail()
-            else:
-                parcel = Parcel(x, None, x)
-                if not self._is_ready(lane, 0):
-                    lane.load(0)
-            rows = self._rows(sent).zero_()
+            if not self._is_ready(lane, 0):
+                lane.load(0)
+            x, rows = lane.buckets.flat(0), self._rows()
+            rows.zero_()
             rows[self._group.rank] = torch.tensor(self._members.row(self.ballot))
-            n, other = x.numel() + rows.numel(), 1 - self._group.rank
-            if sent is came:
-                work = self._group.all_reduce(sent[:n])
-            else:
-                work = self._group.swap(came[:n], sent[:n], other, other)
+            work = self._group.all_reduce(lane.buckets.with_tail()[: x.numel() + rows.numel()])
         hops = 2 * (size - 1) / size
         pending = Pending(work, lambda: x, float(size), int(hops * x.nbytes), int(hops * x.nbytes))
-        self._flying.append((lane, 0, parcel, pending))
+        self._flying.append((lane, 0, Parcel(x, None, x), pending))
         self._count(pending)
         self.costs.bytes_voting += int(hops * rows.nbytes)
         return pending
@@ -327,19 +309,14 @@ class Flight:
                 lane, k, shares = self._coming.popleft()
                 parcel = self._parcels.pop(k, None) if lane is self._cargo.weights else None
                 if parcel is None:
-                    parcel = self._prepared(lane, k, shares)
+                    if not self._is_ready(lane, k):
+                        lane.load(k)
+                    parcel = lane.prepare(k, self._group)
                 if not shares.mine:
                     parcel = replace(parcel, counts=False)
                 pending = lane.aggregator.start(parcel, lane.codec, self._group, shares)
             self._flying.append((lane, k, parcel, pending))
             self._count(pending)
-
-    def _prepared(self, lane: Lane, k: int, shares: Shares) -> Parcel:
-        if isinstance(lane, Swapped) and shares.is_plain:
-            return lane.lend(k, self._is_loaded)
-        if not self._is_ready(lane, k):
-            lane.load(k)
-        return lane.prepare(k, self._group)
 
     def _send_ahead(self, guess: Shares) -> None:
         self._coming.extend(self._route(self._cargo.weights, guess))
@@ -348,7 +325,7 @@ class Flight:
     def _is_ready(self, lane: Lane, k: int) -> bool:
         if self._cargo.is_whole:
             return True
-        return self._is_loaded and not isinstance(lane, Highest | Swapped) and k < lane.buckets.num_buffers
+        return self._is_loaded and not isinstance(lane, Highest) and k < lane.buckets.num_buffers
 
     def _recall(self) -> None:
         """Let come what was sent too early, and forget it."""

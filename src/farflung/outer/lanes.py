@@ -12,7 +12,6 @@ from torch import Tensor
 
 from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group
-from farflung.comm.lent import Lent
 from farflung.outer.aggregate import HIGHEST, Aggregator, Parcel
 from farflung.outer.anchor import Anchor
 from farflung.outer.codec.base import Codec, Identity
@@ -59,36 +58,6 @@ class Averaged:
     def land(self, k: int, parcel: Parcel, result: Tensor, divisor: float) -> None:
         """Write back."""
         self.buckets.unpack(k, divisor)
-
-
-@dataclass(frozen=True)
-class Swapped(Averaged):
-    """The same between two replicas that stand still meanwhile: each sends its weights as they lie in memory.
-
-    Args:
-        is_first: whether this rank is the first of the two.
-        is_near: whether what they send comes about as fast as from memory; both know the same.
-    """
-
-    buckets: Lent
-    is_first: bool
-    is_near: bool
-
-    def lend(self, k: int, is_loaded: bool) -> Parcel:
-        """Leave the local values where they are; the buffer is for what comes."""
-        buffer = self.buckets.flat(k)
-        return Parcel(buffer, None, buffer, lent=tuple(self.buckets.lend(k, is_loaded)))
-
-    def land(self, k: int, parcel: Parcel, result: Tensor, divisor: float) -> None:
-        """Take the mean of the weights here and of what came."""
-        if not parcel.lent:
-            super().land(k, parcel, result, divisor)
-            return
-        for mine, theirs in zip(parcel.lent, torch.split(result, [x.numel() for x in parcel.lent]), strict=True):
-            # a / 2 + b / 2, in the same order on both: the bits of (a + b) / 2 in one pass over memory instead of two.
-            first, second = (mine, theirs) if self.is_first else (theirs, mine)
-            torch.addr(first[:, None], second, mine.new_ones(1), beta=0.5, alpha=0.5, out=mine[:, None])
-        self.buckets.give_back(k, parcel.lent)
 
 
 @dataclass(frozen=True)
@@ -230,16 +199,14 @@ def look_over(lane: Averaged | Anchored) -> tuple[float, float]:
     """Return the norm of what this rank brings, and its largest magnitude where the codec has a limit (else 0).
 
     The norm is finite if and only if all values are; of weights that have no anchor it is 0 or no number at all, found
-    by the cheapest pass over memory. The first buckets are loaded afterwards, unless they can be lent.
+    by the cheapest pass over memory. The first buckets are loaded afterwards.
     """
     if not len(lane.buckets):
         return 0.0, 0.0
     measure = _square if isinstance(lane, Anchored) else torch.sum
     largest, seen = [], []
     for k in reversed(range(len(lane.buckets))):
-        if isinstance(lane, Swapped):
-            seen += [values.sum() for values in lane.buckets.lend(k)]
-        elif lane.codec.limit < math.inf:
+        if lane.codec.limit < math.inf:
             low, high = torch.aminmax(lane.load(k))
             largest.append(torch.maximum(-low, high))
             seen.append(measure(lane.buckets.flat(k)))

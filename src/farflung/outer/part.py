@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -16,21 +15,17 @@ from torch import Tensor
 from farflung.base.errors import ConfigError, StateError
 from farflung.comm.bucket import Buckets, num_buffers_among
 from farflung.comm.group import Group
-from farflung.comm.lent import Lent
-from farflung.comm.shards import is_plain, local
-from farflung.outer.aggregate import Mean, mean_of
+from farflung.comm.shards import local
+from farflung.outer.aggregate import mean_of
 from farflung.outer.anchor import Anchor
 from farflung.outer.codec.base import Identity
 from farflung.outer.flight import Cargo
 from farflung.outer.fragments import Fragment, Place, without_masks
-from farflung.outer.lanes import Anchored, Averaged, Corrected, Highest, Swapped, look_over
+from farflung.outer.lanes import Anchored, Averaged, Corrected, Highest, look_over
 from farflung.outer.membership import BALLOT_SIZE
 from farflung.outer.merge import Correct
 from farflung.outer.recipe import Recipe
 from farflung.outer.weigh import Memory
-
-_TELLING_BYTES = 2**18  # from here on the time of a message is that of its bytes
-_NEAR_BYTES_PER_S = 4e8  # 3.2 Gbit/s
 
 
 class Part:
@@ -49,8 +44,7 @@ class Part:
         self._is_idle = group.size == 1 and recipe.optimizer is None  # the mean of one is what it was
         self._bound: list[tuple[list[tuple[Mapping[str, Any], str]], Buckets]] = []
         num_buffers = None if recipe.is_whole else num_buffers_among(group.size)
-        make = Lent if _can_swap(fragment, recipe, group) else Buckets
-        parameters = self._bind(fragment.parameters, cap_bytes, num_buffers, group.size * BALLOT_SIZE, make)
+        parameters = self._bind(fragment.parameters, cap_bytes, num_buffers, tail=group.size * BALLOT_SIZE)
         counters = self._bind(fragment.counters, cap_bytes, num_buffers)
         if group.size > 1:
             for buckets in (parameters, counters, _buckets(fragment.averages, cap_bytes, 2)):
@@ -59,10 +53,7 @@ class Part:
         averages = self._bind(self._fragment.averages, cap_bytes, num_buffers)
         aggregator = recipe.aggregator
         self.weights: Averaged | Anchored
-        if isinstance(parameters, Lent):
-            near = _is_near(parameters, group)
-            self.weights = Swapped(parameters, aggregator, recipe.codec, is_first=group.rank == 0, is_near=near)
-        elif recipe.optimizer is None:
+        if recipe.optimizer is None:
             self.weights = Averaged(parameters, aggregator, recipe.codec)
         else:
             anchor = Anchor(parameters, recipe.optimizer, recipe.anchor_on_cpu)
@@ -76,15 +67,8 @@ class Part:
             is_whole=recipe.is_whole,
         )
 
-    def _bind(
-        self,
-        places: tuple[Place, ...],
-        cap_bytes: int,
-        num_buffers: int | None,
-        tail: int = 0,
-        make: type[Buckets] = Buckets,
-    ) -> Buckets:
-        buckets = _buckets(places, cap_bytes, num_buffers, tail, make)
+    def _bind(self, places: tuple[Place, ...], cap_bytes: int, num_buffers: int | None, tail: int = 0) -> Buckets:
+        buckets = _buckets(places, cap_bytes, num_buffers, tail)
         self._bound.append((_slots(places), buckets))
         return buckets
 
@@ -262,36 +246,7 @@ def _start_alike(buckets: Buckets, group: Group) -> None:
         buckets.unpack(k)
 
 
-def _can_swap(fragment: Fragment, recipe: Recipe, group: Group) -> bool:
-    """Say whether two replicas that stand still can send each other their weights, and each take the mean of both.
-
-    Not on a GPU, where nobody has measured whether it pays.
-    """
-    is_mean = recipe.optimizer is None and isinstance(recipe.aggregator, Mean) and isinstance(recipe.codec, Identity)
-    tensors = [place.get() for place in fragment.parameters]
-    are_alike = all(t.is_cpu and is_plain(t) and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
-    return group.size == 2 and is_mean and are_alike and not recipe.is_whole
-
-
-def _is_near(buckets: Lent, group: Group) -> bool:
-    """Find out how fast a megabyte comes from rank 0, and agree on whether that is more than a slow line would do."""
-    if not buckets.has_homes or buckets.flat(0).nbytes < _TELLING_BYTES:
-        return False
-    bucket = buckets.flat(0)[: 2**18]
-    group.meet(torch.zeros(1))  # so that nobody waits for more than the line
-    began = time.perf_counter()
-    group.broadcast(bucket, 0).wait()
-    speed = bucket.nbytes / (time.perf_counter() - began)
-    return bool(group.meet(torch.tensor([speed])).min() > _NEAR_BYTES_PER_S)
-
-
-def _buckets(
-    places: Sequence[Place],
-    cap_bytes: int,
-    num_buffers: int | None,
-    tail: int = 0,
-    make: type[Buckets] = Buckets,
-) -> Buckets:
+def _buckets(places: Sequence[Place], cap_bytes: int, num_buffers: int | None, tail: int = 0) -> Buckets:
     tensors = [place.get() for place in places]
     if any(tensor.is_complex() for tensor in tensors):
         names = [place.name for place in places if place.get().is_complex()]
@@ -299,4 +254,4 @@ def _buckets(
     dtype = torch.float32 if not tensors or tensors[0].is_floating_point() else torch.int64
     if any(tensor.dtype == torch.float64 for tensor in tensors):
         dtype = torch.float64
-    return make(tensors, dtype, cap_bytes=cap_bytes, num_buffers=num_buffers, tail=tail)
+    return Buckets(tensors, dtype, cap_bytes=cap_bytes, num_buffers=num_buffers, tail=tail)

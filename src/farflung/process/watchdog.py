@@ -139,8 +139,6 @@ class Watchdog:
         if wait is not None and wait.where == _TORCHS:
             print(f"Rank {self._group.rank} waits in vain: {verdict}.", file=sys.stderr, flush=True)
             self._group.break_off()
-        elif wait is not None and self._groups[wait.where].num_swaps:
-            self._groups[wait.where].break_off()
 
     def _current_wait(self) -> _Wait | None:
         for name, group in list(self._groups.items()):

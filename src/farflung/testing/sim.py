@@ -238,7 +238,7 @@ class SimGroup:
         nothing = torch.empty(0)
         self._join("barrier", nothing, nothing, lambda xs, outs: None).wait()
 
-    def swap(self, out: Tensor, x: Tensor, to: int, source: int, met: bool = False) -> Work:
+    def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
         """Copy from one to one."""
         step = (to - self.rank) % self.size
         if (self.rank - source) % self.size != step:

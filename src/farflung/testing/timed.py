@@ -120,8 +120,8 @@ class TimedGroup:
         sent = copies("reduced", self.size) / 2 * x.nbytes
         return self._under_way(self._group.all_to_all(out, x), sent, int(self.size > 1))
 
-    def swap(self, out: Tensor, x: Tensor, to: int, source: int, met: bool = False) -> Work:
-        work = self._group.swap(out, x, to, source, met)
+    def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
+        work = self._group.swap(out, x, to, source)
         return self._under_way(work, copies("paired", self.size) * x.nbytes, hops("paired", self.size))
 
     def broadcast(self, x: Tensor, src: int) -> Work:
