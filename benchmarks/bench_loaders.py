@@ -17,6 +17,7 @@ import torch.distributed as dist
 from _measure import interleave, medians_us, report, seeded
 from torch.utils.data import DataLoader, IterableDataset
 
+from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup, TorchGroup
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.prepare import prepare_loader
@@ -100,7 +101,7 @@ def both(raw: DataLoader[Any], group: Any, dispatch: bool | None) -> tuple[DataL
     assert peer.num_processes == group.size, "Accelerate did not join the group"
     ours = prepare_loader(
         raw,
-        group=group,
+        exchange=Exchange(group),
         device=torch.device("cpu"),
         state=LoopState(),
         config=DataLoaderConfiguration(dispatch_batches=dispatch),

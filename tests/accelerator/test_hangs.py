@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from farflung import Accelerator, WatchdogKwargs
 from farflung.base.errors import ConfigError, RankFailure
+from farflung.comm.waits import Wait
 from farflung.config import environ
 from farflung.outer import OuterLoop, local_sgd
 from farflung.process import watchdog
@@ -168,9 +169,10 @@ def is_slow():
         time.sleep(0.3 * accelerator.process_index)
         accelerator.gather(torch.ones(2))
     group = accelerator._joined.group
-    group.waiting[threading.get_ident()] = group.entered  # a transfer that takes long: every rank has entered it
+    (name, number), *_ = group.waits.entered.items()
+    group.waits.waiting[threading.get_ident()] = Wait(name, number, "")  # takes long, but every rank has entered it
     time.sleep(2.5)
-    group.waiting.clear()
+    group.waits.waiting.clear()
     return accelerator.gather(torch.ones(1)).sum().item()
 
 

@@ -50,6 +50,11 @@ def expected(shares, clip):
     return [parameter.grad for parameter in model.parameters()]
 
 
+def entered(group):
+    """How many collectives this rank has started; alone it starts none."""
+    return sum(group.waits.entered.values()) if hasattr(group, "waits") else 0
+
+
 def gradients(shares, precision, clip):
     """The gradients of one window, and how many collectives of Farflung's that took."""
     sizes = shares[int(torch.distributed.get_rank()) if torch.distributed.is_initialized() else 0]
@@ -62,12 +67,12 @@ def gradients(shares, precision, clip):
     model = accelerator.prepare(network())
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
     group = accelerator._joined.group
-    before = getattr(group, "entered", 0)
+    before = entered(group)
     for number, count in enumerate(sizes):
         with accelerator.accumulate(model):
             x = tokens(accelerator.process_index, number, count)
             accelerator.backward(loss_sum(model, x), num_items=count)
-    collectives = getattr(group, "entered", 0) - before
+    collectives = entered(group) - before
     if clip is not None:
         accelerator.clip_grad_norm_(model.parameters(), clip)
     else:

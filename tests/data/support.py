@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup, TorchGroup
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.prepare import prepare_loader
@@ -45,10 +46,12 @@ class Seat(SoloGroup):
 
 def prepared(loader: DataLoader, group: Any = None, state: LoopState | None = None, **settings: Any) -> Any:
     """Prepare `loader` with `settings` of `DataLoaderConfiguration`, or `rng_types`, `device`, `slice_fn`."""
+    is_seat = isinstance(group, Seat)
     arguments = {name: settings.pop(name) for name in ("rng_types", "slice_fn") if name in settings}
     return prepare_loader(
         loader,
-        group=group or SoloGroup(),
+        exchange=Exchange(SoloGroup() if group is None or is_seat else group),
+        seat=group if is_seat else None,
         device=settings.pop("device", CPU),
         state=state or LoopState(),
         config=DataLoaderConfiguration(**settings),

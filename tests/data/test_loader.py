@@ -14,6 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from farflung.base.errors import ConfigError, StateError, Unsupported
+from farflung.comm.exchange import Exchange
+from farflung.comm.group import SoloGroup
 from farflung.data.loader import DataLoaderShard, SkipDataLoader
 from farflung.data.prepare import prepare_data_loader, prepare_loader, skip_first_batches
 from farflung.data.samplers import BatchSamplerShard
@@ -433,6 +435,11 @@ def test_prepare_loader_is_handed_all_it_needs():
     from farflung.config.handlers import DataLoaderConfiguration
 
     loader = prepare_loader(
-        DataLoader(range(3)), group=Seat(0, 1), device=None, state=state, config=DataLoaderConfiguration(), rng_types=[]
+        DataLoader(range(3)),
+        exchange=Exchange(SoloGroup()),
+        device=None,
+        state=state,
+        config=DataLoaderConfiguration(),
+        rng_types=[],
     )
     assert numbers(loader) == [[0], [1], [2]]

@@ -388,15 +388,6 @@ def test_a_model_that_its_group_cannot_send_is_refused():
         OuterLoop(linear(), local_sgd(2), GpuOnly())
 
 
-def test_thawing_in_the_middle_is_an_error():
-    model = nn.Sequential(linear(), linear().requires_grad_(False))
-    outer = OuterLoop(model, local_sgd(1), SoloGroup())
-    outer.step()
-    model[1].weight.requires_grad_(True)
-    with pytest.raises(StateError, match=r"1\.weight was frozen"):
-        outer.step()
-
-
 def test_without_a_group_one_process_is_enough():
     model = linear()
     with OuterLoop(model, local_sgd(1)) as outer:

@@ -111,11 +111,10 @@ class _Company:
 @contextmanager
 def _joined(world: World, loop: LoopState) -> Iterator[_Company]:
     """Have `loop` agree with the other ranks. All enter; none waits for one that leaves by an exception."""
-    everyone, watchdog = world.group, world.watchdog
-    assert isinstance(everyone, TorchGroup) and watchdog is not None  # noqa: PT018
-    group = TorchGroup(dist.new_group(backend="gloo"), register=everyone.register)
+    everyone = world.group
+    assert isinstance(everyone, TorchGroup)
+    group = TorchGroup(dist.new_group(backend="gloo"), everyone.ranks, in_background=True)
     before, loop.company = loop.company, _Company(group, everyone)
-    watchdog.add(group)
     company = loop.company
     try:
         yield company
@@ -128,7 +127,6 @@ def _joined(world: World, loop: LoopState) -> Iterator[_Company]:
         raise
     finally:
         company.part()
-        watchdog.remove(group)
         loop.company = before
         dist.destroy_process_group(group.pg)
 

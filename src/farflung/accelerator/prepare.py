@@ -164,7 +164,7 @@ class Preparer:
             return known  # type: ignore[no-any-return]
         prepared = prepare_loader(
             loader,
-            group=self.world.group,
+            exchange=self.world.exchange,
             device=self.world.device if self._placed(place) else None,
             state=self.loop,
             config=self.data,

@@ -130,6 +130,22 @@ class Buckets:
             apply(self.flat(k), factor, out=self.flat(k))
         torch._foreach_copy_(self._outside[k], self._inside[k])
 
+    def by_tensor(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Return the values of each tensor, `[numel]`, from one flat tensor `[sizes[k]]` a bucket."""
+        parts: list[list[Tensor]] = [[] for _ in self._shapes]
+        for pieces, flat in zip(self._plan, flats, strict=True):
+            for piece, part in zip(pieces, torch.split(flat, [piece.size for piece in pieces]), strict=True):
+                parts[piece.tensor].append(part)
+        return [torch.cat(mine) if mine else torch.empty(0, dtype=self.dtype) for mine in parts]
+
+    def fill(self, flats: Sequence[Tensor], rows: Sequence[Tensor | None]) -> None:
+        """Write the values of each tensor, `[numel]`, into one flat tensor a bucket; None leaves them as they are."""
+        for pieces, flat in zip(self._plan, flats, strict=True):
+            for piece, part in zip(pieces, torch.split(flat, [piece.size for piece in pieces]), strict=True):
+                row = rows[piece.tensor]
+                if row is not None:
+                    part.copy_(row.narrow(0, piece.start, piece.size))
+
     def rebind(self, tensors: Sequence[Tensor]) -> None:
         """Find the tensors' memory again, if someone has given one of them another storage or put another in its place.
 

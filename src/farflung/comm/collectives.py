@@ -110,11 +110,12 @@ def gather_object(exchange: Exchange, objects: Any, at: str | None = None) -> An
     return [item for (part,) in parts for item in pickle.loads(raw(part.cpu()))]
 
 
-def broadcast(exchange: Exchange, tree: Any, from_process: int = 0) -> Any:
+def broadcast(exchange: Exchange, tree: Any, from_process: int = 0, within: str | None = None) -> Any:
     """Overwrite each tensor of `tree`, in place, with the one of rank `from_process`.
 
     Args:
         tree: nested tensors, with the same structure, shapes and dtypes on all ranks.
+        within: what this is a part of, such as `iter(loader)`; the errors name that, and nothing is settled before it.
 
     Returns:
         `tree` built anew with the same tensors; alone, `tree` itself.
@@ -125,11 +126,11 @@ def broadcast(exchange: Exchange, tree: Any, from_process: int = 0) -> Any:
     """
     if exchange.size == 1:
         return tree
-    call = ("broadcast", ("from_process", index(from_process)))
+    call: Call = (within,) if within else ("broadcast", ("from_process", index(from_process)))
     _require_rank(exchange, call, from_process)
     leaves, spec = exchange.take_apart(call, tree)
     limit = MAX_CAPACITY if exchange.rank == from_process else 0
-    parcel = exchange.share(exchange.form(call, leaves, spec, limit), leaves)
+    parcel = exchange.share(exchange.form(call, leaves, spec, limit), leaves, settles=within is None)
     require_alike(parcel.forms, "Every rank brings tensors to be overwritten, of the sender's shapes and dtypes.")
     if not parcel.came[from_process]:
         bulk.broadcast(exchange, leaves, from_process)

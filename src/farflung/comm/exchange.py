@@ -150,13 +150,16 @@ class Exchange:
             form.carried = num_bytes if fits and self.wire(leaves).type == "cpu" else 0
         return form
 
-    def share(self, form: Form, leaves: list[Tensor]) -> Parcel:
+    def share(self, form: Form, leaves: list[Tensor], settles: bool = True) -> Parcel:
         """Swap packets with all ranks.
+
+        Args:
+            settles: do what `before` says first.
 
         Raises:
             CollectiveMismatch: a rank failed, or made another call; every rank raises.
         """
-        parcel = self._swap(form, leaves)
+        parcel = self._swap(form, leaves, settles)
         if not parcel.same:
             for rank, other in enumerate(parcel.forms):
                 if other.failed is not None:
@@ -200,12 +203,12 @@ class Exchange:
             form = self._known[header] = Form(header)
         return form
 
-    def _swap(self, form: Form, leaves: list[Tensor]) -> Parcel:
+    def _swap(self, form: Form, leaves: list[Tensor], settles: bool = True) -> Parcel:
         if len(self._forms) + len(self._known) > _MAX_FORMS:
             self._forms.clear()
             self._known.clear()
             self._boards.clear()
-        for call in self.before:
+        for call in self.before if settles else ():
             call()
         board = self._board()
         board.write(form, leaves)

@@ -3,7 +3,8 @@
 
 Every collective starts at once and returns a `Work`; nothing may be read before `wait()`. On CUDA `wait()` makes the
 current stream wait, on gloo it blocks the caller. A wait that can not end, because a rank left or died, raises
-`RankFailure` within seconds and says what is known of that rank; the group is of no use from then on.
+`RankFailure` within seconds and says what is known of that rank, and ranks that wait for each other in different calls
+all raise the same `CollectiveMismatch`; the group is of no use from then on.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
-from threading import get_ident
+from functools import cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,8 +25,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # while there is no group: its default arguments would keep that for ever
 from torch import Tensor
 
-from farflung.base.errors import ConfigError, RankFailure, StateError
+from farflung.base.errors import CollectiveMismatch, ConfigError, RankFailure, StateError
 from farflung.comm.register import Register
+from farflung.comm.waits import Wait, Waits
 
 Op = Literal["sum", "max", "min"]
 
@@ -44,6 +49,7 @@ class Work(Protocol):
 
         Raises:
             RankFailure: a rank left or died, so that the collective can not end.
+            CollectiveMismatch: a rank waits in another call, which needs this one.
         """
 
 
@@ -94,10 +100,20 @@ class Group(Protocol):
 
     @property
     def is_concurrent(self) -> bool:
-        """Whether a thread may use a `twin` while another one uses the group itself."""
+        """Whether a thread may use a `duplicate` while another one uses the group itself."""
 
-    def twin(self) -> Group:
-        """Return the same ranks once more, in an order of collectives of its own. The first call is a collective."""
+    def duplicate(self, in_background: bool = False) -> Group:
+        """Return the same ranks once more, in an order of collectives of its own (`MPI_Comm_dup`): a collective.
+
+        Args:
+            in_background: it is for a thread that works on behalf of another one.
+        """
+
+    def free(self) -> None:
+        """Give back a duplicate or a block, once all ranks have ended all that they began in it, for others to use."""
+
+    def hand_over(self) -> Callable[[Future[None]], None]:
+        """Count a job for this group that this thread gives to another one; what is returned waits for its end."""
 
     def split(self, size: int) -> Group:
         """Return this rank's block of `size` neighbouring ranks, the last of which may be smaller. A collective.
@@ -183,8 +199,14 @@ class SoloGroup:
 
     is_concurrent = False
 
-    def twin(self) -> Group:
+    def duplicate(self, in_background: bool = False) -> Group:
         return self
+
+    def free(self) -> None:
+        return None
+
+    def hand_over(self) -> Callable[[Future[None]], None]:
+        return lambda future: None
 
     def split(self, size: int) -> Group:
         return self
@@ -204,18 +226,44 @@ class SoloGroup:
         return Done()
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """What a process group and its duplicates have in common.
+
+    Attributes:
+        register: where the ranks write down what they need to know of each other beside their collectives.
+        waits: what this process has entered, and waits for.
+        spare: groups that were made of it and given back, by what they are.
+    """
+
+    register: Register
+    waits: Waits
+    spare: dict[tuple[int | bool, ...], list[TorchGroup]] = field(default_factory=dict)
+
+
+@cache
+def _ranks_of(group: weakref.ref[dist.ProcessGroup]) -> Ranks:
+    """Return the one object for a process group, whoever asks; a reference to a group that is gone equals no other."""
+    pg = group()
+    assert pg is not None
+    register = Register(f"farflung/{pg.group_name}", dist.get_rank(pg), dist.get_world_size(pg))
+    return Ranks(register, Waits(register))
+
+
 class TorchGroup:
     """The ranks of a c10d process group (the default one when none is given).
 
     Args:
-        register: where they write down who left; None makes one for this group. The same ranks may share one.
+        ranks: of the group that this is a duplicate of. None: of this process group.
+        in_background: only threads use it that work on behalf of others.
 
     Attributes:
-        entered: how many collectives of this object this rank has started.
-        waiting: the number of the one that each thread has been waiting for, since a moment at least, by the thread.
+        register, waits: see `Ranks`; duplicates share them.
     """
 
-    def __init__(self, pg: dist.ProcessGroup | None = None, register: Register | None = None) -> None:
+    def __init__(
+        self, pg: dist.ProcessGroup | None = None, ranks: Ranks | None = None, in_background: bool = False
+    ) -> None:
         group = pg if pg is not None else dist.group.WORLD
         assert group is not None, "TorchGroup needs torch.distributed to be initialized"
         # Weakly, for a group that is destroyed must be gone: threads of one that someone still holds may run into the
@@ -226,10 +274,11 @@ class TorchGroup:
         backends = dict(part.split(":") for part in str(dist.get_backend_config(self.pg)).split(","))
         # gloo moves tensors from a GPU too, but not in every collective.
         self._spoken = {device for device, backend in backends.items() if device == "cpu" or backend != "gloo"}
-        self.register = register or Register(f"farflung/{self.pg.group_name}", self.rank, self.size)
-        self.entered = 0
-        self.waiting: dict[int, int] = {}
-        self._twin: TorchGroup | None = None
+        self.ranks = ranks or _ranks_of(self._pg)
+        self.register, self.waits = self.ranks.register, self.ranks.waits
+        self.in_background = in_background
+        self._name = self.pg.group_name
+        self._spare: list[TorchGroup] | None = None  # where it goes when it is given back
 
     @property
     def pg(self) -> dist.ProcessGroup:
@@ -247,34 +296,36 @@ class TorchGroup:
         return device in self._spoken
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
-        return self._started(x.is_cpu, dist.all_reduce(x, op=_REDUCE[op], group=self.pg, async_op=True))
+        return self._started(x.is_cpu, "all_reduce", dist.all_reduce(x, op=_REDUCE[op], group=self.pg, async_op=True))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return self._started(x.is_cpu, _all_gather_flat(out, x, group=self.pg, async_op=True))
+        return self._started(x.is_cpu, "all_gather", _all_gather_flat(out, x, group=self.pg, async_op=True))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
-        return self._started(x.is_cpu, _reduce_scatter_flat(out, x, op=_REDUCE[op], group=self.pg, async_op=True))
+        work = _reduce_scatter_flat(out, x, op=_REDUCE[op], group=self.pg, async_op=True)
+        return self._started(x.is_cpu, "reduce_scatter", work)
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        return self._started(x.is_cpu, dist.all_to_all_single(out, x, group=self.pg, async_op=True))
+        return self._started(x.is_cpu, "all_to_all", dist.all_to_all_single(out, x, group=self.pg, async_op=True))
 
     def broadcast(self, x: Tensor, src: int) -> Work:
-        return self._started(x.is_cpu, dist.broadcast(x, group_src=src, group=self.pg, async_op=True))
+        return self._started(x.is_cpu, "broadcast", dist.broadcast(x, group_src=src, group=self.pg, async_op=True))
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
         listed = None if parts is None else list(parts)
-        return self._started(out.is_cpu, dist.scatter(out, listed, group_src=src, group=self.pg, async_op=True))
+        work = dist.scatter(out, listed, group_src=src, group=self.pg, async_op=True)
+        return self._started(out.is_cpu, "scatter", work)
 
     def barrier(self) -> None:
-        is_gloo = self._spoken == {"cpu"}
-        self._finish(is_gloo, self._started(is_gloo, dist.barrier(group=self.pg, async_op=True)))
+        work = dist.barrier(group=self.pg, async_op=True)
+        self._finish(self._spoken == {"cpu"}, self.waits.enter(self._name, "barrier"), work)
 
     def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
         # Not two messages: gloo closes a connection on which a wait for a message runs out of time.
         sent, received = [0] * self.size, [0] * self.size
         sent[to], received[source] = x.numel(), out.numel()
         work = dist.all_to_all_single(out, x, received, sent, group=self.pg, async_op=True)
-        return self._started(x.is_cpu, work)
+        return self._started(x.is_cpu, "all_to_all", work)
 
     def meet(self, x: Tensor) -> Tensor:
         return self.begin_meet(x)()
@@ -283,31 +334,55 @@ class TorchGroup:
         device = torch.device("cpu") if self.speaks("cpu") else torch.device("cuda", torch.cuda.current_device())
         mine = x.to(device)
         everyone = mine.new_empty(self.size * mine.numel())
-        work = self._started(mine.is_cpu, _all_gather_flat(everyone, mine, group=self.pg, async_op=True))
+        work = _all_gather_flat(everyone, mine, group=self.pg, async_op=True)
+        wait = self.waits.enter(self._name, "all_gather")
 
         def end() -> Tensor:
-            self._finish(mine.is_cpu, work)
+            self._finish(mine.is_cpu, wait, work)
             return everyone.cpu().view(self.size, -1)
 
         return end
 
     is_concurrent = True
 
-    def twin(self) -> Group:
-        if self._twin is None:
-            self._twin = self._among(dist.get_process_group_ranks(self.pg), self.register)
-        return self._twin
+    def duplicate(self, in_background: bool = False) -> Group:
+        return self._among(dist.get_process_group_ranks(self.pg), self.ranks, in_background)
+
+    def free(self) -> None:
+        if self._spare is not None:
+            self._spare.append(self)
+
+    def hand_over(self) -> Callable[[Future[None]], None]:
+        name = f"{self._name} (handed over)"
+        wait = self.waits.enter(name, "")
+
+        def end(future: Future[None]) -> None:
+            if wait_for([future], _WATCH_S).not_done:
+                with self.waits.noted(wait) as look:
+                    while wait_for([future], _WATCH_S).not_done:
+                        look()  # what it publishes ends the other thread's wait, and so this one
+
+        return end
 
     def split(self, size: int) -> Group:
         if self.size == 1:
             return self
         check_blocks(self.size, size)
         begin = self.rank - self.rank % size
-        return self._among(dist.get_process_group_ranks(self.pg)[begin : begin + size])
+        return self._among(dist.get_process_group_ranks(self.pg)[begin : begin + size], None, False)
 
-    def _among(self, ranks: list[int], register: Register | None = None) -> TorchGroup:
+    def _among(self, members: list[int], ranks: Ranks | None, in_background: bool) -> TorchGroup:
+        """Return a group that was given back; or make one, once all ranks have come: that wait would never look up."""
+        spare = self.ranks.spare.setdefault((*members, ranks is None, in_background), [])
+        if spare:
+            return spare.pop()
+        self.barrier()
         backend = str(dist.get_backend_config(self.pg))
-        return TorchGroup(dist.new_group(ranks, backend=backend, use_local_synchronization=True), register)
+        made = TorchGroup(
+            dist.new_group(members, backend=backend, use_local_synchronization=True), ranks, in_background
+        )
+        made._spare = spare
+        return made
 
     def least(self, number: int, name: str) -> int:
         return self.register.least(number, name)
@@ -320,13 +395,21 @@ class TorchGroup:
     def raise_if_broken(self) -> None:
         known = self.register.signed_out()
         if not known and self.register.alarmed():
+            mismatch = self.register.mismatch()
+            if mismatch:
+                self.break_off()
+                raise CollectiveMismatch(mismatch)
             known = self.register.verdict() or self.register.call_roll()
         if known:
             self.break_off()
             raise RankFailure(f"Rank {self.rank} waits in vain: {known}.")
 
-    def failure(self, error: RuntimeError) -> RankFailure:
+    def failure(self, error: RuntimeError) -> RankFailure | CollectiveMismatch:
         """Say in one error what is known about the ranks of this group, in which a collective ended with `error`."""
+        mismatch = self.register.mismatch()
+        if mismatch:
+            self.break_off()
+            return CollectiveMismatch(mismatch)
         known = self.register.verdict() or self.register.signed_out() or self.register.call_roll()
         self.break_off()
         said = str(error).split(". ", 1)[0]
@@ -340,39 +423,41 @@ class TorchGroup:
             with suppress(RuntimeError):
                 self.pg.recv([torch.empty(1)], (self.rank + 1) % self.size, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
-    def _started(self, is_gloo: bool, work: Any) -> Work:
+    def _started(self, is_gloo: bool, kind: str, work: Any) -> Work:
         assert work is not None, "this process is not a member of the group"
-        self.entered += 1
-        return _Watched(work, self, self.entered) if is_gloo else work
+        wait = self.waits.enter(self._name, kind)
+        return _Watched(work, self, wait) if is_gloo else work
 
-    def _finish(self, is_gloo: bool, work: Any) -> None:
+    def _finish(self, is_gloo: bool, wait: Wait, work: Any) -> None:
         """End a collective on the host, also where its own `wait` only makes the stream wait."""
-        if not is_gloo:
-            self._look_out(work)
-        work.wait()
+        assert work is not None, "this process is not a member of the group"
+        if is_gloo:
+            _Watched(work, self, wait).wait()
+        else:
+            self._look_out(wait, work)
+            work.wait()
 
-    def _look_out(self, work: Any) -> None:
-        looked = time.monotonic()
-        try:
+    def _look_out(self, wait: Wait, work: Any) -> None:
+        looked, look = time.monotonic(), None
+        with ExitStack() as noted:
             while not work.is_completed():
                 time.sleep(_NAP_S)
                 if time.monotonic() - looked > _WATCH_S:
-                    self.waiting[get_ident()] = self.entered
+                    look = look or noted.enter_context(self.waits.noted(wait, self.in_background))
+                    look()
                     self.raise_if_broken()
                     looked = time.monotonic()
-        finally:
-            self.waiting.pop(get_ident(), None)
 
 
 class _Watched:
     """A gloo collective under way, whose wait looks up now and then to see whether all ranks are still there."""
 
-    __slots__ = ("_group", "_number", "_work")
+    __slots__ = ("_group", "_wait", "_work")
 
-    def __init__(self, work: Any, group: TorchGroup, number: int) -> None:
+    def __init__(self, work: Any, group: TorchGroup, wait: Wait) -> None:
         self._work = work
         self._group = group
-        self._number = number
+        self._wait = wait
 
     def wait(self) -> None:
         try:
@@ -382,16 +467,15 @@ class _Watched:
 
     def _wait_on(self) -> None:
         group = self._group
-        group.waiting[get_ident()] = self._number
         try:
-            while not self._work.is_completed():
-                group.raise_if_broken()
-                with suppress(RuntimeError):
-                    self._work.wait(timedelta(seconds=_WATCH_S))
+            with group.waits.noted(self._wait, group.in_background) as look:
+                while not self._work.is_completed():
+                    look()
+                    group.raise_if_broken()
+                    with suppress(RuntimeError):
+                        self._work.wait(timedelta(seconds=_WATCH_S))
             self._work.wait()
-        except RankFailure:
+        except (RankFailure, CollectiveMismatch):
             raise
         except RuntimeError as error:
             raise group.failure(error) from error
-        finally:
-            del group.waiting[get_ident()]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from farflung.base.errors import CollectiveMismatch
@@ -21,8 +21,15 @@ def called(call: Call) -> str:
 
 def calls_differ(calls: Sequence[Call]) -> CollectiveMismatch:
     """Return the error for ranks that made different calls: who made which."""
-    made = _by_rank("called", [called(call) for call in calls])
+    made = _by_rank("called", dict(enumerate(called(call) for call in calls)))
     return CollectiveMismatch(f"{made}. All ranks must make the same calls in the same order.")
+
+
+def waits_differ(doing: Mapping[int, str]) -> str:
+    """Return the text of the error for ranks that wait for each other in different calls: who is where."""
+    return (
+        f"Ranks wait for each other: {_by_rank('is in', doing)}. All ranks must make the same calls in the same order."
+    )
 
 
 def require_alike(forms: Sequence[Form], advice: str, alike: Callable[[Kind], Any] = lambda kind: kind) -> None:
@@ -40,7 +47,7 @@ def require_alike(forms: Sequence[Form], advice: str, alike: Callable[[Kind], An
         return
     name = called(forms[0].call)
     if any(form.tree != forms[0].tree for form in forms):
-        trees = _by_rank("brought", [_sketch(form.tree) for form in forms])
+        trees = _by_rank("brought", dict(enumerate(_sketch(form.tree) for form in forms)))
         raise CollectiveMismatch(f"{name}: {trees}. All ranks need one structure, keys in the same order.")
     for k, path in enumerate(_paths(forms[0].tree)):
         kinds = [form.kinds[k] for form in forms]
@@ -48,7 +55,7 @@ def require_alike(forms: Sequence[Form], advice: str, alike: Callable[[Kind], An
             where = f"at {path}, " if path else ""
             one_device = all(kind.device == kinds[0].device for kind in kinds)
             one_dtype = all(kind.dtype == kinds[0].dtype for kind in kinds)
-            leaves = _by_rank("brought", [_leaf(kind, not one_device) for kind in kinds])
+            leaves = _by_rank("brought", dict(enumerate(_leaf(kind, not one_device) for kind in kinds)))
             if not one_device:
                 advice = "Bring them to one kind of device."
             elif not one_dtype:
@@ -56,14 +63,13 @@ def require_alike(forms: Sequence[Form], advice: str, alike: Callable[[Kind], An
             raise CollectiveMismatch(f"{name}: {where}{leaves}. {advice}")
 
 
-def _by_rank(verb: str, texts: Sequence[str]) -> str:
+def _by_rank(verb: str, texts: Mapping[int, str]) -> str:
     """`rank 0 brought A, ranks 1 and 3 B`: ranks of one text stand together, in the order of their first."""
     ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
+    for rank, text in sorted(texts.items()):
         ranks.setdefault(text, []).append(rank)
-    parts = [f"{_ranks(found)} {text}" for text, found in ranks.items()]
-    parts[0] = f"{_ranks(ranks[texts[0]])} {verb} {texts[0]}"
-    return ", ".join(parts)
+    first, *others = [(_ranks(found), text) for text, found in ranks.items()]
+    return ", ".join([f"{first[0]} {verb} {first[1]}", *(f"{who} {text}" for who, text in others)])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

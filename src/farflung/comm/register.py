@@ -103,6 +103,31 @@ class Register:
         except dist.DistError:
             return number
 
+    # ---- waiting for each other
+
+    def post_wait(self, text: str) -> None:
+        """Write down what this rank waits for, in place of what it said before."""
+        self._store.set(self._key("wait", self._rank), text)
+
+    def posted_waits(self) -> dict[int, str]:
+        """Return what each rank that waits has written down."""
+        keys = {rank: self._key("wait", rank) for rank in range(self._size)}
+        posts = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        return {rank: text for rank, text in posts.items() if text}
+
+    def publish_mismatch(self, text: str) -> None:
+        """Write down that ranks wait for each other in different calls, for all that wait. The first text stays."""
+        if self._store.add(self._key("mismatches"), 1) == 1:
+            self._store.set(self._key("mismatch"), text)
+            self._store.set(self._key("alarm"), "")
+
+    def mismatch(self) -> str:
+        """Return what was published of a mismatch, or an empty string."""
+        with suppress(dist.DistError):
+            if self._store.check([self._key("mismatch")]):
+                return str(self._store.get(self._key("mismatch")).decode())
+        return ""
+
     # ---- being late
 
     def ask(self) -> int:

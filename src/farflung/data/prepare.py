@@ -13,6 +13,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.tree import find_batch_size
+from farflung.comm import collectives
+from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.dispatcher import DataLoaderDispatcher, SliceFn
@@ -25,27 +27,30 @@ from farflung.process import world as slot
 from farflung.process.seed import share_rng_state
 
 _DATA_AXES = {"dp", "fsdp", "dp_replicate", "dp_shard"}  # mesh axes along which ranks see different data
+_START = "iter(loader)"  # what ranks do together at the start of a pass, as errors name it
 
 
 def prepare_loader(
     loader: DataLoader[Any],
     *,
-    group: Group,
+    exchange: Exchange,
     device: torch.device | None,
     state: LoopState,
     config: DataLoaderConfiguration,
     rng_types: Iterable[str],
     slice_fn: SliceFn | None = None,
+    seat: Group | None = None,
 ) -> DataLoaderShard | DataLoaderDispatcher:
     """Make a loader that gives each rank its share; one that is prepared already comes back as it is.
 
     Args:
-        group: the ranks that share the data.
+        exchange: of the ranks that share the data.
         device: where batches go; None leaves them where they are.
         state: told about the iterations.
         rng_types: the random states that all ranks take from rank 0 at the start of each iteration; `generator` is that
             of the sampler or of the iterable data set.
         slice_fn: see `DataLoaderDispatcher`.
+        seat: a place among ranks that this one does not talk to, in place of its own.
 
     Raises:
         ConfigError: settings that do not fit the loader.
@@ -57,6 +62,7 @@ def prepare_loader(
         loader = _with_seedable_sampler(loader, config.data_seed)
     common: dict[str, Any] = {"state": state, "device": device, "non_blocking": config.non_blocking}
     batch_size = _batch_size(loader)
+    group = seat or exchange.group
     if group.size == 1:
         return DataLoaderShard(loader, total_batch_size=batch_size, **common)
     _refuse_unshareable(loader)
@@ -67,11 +73,12 @@ def prepare_loader(
     dispatches = config.dispatch_batches
     if dispatches is None:
         dispatches = streams and device is not None
-    common["agree"] = _agreement(loader, group, [str(kind) for kind in rng_types], dispatches)
+    common["agree"] = _agreement(loader, exchange, [str(kind) for kind in rng_types], dispatches)
     if dispatches:
         return _dispatched(loader, group, config, slice_fn, common)
-    share = _sharded_stream if streams else _sharded
-    return share(loader, group, config, common)
+    if streams:
+        return _sharded_stream(loader, group, config, common)
+    return _sharded(loader, group, exchange, config, common)
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -125,6 +132,8 @@ def prepare_data_loader(
         raise Unsupported(f"A mesh with the axes {sorted(axes)} is not done. Use {sorted(_DATA_AXES)}.")
     world = slot.current()
     group: Group = SoloGroup() if world is None else world.group
+    exchange = Exchange(group) if world is None else world.exchange
+    seat = None
     size = group.size if num_processes is None else num_processes
     rank = group.rank if process_index is None else process_index
     if (rank, size) != (group.rank, group.size):
@@ -133,7 +142,7 @@ def prepare_data_loader(
                 f"dispatch_batches=True for process {rank} of {size}, but this is {group.rank} of {group.size}. Leave "
                 "num_processes and process_index out, or use dispatch_batches=False."
             )
-        group, dispatch_batches = _Seat(rank, size), False
+        seat, exchange, dispatch_batches = _Seat(rank, size), Exchange(SoloGroup()), False
     config = DataLoaderConfiguration(
         split_batches=split_batches,
         dispatch_batches=dispatch_batches,
@@ -145,7 +154,8 @@ def prepare_data_loader(
     )
     return prepare_loader(
         dataloader,
-        group=group,
+        exchange=exchange,
+        seat=seat,
         device=device if put_on_device else None,
         state=LoopState(),
         config=config,
@@ -163,7 +173,7 @@ class _Seat(SoloGroup):
 
 
 def _sharded(
-    loader: DataLoader[Any], group: Group, config: DataLoaderConfiguration, common: dict[str, Any]
+    loader: DataLoader[Any], group: Group, exchange: Exchange, config: DataLoaderConfiguration, common: dict[str, Any]
 ) -> DataLoaderShard:
     """Let each rank read its own samples by index."""
     source = index_source(loader)
@@ -176,7 +186,7 @@ def _sharded(
         # Each index stands for a whole batch, whose length only the rank that read it knows.
         length = find_batch_size(batch)
         own = 1 if length is None else length
-        return int(group.meet(torch.tensor([own if group.rank < shard.remainder else 0])).sum())
+        return int(collectives.gather(exchange, torch.tensor([own if group.rank < shard.remainder else 0])).sum())
 
     base = with_indices(loader, shard, batch_size=_batch_size_of_rank(loader, group, config))
     return DataLoaderShard(base, count=count, **common)
@@ -232,7 +242,9 @@ def _dispatched(
     )
 
 
-def _agreement(loader: DataLoader[Any], group: Group, kinds: list[str], dispatches: bool) -> Callable[[], None] | None:
+def _agreement(
+    loader: DataLoader[Any], exchange: Exchange, kinds: list[str], dispatches: bool
+) -> Callable[[], None] | None:
     """Return what makes all ranks draw rank 0's order, to be called before each iteration; None if nothing is drawn."""
     sampler = None if dispatches else _sampler_of(loader)
     seeded = sampler if isinstance(sampler, SeedableRandomSampler) else None
@@ -244,10 +256,10 @@ def _agreement(loader: DataLoader[Any], group: Group, kinds: list[str], dispatch
 
     def agree() -> None:
         for kind in kinds:
-            share_rng_state(kind, generator, group)
+            share_rng_state(kind, generator, exchange, _START)
         if seeded is not None:
             seed = torch.tensor([_signed(seeded.initial_seed)])
-            group.broadcast(seed, 0).wait()
+            collectives.broadcast(exchange, seed, within=_START)
             seeded.initial_seed = int(seed)
 
     return agree

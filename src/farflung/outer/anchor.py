@@ -67,6 +67,26 @@ class Anchor:
             group["params"] = self.chunks
             chunk.grad = None
 
+    def optimizer_rows(self) -> dict[str, list[Tensor]]:
+        """Return what the outer optimizer keeps of each element, by name: one flat tensor a bucket."""
+        if self.optimizer is None:
+            return {}
+        states = [self.optimizer.state.get(chunk, {}) for chunk in self.chunks]
+        names = [name for name, value in states[0].items() if isinstance(value, Tensor) and value.dim() == 1]
+        return {name: [state[name] for state in states] for name in names if all(name in state for state in states)}
+
+    def go_on_like(self, other: Anchor) -> None:
+        """Take over the settings of another anchor's optimizer, and what it keeps, 0 for each element as yet."""
+        if self.optimizer is None or other.optimizer is None:
+            return
+        (mine,), (theirs,) = self.optimizer.param_groups, other.optimizer.param_groups
+        mine.update({name: value for name, value in theirs.items() if name != "params"})
+        state = other.optimizer.state.get(other.chunks[0], {})
+        for chunk in self.chunks:
+            for name, value in state.items():
+                is_row = isinstance(value, Tensor) and value.dim() == 1
+                self.optimizer.state[chunk][name] = torch.zeros_like(chunk) if is_row else _cloned(value)
+
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the anchor and of the optimizer's state."""
         optimizer = None if self.optimizer is None else _cloned(self.optimizer.state_dict())

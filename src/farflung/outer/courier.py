@@ -9,6 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from farflung.comm.group import Group
+
 
 class Errand:
     """A job under way.
@@ -17,8 +19,11 @@ class Errand:
         seconds: from when it was given until it was done; 0 until then.
     """
 
-    def __init__(self, job: Callable[[], None], device: torch.device) -> None:
+    def __init__(
+        self, job: Callable[[], None], device: torch.device, watch: Callable[[Future[None]], None] | None
+    ) -> None:
         self.seconds = 0.0
+        self._watch = watch
         self._begun = time.perf_counter()
         self._job = job
         self._device = device
@@ -47,6 +52,8 @@ class Errand:
         """Return when it is done; raise what it raised. The value is how many seconds that took."""
         start = time.perf_counter()
         assert self.future is not None
+        if self._watch is not None:
+            self._watch(self.future)
         self.future.result()
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
@@ -58,18 +65,20 @@ class Courier:
 
     Args:
         device: where the jobs' tensors are.
-        is_concurrent: False runs a job at once, where it is given; what it raises comes out of its `wait`.
+        group: what the jobs talk through, in a thread of their own. None: a job runs at once, where it is given, and
+            what it raises comes out of its `wait`.
     """
 
-    def __init__(self, device: torch.device, is_concurrent: bool) -> None:
+    def __init__(self, device: torch.device, group: Group | None) -> None:
         self._device = device
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="farflung-outer") if is_concurrent else None
-        on_gpu = is_concurrent and device.type == "cuda"
+        self._group = group
+        self._pool = None if group is None else ThreadPoolExecutor(1, thread_name_prefix="farflung-outer")
+        on_gpu = group is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def send(self, job: Callable[[], None]) -> Errand:
         """Take a job."""
-        errand = Errand(job, self._device)
+        errand = Errand(job, self._device, None if self._group is None else self._group.hand_over())
         if self._pool is None:
             errand.future = Future()
             try:

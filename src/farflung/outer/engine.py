@@ -51,8 +51,12 @@ class OuterLoop:
 
     In a round each rank counts by what it has really done since the last one. Weights that are not finite on any rank
     make all ranks drop the round: they keep their own weights, and it is counted and warned of. A rank whose floating
-    buffers are not finite gets those of the others. Parameters that are frozen when the loop is built cost nothing and
-    must stay so; floating buffers are averaged, integer ones take the maximum; `.grad` is never touched.
+    buffers are not finite gets those of the others. Frozen parameters cost nothing; floating buffers are averaged,
+    integer ones take the maximum; `.grad` is never touched.
+
+    The model may change between rounds, on all ranks alike: layers that are added or replaced, adapters, pruning,
+    parametrizations, parameters that are thawed, frozen or untied, another dtype. The next round is of what is there
+    then. The anchor of a new parameter begins at the mean of what the ranks have; those of the others go on.
 
     Args:
         model: what is trained; plain, or wrapped in a way that keeps its parameters in place.
@@ -95,7 +99,6 @@ class OuterLoop:
             trained = sum(4 * local(p).numel() for p in model.parameters() if p.requires_grad and not is_lazy(p))
             bucket_bytes = min(CAP_BYTES, max(_LEAST_BUCKET_BYTES, trained // 8))
         self.listeners: list[Callable[[Round], None]] = []
-        self._group = group
         self._recipe = recipe
         self._model = model
         self._meter = Meter()
@@ -110,6 +113,7 @@ class OuterLoop:
         self._open = True
         with torch.no_grad():
             self._rounds = Rounds(model, recipe, group, bucket_bytes, self._meter, self._ended)
+        self._group = self._rounds.group
         self._know(inner)
 
     def count(self, done: bool = True, items: float = 0) -> None:
@@ -249,11 +253,14 @@ class OuterLoop:
         weights of all ranks for it: a collective.
         """
         self._check_open()
+        has_anchor = self._recipe.agrees and self._recipe.optimizer is not None
         with torch.no_grad():
+            if not has_anchor and self._group.size > 1:
+                self._rounds.agree_on_changes()
             kept = [part.local_values() for part in self._rounds.parts]
         try:
             with torch.no_grad():
-                if self._recipe.agrees and self._recipe.optimizer is not None:
+                if has_anchor:
                     for part in self._rounds.parts:
                         part.adopt()
                 elif self._group.size > 1:
@@ -261,14 +268,15 @@ class OuterLoop:
             yield
         finally:
             with torch.no_grad():
-                for part, values in zip(self._rounds.parts, kept, strict=True):
-                    part.put_back(values)
+                for tensor, value in (pair for pairs in kept for pair in pairs):
+                    tensor.copy_(value)
 
     def close(self) -> None:
         """Flush, and end the loop. It can't be used afterwards; closing it again does nothing."""
         if self._open:
             self.flush()
             self._end()
+            self._rounds.free()
 
     def drop(self) -> None:
         """End the loop where it stands: nothing is exchanged, and every rank keeps the weights that it has."""

@@ -28,6 +28,11 @@ class Place:
         tensor: Tensor = self.owner[self.key]
         return tensor
 
+    def find(self) -> Tensor | None:
+        """Return the tensor that is there now, None where there is none any more."""
+        tensor = self.owner.get(self.key)
+        return tensor if isinstance(tensor, Tensor) else None
+
 
 @dataclass(frozen=True)
 class Fragment:
@@ -229,7 +234,16 @@ def _once(places: Iterator[Place]) -> Iterator[Place]:
             yield place
 
 
-def without_masks(fragment: Fragment) -> Fragment:
-    """Leave out floating buffers that hold an infinity or a NaN: those are constants, such as attention masks."""
-    kept = tuple(place for place in fragment.averages if bool(torch.isfinite(place.get()).all()))
-    return replace(fragment, averages=kept)
+def without_masks(fragment: Fragment, known: Mapping[str, bool] | None = None) -> Fragment:
+    """Leave out floating buffers that hold an infinity or a NaN: those are constants, such as attention masks.
+
+    Args:
+        known: whether to keep a buffer, by name, where that was found out before: statistics may be spoiled since.
+    """
+
+    def is_kept(place: Place) -> bool:
+        if known is not None and place.name in known:
+            return known[place.name]
+        return bool(torch.isfinite(place.get()).all())
+
+    return replace(fragment, averages=tuple(place for place in fragment.averages if is_kept(place)))

@@ -109,6 +109,15 @@ class Anchored:
         self.anchor.advance(k, result if divisor == 1 else result.div_(divisor))
         self.merge(self.buckets.pieces(k), self.anchor.views(k))
 
+    def kept(self) -> dict[str, list[Tensor]]:
+        """Return what is kept between rounds, by name: one flat tensor a bucket."""
+        rows = {"anchor": [chunk.detach() for chunk in self.anchor.chunks], **self.anchor.optimizer_rows()}
+        return rows | ({"residual": self.residuals} if self.residuals else {})
+
+    def go_on_like(self, other: Anchored) -> None:
+        """Take over what is not kept by element."""
+        self.anchor.go_on_like(other.anchor)
+
     def begin_here(self) -> None:
         """anchor <- local."""
         for k, chunk in enumerate(self.anchor.chunks):
@@ -177,6 +186,16 @@ class Corrected(Anchored):
             for k, mean in enumerate(means):
                 self.anchor.advance(k, mean.add_(self.sent[k], alpha=fraction))
                 self.merge(self.buckets.pieces(k), self.anchor.views(k))
+
+    def kept(self) -> dict[str, list[Tensor]]:
+        """Return what is kept, with what is in the air."""
+        return super().kept() | {"sent": self.sent}
+
+    def go_on_like(self, other: Anchored) -> None:
+        """Take over the fraction too."""
+        super().go_on_like(other)
+        assert isinstance(other, Corrected)
+        self.fraction = other.fraction
 
     def rest(self) -> None:
         """Send nothing: nothing was done."""

@@ -15,7 +15,7 @@ from farflung.base.errors import CollectiveMismatch
 from farflung.comm.group import Group
 from farflung.outer.weigh import alike_as_one
 
-_TEXT_BYTES = 1024  # of a rank's description of itself, sent only to explain a mismatch
+_TENSORS_SHOWN = 5  # that ranks differ in, in an error
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,17 @@ class Static:
 
     Args:
         description: what must be the same on all ranks: recipe, shapes, cut.
+        tensors: a line for each tensor that is exchanged, of which the description has no more than a digest.
     """
 
-    def __init__(self, group: Group, description: str) -> None:
+    def __init__(self, group: Group, description: str, tensors: Sequence[str] = ()) -> None:
         self.group = group
+        self.describe(description, tensors)
+
+    def describe(self, description: str, tensors: Sequence[str]) -> None:
+        """Say in the next votes that this rank is as described now."""
         self.description = description
+        self._tensors = tensors
         digest = hashlib.blake2b(description.encode(), digest_size=6).digest()
         self._fingerprint = _halves(int.from_bytes(digest, "big"))
 
@@ -124,12 +130,23 @@ class Static:
 
     def _explain(self, number: int) -> None:
         """Exchange the descriptions themselves, and raise the same error everywhere."""
-        text = f"vote {number} of {self.description}".encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
-        texts = self.group.meet(torch.tensor(list(text), dtype=torch.float64))
-        said = [bytes(int(value) for value in row).decode(errors="replace").strip() for row in texts.tolist()]
+        said = self._told(f"vote {number} of {self.description}")
+        listed = [dict.fromkeys(text.splitlines()) for text in self._told("\n".join(self._tensors))]
         ranks = {text: [rank for rank, other in enumerate(said) if other == text] for text in said}
         lines = [f"  ranks {who}: {text}" for text, who in ranks.items()]
+        where = {line: [rank for rank, mine in enumerate(listed) if line in mine] for mine in listed for line in mine}
+        names = list(dict.fromkeys(line.split()[0] for line in where))
+        there = sorted(where.items(), key=lambda found: names.index(found[0].split()[0]))
+        odd = [f"  on ranks {who} alone: {line}" for line, who in there if len(who) < self.group.size]
+        lines += odd[:_TENSORS_SHOWN] + ([f"  and {len(odd) - _TENSORS_SHOWN} more"] if odd[_TENSORS_SHOWN:] else [])
         raise CollectiveMismatch("The ranks of an outer loop are not in the same round:\n" + "\n".join(lines))
+
+    def _told(self, text: str) -> list[str]:
+        """Exchange texts of any length."""
+        mine = text.encode()
+        longest = 1 + int(self.group.meet(torch.tensor([float(len(mine))])).max())
+        rows = self.group.meet(torch.tensor([float(byte) for byte in mine.ljust(longest)]))
+        return [bytes(map(int, row)).decode(errors="replace").rstrip() for row in rows.tolist()]
 
 
 def _halves(number: int) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.base.errors import ConfigError, StateError
+from farflung.base.errors import ConfigError
 from farflung.comm.bucket import Buckets, num_buffers_among
 from farflung.comm.group import Group
 from farflung.comm.shards import local
@@ -25,31 +25,45 @@ from farflung.outer.lanes import Anchored, Averaged, Corrected, Highest, look_ov
 from farflung.outer.membership import BALLOT_SIZE
 from farflung.outer.merge import Correct
 from farflung.outer.recipe import Recipe
+from farflung.outer.structure import Structure
 from farflung.outer.weigh import Memory
 
 
 class Part:
-    """Binds a fragment to memory; building it is a collective, which makes all ranks start from rank 0's values.
+    """Binds a fragment to memory.
 
     Args:
+        structure: of the model.
         cap_bytes: the largest bucket.
+        is_new: all ranks shall start from rank 0's values, and buffers with values that are not finite are left out: a
+            collective. False: the fragment is what was agreed on.
     """
 
-    def __init__(self, fragment: Fragment, recipe: Recipe, group: Group, cap_bytes: int) -> None:
+    def __init__(
+        self,
+        fragment: Fragment,
+        recipe: Recipe,
+        structure: Structure,
+        group: Group,
+        cap_bytes: int,
+        is_new: bool = True,
+    ) -> None:
         self.memory = Memory()
         self.fresh = [0.0] * (
             1 + len(recipe.levels)
         )  # by level: what was done since values were last sent to be agreed on
         self._recipe = recipe
+        self._structure = structure
         self._is_idle = group.size == 1 and recipe.optimizer is None  # the mean of one is what it was
         self._bound: list[tuple[list[tuple[Mapping[str, Any], str]], Buckets]] = []
         num_buffers = None if recipe.is_whole else num_buffers_among(group.size)
         parameters = self._bind(fragment.parameters, cap_bytes, num_buffers, tail=group.size * BALLOT_SIZE)
         counters = self._bind(fragment.counters, cap_bytes, num_buffers)
-        if group.size > 1:
+        if group.size > 1 and is_new:
             for buckets in (parameters, counters, _buckets(fragment.averages, cap_bytes, 2)):
                 _start_alike(buckets, group)
-        self._fragment = without_masks(fragment)
+        self._fragment = without_masks(fragment) if is_new else fragment
+        self.trained = [place.get() for place in fragment.parameters]  # the objects, which tell when one is replaced
         averages = self._bind(self._fragment.averages, cap_bytes, num_buffers)
         aggregator = recipe.aggregator
         self.weights: Averaged | Anchored
@@ -73,19 +87,18 @@ class Part:
         return buckets
 
     def rebind(self) -> None:
-        """Find tensors again that were replaced or moved since the last round.
+        """Find tensors again that were moved since the last round, in a model that has the same ones still.
 
         Raises:
-            StateError: since this part was made a frozen parameter was thawed, or one changed its shape or layout.
+            StateError: a tensor is laid out in another way.
         """
         for slots, buckets in self._bound:
             buckets.rebind([owner[key] for owner, key in slots])
-        thawed = [place.name for place in self._fragment.frozen if place.get().requires_grad]
-        if thawed:
-            raise StateError(
-                f"{', '.join(thawed[:3])} was frozen when the outer loop began, so it is not exchanged, and is trained "
-                "now. End the loop, change requires_grad, begin anew."
-            )
+
+    def rebind_known(self) -> None:
+        """Do so unless the model has changed, and the next round has to find out what it is made of."""
+        if not self._structure.has_changed():
+            self.rebind()
 
     def look_over(self) -> tuple[float, float, bool]:
         """Return what a ballot says of norm, largest magnitude and floating buffers, and load the first buckets."""
@@ -144,6 +157,11 @@ class Part:
         """Return what is trained, as the model has it now."""
         return [place.get() for place in self._fragment.parameters]
 
+    @property
+    def names(self) -> set[str]:
+        """The names of all that is exchanged."""
+        return {place.name for place in self._fragment.places}
+
     def averages(self) -> list[Tensor]:
         """Return the floating buffers, as the model has them now."""
         return [place.get() for place in self._fragment.averages]
@@ -151,13 +169,13 @@ class Part:
     def adopt(self) -> None:
         """local <- anchor, where there is one: at the end all replicas are where they agreed."""
         if isinstance(self.weights, Anchored):
-            self.rebind()
+            self.rebind_known()
             for k in range(len(self.weights.buckets)):
                 torch._foreach_copy_(self.weights.buckets.pieces(k), self.weights.anchor.views(k))
 
     def begin_here(self) -> None:
         """Begin anew: local weights are agreed on, and nothing has been done since."""
-        self.rebind()
+        self.rebind_known()
         self.fresh = [0.0] * len(self.fresh)
         if isinstance(self.weights, Anchored):
             self.weights.begin_here()
@@ -167,17 +185,30 @@ class Part:
         if agrees:
             self.adopt()
         elif isinstance(self.weights, Anchored):
-            self.rebind()
+            self.rebind_known()
             self.weights.begin_here()
 
-    def local_values(self) -> list[Tensor]:
-        """Return copies of this rank's weights and buffers."""
-        return [local(place.get()).clone() for place in self._fragment.places]
+    def local_values(self) -> list[tuple[Tensor, Tensor]]:
+        """Return this rank's weights and buffers, each with a copy."""
+        there = [local(tensor) for place in self._fragment.places if (tensor := place.find()) is not None]
+        return [(tensor, tensor.clone()) for tensor in there]
 
-    def put_back(self, values: list[Tensor]) -> None:
-        """Write them into the model again."""
-        for place, value in zip(self._fragment.places, values, strict=True):
-            local(place.get()).copy_(value)
+    def kept(self) -> dict[str, dict[int, Tensor]]:
+        """Return what is kept of each parameter between rounds, `[numel]`, by what it is and by the parameter's id."""
+        if not isinstance(self.weights, Anchored):
+            return {}
+        ids = [id(tensor) for tensor in self.trained]
+        flats = self.weights.kept()
+        return {name: dict(zip(ids, self.weights.buckets.by_tensor(flats[name]), strict=True)) for name in flats}
+
+    def go_on_like(self, other: Part, kept: Mapping[str, Mapping[int, Tensor]]) -> None:
+        """Take the place of another part, with what was kept of parameters that this one has too."""
+        self.fresh, self.memory = other.fresh, other.memory
+        if isinstance(self.weights, Anchored) and isinstance(other.weights, Anchored):
+            self.weights.go_on_like(other.weights)
+            for name, flats in self.weights.kept().items():
+                rows = kept.get(name, {})
+                self.weights.buckets.fill(flats, [rows.get(id(tensor)) for tensor in self.trained])
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's weights and buffers, and of the anchor."""
@@ -203,26 +234,6 @@ class Part:
             self.weights.load_state_dict(state["agreed"])
         self.fresh = list(state["fresh"])
         self.memory = Memory(**state["memory"])
-
-
-def describe(recipe: Recipe, fragments: Sequence[Fragment], cap_bytes: int) -> str:
-    """Write down all that must be the same on every rank, short enough to be read in an error."""
-    outer = "none"
-    if recipe.optimizer is not None:
-        probe = recipe.optimizer([torch.nn.Parameter(torch.zeros(1))])
-        outer = f"{type(probe).__name__}({', '.join(f'{key}={value}' for key, value in probe.defaults.items())})"
-    layout = hashlib.blake2b(digest_size=4)
-    places = [(number, place) for number, fragment in enumerate(fragments) for place in fragment.places]
-    for number, place in places:
-        tensor = local(place.get())
-        layout.update(f"{number} {place.name} {tensor.dtype} {list(tensor.shape)} {tensor.is_contiguous()};".encode())
-    numel = sum(local(place.get()).numel() for fragment in fragments for place in fragment.parameters)
-    return (
-        f"{recipe.schedule}, {recipe.codec}, {recipe.aggregator}, {recipe.rule}, by {recipe.weigh_by}, {recipe.merge}, "
-        f"{recipe.inner}, outer optimizer {outer}; "
-        f"{len(fragments)} fragments of {len(places)} tensors with {numel} trainable values "
-        f"(layout {layout.hexdigest()}), buckets of {cap_bytes} bytes"
-    )
 
 
 def checksum(x: Tensor) -> Tensor:

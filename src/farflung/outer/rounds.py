@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from farflung.base.errors import CollectiveMismatch, RankFailure
+from farflung.base.errors import CollectiveMismatch, RankFailure, StateError
 from farflung.comm.group import Group
 from farflung.comm.shards import local
 from farflung.outer.aggregate import Shares
@@ -22,11 +22,13 @@ from farflung.outer.flight import Flight
 from farflung.outer.inner import Keep
 from farflung.outer.lanes import Corrected
 from farflung.outer.membership import BALLOT_BYTES, Ballot, Static, Tally
-from farflung.outer.part import Part, describe
+from farflung.outer.part import Part
 from farflung.outer.recipe import Recipe
 from farflung.outer.report import Meter, Round
+from farflung.outer.structure import Change, Structure, change_of, describe
 from farflung.outer.weigh import alike_as_one
 
+_BESIDE = "an average beside rounds of "
 _DIGEST_EVERY = 50  # rounds of a fragment between two checks that the ranks still agree
 
 
@@ -58,6 +60,8 @@ class Rounds:
         meter: Meter,
         record: Callable[[Round], None],
     ) -> None:
+        self._model = model
+        self._structure = Structure(model)
         self._recipe = recipe
         self._meter = meter
         self._record = record
@@ -65,19 +69,25 @@ class Rounds:
         self._warned = False
         self._trips: dict[int, _Trip] = {}
         fragments = recipe.fragments(model, recipe.schedule.fragments)
-        self.description = describe(recipe, fragments, bucket_bytes)
+        self.description, tensors = describe(recipe, fragments, bucket_bytes)
         # Who meets on a thread of its own must not get into the order of what the training itself sends.
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         overlaps = recipe.schedule.delay > 0 and group.is_concurrent and group.size > 1
-        self._courier = Courier(device, overlaps) if recipe.schedule.delay else None
+        # Nor may a round meet what the script or another loop sends.
+        self.group = group.duplicate()
+        travels_in = group.duplicate(in_background=True) if overlaps else None
+        self._courier = Courier(device, travels_in) if recipe.schedule.delay else None
         self._cap_bytes = bucket_bytes
-        self.group = group
-        Static(group, self.description).begin(Ballot(0, 0.0))()  # or all would differ in what they do next
-        self._members = [Static(group.twin() if overlaps else group, self.description)]
-        self._members += [Static(group.split(size), self.description) for size in recipe.levels]
+        Static(self.group, self.description, tensors).begin(
+            Ballot(0, 0.0)
+        )()  # or all would differ in what they do next
+        self._members = [Static(travels_in or self.group, self.description, tensors)]
+        self._members += [Static(group.split(size), self.description, tensors) for size in recipe.levels]
+        self._beside = Static(self.group, _BESIDE + self.description, tensors)
+        self._fragments = fragments
         self.votes = 1
         meter.add("bytes_voting", (group.size - 1) * BALLOT_BYTES)
-        self.parts = [Part(fragment, recipe, group, bucket_bytes) for fragment in fragments]
+        self.parts = [Part(fragment, recipe, self._structure, self.group, bucket_bytes) for fragment in fragments]
         self._digests = [-1] * len(self.parts)
         self._counts = [0] * len(self.parts)
 
@@ -87,15 +97,35 @@ class Rounds:
             part.work(amount)
 
     def launch(self, number: int, level: int, position: int, finished: bool) -> None:
-        """Send a fragment off, as it is now."""
-        part = self.parts[number]
+        """Send a fragment off, as it is now.
+
+        Raises:
+            CollectiveMismatch: the model has changed since the last round, and not on all ranks alike.
+        """
         assert number not in self._trips, "a fragment flies once at a time"
-        members = self._members[level]
-        with self._meter.timed("encoding"):
-            part.rebind()
-            looks = part.fresh[level] > 0 or self._recipe.is_whole or not self._recipe.aggregator.agrees
-            norm, largest, sound = part.look_over() if looks else (0.0, 0.0, True)
-        taken = part.begin(level)
+        if self._structure.has_changed():
+            changed = self._changed()
+            if changed.must_agree:
+                # Ranks whose model has not changed know nothing of this, so it goes the way of any other round.
+                self._describe(changed.vote, changed.tensors)
+                self._send(number, level, position, finished, is_empty=True)
+                waited = self._await(number)
+                self._close(self._trips.pop(number), number, waited)
+            self._follow(changed)
+        self._send(number, level, position, finished)
+
+    def _send(self, number: int, level: int, position: int, finished: bool, is_empty: bool = False) -> None:
+        """Let a fragment depart; an empty one brings nothing but a ballot."""
+        part, members = self.parts[number], self._members[level]
+        norm, largest, sound, looks = 0.0, 0.0, True, False
+        taken = [0.0] * len(part.fresh)
+        if not is_empty:
+            with self._meter.timed("encoding"):
+                part.rebind()
+                looks = part.fresh[level] > 0 or self._recipe.is_whole or not self._recipe.aggregator.agrees
+                if looks:
+                    norm, largest, sound = part.look_over()
+            taken = part.begin(level)
         ballot = Ballot(
             self.votes,
             taken[level],
@@ -113,7 +143,7 @@ class Rounds:
         def depart() -> None:
             flight.depart()
             assert flight.tally is not None
-            if level == 0:
+            if level == 0 and not is_empty:
                 self._compare(flight.tally, part, members.group)
 
         if self._courier is None:
@@ -154,7 +184,7 @@ class Rounds:
         if flight.has_cargo:
             try:
                 if self._courier is not None:  # weights may have been put elsewhere while it was under way
-                    part.rebind()
+                    part.rebind_known()
                 flight.land()
             except RankFailure:
                 self._give_up(number)
@@ -173,16 +203,71 @@ class Rounds:
 
         All ranks count alike, but those with a value that is not finite: these get the mean of the others. Where none
         is left nothing happens.
+
+        Raises:
+            CollectiveMismatch: the model has changed since the last round, and not on all ranks alike.
         """
+        self.agree_on_changes()
         tensors = [local(tensor) for part in self.parts for tensor in (*part.parameters(), *part.averages())]
+        self._average(tensors)
+
+    def agree_on_changes(self) -> None:
+        """Go on with what the model is made of now, as a round would: a collective beside all that is under way."""
+        if self._structure.has_changed():
+            changed = self._changed()
+            if changed.must_agree:
+                self._describe(changed.vote, changed.tensors)
+                self._vote_beside(0.0)
+            self._follow(changed)
+
+    def _average(self, tensors: list[Tensor]) -> None:
         sound = all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
-        flags = self.group.meet(torch.tensor([float(sound)])).flatten().tolist()
-        shares = Shares(*alike_as_one(flags), self.group.rank)
+        shares = Shares(*alike_as_one(self._vote_beside(float(sound)).weights), self.group.rank)
         if shares.total:
             sent = average(tensors, self.group, shares, self._cap_bytes)
             self._meter.add("bytes_sent", sent)
             self._meter.add("bytes_received", sent)
-        self._meter.add("bytes_voting", (self.group.size - 1) * 4)
+
+    def _vote_beside(self, weight: float) -> Tally:
+        self._meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
+        return self._beside.begin(Ballot(0, weight))()
+
+    def _describe(self, description: str, tensors: list[str]) -> None:
+        for members in self._members:
+            members.describe(description, tensors)
+        self._beside.describe(_BESIDE + description, tensors)
+
+    def _changed(self) -> Change:
+        kept = {name for part in self.parts for name in part.names}
+        known = {place.name: place.name in kept for one in self._fragments for place in one.averages}
+        trained = [tensor for part in self.parts for tensor in part.trained]
+        change = change_of(self._model, self._recipe, self._cap_bytes, known, trained)
+        must_agree = change.description != self.description or bool(change.new and self._recipe.optimizer)
+        return replace(change, must_agree=must_agree)
+
+    def _follow(self, changed: Change) -> None:
+        """Go on with what the model is made of now, on all ranks; what is under way comes in before."""
+        self.apply_all()
+        self._structure.note()
+        kept: dict[str, dict[int, Tensor]] = {}
+        for part in self.parts:
+            for name, rows in part.kept().items():
+                kept.setdefault(name, {}).update(rows)
+        self.description, self._fragments = changed.description, changed.fragments
+        self._describe(self.description, changed.tensors)
+        if changed.new and self._recipe.optimizer is not None and self.group.size > 1:
+            self._average([local(place.get()) for place in changed.new])  # so that anchors begin at the same point
+        before, self.parts = (
+            self.parts,
+            [
+                Part(fragment, self._recipe, self._structure, self.group, self._cap_bytes, is_new=False)
+                for fragment in changed.fit
+            ],
+        )
+        for part, old in zip(self.parts, before, strict=True):
+            part.go_on_like(old, kept)
+        if changed.must_agree:
+            self._digests = [-1] * len(self.parts)
 
     def leave(self, reason: str) -> None:
         """End, and tell the ranks that wait in any of the groups that this one will not come."""
@@ -190,13 +275,32 @@ class Rounds:
         for group in (self.group, *(members.group for members in self._members[1:])):
             group.leave(reason)
 
+    def free(self) -> None:
+        """Give the groups back, as nothing is under way on any rank."""
+        self.stop()
+        for group in {id(one): one for one in (self.group, *(members.group for members in self._members))}.values():
+            group.free()
+
     def stop(self) -> None:
         """End the thread that rounds travel on."""
         if self._courier is not None:
             self._courier.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of all parts, and of what is under way, once it has arrived."""
+        """Return copies of all parts, and of what is under way, once it has arrived.
+
+        Raises:
+            StateError: the model has changed since the last round, so that the ranks have not agreed on it yet.
+        """
+        if self._structure.has_changed():
+            changed = self._changed()
+            if changed.must_agree:
+                names = [place.name for place in changed.new][:3]
+                raise StateError(
+                    f"The model has changed since the last round of its outer loop (new: {names}), and the ranks have "
+                    "not agreed on that yet. Save after the next round, or call flush() first."
+                )
+            self._follow(changed)
         air = {}
         for number in list(self._trips):
             trip = self._trips[number]
@@ -249,7 +353,7 @@ class Rounds:
         part, trip = self.parts[number], self._trips.get(number)
         waited, fraction = 0.0, lane.fraction or 1 / self.group.size
         results: list[tuple[Tensor, float]] = []
-        part.rebind()
+        part.rebind_known()
         if trip is not None:
             waited = self._await(number)
             del self._trips[number]

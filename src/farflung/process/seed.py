@@ -13,7 +13,8 @@ from torch import Tensor
 
 from farflung.base.enums import RNGType
 from farflung.base.errors import ConfigError, Unsupported
-from farflung.comm.group import Group
+from farflung.comm.collectives import broadcast
+from farflung.comm.exchange import Exchange
 from farflung.process import world as slot
 
 
@@ -43,7 +44,7 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
         ConfigError: `generator` without a generator.
         Unsupported: a kind of device that this machine does not have.
     """
-    share_rng_state(rng_type, generator, slot.joined().group)
+    share_rng_state(rng_type, generator, slot.joined().exchange)
 
 
 def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:
@@ -52,11 +53,17 @@ def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.
         synchronize_rng_state(rng_type, generator)
 
 
-def share_rng_state(rng_type: RNGType | str | None, generator: torch.Generator | None, group: Group) -> None:
-    """Give every rank of `group` the state of its rank 0; arguments and errors are those of `synchronize_rng_state`."""
+def share_rng_state(
+    rng_type: RNGType | str | None, generator: torch.Generator | None, exchange: Exchange, within: str | None = None
+) -> None:
+    """Give every rank the state of rank 0; arguments and errors are those of `synchronize_rng_state`.
+
+    Args:
+        within: as of `broadcast`.
+    """
     kind = RNGType(str(rng_type))
     state = _read(kind, generator)
-    group.broadcast(state, 0).wait()
+    broadcast(exchange, state, within=within)
     _write(kind, generator, state)
 
 

@@ -11,42 +11,28 @@ from __future__ import annotations
 
 import atexit
 import json
-import linecache
 import sys
 import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from farflung.base.errors import ConfigError, StateError
 from farflung.comm.group import TorchGroup
 from farflung.comm.register import Register
+from farflung.comm.waits import TORCH, Wait, describe_call
 
 _TICK_S = 0.5  # how often a watchdog looks
 _ANSWER_S = 5.0  # how long it waits for answers
 _MAX_FRAMES = 12  # of a late rank's stack, the innermost ones
 _TORCHS = "torch's own"  # the collectives that did not go through a group of ours
 
-_OURS = str(Path(__file__).parent.parent)
-_TORCH = str(Path(torch.__file__).parent)
-_STDLIB = str(Path(threading.__file__).parent)
 # Where a thread is when it waits in a collective of torch's own: called by its name, by DDP's forward or in a backward.
-_WAITS_IN = tuple(f"{_TORCH}/{part}/" for part in ("distributed", "nn/parallel", "autograd"))
-
-
-@dataclass(frozen=True)
-class _Wait:
-    """A collective that this rank is in: of which group, and the how-manieth."""
-
-    where: str
-    number: int
+_WAITS_IN = tuple(f"{TORCH}/{part}/" for part in ("distributed", "nn/parallel", "autograd"))
 
 
 class Watchdog:
@@ -61,12 +47,11 @@ class Watchdog:
 
     def __init__(self, group: TorchGroup) -> None:
         self._group = group
-        self._groups: dict[str, TorchGroup] = {}
+        self._waits = group.waits
         self._is_gloo = dist.get_backend(group.pg) == "gloo"
         self._timeout_s = 0.0
         self._thread: threading.Thread | None = None
         self._halt = threading.Event()
-        self.add(group)
 
     def start(self, timeout_s: float) -> None:
         """Watch over the thread that calls this; where it is watched already, do nothing.
@@ -88,7 +73,7 @@ class Watchdog:
         self._register = Register(self._group.register.prefix, self._group.rank, self._group.size, own_connection=True)
         self._seen = self._register.asked()
         self._heard_at = -float("inf")  # when any rank last asked
-        self._wait: _Wait | None = None
+        self._wait: Wait | None = None
         self._since = 0.0
         self._halt.clear()
         self._thread = threading.Thread(target=self._run, name="farflung watchdog", daemon=True)
@@ -102,14 +87,6 @@ class Watchdog:
             self._thread.join()
             self._thread = None
             atexit.unregister(self.stop)
-
-    def add(self, group: TorchGroup) -> None:
-        """Watch over the waits in `group` too, which all ranks make and take away at the same points."""
-        self._groups[group.pg.group_name] = group
-
-    def remove(self, group: TorchGroup) -> None:
-        """Watch over `group` no longer."""
-        del self._groups[group.pg.group_name]
 
     def _run(self) -> None:
         with suppress(dist.DistError, StateError):  # without a store or a group there is nothing to watch over
@@ -131,23 +108,22 @@ class Watchdog:
         self._seen, self._heard_at = asked, time.monotonic()
         verdict = self._register.verdict()
         if not verdict:
-            entered = {name: group.entered for name, group in self._groups.items()} | {_TORCHS: self._entered_torchs()}
+            entered = self._waits.entered | {_TORCHS: self._entered_torchs()}
             self._register.answer(json.dumps({"question": asked, "entered": entered, "stack": _stack(self._frame())}))
             return
         self._halt.set()
         wait = self._current_wait()
-        if wait is not None and wait.where == _TORCHS:
+        if wait is not None and wait.group == _TORCHS:
             print(f"Rank {self._group.rank} waits in vain: {verdict}.", file=sys.stderr, flush=True)
             self._group.break_off()
 
-    def _current_wait(self) -> _Wait | None:
-        for name, group in list(self._groups.items()):
-            number = group.waiting.get(self._watched)
-            if number is not None:
-                return _Wait(name, number)
+    def _current_wait(self) -> Wait | None:
+        wait = self._waits.waiting.get(self._watched)
+        if wait is not None:
+            return wait
         frame = self._frame() if self._is_gloo else None
         if frame is not None and frame.f_code.co_filename.startswith(_WAITS_IN):
-            return _Wait(_TORCHS, self._entered_torchs())
+            return Wait(_TORCHS, self._entered_torchs(), "")
         return None
 
     def _entered_torchs(self) -> int:
@@ -157,7 +133,7 @@ class Watchdog:
     def _frame(self) -> FrameType | None:
         return sys._current_frames().get(self._watched)
 
-    def _inquire(self, wait: _Wait) -> None:
+    def _inquire(self, wait: Wait) -> None:
         """Find out who has not entered the collective that this rank waits in, and tell all."""
         question = self._register.ask()
         deadline = time.monotonic() + _ANSWER_S
@@ -168,12 +144,12 @@ class Watchdog:
             came = {rank: json.loads(text) for rank, text in self._register.answers(missing).items()}
             answers |= {rank: answer for rank, answer in came.items() if answer["question"] >= question}
             missing -= answers.keys()
-        late = {rank: a["stack"] for rank, a in answers.items() if a["entered"].get(wait.where, 0) < wait.number}
+        late = {rank: a["stack"] for rank, a in answers.items() if a["entered"].get(wait.group, 0) < wait.number}
         if (late or missing) and self._current_wait() == wait and not self._halt.is_set():
             self._register.pronounce(self._verdict(late, sorted(missing)))
 
     def _verdict(self, late: dict[int, str], silent: list[int]) -> str:
-        call = _call(self._frame())
+        call = describe_call(self._frame())
         lines = []
         if late:
             lines.append(f"{_named(sorted(late))} did not come to {call} within {self._timeout_s:g} s")
@@ -195,19 +171,3 @@ def _named(ranks: list[int]) -> str:
 
 def _stack(frame: FrameType | None) -> str:
     return "".join(traceback.format_stack(frame)[-_MAX_FRAMES:]).rstrip() if frame is not None else "  (it has ended)"
-
-
-def _call(frame: FrameType | None) -> str:
-    """Say what the script called: the outermost function of ours or of torch's, and the line that called it."""
-    name = "a collective"
-    while frame is not None:
-        code = frame.f_code
-        path = code.co_filename
-        if path.startswith((_OURS, _TORCH)):
-            qualified = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the bare name only
-            name = name if "<locals>" in qualified else f"`{qualified}`"
-        elif not path.startswith(_STDLIB) or "-packages" in path:
-            line = linecache.getline(path, frame.f_lineno).strip()
-            return f"{name} ({path}:{frame.f_lineno}: `{line}`)"
-        frame = frame.f_back
-    return name

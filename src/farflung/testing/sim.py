@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -267,9 +268,16 @@ class SimGroup:
 
     is_concurrent = False
 
-    def twin(self) -> Group:
-        """Return this group: replicas are threads already, and have no second one."""
+    def duplicate(self, in_background: bool = False) -> Group:
+        """Return this group: its collectives are compared by number and kind, so none is taken for another."""
         return self
+
+    def free(self) -> None:
+        """Do nothing."""
+
+    def hand_over(self) -> Callable[[Future[None]], None]:
+        """Wait for nothing: jobs run where they are given."""
+        return lambda future: None
 
     def split(self, size: int) -> SimGroup:
         """Return the block of neighbours."""

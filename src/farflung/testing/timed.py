@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -146,8 +147,14 @@ class TimedGroup:
 
         return end
 
-    def twin(self) -> Group:
+    def duplicate(self, in_background: bool = False) -> Group:
         return self
+
+    def free(self) -> None:
+        return None
+
+    def hand_over(self) -> Callable[[Future[None]], None]:
+        return lambda future: None
 
     def split(self, size: int) -> Group:
         return TimedGroup(self._group.split(size), self._network.near(), self._clock)

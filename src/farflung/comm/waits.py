@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the threads of this process wait for, and deadlock detection: ranks that wait for each other in different calls.
+
+Rank 0 is in a round and waits for rank 1, which is in a `gather` and waits for rank 0: neither wait can end. A thread
+that has waited for a second writes down where it is, reads what the others wrote, and again after two, four, eight
+seconds. Where two waits exclude each other, all ranks raise the same `CollectiveMismatch`.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import get_ident
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from farflung.comm.mismatch import waits_differ
+from farflung.comm.register import Register
+
+_REMEMBERED = 16  # collectives of a group whose kinds are known; ranks are rarely further apart
+_FIRST_LOOK_S = 1.0  # how long a thread waits before it compares its wait with those of other ranks
+
+_OURS = str(Path(__file__).parent.parent)
+TORCH = str(Path(torch.__file__).parent)
+_STDLIB = str(Path(threading.__file__).parent)
+
+
+class Wait(NamedTuple):
+    """A collective that a thread waits in: of which group, the how-manieth there, and of which kind."""
+
+    group: str
+    number: int
+    kind: str
+
+
+class Waits:
+    """The collectives over one set of ranks, in a group and its duplicates, as this process knows them.
+
+    Attributes:
+        entered: how many collectives this rank has started, by group.
+        kinds: of which kind the latest of them were, by group.
+        waiting: what each thread has been waiting for, since a moment at least, by the thread.
+    """
+
+    def __init__(self, register: Register) -> None:
+        self.entered: defaultdict[str, int] = defaultdict(int)
+        self.kinds: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        self.waiting: dict[int, Wait] = {}
+        self._register = register
+
+    def enter(self, group: str, kind: str) -> Wait:
+        """Count a collective of `group` that this rank starts, and return what a wait for it is."""
+        self.entered[group] += 1
+        self.kinds[group].append(kind)
+        return Wait(group, self.entered[group], kind)
+
+    @contextmanager
+    def noted(self, wait: Wait, in_background: bool = False) -> Iterator[Look]:
+        """Note that the calling thread waits, for the length of a block.
+
+        Args:
+            in_background: the thread only waits on behalf of another one, which may go on meanwhile.
+        """
+        look = Look(self, self._register, wait, in_background)
+        self.waiting[get_ident()] = wait
+        try:
+            yield look
+        finally:
+            self.waiting.pop(get_ident(), None)
+            look.end()
+
+
+class Look:
+    """Compares one wait with those of the other ranks, when it is called now and then."""
+
+    def __init__(self, waits: Waits, register: Register, wait: Wait, in_background: bool) -> None:
+        self._waits = waits
+        self._register = register
+        self._wait = wait
+        self._began = time.monotonic()
+        self._due_s = float("inf") if in_background else _FIRST_LOOK_S
+        self._is_posted = False
+
+    def __call__(self) -> None:
+        """Where this wait and another rank's exclude each other, publish that for all ranks of the set."""
+        if time.monotonic() - self._began < self._due_s:
+            return
+        self._due_s *= 2
+        mine = {
+            "wait": self._wait,
+            "entered": self._waits.entered,
+            "kinds": {group: list(kinds) for group, kinds in self._waits.kinds.items()},
+            "doing": describe_call(sys._getframe()),
+        }
+        with suppress(dist.DistError):  # without a store the wait itself ends with an error
+            self._register.post_wait(json.dumps(mine))
+            self._is_posted = True
+            posts = {rank: json.loads(text) for rank, text in self._register.posted_waits().items()}
+            if any(_exclude(mine, post) for post in posts.values()):
+                self._register.publish_mismatch(waits_differ({rank: post["doing"] for rank, post in posts.items()}))
+
+    def end(self) -> None:
+        """Take back what was written down."""
+        if self._is_posted:
+            with suppress(dist.DistError):
+                self._register.post_wait("")
+
+
+def _exclude(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Say whether neither of two waits can end.
+
+    Both ranks stand in their own collective until the other one comes to it. In one group, one of them has made another
+    collective of it; in two, neither has entered the other's.
+    """
+    mine, theirs = Wait(*one["wait"]), Wait(*other["wait"])
+    if mine.group == theirs.group:
+        return _made_another(mine, other) or _made_another(theirs, one)
+    return bool(
+        one["entered"].get(theirs.group, 0) < theirs.number and other["entered"].get(mine.group, 0) < mine.number
+    )
+
+
+def _made_another(wait: Wait, post: Mapping[str, Any]) -> bool:
+    """Say whether the rank that posted this is known to have started something else in place of this collective."""
+    ago = post["entered"].get(wait.group, 0) - wait.number
+    kinds = post["kinds"].get(wait.group, [])
+    return bool(0 <= ago < len(kinds) and kinds[-1 - ago] != wait.kind)
+
+
+def describe_call(frame: FrameType | None) -> str:
+    """Say what the script called: the outermost function of ours or of torch's, and the line that called it."""
+    name = "a collective"
+    while frame is not None:
+        code = frame.f_code
+        path = code.co_filename
+        if path.startswith((_OURS, TORCH)):
+            qualified = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the bare name only
+            name = name if "<locals>" in qualified else f"`{qualified}`"
+        elif not path.startswith(_STDLIB) or "-packages" in path:
+            line = linecache.getline(path, frame.f_lineno).strip()
+            return f"{name} ({path}:{frame.f_lineno}: `{line}`)"
+        frame = frame.f_back
+    return name

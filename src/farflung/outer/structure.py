@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a model is exchanged: in words that all ranks compare, and whether that has changed since."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farflung.comm.shards import addresses, local
+from farflung.outer.fragments import Fragment, Place, without_masks
+from farflung.outer.recipe import Recipe
+
+
+class Structure:
+    """What a model is made of: which parameters and buffers it has, where, of which kind, and which share memory.
+
+    Values do not belong to it, nor where they are in memory: a parameter whose `.data` was given other memory of the
+    same shape and dtype is the same one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.note()
+
+    def note(self) -> None:
+        """Remember the model as it is now."""
+        self._seen, self._held = self._look()
+
+    def has_changed(self) -> bool:
+        """Say whether a tensor was added, replaced, removed, frozen, thawed, tied, untied or made of another kind."""
+        return self._look()[0] != self._seen
+
+    def _look(self) -> tuple[list[Any], list[Any]]:
+        """Return what there is, and the objects whose ids are in it: while they are held no other one gets these."""
+        parameters, modules = [], list(self._model.modules())
+        seen: list[Any] = []
+        for module in modules:
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    parameters.append(parameter)
+                    seen.append(
+                        (id(module), key, id(parameter), parameter.requires_grad, parameter.dtype, parameter.shape)
+                    )
+            passing = module._non_persistent_buffers_set
+            for key, buffer in module._buffers.items():
+                if buffer is not None and key not in passing:
+                    seen.append((id(module), key, buffer.dtype, buffer.shape))
+        first: dict[int, int] = {}
+        ties = [first.setdefault(at, number) for number, at in enumerate(addresses(parameters)) if at]
+        return [*seen, ties], [parameters, modules]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is exchanged of a model that has changed.
+
+    Attributes:
+        fragments: what they hold; `fit` is that without buffers that can't be averaged.
+        description, tensors: see `describe`.
+        vote: what ranks that have made the same change all say of it.
+        new: parameters that were not trained before.
+        must_agree: all ranks must have made the same change before anyone goes on.
+    """
+
+    fragments: list[Fragment]
+    fit: list[Fragment]
+    description: str
+    tensors: list[str]
+    vote: str
+    new: list[Place]
+    must_agree: bool = True
+
+
+def change_of(
+    model: nn.Module, recipe: Recipe, cap_bytes: int, known: Mapping[str, bool], trained: Sequence[Tensor]
+) -> Change:
+    """Find out what a model is made of now.
+
+    Args:
+        known: whether a floating buffer can be averaged, by name, as far as that was found out before.
+        trained: the parameters that were exchanged so far.
+    """
+    fragments = recipe.fragments(model, recipe.schedule.fragments)
+    fit = [without_masks(fragment, known) for fragment in fragments]
+    description, tensors = describe(recipe, fragments, cap_bytes)
+    sizes = {id(tensor): tensor.numel() for tensor in trained}
+    new = [p for one in fit for p in one.parameters if sizes.get(id(p.get())) != p.get().numel()]
+    buffers = [place.name for one in fit for place in one.averages if place.name not in known]
+    vote = f"{description}; new: {[place.name for place in new]} {buffers}"
+    return Change(fragments, fit, description, tensors, vote, new)
+
+
+def describe(recipe: Recipe, fragments: Sequence[Fragment], cap_bytes: int) -> tuple[str, list[str]]:
+    """Write down all that must be the same on every rank, short enough to be read in an error; and each tensor."""
+    outer = "none"
+    if recipe.optimizer is not None:
+        probe = recipe.optimizer([torch.nn.Parameter(torch.zeros(1))])
+        outer = f"{type(probe).__name__}({', '.join(f'{key}={value}' for key, value in probe.defaults.items())})"
+    layout, tensors = hashlib.blake2b(digest_size=4), []
+    places = [(number, place) for number, fragment in enumerate(fragments) for place in fragment.places]
+    for number, place in places:
+        tensor = local(place.get())
+        layout.update(f"{number} {place.name} {tensor.dtype} {list(tensor.shape)} {tensor.is_contiguous()};".encode())
+        tensors.append(f"{place.name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
+    numel = sum(local(place.get()).numel() for fragment in fragments for place in fragment.parameters)
+    description = (
+        f"{recipe.schedule}, {recipe.codec}, {recipe.aggregator}, {recipe.rule}, by {recipe.weigh_by}, {recipe.merge}, "
+        f"{recipe.inner}, outer optimizer {outer}; "
+        f"{len(fragments)} fragments of {len(places)} tensors with {numel} trainable values "
+        f"(layout {layout.hexdigest()}), buckets of {cap_bytes} bytes"
+    )
+    return description, tensors

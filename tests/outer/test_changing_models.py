@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that changes while its loop is open: what is new takes part from the next round on, on all ranks alike."""
+
+import copy
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+from farflung.base.errors import CollectiveMismatch, StateError
+from farflung.outer import Every, OuterLoop, by_bytes, diloco, hierarchical, local_sgd, post_local_sgd
+from farflung.testing.sim import run_replicas
+from tests.outer.replicas import RECIPES, same, values
+
+PLAIN = [local_sgd(1), diloco(1, lr=1.0, momentum=0.0)]
+either = pytest.mark.parametrize("recipe", PLAIN, ids=["local_sgd", "diloco"])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.last.weight
+        self.frozen = nn.Linear(2, 2)
+        self.frozen.requires_grad_(False)
+
+
+class Low(nn.Module):
+    """A low-rank adapter around a frozen layer."""
+
+    def __init__(self, base, rank):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.full((2, 4), float(rank)))
+        self.up = nn.Parameter(torch.zeros(4, 2))
+
+
+class Shifted(nn.Module):
+    def forward(self, x):
+        return x + 1
+
+    def right_inverse(self, x):
+        return x - 1
+
+
+def replaced(model, rank):
+    model.last = nn.Linear(4, 4)
+
+
+def widened(model, rank):
+    model.last = nn.Linear(4, 7)
+
+
+def appended(model, rank):
+    model.head = nn.Linear(4, 2)
+
+
+def adapted(model, rank):
+    model.first = Low(model.first, rank)
+
+
+def untied(model, rank):
+    model.tied.weight = nn.Parameter(model.last.weight.detach().clone() + rank)
+
+
+def tied(model, rank):
+    model.norm.bias = model.norm.weight
+
+
+def thawed(model, rank):
+    model.frozen.requires_grad_(True)
+
+
+def frozen(model, rank):
+    model.last.requires_grad_(False)
+
+
+def pruned(model, rank):
+    prune.l1_unstructured(model.first, "weight", amount=0.5)
+
+
+def normed(model, rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(model.first)
+
+
+def parametrized(model, rank):
+    parametrize.register_parametrization(model.first, "weight", Shifted())
+
+
+def without_bias(model, rank):
+    model.last.bias = None
+
+
+def doubled(model, rank):
+    model.double()
+
+
+def halved(model, rank):
+    model.bfloat16()
+
+
+def assigned(model, rank):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+CHANGES = [
+    replaced,
+    widened,
+    appended,
+    adapted,
+    untied,
+    tied,
+    thawed,
+    frozen,
+    pruned,
+    normed,
+    parametrized,
+    without_bias,
+    doubled,
+    halved,
+    assigned,
+]
+every_change = pytest.mark.parametrize("change", CHANGES)
+
+
+def move(model, rank):
+    """A step that differs between ranks."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(rank + 1)
+
+
+def trained(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def changed_between_rounds(group, recipe, change):
+    model = Net()
+    with OuterLoop(model, recipe, group) as outer:
+        move(model, group.rank)
+        outer.step()
+        change(model, group.rank)
+        move(model, group.rank)
+        before = trained(model)
+        outer.step()
+        after = trained(model)
+        move(model, group.rank)
+        outer.step()
+    return before, after, trained(model), outer.stats().dropped_rounds
+
+
+@every_change
+@either
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_that_is_trained_after_a_change_is_averaged_in_the_next_round(recipe, change, size):
+    outcomes = run_replicas(changed_between_rounds, size, recipe, change)
+    befores, afters, ends, dropped = zip(*outcomes, strict=True)
+    assert set(dropped) == {0}
+    assert same(*afters)
+    assert same(*ends)
+    for name, after in afters[0].items():
+        mean = torch.stack([before[name].double() for before in befores]).mean(0)
+        bound = 2e-2 if after.dtype == torch.bfloat16 else 1e-6
+        torch.testing.assert_close(after.double(), mean, rtol=bound, atol=bound)
+
+
+def changed_under_any(group, recipe, change):
+    model = Net()
+    outer = OuterLoop(model, recipe, group)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer.attach(inner)
+    for step in range(12):
+        if step == 5:
+            change(model, group.rank)
+            inner.add_param_group({"params": [p for p in model.parameters() if p not in _known(inner)]})
+        move(model, group.rank)
+        for parameter in model.parameters():
+            parameter.grad = None
+        inner.step()
+    outer.close()
+    return trained(model), outer.stats().dropped_rounds
+
+
+def _known(optimizer):
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+@pytest.mark.parametrize("change", [replaced, appended, thawed, doubled, without_bias])
+@pytest.mark.parametrize("name", RECIPES)
+def test_replicas_end_alike_under_every_recipe(name, change):
+    recipe = RECIPES[name]
+    if recipe.schedule.fragments > 1:
+        recipe = replace(recipe, fragments=by_bytes)
+    outcomes = run_replicas(changed_under_any, 4, recipe, change)
+    assert {dropped for _, dropped in outcomes} == {0}
+    assert same(*(end for end, _ in outcomes))
+
+
+def changed_on_one(group, recipe, change):
+    model = Net()
+    outer = OuterLoop(model, recipe, group)
+    move(model, group.rank)
+    outer.step()
+    if group.rank == 1:
+        change(model, group.rank)
+    move(model, group.rank)
+    try:
+        outer.step()
+    except CollectiveMismatch as error:
+        return str(error)
+    finally:
+        outer.drop()
+    return "nothing"
+
+
+NAMED = {
+    appended: "head.weight float32 [2, 4]",
+    widened: "last.weight float32 [7, 4]",
+    adapted: "first.down float32 [2, 4]",
+    untied: "tied.weight float32 [4, 4]",
+    thawed: "frozen.weight float32 [2, 2]",
+    without_bias: "last.bias float32 [4]",
+    doubled: "first.weight float64 [4, 3]",
+}
+
+
+@pytest.mark.parametrize("change", NAMED)
+@pytest.mark.parametrize(
+    "recipe",
+    [*PLAIN, replace(RECIPES["sparse_loco"], schedule=Every(1)), hierarchical({1: 2, 3: None})],
+    ids=["local_sgd", "diloco", "sparse_loco", "hierarchical"],
+)
+def test_a_change_on_one_rank_alone_is_named_on_all(recipe, change):
+    said = run_replicas(changed_on_one, 4 if recipe.levels else 2, recipe, change)
+    told = [text for text in said if NAMED[change] in text]
+    assert len(told) >= 2
+    assert all("alone: " in text for text in told)
+    if not recipe.levels:
+        assert len(set(said)) == 1
+
+
+def replaced_on_one(group, recipe):
+    def replace_first(model, rank):
+        model.first = nn.Linear(3, 4)
+
+    return changed_on_one(group, recipe, replace_first)
+
+
+def test_a_layer_replaced_by_its_like_on_one_rank_alone_is_refused_where_there_is_an_anchor_for_it():
+    assert all("first.weight" in text for text in run_replicas(replaced_on_one, 2, PLAIN[1]))
+    assert run_replicas(replaced_on_one, 2, PLAIN[0]) == ["nothing"] * 2
+
+
+def anchored_with_momentum(group, change):
+    """What becomes of the others when one layer is replaced: their anchor and momentum go on."""
+    model = Net()
+    outer = OuterLoop(model, diloco(1, lr=0.5, momentum=0.5), group)
+    for step in range(4):
+        if step == 2 and change:
+            model.last = nn.Linear(4, 4)
+        with torch.no_grad():
+            model.first.weight.add_((group.rank + 1) * 2.0**-4)
+        outer.step()
+    outer.drop()
+    return {"weight": model.first.weight.detach().clone()}
+
+
+def test_anchor_and_momentum_of_what_has_not_changed_go_on():
+    plain = run_replicas(anchored_with_momentum, 2, False)
+    changed = run_replicas(anchored_with_momentum, 2, True)
+    assert same(*plain, *changed)
+
+
+def begun_from_what_all_agree_on(group):
+    model = Net()
+    outer = OuterLoop(model, diloco(1, lr=0.5, momentum=0.5), group)
+    outer.step()
+    model.head = nn.Linear(1, 1)
+    with torch.no_grad():
+        model.head.weight.fill_(group.rank)
+    outer.step()
+    first = model.head.weight.item()
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    outer.step()
+    outer.drop()
+    return first, model.head.weight.item()
+
+
+def test_the_anchor_of_a_new_parameter_begins_at_the_mean_of_all_ranks():
+    # Then both move by 1: anchor <- 0.5 + 0.5 * (1 + 0.5 * 1), Nesterov's step with a fresh momentum.
+    assert run_replicas(begun_from_what_all_agree_on, 2) == [(0.5, 1.25)] * 2
+
+
+def doubled_keeps_its_bits(group, recipe):
+    model = nn.Linear(1, 1, bias=False)
+    with OuterLoop(model, recipe, group) as outer:
+        model.double()
+        with torch.no_grad():
+            model.weight.fill_(1 + 2.0**-40)
+        outer.step()
+        return model.weight.item()
+
+
+@either
+def test_after_double_no_round_rounds_to_single_precision(recipe):
+    assert run_replicas(doubled_keeps_its_bits, 2, recipe) == [1 + 2.0**-40] * 2
+
+
+def saved_after_a_change(group, recipe):
+    model = Net()
+    outer = OuterLoop(model, recipe, group)
+    outer.step()
+    appended(model, group.rank)
+    with pytest.raises(StateError, match=r"head\.weight.*flush"):
+        outer.state_dict()
+    move(model, group.rank)
+    outer.step()
+    state = copy.deepcopy(outer.state_dict())
+    again = Net()
+    appended(again, group.rank)
+    resumed = OuterLoop(again, recipe, group)
+    resumed.load_state_dict(state)
+    ends = []
+    for net, loop in ((model, outer), (again, resumed)):
+        move(net, group.rank)
+        loop.step()
+        loop.drop()
+        ends.append(values(net))
+    return ends
+
+
+@either
+def test_a_state_saved_after_a_change_is_that_of_the_changed_model(recipe):
+    for one, other in run_replicas(saved_after_a_change, 2, recipe):
+        assert same(one, other)
+
+
+def lent_after_a_change(group, recipe):
+    model = Net()
+    outer = OuterLoop(model, recipe, group)
+    outer.step()
+    model.last.bias = None
+    appended(model, group.rank)
+    move(model, group.rank)
+    mine = values(model)
+    with outer.synced():
+        lent = values(model)
+    back = same(mine, values(model))
+    outer.drop()
+    return lent, back
+
+
+@either
+def test_weights_can_be_lent_between_a_change_and_the_next_round(recipe):
+    lent, back = zip(*run_replicas(lent_after_a_change, 2, recipe), strict=True)
+    assert all(back)
+    agreed = [{name: value for name, value in one.items() if name.startswith("first")} for one in lent]
+    assert same(*agreed)
+
+
+def warmed(group, change):
+    model = Net()
+    outer = OuterLoop(model, post_local_sgd(4, 1), group)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    outer.attach(inner)
+    if change and group.rank:
+        appended(model, group.rank)
+    try:
+        inner.step()
+    except CollectiveMismatch as error:
+        return str(error)
+    finally:
+        outer.drop()
+    return ""
+
+
+def test_ranks_that_train_different_numbers_of_values_in_a_warm_up_are_told():
+    assert run_replicas(warmed, 2, False) == ["", ""]
+    assert all("[44, 54] values" in said for said in run_replicas(warmed, 2, True))
