@@ -19,6 +19,7 @@ from farflung.accelerator.regroup import joined_loops, regrouped
 from farflung.base.errors import CheckpointError
 from farflung.checkpoint import layout, rng
 from farflung.checkpoint.pieces import Piece, Staging
+from farflung.checkpoint.regular import is_file
 from farflung.checkpoint.source import DAMAGE, read_torch, read_weights
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.state import LoopState
@@ -165,7 +166,7 @@ def read(run: Run, folder: Path, size: int | None) -> Loaded:
 
 
 def _read_if_there(path: Path) -> Any:
-    return read_torch(path) if path.is_file() else None
+    return read_torch(path) if is_file(path) else None
 
 
 def _regroup(run: Run, found: Loaded, folder: Path, size: int) -> None:
@@ -353,7 +354,7 @@ def read_model(model: nn.Module, folder: Path, index: int, strict: bool) -> dict
         CheckpointError: they are missing, damaged, or of another model.
     """
     paths = [folder / layout.model(index, safe) for safe in (True, False)]
-    path = next((path for path in paths if path.is_file()), None)
+    path = next((path for path in paths if is_file(path)), None)
     if path is None:
         raise CheckpointError(f"{folder} has neither {paths[0].name} nor {paths[1].name}.")
     return fitted(model, read_weights(path), path, strict)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from farflung.checkpoint import layout
+from farflung.checkpoint.regular import is_file
 from farflung.checkpoint.source import read_torch
 from farflung.data.place import FROM_ITS_START
 from farflung.outer.joined import Joined, joined
@@ -57,7 +58,7 @@ _FRESH = {"size": 0, "complete": True, "items": 0.0, "scale": None}
 def joined_loops(folder: Path, old: int) -> list[Joined]:
     """Return what becomes of the outer loops in a checkpoint of `old` ranks; nothing where there are none."""
     paths = [folder / layout.outer_state(rank) for rank in range(old)]
-    if not all(path.is_file() for path in paths):
+    if not all(is_file(path) for path in paths):
         return []
     return [joined(column) for column in zip(*(read_torch(path)["loops"] for path in paths), strict=True)]
 

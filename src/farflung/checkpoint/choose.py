@@ -33,9 +33,9 @@ class Found:
 
 def is_checkpoint(folder: Path) -> bool:
     """Say whether a folder is a checkpoint, whole or not, and not a folder of checkpoints."""
-    if layout.manifest(folder).is_file() or (folder / atomic.READY).is_dir():
+    if layout.manifest(folder).exists() or (folder / atomic.READY).is_dir():
         return True
-    return any(path.is_file() and layout.is_known(path.name) for path in folder.iterdir())
+    return any(layout.is_known(path.name) for path in folder.iterdir())
 
 
 def candidates(folder: Path) -> list[Path]:

@@ -78,7 +78,7 @@ def checkpoint(iteration: int) -> str:
 def manifest(folder: Path) -> Path:
     """Return where the manifest of a folder is: under the former name only where there is none of the present one."""
     former = folder / FORMER_MANIFEST
-    return former if former.is_file() and not (folder / MANIFEST).is_file() else folder / MANIFEST
+    return former if former.exists() and not (folder / MANIFEST).exists() else folder / MANIFEST
 
 
 def is_known(name: str) -> bool:

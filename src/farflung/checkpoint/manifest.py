@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from farflung.base.errors import CheckpointError
 from farflung.checkpoint import layout
+from farflung.checkpoint.regular import is_file, kind_of
 from farflung.checkpoint.sink import Sink, sums_of
 
 _FORMAT = 1
@@ -64,6 +65,8 @@ class Manifest:
             CheckpointError: it is damaged, of a later format, or names a file outside of its folder.
         """
         path = layout.manifest(folder)
+        if not is_file(path):
+            return None
         try:
             content = json.loads(path.read_bytes())
             digest = content.pop("crc32")
@@ -74,8 +77,6 @@ class Manifest:
                 raise CheckpointError(f"{path} is of format {number}; this version of Farflung reads {_FORMAT}.")
             entries = {n: Entry(int(e["bytes"]), int(e["crc32"], 16)) for n, e in content.pop("files").items()}
             found = cls(files=entries, **content)
-        except FileNotFoundError:
-            return None
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {str(error)[:200]}") from error
         for name in entries:
@@ -86,9 +87,11 @@ class Manifest:
         """Say which file is not there or not as long as it was, without reading any; None: all are."""
         for name, entry in self.files.items():
             try:
-                length = (folder / name).stat().st_size
+                length, kind = (folder / name).stat().st_size, kind_of(folder / name)
             except OSError as error:
                 return f"{name} can't be found ({error.strerror})"
+            if kind is not None:
+                return f"{name} is {kind}, not a file"
             if length != entry.num_bytes:
                 return f"{name} has {length} bytes, but {entry.num_bytes} were written"
         return None

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import CheckpointError, ConfigError
+from farflung.checkpoint.regular import is_file
 
 _BLOCK = 4 * 2**20  # bytes at a time; small enough to stay in a processor's cache between the disk and the checksum
 _BLOCKS = 3  # of a file that is written: one is filled, one is on its way, one waits
@@ -201,7 +202,12 @@ def sync_folder(path: Path) -> None:
 
 
 def sums_of(path: Path) -> tuple[int, int]:
-    """Return the size and the checksum of a file, as it is on the disk now."""
+    """Return the size and the checksum of a file, as it is on the disk now.
+
+    Raises:
+        CheckpointError: it is no regular file.
+    """
+    is_file(path)
     total = crc = 0
     buffer = memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as file:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from farflung.base.errors import CheckpointError
+from farflung.checkpoint.regular import is_file
 
 # What broken files make the readers of torch and safetensors raise.
 DAMAGE = (
@@ -61,6 +62,7 @@ def read_torch(path: Path) -> Any:
     Raises:
         CheckpointError: the file is damaged, is not there, or holds something that would run code.
     """
+    is_file(path)
     try:
         with torch.serialization.safe_globals(allowed()):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -81,6 +83,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the file is damaged or not there.
     """
+    is_file(path)
     try:
         return load_file(path, device="cpu")
     except FileNotFoundError as error:

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has a checkpoint's name but is no file is refused at once and by name: a named pipe would be read for ever."""
+
+import os
+import re
+import socket
+
+import pytest
+import torch
+
+from farflung import Accelerator
+from farflung.base.errors import CheckpointError
+from farflung.checkpoint import layout
+from farflung.state import AcceleratorState
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def bound_socket(path):
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(os.fspath(path))
+
+
+def device(path):
+    path.symlink_to("/dev/zero")  # a device node of one's own needs root
+
+
+ODD = {"a named pipe": pipe, "a socket": bound_socket, "a device": device, "a folder": os.mkdir}
+NAMES = ("model.safetensors", "optimizer.bin", "random_states_0.pkl", "loop_state/rank_0.bin", layout.MANIFEST)
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """A checkpoint in a folder with a short name, as a socket's may not be long; and the run that it is of."""
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.save_state("one")
+    yield accelerator, tmp_path / "one"
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", ODD)
+def test_no_other_kind_of_file_is_opened(kind, saved):
+    """Each file in turn, with the manifest that names it and, as in a checkpoint of Accelerate's, without one."""
+    accelerator, folder = saved
+    manifest = folder / layout.MANIFEST
+    for name in NAMES:
+        for is_listed in (True, False):
+            kept = {path: path.read_bytes() for path in {folder / name, manifest}}
+            for path in kept if not is_listed else (folder / name,):
+                path.unlink()
+            ODD[kind](os.path.relpath(folder / name) if kind == "a socket" else folder / name)
+            with pytest.raises(CheckpointError, match=rf"{re.escape(name)} is {kind}, not a file"):
+                accelerator.load_state("one")
+            (os.rmdir if kind == "a folder" else os.unlink)(folder / name)
+            for path, content in kept.items():
+                path.write_bytes(content)
+    accelerator.load_state("one")
