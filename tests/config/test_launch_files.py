@@ -171,6 +171,24 @@ def test_null_says_nothing(home):
             "distributed_type: NO\nnum_processes: 4\n",
             r"train.yaml:1: distributed_type is NO .*train.yaml:2 says num_processes: 4",
         ),
+        (
+            "debug: true\nrole: !!python/object:os.system x\n",
+            r"train.yaml:2: `!!python/object:os.system` is a YAML tag",
+        ),
+        (
+            "num_processes: !!int '2'\n",
+            r"train.yaml:1: `!!int` is a YAML tag, and no tag is read. Write the plain value",
+        ),
+        ("outer: !mine\n  recipe: diloco\n", r"train.yaml:1: `!mine` is a YAML tag"),
+        (
+            "role: " + "[" * 3000 + "]" * 3000,
+            r"train.yaml:1: blocks or lists are nested more than 20 deep; settings nee",
+        ),
+        (
+            "\n".join(" " * k + "x:" for k in range(3000)),
+            r"train.yaml:21: blocks or lists are nested more than 20 deep",
+        ),
+        ("role: " + "[" * 3000, r"train.yaml:1: blocks or lists are nested more than 20 deep"),
     ],
 )
 def test_what_can_not_be_understood_is_refused_with_its_line(home, text, message):

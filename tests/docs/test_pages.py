@@ -88,7 +88,7 @@ def words(text):
 @pytest.fixture(scope="module")
 def source_words():
     """All of the package's words in order, without what f-strings put in and where a long text is wrapped."""
-    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "src" / "farflung").rglob("*.py"))
+    source = "\n".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "src" / "farflung").rglob("*.py")))
     whole = re.sub(r'"\s*\n\s*f?"', "", source)
     return f" {words(re.sub('{[^{}]*}', ' ', whole))} "
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from yaml.events import CollectionEndEvent, CollectionStartEvent
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from farflung.base.errors import ConfigError, Unsupported, did_you_mean
@@ -27,6 +28,7 @@ _KNOWN = (*_FIELDS, *FOREIGN_KEYS, "distributed_type")
 # Their keys are settings too, with or without this prefix: Accelerate's, and ours.
 _BLOCKS = {"dynamo_config": "dynamo_", "outer": "outer_"}
 _YAML_NULLS = ("", "~", "null", "Null", "NULL")
+_DEEPEST = 20  # blocks in blocks; settings stand in two, and what Accelerate writes in three
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,9 @@ def read_file(path: Path) -> dict[str, Stated]:
 def _entries(path: Path) -> Iterator[tuple[str, tuple[Node, str]]]:
     """Yield each key of the file with its value's node and its place; those of a block by their settings' names."""
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        text = path.read_text(encoding="utf-8")
+        _check_events(path, text)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{path}:{line}: this is not YAML: {error.problem}.") from None
@@ -123,6 +127,20 @@ def _entries(path: Path) -> Iterator[tuple[str, tuple[Node, str]]]:
             raise ConfigError(f"{path}:{line}: `{word}` is stated twice, first in line {seen[word]}. Keep one.")
         seen[word] = line
         yield word, (value, f"{path}:{line}")
+
+
+def _check_events(path: Path, text: str) -> None:
+    """Refuse tags, which no setting reads, and nesting that the composer's recursion could not follow."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        place = f"{path}:{event.start_mark.line + 1}"
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            written = tag.replace("tag:yaml.org,2002:", "!!")
+            raise ConfigError(f"{place}: `{written}` is a YAML tag, and no tag is read. Write the plain value.")
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise ConfigError(f"{place}: blocks or lists are nested more than {_DEEPEST} deep; settings need two.")
 
 
 def _lines(block: MappingNode, prefix: str = "") -> Iterator[tuple[str, int, Node]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from math import inf
 from typing import Any, get_args, get_type_hints
 
@@ -15,6 +16,8 @@ from farflung.config import environ
 from farflung.config.outer import RECIPES, WORDS, OuterConfig, outer_config
 
 Value = int | float | bool | str | None
+
+_PREFIX = "FARFLUNG_"
 
 
 @dataclass(frozen=True)
@@ -403,7 +406,7 @@ def _listed() -> tuple[Field, ...]:
     for attribute in fields(LaunchSettings):
         said = dict(attribute.metadata)
         told = said.pop("told")
-        said["variable"] = said["variable"] or f"FARFLUNG_{attribute.name.upper()}"
+        said["variable"] = said["variable"] or f"{_PREFIX}{attribute.name.upper()}"
         said["flags"] = said["flags"] or (f"--{attribute.name}",)
         hint = hints[attribute.name]
         kind = next((part for part in get_args(hint) if part is not type(None)), hint)
@@ -424,16 +427,19 @@ def _outer(values: Mapping[str, Value], called: str) -> OuterConfig | None:
     return outer_config(said, called)
 
 
-def check_outer_variables() -> None:
-    """Refuse variables that look as if they said something of the outer loop, and would be ignored.
+def check_variables() -> None:
+    """Refuse variables with our prefix that no setting reads, such as one with a slip in its name.
 
     Raises:
         ConfigError: there is one.
     """
-    known = [entry.variable for entry in FIELDS if entry.name.startswith("outer_")]
-    for name in environ.snapshot():
-        if name.startswith("FARFLUNG_OUTER") and name not in known:
-            raise ConfigError(f"The environment variable {name} means nothing.{did_you_mean(name, known)}")
+    known = {entry.variable for entry in FIELDS}
+    by_word = {word.strip("-").upper(): entry.variable for entry in FIELDS for word in (entry.name, *entry.flags)}
+    for name in sorted(environ.snapshot()):
+        if name.startswith(_PREFIX) and name not in known:
+            meant = get_close_matches(name.removeprefix(_PREFIX), by_word, n=1)
+            near = f" Did you mean `{by_word[meant[0]]}`?" if meant else ""
+            raise ConfigError(f"The environment variable {name} means nothing.{near} Unset or correct it.")
 
 
 def launched_outer() -> OuterConfig | None:
@@ -442,7 +448,7 @@ def launched_outer() -> OuterConfig | None:
     Raises:
         ConfigError: the variables can't work.
     """
-    check_outer_variables()
+    check_variables()
     said: dict[str, Value] = {}
     for entry in FIELDS:
         text = environ.text(entry.variable)

@@ -11,7 +11,7 @@ from typing import Any
 from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.files import Stated, find_file, read_file
-from farflung.config.launch import FIELDS, Field, LaunchSettings, check_outer_variables
+from farflung.config.launch import FIELDS, Field, LaunchSettings, check_variables
 
 _STRENGTH = {"flag": 3, "environment": 2, "file": 1, "default": 0}
 
@@ -46,7 +46,7 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
         ConfigError: a value that can't be read, or settings that contradict each other.
         Unsupported: something that Farflung does not do.
     """
-    check_outer_variables()
+    check_variables()
     named = flags.get("config_file") or environ.text("FARFLUNG_CONFIG_FILE") or None
     path = find_file(None if named is None else str(named))
     stated = read_file(path) if path is not None else {}
