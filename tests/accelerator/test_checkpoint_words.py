@@ -173,7 +173,7 @@ def damaged(folder, how):
         ("swapped", r"optimizer\.bin has"),
         ("no manifest, cut", r"optimizer\.bin can't be read, so it is damaged"),
         ("no manifest, of another model", r"model\.safetensors is of another model"),
-        ("one object more", "states of 1 registered objects, but 2 are"),
+        ("one object more", "the state of 1 registered object, but here there are 2"),
         ("a load that fails", "I will not"),
     ],
 )

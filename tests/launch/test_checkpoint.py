@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that looks at checkpoints: what it shows is so, and what it converts can be loaded."""
 
+import json
+import os
+import zlib
+from dataclasses import replace
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -9,7 +14,9 @@ from farflung import Accelerator
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.former_name import FORMER_NAME
 from farflung.checkpoint import layout
+from farflung.checkpoint.manifest import Manifest
 from farflung.launch.checkpoint import checkpoint
+from farflung.launch.main import main
 from farflung.state import AcceleratorState
 
 
@@ -24,41 +31,123 @@ def folder(tmp_path):
     return tmp_path
 
 
-def said(*arguments):
+def run(*arguments):
+    """What the command says, and the exit code that `main` would end with; its errors are raised."""
     result = CliRunner().invoke(checkpoint, [str(word) for word in arguments], standalone_mode=False)
     if result.exception:
         raise result.exception
-    return result.output
+    return result.output, result.return_value or 0
+
+
+def said(*arguments):
+    return run(*arguments)[0]
 
 
 def test_checkpoints_and_files_are_listed(folder):
     lines = said("ls", folder).splitlines()
     assert [line.split(":")[0] for line in lines] == ["checkpoint_1", "checkpoint_0"]
-    assert "step 0, 1 processes" in lines[0]
+    assert "checkpoint_1: no optimizer, 1 process, " in lines[0]
     assert "model.safetensors" in said("ls", folder / "checkpoint_0")
     (folder / "checkpoint_1" / "model.safetensors").unlink()
     assert "checkpoint_1: NOT COMPLETE: model.safetensors can't be found" in said("ls", folder)
+
+
+def trained(folder, steps, **kwargs):
+    """An Accelerator whose optimizer steps after each second micro-batch, saved after `steps` optimizer steps."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    if kwargs.get("resume"):
+        accelerator.load_state(kwargs["resume"])
+    for _ in range(2 * steps):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.save_state(folder)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_the_step_is_that_of_the_optimizer_and_goes_on_over_a_resume(tmp_path):
+    trained(tmp_path / "checkpoint_0", 3)
+    trained(tmp_path / "checkpoint_1", 1, resume=tmp_path / "checkpoint_0")
+    lines = said("ls", tmp_path).splitlines()
+    assert [line.split(",")[0] for line in lines] == ["checkpoint_1: step 4", "checkpoint_0: step 3"]
+    one = tmp_path / "checkpoint_0"
+    before = Manifest.read(one)
+    content = json.loads((one / layout.MANIFEST).read_bytes())
+    del content["optimizer_steps"], content["crc32"]  # as it was written before optimizer steps were counted
+    content["crc32"] = f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+    (one / layout.MANIFEST).write_text(json.dumps(content))
+    assert Manifest.read(one) == replace(before, optimizer_steps=None)
+    trained(tmp_path / "checkpoint_2", 1, resume=one)
+    steps = {line.split(":")[0]: line.split(": ")[1].split(",")[0] for line in said("ls", tmp_path).splitlines()}
+    unknown = "steps not recorded"
+    assert steps == {"checkpoint_2": unknown, "checkpoint_1": "step 4", "checkpoint_0": unknown}
+
+
+def test_a_project_is_searched_and_a_folder_without_any_is_said(folder, tmp_path):
+    (folder / "empty").mkdir()
+    (folder / "project" / "checkpoints").mkdir(parents=True)
+    for command in ("ls", "verify"):
+        for name in ("empty", "project"):
+            with pytest.raises(
+                CheckpointError, match=rf"^There is no checkpoint in .*{name}\. Name one, or the folder"
+            ):
+                said(command, folder / name)
+    (folder / "checkpoint_0").rename(folder / "project" / "checkpoints" / "checkpoint_0")
+    assert said("ls", folder / "project").startswith("checkpoint_0: ")
+    assert said("verify", folder / "project").endswith("checkpoint_0: whole\n")
+
+
+def test_a_checkpoint_that_lacks_its_model_says_so(folder):
+    one, sentence = folder / "checkpoint_1", "it has no weights of a model"
+    assert sentence not in said("ls", folder) + said("ls", one) + said("verify", one)
+    said("convert", one, folder / "checkpoint_2", "--to", "accelerate")
+    (folder / "checkpoint_2" / "model.safetensors").unlink()
+    assert f"checkpoint_2: {sentence}, without a manifest" in said("ls", folder)
+    assert said("ls", folder / "checkpoint_2").endswith(f"{sentence}\n")
+    assert said("verify", folder / "checkpoint_2").endswith(f"{sentence}\n")
 
 
 def test_damage_is_found_and_named(folder):
     assert said("verify", folder).count("whole") == 2
     path = folder / "checkpoint_0" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged") as caught:
         said("verify", folder)
+    assert "loaded" not in str(caught.value), "nobody asked for that"
 
 
-def test_differences_are_said(folder):
-    words = said("diff", folder / "checkpoint_0", folder / "checkpoint_1")
+def test_differences_are_said_and_are_the_exit_code(folder):
+    words, code = run("diff", folder / "checkpoint_0", folder / "checkpoint_1")
+    assert code == 1
     assert "model.safetensors: weight: values are up to 1 apart" in words
     assert "bias" not in words
-    assert words.endswith("files are the same\n")
+    assert words.endswith("Files that are the same: 2 of 3\n")
+    said("convert", folder / "checkpoint_0", folder / "copy", "--to", "farflung")
+    assert run("diff", folder / "checkpoint_0", folder / "copy") == ("Files that are the same: 3 of 3\n", 0)
+    (folder / "copy" / "model.safetensors").unlink()
+    words, code = run("diff", folder / "checkpoint_0", folder / "copy")
+    assert (words.splitlines()[0], code) == (f"model.safetensors: only in {folder / 'checkpoint_0'}", 1)
+
+
+def test_what_is_no_checkpoint_is_not_compared(folder, tmp_path, capsys):
+    for one, other in [(folder, folder / "checkpoint_0"), (folder / "checkpoint_0", folder)]:
+        with pytest.raises(CheckpointError, match=r"^There is no checkpoint in .*, so it can't be compared\. Name two"):
+            said("diff", one, other)
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoint", "diff", str(folder / "checkpoint_0"), str(folder / "checkpoint_1")])
+    assert ended.value.code == 1
 
 
 def test_other_forms_can_be_loaded(folder, tmp_path):
     one = folder / "checkpoint_1"
-    said("convert", one, tmp_path / "w.safetensors", "--to", "state-dict")
-    said("convert", one, tmp_path / "theirs", "--to", "accelerate")
+    words = said("convert", one, tmp_path / "w.safetensors", "--to", "state-dict")
+    assert words == f"Written to {tmp_path / 'w.safetensors'}: 2 tensors, 172 B.\n"
+    words = said("convert", one, tmp_path / "theirs", "--to", "accelerate").splitlines()
+    assert words[0].startswith(f"Written to {tmp_path / 'theirs'}: model.safetensors, random_states_0.pkl (")
+    assert words[1] == "Left out: farflung.json, loop_state/rank_0.bin."
     assert sorted(path.name for path in (tmp_path / "theirs").iterdir()) == ["model.safetensors", "random_states_0.pkl"]
     assert "no more can be said" in said("verify", tmp_path / "theirs")
     said("convert", tmp_path / "theirs", tmp_path / "ours", "--to", "farflung")
@@ -67,6 +156,19 @@ def test_other_forms_can_be_loaded(folder, tmp_path):
     assert torch.load(tmp_path / "w.pt", weights_only=True)["weight"].tolist() == [[1.0, 1.0]]
     with pytest.raises(ConfigError, match="is there already"):
         said("convert", one, tmp_path / "ours", "--to", "farflung")
+
+
+@pytest.mark.timeout(30)
+def test_what_is_no_file_is_never_opened_and_nothing_is_left(folder):
+    one = folder / "checkpoint_1"
+    os.mkfifo(one / "notes.txt")  # not in the manifest
+    for words in (
+        ["convert", one, folder / "new", "--to", "farflung"],
+        ["diff", one, one],
+    ):
+        with pytest.raises(CheckpointError, match=r"notes\.txt is a named pipe, not a file"):
+            said(*words)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "checkpoint_1"]
 
 
 def test_a_checkpoint_under_the_former_name_is_verified_loaded_and_replaced(folder, capsys):

@@ -22,6 +22,7 @@ from farflung.accelerator.operations import extract_model_from_parallel
 from farflung.base.errors import CheckpointError, ConfigError, FarflungError, Unsupported
 from farflung.base.former_name import FORMER_NAME
 from farflung.base.optional import installed_version
+from farflung.base.words import counted
 from farflung.checkpoint import atomic, choose, layout
 from farflung.checkpoint.export import save_sharded
 from farflung.checkpoint.manager import Busy, Crew, Order, Saver
@@ -101,6 +102,7 @@ class Keeper:
         run, project, automatic = self._run, self._project, self.automatic
         facts = {
             "step": run.loop.step,
+            "optimizer_steps": [optimizer.completed_steps for optimizer in run.registry.optimizers],
             "iteration": project.iteration,
             "world_size": run.world.size,
             "written_at": time.time(),
@@ -151,10 +153,12 @@ class Keeper:
             if not crew.leads:
                 return None
             folder, has_several = choose.resolve(input_dir, automatic)
-            found = choose.newest(folder) if has_several else choose.opened(folder)
-            return os.fspath(found.folder), None if found.manifest is None else found.manifest.world_size, found.passed
+            found = choose.newest(folder) if has_several else _opened(folder)
+            facts = None if found.manifest is None else (found.manifest.world_size, found.manifest.optimizer_steps)
+            return os.fspath(found.folder), facts, found.passed
 
-        name, size, passed = crew.agree(doing, choose_folder)[crew.leader]
+        name, facts, passed = crew.agree(doing, choose_folder)[crew.leader]
+        size, steps = facts or (None, None)
         folder = Path(name)
         models = run.bare_models
         if self.load_hooks:
@@ -163,12 +167,14 @@ class Keeper:
 
         def look() -> None:
             found = contents.read(run, folder, size)
+            found.steps = steps
             weights = [contents.read_model(model, folder, k, strict) for k, model in enumerate(models)]
             if run.outers.can_begin_here and not found.loops:
                 found.words.append("it is of a run without outer loops: they begin at its weights")
             elif len(found.loops) < len(run.outers.live):
                 raise CheckpointError(
-                    f"{folder} has the states of {len(found.loops)} outer loops, but {len(run.outers.live)} are open. "
+                    f"{folder} has the state of {counted(len(found.loops), 'outer loop')}, but here there are "
+                    f"{len(run.outers.live)}. "
                     "Call load_state before they are opened."
                 )
             read.append((found, weights))
@@ -356,6 +362,13 @@ class Checkpointing:
     def _writes(self) -> bool:
         world = self._keeper._run.world
         return world.is_local_main if self.project_configuration.save_on_each_node else world.is_main
+
+
+def _opened(folder: Path) -> choose.Found:
+    try:
+        return choose.opened(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} Nothing was loaded.") from error
 
 
 def _numbered(folder: Path) -> set[Path]:

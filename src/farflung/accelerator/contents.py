@@ -17,6 +17,7 @@ from farflung.accelerator.outer import OpenLoops
 from farflung.accelerator.prepare import Registry
 from farflung.accelerator.regroup import joined_loops, regrouped
 from farflung.base.errors import CheckpointError
+from farflung.base.words import counted
 from farflung.checkpoint import layout, rng
 from farflung.checkpoint.pieces import Piece, Staging
 from farflung.checkpoint.regular import is_file
@@ -120,6 +121,7 @@ class Loaded:
 
     Attributes:
         weights: what stands for the models' weights where ranks had different ones.
+        steps: those that each optimizer has completed; None: that is not known.
         words: what could not be the same, for people.
     """
 
@@ -131,6 +133,7 @@ class Loaded:
     own: dict[str, Any] | None = None
     loops: list[dict[str, Any]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    steps: list[int | None] | None = None
     words: list[str] = field(default_factory=list)
 
 
@@ -196,8 +199,9 @@ def _read_custom(run: Run, folder: Path) -> list[Any]:
     names = [path.name for path in folder.iterdir() if layout.is_custom(path.name)]
     if len(names) != len(run.custom):
         raise CheckpointError(
-            f"{folder} has the states of {len(names)} registered objects, but {len(run.custom)} are registered here. "
-            "Call register_for_checkpointing for the same objects, in the same order, before load_state."
+            f"{folder} has the state of {counted(len(names), 'registered object')}, but here there are "
+            f"{len(run.custom)}. Call register_for_checkpointing for the same objects, in the same order, before "
+            "load_state."
         )
     return [read_torch(folder / layout.custom(k)) for k in range(len(names))]
 
@@ -222,11 +226,12 @@ def _check_own(run: Run, found: Loaded, folder: Path) -> None:
         own, registry = found.own, run.registry
         if own is None:
             return
-        for name, here in (("loaders", registry.loaders), ("gradients", registry.optimizers)):
+        kinds = (("loaders", "loader", registry.loaders), ("gradients", "optimizer", registry.optimizers))
+        for name, kind, here in kinds:
             if len(own[name]) != len(here):
                 raise CheckpointError(
-                    f"{folder} was written with {len(own[name])} prepared {name.replace('gradients', 'optimizers')}, "
-                    f"and {len(here)} are prepared here. Prepare the same objects in the same order before load_state."
+                    f"{folder} was written with {counted(len(own[name]), f'prepared {kind}')}, but here there are "
+                    f"{len(here)}. Prepare the same objects in the same order before load_state."
                 )
         for gradients, optimizer in zip(own["gradients"], registry.optimizers, strict=True):
             for gradient, parameter in zip(gradients or [], _parameters(optimizer), strict=gradients is not None):
@@ -269,9 +274,12 @@ def _apply(run: Run, found: Loaded, undo: list[Undo]) -> None:
             raise
         undo.insert(0, lambda: owner.load_state_dict(before.content))
 
-    for optimizer, state in zip(registry.optimizers, found.optimizers, strict=True):
+    unknown = [None] * len(registry.optimizers)
+    steps = found.steps if found.steps and len(found.steps) == len(unknown) else unknown
+    for optimizer, state, completed in zip(registry.optimizers, found.optimizers, steps, strict=True):
         undo.insert(0, _keep_optimizer(optimizer))
         optimizer.load_state_dict(state)
+        optimizer.completed_steps = completed
     for scheduler, state in zip(registry.schedulers, found.schedulers, strict=True):
         change(scheduler, state)
     for one, state in zip(run.custom, found.custom, strict=True):
@@ -316,8 +324,10 @@ def _apply_own(run: Run, own: dict[str, Any], undo: list[Undo]) -> None:
 def _keep_optimizer(optimizer: AcceleratedOptimizer) -> Undo:
     bare: Any = optimizer.optimizer
     state, groups = bare.state, [dict(group) for group in bare.param_groups]
+    steps = optimizer.completed_steps
 
     def undo() -> None:
+        optimizer.completed_steps = steps
         bare.__setstate__({"state": state, "param_groups": groups})
 
     return undo
@@ -381,8 +391,8 @@ def fitted(model: nn.Module, weights: dict[str, Any], path: Path, strict: bool) 
     missing, odd = own.keys() - named.keys(), named.keys() - own.keys()
     if strict and not hooked and (missing or odd):
         raise CheckpointError(
-            f"{path} is of another model: {len(missing)} names are missing ({', '.join(sorted(missing)[:3])}) and "
-            f"{len(odd)} are not known here ({', '.join(sorted(odd)[:3])})."
+            f"{path} is of another model: {counted(len(missing), 'name')} missing ({', '.join(sorted(missing)[:3])}), "
+            f"{len(odd)} unknown here ({', '.join(sorted(odd)[:3])})."
         )
     for name in own.keys() & named.keys():
         if isinstance(own[name], Tensor) and not hooked and own[name].shape != named[name].shape:

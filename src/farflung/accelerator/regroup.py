@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from farflung.base.words import counted
 from farflung.checkpoint import layout
 from farflung.checkpoint.regular import is_file
 from farflung.checkpoint.source import read_torch
@@ -35,7 +36,7 @@ def regrouped(
         folder: a checkpoint of `old` ranks.
         total_batch_sizes: of the loaders here: samples of all ranks in one step.
     """
-    words = [f"it was written by {old} processes, and {size} go on: steps see other numbers of samples"]
+    words = [f"it was written by {counted(old, 'process')} and goes on with {size}: steps see other numbers of samples"]
     owns = [read_torch(folder / layout.loop_state(k)) for k in range(old)]
     own = dict(owns[0])
     own["gradients"] = _mean_gradients(owns, words)

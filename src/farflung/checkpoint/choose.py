@@ -61,7 +61,7 @@ def opened(folder: Path) -> Found:
     else:
         problem = manifest.misfits(folder) or manifest.damage(folder)
     if problem:
-        raise CheckpointError(f"{folder} is not a complete checkpoint: {problem}. Nothing was loaded.")
+        raise CheckpointError(f"{folder} is not a complete checkpoint: {problem}.")
     return Found(folder, manifest)
 
 

@@ -25,6 +25,7 @@ _KNOWN = re.compile(
     rf"|({'|'.join(_PER_OBJECT)})(_\d+)?\.bin|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
     r"|(loop_state|outer_state)/rank_\d+\.bin"
 )
+_MODEL = re.compile(r"(model|pytorch_model)(_\d+|-\d{5}-of-\d{5})?\.(safetensors|bin)")
 _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 _TORCH = (".bin", ".pt", ".pkl")
 
@@ -84,6 +85,11 @@ def manifest(folder: Path) -> Path:
 def is_known(name: str) -> bool:
     """Say whether a file of this name belongs to a checkpoint."""
     return _KNOWN.fullmatch(name) is not None
+
+
+def is_model(name: str) -> bool:
+    """Say whether this is the name of a file with weights of a model."""
+    return _MODEL.fullmatch(name) is not None
 
 
 def is_custom(name: str) -> bool:

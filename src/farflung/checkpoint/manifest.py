@@ -32,6 +32,8 @@ class Manifest:
     Attributes:
         files: by name, relative to the folder.
         step: micro-batches since the data began.
+        optimizer_steps: those that each optimizer of the run has completed, None where one's are not known; None
+            altogether: the manifest is of before they were counted.
         iteration: which checkpoint of its run it is.
         world_size: how many processes wrote it.
         written_at: seconds since 1970.
@@ -40,10 +42,17 @@ class Manifest:
 
     files: dict[str, Entry]
     step: int = 0
+    optimizer_steps: list[int | None] | None = None
     iteration: int = 0
     world_size: int = 1
     written_at: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def completed_steps(self) -> int | None:
+        """The optimizer steps of the run, those of its busiest optimizer; None: not known, or there is no optimizer."""
+        known = [steps for steps in self.optimizer_steps or () if steps is not None]
+        return max(known, default=None)
 
     @property
     def num_bytes(self) -> int:
@@ -77,6 +86,8 @@ class Manifest:
                 raise CheckpointError(f"{path} is of format {number}; this version of Farflung reads {_FORMAT}.")
             entries = {n: Entry(int(e["bytes"]), int(e["crc32"], 16)) for n, e in content.pop("files").items()}
             found = cls(files=entries, **content)
+            if not all(steps is None or type(steps) is int for steps in found.optimizer_steps or ()):
+                raise ValueError(f"optimizer_steps is {found.optimizer_steps}")
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {str(error)[:200]}") from error
         for name in entries:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from farflung.base.words import counted
+
 # How Accelerate calls the states of a kind of device.
 _DEVICES = {name: f"torch_{name}_manual_seed" for name in ("cuda", "xpu", "mlu", "musa", "hpu")}
 
@@ -78,7 +80,10 @@ def write(states: dict[str, Any]) -> list[str]:
             module.set_rng_state_all(saved)
         else:
             number = 0 if saved is None else len(saved)
-            odd.append(f"random states of {number} {kind} devices were saved, and {module.device_count()} are here")
+            odd.append(
+                f"random states of {counted(number, f'{kind} device')} were saved, but here there are "
+                f"{module.device_count()}"
+            )
     return odd
 
 

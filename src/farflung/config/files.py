@@ -133,7 +133,7 @@ def _check_events(path: Path, text: str) -> None:
     """Refuse tags, which no setting reads, and nesting that the composer's recursion could not follow."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        place = f"{path}:{event.start_mark.line + 1}"
+        place = f"{path}:{event.start_mark.line + 1 if event.start_mark else 1}"
         tag = getattr(event, "tag", None)
         if tag is not None:
             written = tag.replace("tag:yaml.org,2002:", "!!")

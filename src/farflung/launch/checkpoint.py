@@ -16,13 +16,16 @@ from torch import Tensor
 
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.tree import flatten
+from farflung.base.words import counted
 from farflung.checkpoint import atomic, choose, layout
 from farflung.checkpoint.manifest import Entry, Manifest
+from farflung.checkpoint.regular import is_file
 from farflung.checkpoint.save import save_object
 from farflung.checkpoint.sink import sums_of
 from farflung.checkpoint.source import read_torch, read_weights
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+_NO_MODEL = "it has no weights of a model"
 _SHOWN = 10  # names of one kind that are listed before the rest is counted
 
 
@@ -34,22 +37,23 @@ def checkpoint() -> None:
 @checkpoint.command()
 @click.argument("folder", type=_FOLDER)
 def ls(folder: Path) -> None:
-    """List the checkpoints in FOLDER, the newest first, or the files of the checkpoint that it is."""
-    if choose.is_checkpoint(folder):
-        for name, size in sorted(_sizes(folder).items()):
-            click.echo(f"{_short(size):>9}  {name}")
+    """List the checkpoints in FOLDER or its `checkpoints`, the newest first, or the files of the one that it is."""
+    if not choose.is_checkpoint(folder):
+        for path in _checkpoints(folder):
+            click.echo(_line(path))
         return
-    for path in choose.candidates(folder):
-        click.echo(_line(path))
+    sizes = _sizes(folder)
+    for name, size in sorted(sizes.items()):
+        click.echo(f"{_short(size):>9}  {name}")
+    if not any(map(layout.is_model, sizes)):
+        click.echo(_NO_MODEL)
 
 
 @checkpoint.command()
 @click.argument("folder", type=_FOLDER)
 def verify(folder: Path) -> None:
     """Read every byte of a checkpoint, or of all in FOLDER, and say whether it is what was written."""
-    paths = [folder] if choose.is_checkpoint(folder) else choose.candidates(folder)
-    if not paths:
-        raise CheckpointError(f"There is no checkpoint in {folder}.")
+    paths = [folder] if choose.is_checkpoint(folder) else _checkpoints(folder)
     broken = []
     for path in paths:
         try:
@@ -60,7 +64,9 @@ def verify(folder: Path) -> None:
         if found.manifest is None:
             for name in _sizes(path):
                 _read(path / name)
-        click.echo(f"{path}: whole" if found.manifest else f"{path}: readable; without a manifest no more can be said")
+        state = "whole" if found.manifest else "readable; without a manifest no more can be said"
+        lacks = "" if any(map(layout.is_model, _sizes(path))) else f"; {_NO_MODEL}"
+        click.echo(f"{path}: {state}{lacks}")
     if broken:
         raise CheckpointError("\n".join(broken))
 
@@ -68,22 +74,31 @@ def verify(folder: Path) -> None:
 @checkpoint.command()
 @click.argument("one", type=_FOLDER)
 @click.argument("other", type=_FOLDER)
-def diff(one: Path, other: Path) -> None:
-    """Say how two checkpoints differ: files, names, shapes, and how far values are apart."""
+@click.pass_context
+def diff(ctx: click.Context, one: Path, other: Path) -> None:
+    """Say how two checkpoints differ: files, names, shapes, and how far values are apart.
+
+    The exit code is 0 where they are the same, 1 where they differ, and 2 where they can't be compared.
+    """
+    for folder in (one, other):
+        if not choose.is_checkpoint(folder):
+            raise CheckpointError(f"There is no checkpoint in {folder}, so it can't be compared. Name two checkpoints.")
     mine, theirs = _sizes(one), _sizes(other)
-    for name in sorted(mine.keys() ^ theirs.keys()):
+    alone = sorted(mine.keys() ^ theirs.keys())
+    for name in alone:
         click.echo(f"{name}: only in {one if name in mine else other}")
+    both = sorted(mine.keys() & theirs.keys() - set(layout.MANIFESTS))
     same = 0
-    for name in sorted(mine.keys() & theirs.keys() - set(layout.MANIFESTS)):
-        if sums_of(one / name) == sums_of(other / name):
-            same += 1
-            continue
-        lines = list(_differences(_read(one / name), _read(other / name)))
+    for name in both:
+        is_copy = sums_of(one / name) == sums_of(other / name)
+        lines = [] if is_copy else list(_differences(_read(one / name), _read(other / name)))
+        same += not lines
         for line in lines[:_SHOWN]:
             click.echo(f"{name}: {line}")
         if len(lines) > _SHOWN:
             click.echo(f"{name}: and {len(lines) - _SHOWN} more")
-    click.echo(f"{same} files are the same")
+    click.echo(f"Files that are the same: {same} of {len(both) + len(alone)}")
+    ctx.exit(0 if same == len(both) + len(alone) else 1)
 
 
 @checkpoint.command()
@@ -103,29 +118,44 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
         raise ConfigError(f"{target} is there already. Name another target.")
     found = choose.opened(source)
     if form == "state-dict":
-        save_object(_weights(source, model), target, safe_serialization=target.suffix == ".safetensors")
+        weights = _weights(source, model)
+        save_object(weights, target, safe_serialization=target.suffix == ".safetensors")
+        click.echo(f"Written to {target}: {counted(len(weights), 'tensor')}, {_short(target.stat().st_size)}.")
         return
-    draft = atomic.Draft(target, secrets.token_hex(4))
-    draft.begin()
-    names = [name for name in _sizes(source) if name not in layout.MANIFESTS]
+    there = _sizes(source)
+    names = [name for name in there if name not in layout.MANIFESTS and is_file(source / name)]
     if form == "accelerate":
         names = [name for name in names if name.split("/")[0] not in layout.FOLDERS]
+    draft = atomic.Draft(target, secrets.token_hex(4))
+    draft.begin()
+    try:
+        _copy(names, found, draft.folder, with_manifest=form == "farflung")
+        draft.commit()
+    except BaseException:
+        draft.discard()
+        raise
+    written = _sizes(target)
+    click.echo(f"Written to {target}: {', '.join(sorted(written))} ({_short(sum(written.values()))}).")
+    if left_out := sorted(there.keys() - written.keys()):
+        click.echo(f"Left out: {', '.join(left_out)}.")
+
+
+def _copy(names: list[str], found: choose.Found, target: Path, with_manifest: bool) -> None:
     for name in names:
-        (draft.folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, draft.folder / name)
-    if form == "farflung":
-        files = {name: Entry(*sums_of(draft.folder / name)) for name in names}
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(found.folder / name, target / name)
+    if with_manifest:
+        files = {name: Entry(*sums_of(target / name)) for name in names}
         old = found.manifest or Manifest({}, world_size=sum(name.startswith("random_states_") for name in names))
-        facts = {k: getattr(old, k) for k in ("step", "iteration", "world_size", "versions")}
-        Manifest(files, written_at=time.time(), **facts).write(draft.folder / layout.MANIFEST)
-    draft.commit()
+        facts = {k: getattr(old, k) for k in ("step", "optimizer_steps", "iteration", "world_size", "versions")}
+        Manifest(files, written_at=time.time(), **facts).write(target / layout.MANIFEST)
 
 
 def _weights(folder: Path, index: int) -> dict[str, Any]:
     """Return a model's weights under the names of the bare model."""
     for safe in (True, False):
         path = folder / layout.model(index, safe)
-        if path.is_file():
+        if is_file(path):
             weights = read_weights(path)
             wrapped = bool(weights) and all(name.startswith("module.") for name in weights)
             return {name.removeprefix("module.") if wrapped else name: value for name, value in weights.items()}
@@ -135,14 +165,16 @@ def _weights(folder: Path, index: int) -> dict[str, Any]:
 def _read(path: Path) -> Any:
     if path.suffix == ".safetensors":
         return read_weights(path)
-    return read_torch(path) if layout.is_torch(path.name) else path.read_bytes()
+    if layout.is_torch(path.name):
+        return read_torch(path)
+    return path.read_bytes() if is_file(path) else b""
 
 
 def _differences(mine: Any, theirs: Any) -> Iterator[str]:
     if isinstance(mine, dict) and isinstance(theirs, dict):
-        for key in mine.keys() ^ theirs.keys():
+        for key in sorted(mine.keys() ^ theirs.keys(), key=str):
             yield f"{key} is only in the {'first' if key in mine else 'second'}"
-        for key in mine.keys() & theirs.keys():
+        for key in sorted(mine.keys() & theirs.keys(), key=str):
             yield from (f"{key}: {line}" for line in _differences(mine[key], theirs[key]))
         return
     leaves, others = flatten(mine), flatten(theirs)
@@ -162,15 +194,38 @@ def _differences(mine: Any, theirs: Any) -> Iterator[str]:
 def _line(path: Path) -> str:
     """Describe a checkpoint in one line, without reading its files."""
     try:
-        manifest = Manifest.read(path)
-        if manifest is None:
-            return f"{path.name}: without a manifest, {_short(sum(_sizes(path).values()))}"
-        problem = manifest.misfits(path)
+        manifest, sizes = Manifest.read(path), _sizes(path)
+        problem = None if manifest is None else manifest.misfits(path)
     except CheckpointError as error:
-        return f"{path.name}: NOT COMPLETE: {error}"
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.written_at))
-    facts = f"step {manifest.step}, {manifest.world_size} processes, {_short(manifest.num_bytes)}, {when}"
-    return f"{path.name}: {f'NOT COMPLETE: {problem}' if problem else facts}"
+        problem = str(error)
+    if problem is not None:
+        return f"{path.name}: NOT COMPLETE: {problem}"
+    facts = [] if any(map(layout.is_model, sizes)) else [_NO_MODEL]
+    if manifest is None:
+        facts += ["without a manifest", _short(sum(sizes.values()))]
+    else:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.written_at))
+        facts += [_step(manifest), counted(manifest.world_size, "process"), _short(manifest.num_bytes), when]
+    return f"{path.name}: {', '.join(facts)}"
+
+
+def _step(manifest: Manifest) -> str:
+    if manifest.completed_steps is not None:
+        return f"step {manifest.completed_steps:,}"
+    return "no optimizer" if manifest.optimizer_steps == [] else "steps not recorded"
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, or in `checkpoints` in it, where automatic naming puts those of a project.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    inner = folder / layout.CHECKPOINTS
+    found = choose.candidates(folder) or (choose.candidates(inner) if inner.is_dir() else [])
+    if not found:
+        raise CheckpointError(f"There is no checkpoint in {folder}. Name one, or the folder of a project.")
+    return found
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -25,6 +25,7 @@ class AcceleratedOptimizer(Optimizer):
             that the replicas' learning rates don't drift apart.
         is_own: its state differs from that of other ranks, since it has trained a replica alone.
         finished: how many backward passes there had been at its last attempted step or clearing.
+        completed_steps: since the run began, over resumes too; None: a checkpoint was loaded that does not say them.
         step_was_skipped: the last attempted step was skipped because gradients overflowed.
         listeners: called after each attempted step with True when it was done, False when it was skipped.
     """
@@ -42,6 +43,7 @@ class AcceleratedOptimizer(Optimizer):
         self.in_lockstep = False
         self.is_own = False
         self.finished = state.backwards
+        self.completed_steps: int | None = 0
         state.adopt(self)
         if device is not None and optimizer.state:
             optimizer.load_state_dict(send_to_device(optimizer.state_dict(), device))
@@ -53,6 +55,8 @@ class AcceleratedOptimizer(Optimizer):
         self.finished = self.loop_state.backwards
         done = self.precision.step(self.optimizer, closure)
         self.step_was_skipped = not done
+        if done and self.completed_steps is not None:
+            self.completed_steps += 1
         for listener in self.listeners:
             listener(done)
 

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers and lists as a message says them: `1 process`, `2 processes`, `ranks 1 and 3`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def counted(number: int, noun: str) -> str:
+    """Return `1 process`, or `2 processes`."""
+    return f"{number} {noun if number == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """Return `processes` for `process`, `batches` for `batch`, `files` for `file`."""
+    if noun.endswith(("s", "x", "ch", "sh")):
+        return f"{noun}es"
+    return f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2] not in "aeiou" else f"{noun}s"
+
+
+def numbered(noun: str, numbers: Iterable[int]) -> str:
+    """Return `rank 1`, or `ranks 1, 2 and 3`."""
+    words = [str(number) for number in numbers]
+    listed = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return f"{noun if len(words) == 1 else plural(noun)} {listed}"
