@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three ways see the same data from the same weights, and are judged when their processes agree."""
 
+import os
+import stat
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis.strategies import integers
+from safetensors import safe_open
 
 from farflung import Accelerator
-from farflung.demo.settings import DemoSettings
-from farflung.demo.train import Sequences, Spread, Trial, checkpoints
+from farflung.demo.settings import MODEL_FILE, DemoSettings
+from farflung.demo.train import Sequences, Spread, Trial, checkpoints, save_model
 from farflung.testing.ranks import run_ranks
 
 TEXT = bytes(range(256)) * 40
@@ -84,3 +87,18 @@ def test_the_learning_rate_rises_shortly_and_ends_at_zero():
     rates, last = run_ranks(schedule_at_the_end, 2, connect=False)[0]
     assert 0 < rates[0] < max(rates[:4])
     assert last == pytest.approx(0)
+
+
+def test_its_weights_have_the_mode_of_any_other_file_and_can_be_loaded(tmp_path):
+    settings = DemoSettings(
+        steps=1, processes=1, size="tiny", data=None, output=str(tmp_path), every=1, batch=1, seed=0
+    )
+    before = os.umask(0o027)
+    try:
+        save_model(torch.nn.Linear(2, 1), settings, "DDP")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(settings.path(MODEL_FILE).stat().st_mode) == 0o640
+    with safe_open(settings.path(MODEL_FILE), framework="pt") as content:
+        assert content.metadata() == {"size": "tiny", "way": "DDP"}
+        assert set(content.keys()) == {"weight", "bias"}

@@ -11,11 +11,11 @@ from typing import TypeAlias
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from farflung import Accelerator
+from farflung.checkpoint.sink import Sink, write_safetensors
 from farflung.demo.gpt import GPT, loss_per_sequence
 from farflung.demo.meter import GradientMeter
 from farflung.demo.settings import MODEL_FILE, DemoSettings, Point, Result, save_results
@@ -174,8 +174,8 @@ def progress_bars(accelerator: Accelerator, steps: int) -> Iterator[Callable[[st
 
 def save_model(model: nn.Module, settings: DemoSettings, way: str) -> None:
     """Write the weights to the output folder, with the words that `generate` needs to build the model again."""
-    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-    save_file(weights, settings.path(MODEL_FILE), metadata={"size": settings.size, "way": way})
+    with Sink(settings.path(MODEL_FILE)) as sink:  # safetensors' own writer makes files that nobody else may read
+        write_safetensors(model.state_dict(), sink, metadata={"size": settings.size, "way": way})
 
 
 def main(settings_file: str) -> None:

@@ -119,6 +119,7 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
     found = choose.opened(source)
     if form == "state-dict":
         weights = _weights(source, model)
+        target.parent.mkdir(parents=True, exist_ok=True)
         save_object(weights, target, safe_serialization=target.suffix == ".safetensors")
         click.echo(f"Written to {target}: {counted(len(weights), 'tensor')}, {_short(target.stat().st_size)}.")
         return

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has a checkpoint's name but is no file is refused at once and by name: a named pipe would be read for ever."""
+"""Files as the system knows them: what is none is refused by name, and those that we write have the umask's mode.
+
+A named pipe with the name of a checkpoint's file would be read for ever, and safetensors writes files that nobody else
+may read.
+"""
 
 import os
 import re
 import socket
+import stat
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from farflung import Accelerator
 from farflung.base.errors import CheckpointError
 from farflung.checkpoint import layout
+from farflung.launch.checkpoint import checkpoint
 from farflung.state import AcceleratorState
 
 
@@ -61,3 +68,28 @@ def test_no_other_kind_of_file_is_opened(kind, saved):
             for path, content in kept.items():
                 path.write_bytes(content)
     accelerator.load_state("one")
+
+
+def test_all_weights_that_are_written_have_the_mode_of_any_other_file(saved):
+    accelerator, folder = saved
+    model = torch.nn.Linear(2, 1)
+    before = os.umask(0o027)
+    try:
+        for safe in (True, False):
+            accelerator.save_model(model, "whole", safe_serialization=safe)
+            accelerator.save_model(model, "shards", max_shard_size=8, safe_serialization=safe)
+            accelerator.save(model.state_dict(), f"saved_{safe}", safe_serialization=safe)
+            accelerator.save_state(f"state_{safe}", safe_serialization=safe)
+        for form, name in [
+            ("state-dict", "w.safetensors"),
+            ("state-dict", "w.pt"),
+            ("farflung", "f"),
+            ("accelerate", "a"),
+        ]:
+            done = CliRunner().invoke(checkpoint, ["convert", "one", f"converted/{name}", "--to", form])
+            assert done.exit_code == 0, done.output
+    finally:
+        os.umask(before)
+    new = [path for path in folder.parent.rglob("*") if path.is_file() and not path.is_relative_to(folder)]
+    assert len(new) > 20
+    assert {stat.S_IMODE(path.stat().st_mode) for path in new} == {0o640}
