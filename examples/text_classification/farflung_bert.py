@@ -30,7 +30,7 @@ def main():
     reviews, dropped = read_reviews(args.data)
     accelerator.print(f"{len(reviews)} reviews, {dropped} rows with missing values dropped")
     accelerator.print(f"mixed precision: {accelerator.mixed_precision}")
-    training_set, validation_set = split(reviews, args.seed)
+    training_set, validation_set = split(reviews, args.seed, args.batch_size * accelerator.num_processes)
     tokenizer, model = load_bert(args.model, reviews)
     collate = collator(tokenizer, args.max_length)
     training = DataLoader(training_set, args.batch_size, shuffle=True, collate_fn=collate, drop_last=True)

@@ -33,7 +33,7 @@ def train(args, on_gpu):
     reviews, dropped = read_reviews(args.data)
     if rank == 0:
         print(f"{len(reviews)} reviews, {dropped} rows with missing values dropped")
-    training_set, validation_set = split(reviews, args.seed)
+    training_set, validation_set = split(reviews, args.seed, args.batch_size * size)
     tokenizer, model = load_bert(args.model, reviews)
     collate = collator(tokenizer, args.max_length)
     sampler = DistributedSampler(training_set, shuffle=True, seed=args.seed, drop_last=True)
