@@ -5,6 +5,7 @@ import inspect
 from dataclasses import fields, replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from farflung.config.launch import FIELDS, LaunchSettings, launched_outer, rank_
 from farflung.config.outer import CODECS, RECIPES
 from farflung.config.resolve import resolve
 from farflung.outer import E3M0, Average, Int8, Levels, Reset, diloco, hierarchical, local_sgd, quadratic, sparse_loco
+from farflung.state import AcceleratorState
 
 VALUES = {
     "every": st.integers(4, 50),
@@ -39,6 +41,7 @@ VALUES = {
     "weigh_by": st.sampled_from(["steps", "items"]),
     "anchor_on_cpu": st.booleans(),
     "inner": st.sampled_from(["keep", "average", "reset"]),
+    "bucket_bytes": st.integers(1, 2**30),
     "log": st.sampled_from(["rounds.jsonl", "logs/{rank}.jsonl"]),
 }
 
@@ -47,7 +50,7 @@ VALUES = {
 def configs(draw):
     recipe = draw(st.sampled_from(sorted(RECIPES)))
     options = RECIPES[recipe]
-    extra = draw(st.lists(st.sampled_from((*options.possible, *options.known[-4:])), unique=True))
+    extra = draw(st.lists(st.sampled_from((*options.possible, *options.known[-5:])), unique=True))
     names = {*options.needed, *extra}
     if recipe == "edit":
         names -= {"seconds"}
@@ -80,6 +83,7 @@ def test_what_can_be_said_makes_a_recipe_with_and_without_an_anchor(said):
     assert (recipe.optimizer is not None) is RECIPES[config.recipe].anchored
     assert recipe.anchor_on_cpu is bool(said.get("anchor_on_cpu"))
     assert recipe.weigh_by == said.get("weigh_by", "steps")
+    assert recipe.bucket_bytes == said.get("bucket_bytes")
 
 
 @settings(deadline=None, max_examples=60)
@@ -147,6 +151,7 @@ WRONG = [
     ({"recipe": "diloco", "every": 4, "fragments": 2}, r"diloco has no option fragments; it takes every, rounds, lr"),
     ({"recipe": "local_sgd", "every": 4, "anchor_on_cpu": True}, "local_sgd has no option anchor_on_cpu"),
     ({"recipe": "diloco", "every": 0}, "every is 0; it must be a whole number, 1 or more"),
+    ({"recipe": "diloco", "every": 4, "bucket_bytes": -5}, "bucket_bytes is -5; it must be a whole number, 1 or more"),
     ({"recipe": "diloco", "every": 2.5}, "every is 2.5; it must be a whole number"),
     ({"recipe": "diloco", "every": True}, "every is True; it must be a whole number"),
     ({"recipe": "diloco", "every": 4, "momentum": 1.0}, "momentum is 1.0; it must be from 0 up to, but not, 1"),
@@ -202,3 +207,15 @@ def test_a_script_and_a_launcher_that_want_different_loops_are_told_so():
         assert settled_outer(OuterConfig("diloco", every=8)) == OuterConfig("diloco", every=8)
         with pytest.raises(ConfigError, match=r"script asks for diloco with .*32.*the launcher for diloco with .*8"):
             settled_outer(OuterConfig("diloco", every=32))
+
+
+def test_how_much_is_sent_at_a_time_reaches_the_loop():
+    accelerator = Accelerator(cpu=True, outer=OuterConfig("local_sgd", every=2, bucket_bytes=1024))
+    model = torch.nn.Linear(2, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    (loop,) = accelerator.outer_loops
+    assert loop.state_dict()["description"].endswith("buckets of 1024 bytes")
+    accelerator.end_training()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(ConfigError, match="bucket_bytes is 0; it must be a whole number, 1 or more"):
+        replace(local_sgd(2), bucket_bytes=0)

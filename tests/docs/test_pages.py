@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages say what is so: links lead somewhere, named tests exist, shown commands parse, marked examples run.
+"""The pages say what is so: links lead somewhere, named tests exist, shown commands parse and print what is shown.
 
 A fenced block that opens with ```python run is executed. One that guards its main part by `__name__` starts processes,
 so it runs as a script of its own; the others run in this process, each in a fresh folder.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from farflung.launch.main import farflung
 from farflung.state import AcceleratorState
@@ -118,6 +119,25 @@ def test_commands_that_are_shown_parse(text):
         command = shlex.split(line, comments=True)
         if command[:1] == ["farflung"]:
             parse(farflung, command[1:])
+
+
+@pytest.mark.parametrize("text", blocks("console"))
+def test_commands_print_what_is_shown(text, tmp_path, monkeypatch):
+    """A console block is a prompt with a command, and all that it prints, but for blanks at the ends of lines."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for shown in text.removeprefix("$ ").split("\n$ "):
+        line, _, expected = shown.partition("\n")
+        program, *arguments = shlex.split(line)
+        assert program == "farflung"
+        done = CliRunner().invoke(farflung, arguments)
+        assert done.exit_code == 0, done.output
+        assert [word.rstrip() for word in done.output.rstrip().splitlines()] == expected.rstrip().splitlines()
+
+
+def test_the_page_of_the_command_shows_what_it_prints():
+    assert "```console\n$ farflung plan " in TEXTS["docs/cost.md"]
+    assert "```sh\n" not in TEXTS["docs/cost.md"], "a command without what it prints"
 
 
 def parse(command, arguments):

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farflung.base.errors import ConfigError
+from farflung.comm.sizes import packed_bytes, scales_bytes
 from farflung.outer.codec import base, blockwise, fused
 from farflung.outer.codec.base import Cast, Identity
 from farflung.outer.codec.blockwise import E3M0, Fp8, Int4, Int8
 from farflung.outer.codec.feedback import ErrorFeedback
-from farflung.outer.codec.sparse import TopK, _pack, _packed_bytes, _unpack
+from farflung.outer.codec.sparse import TopK, _pack, _unpack
 from tests.outer import fake_triton
 
 BLOCKWISE = [Int8(), Int8(block=6), Fp8(), Fp8(block=10), Int4(), Int4(block=2), Int4(block=6), E3M0(), E3M0(block=14)]
@@ -193,7 +194,7 @@ def test_a_blocks_maximum_is_exact_in_e3m0():
 def test_unpacking_undoes_packing(bits, n, seed):
     codes = torch.randint(0, 2**bits, (n,), generator=torch.Generator().manual_seed(seed))
     packed = _pack(codes, bits)
-    assert packed.numel() == _packed_bytes(n, bits)
+    assert packed.numel() == packed_bytes(n, bits)
     assert torch.equal(_unpack(packed, bits, n), codes)
 
 
@@ -313,7 +314,7 @@ def check_kernels(kernels, codec, x):
     """Compare kernels with the torch version: wires byte for byte, values bit for bit but for the sign of a zero."""
     wire = codec.encode(x)
     mine, into = torch.empty_like(wire), torch.linspace(-1, 1, x.numel(), device=x.device)
-    head = codec._head(x.numel())
+    head = scales_bytes(x.numel(), codec.block)
     kernels.encode(x, mine[:head].view(torch.float32), mine[head:], top=codec.top, **codec._form)
     assert torch.equal(mine, wire)
     parts, out = codec._parts(wire, x), torch.full_like(x, math.nan)
@@ -350,7 +351,7 @@ def test_the_kernels_keep_what_is_not_finite_in_its_block(imitated, codec):
     x = torch.linspace(-1, 1, 3 * codec.block)
     x[codec.block] = math.nan
     wire, out = codec.encode(x), torch.empty_like(x)
-    head = codec._head(x.numel())
+    head = scales_bytes(x.numel(), codec.block)
     imitated.encode(x, wire[:head].view(torch.float32), wire[head:], top=codec.top, **codec._form)
     imitated.decode(*codec._parts(wire, x), out, None, **codec._form)
     spoilt = ~out.isfinite().view(3, -1)

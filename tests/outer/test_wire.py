@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from farflung.cost.model import Run, cost_of, hops
+from farflung.cost.recipes import method_of
 from farflung.outer import (
     Int8,
     OuterLoop,
@@ -29,8 +31,6 @@ from farflung.outer import (
     sparse_loco,
     streaming_diloco,
 )
-from farflung.outer.model import Run, cost_of, hops
-from farflung.outer.table import method_of
 from farflung.testing.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from farflung.base.errors import ConfigError
+from farflung.cost.model import Run, cost_of
+from farflung.cost.recipes import method_of
 from farflung.outer import (
     ByTime,
     Cast,
@@ -23,8 +25,6 @@ from farflung.outer import (
     sparse_loco,
     streaming_diloco,
 )
-from farflung.outer.model import Run, cost_of
-from farflung.outer.table import method_of
 from farflung.testing.simulate import simulate
 
 WIDTH = 8

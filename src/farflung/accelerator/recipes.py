@@ -70,7 +70,8 @@ def recipe_of(config: OuterConfig, local_size: int) -> Recipe:
         options["codec"] = _CODECS[options["codec"]]()
     if "levels" in options:
         options["levels"] = _resolved(options["levels"], local_size)
-    parts = {name: options.pop(name) for name in ("weigh_by", "anchor_on_cpu", "inner") if name in options}
+    names = ("weigh_by", "anchor_on_cpu", "inner", "bucket_bytes")
+    parts = {name: options.pop(name) for name in names if name in options}
     if "inner" in parts:
         parts["inner"] = _INNER[parts["inner"]]()
     recipe = MAKERS[config.recipe](**options)

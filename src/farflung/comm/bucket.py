@@ -12,8 +12,8 @@ from torch import Tensor
 
 from farflung.base.errors import StateError, Unsupported
 from farflung.comm.shards import addresses, local
+from farflung.comm.sizes import CAP_BYTES
 
-CAP_BYTES = 25 * 2**19  # two of them, one copied and one on the wire, are 25 MB
 _COARSE = 2**15  # elements in a piece from which one call per piece costs less than another pass over its memory
 
 
@@ -175,11 +175,6 @@ class Buckets:
         self._outside = [[piece.of(storages[piece.tensor]) for piece in pieces] for pieces in self._plan]
         self._is_plain = [all(p.dtype == self.dtype and p.dim() == 1 for p in parts) for parts in self._outside]
         self._addresses = addresses(tensors)
-
-
-def num_buffers_among(num_ranks: int) -> int:
-    """Return how many buckets take turns: one is copied, one travels, and with several others two wait for them all."""
-    return 2 if num_ranks <= 2 else 4
 
 
 def _cut(storages: Sequence[Tensor], cap: int) -> list[list[_Piece]]:

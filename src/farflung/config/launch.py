@@ -284,6 +284,9 @@ class LaunchSettings:
     outer_inner: str | None = setting(
         None, "What a round does to the inner optimizer's state.", told=True, choices=WORDS["inner"]
     )
+    outer_bucket_bytes: int | None = setting(
+        None, "How much is copied and sent at a time. [an eighth of what is trained, 4 to 12.5 MB]", told=True
+    )
     outer_log: str | None = setting(
         None, "Add a line of JSON for each round to this file; with {rank} in it there is one a rank.", told=True
     )

@@ -32,7 +32,7 @@ class Options:
         return (*self.needed, *self.possible, *COMMON, *(("anchor_on_cpu",) if self.anchored else ()))
 
 
-COMMON = ("weigh_by", "inner", "log")
+COMMON = ("weigh_by", "inner", "bucket_bytes", "log")
 RECIPES: Mapping[str, Options] = {
     "local_sgd": Options(("every",), ("codec",), False),
     "post_local_sgd": Options(("warmup", "every"), ("codec",), False),
@@ -54,7 +54,14 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "inner": ("keep", "reset", "average"),
 }
 
-_WHOLE = {"every": 1, "rounds": 1, "fragments": 1, "delay": 0, "warmup": 0}  # the least that each may be
+_WHOLE = {
+    "every": 1,
+    "rounds": 1,
+    "fragments": 1,
+    "delay": 0,
+    "warmup": 0,
+    "bucket_bytes": 1,
+}  # the least that each may be
 _POSITIVE = ("lr", "seconds", "threshold", "temperature", "longest")
 _FRACTIONS = ("momentum", "beta")
 
@@ -81,6 +88,7 @@ class OuterConfig:
             `backward(num_items=)` is told of, or else the samples of its batches.
         anchor_on_cpu: keep the agreed weights and the outer optimizer's state in the host's memory.
         inner: what becomes of the inner optimizer's state in a round: `keep` (each rank its own), `reset`, `average`.
+        bucket_bytes: how much is copied and sent at a time; see `OuterLoop`. More pays on a line that is fast and long.
         log: a file to which a line of JSON is added for each round, by the main process; with `{rank}` in its name
             there is one for each rank.
 
@@ -108,6 +116,7 @@ class OuterConfig:
     weigh_by: str | None = None
     anchor_on_cpu: bool | None = None
     inner: str | None = None
+    bucket_bytes: int | None = None
     log: str | None = None
 
     def __post_init__(self) -> None:

@@ -16,12 +16,12 @@ from rich.console import Console
 
 from farflung.base.errors import ConfigError
 from farflung.config.launch import LaunchSettings
+from farflung.cost.units import in_bytes
 from farflung.demo.report import table_of
 from farflung.demo.settings import MODEL_FILE, PICTURE_FILE, SIZES, DemoSettings, Result, load_results
 from farflung.demo.text import Text, check_length, load_text
 from farflung.launch.plan import make_plan
 from farflung.launch.run import start
-from farflung.launch.units import in_bytes
 
 DEFAULT_OUTPUT = "farflung-demo"
 PROMPT = "def main("

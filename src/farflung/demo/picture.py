@@ -10,8 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from farflung.cost.units import in_bytes
 from farflung.demo.settings import Result
-from farflung.launch.units import in_bytes
 
 MARKERS = "osD"
 COLOURS = ("#0072B2", "#D55E00", "#009E73")  # Okabe and Ito's: told apart with any eyesight

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from farflung.cost.units import in_bytes
 from farflung.demo.settings import Result
-from farflung.launch.units import in_bytes
 
 
 def table_of(results: Sequence[Result], steps: int) -> Table:

@@ -12,7 +12,8 @@ from farflung.base.errors import FarflungError
 from farflung.config.files import find_file, own_file, write_file
 from farflung.config.launch import FIELDS, Field, LaunchSettings, Value, field_named
 from farflung.config.resolve import Resolved, resolve
-from farflung.launch.options import BOTH_SPELLINGS, SettingsCommand, given, launch_options
+from farflung.config.spelling import BOTH_SPELLINGS
+from farflung.launch.options import SettingsCommand, given, launch_options
 
 
 @click.group(invoke_without_command=True, context_settings=BOTH_SPELLINGS)

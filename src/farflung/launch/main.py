@@ -16,7 +16,7 @@ from farflung.base.errors import FarflungError
 COMMANDS = {
     "launch": ("farflung.launch.run:launch", "Start a script in one or several connected processes."),
     "config": ("farflung.launch.ask:config", "Ask for settings and keep them in a file."),
-    "plan": ("farflung.launch.planning:plan", "Forecast what each method costs on a network."),
+    "plan": ("farflung.cost.command:plan", "Forecast what each method costs on a network."),
     "env": ("farflung.launch.env:env", "Show versions, devices and the settings in use."),
     "checkpoint": ("farflung.launch.checkpoint:checkpoint", "Look at checkpoints: are they whole, how do two differ."),
     "demo": ("farflung.demo.command:demo", "Train a small GPT three ways and compare what they cost."),

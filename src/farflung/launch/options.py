@@ -10,16 +10,10 @@ import click
 from farflung.base.errors import Unsupported
 from farflung.config.foreign import foreign_flag
 from farflung.config.launch import FIELDS, Field
+from farflung.config.spelling import BOTH_SPELLINGS, underscored
 
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 _LONGEST_METAVAR = 60  # a longer list of words is shown by the error that a wrong word gets
-
-
-def _underscored(word: str) -> str:
-    return word.replace("-", "_")
-
-
-BOTH_SPELLINGS = {"token_normalize_func": _underscored, "help_option_names": ["-h", "--help"]}
 
 
 def launch_options() -> list[click.Parameter]:
@@ -67,7 +61,7 @@ class SettingsCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            foreign = foreign_flag(_underscored(error.option_name.lstrip("-")))
+            foreign = foreign_flag(underscored(error.option_name.lstrip("-")))
             if foreign is None:
                 raise
             raise Unsupported(

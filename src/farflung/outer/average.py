@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from farflung.comm.bucket import CAP_BYTES, Buckets
+from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group
+from farflung.comm.sizes import CAP_BYTES
 from farflung.outer.aggregate import Mean, Shares
 from farflung.outer.codec.base import Identity
 

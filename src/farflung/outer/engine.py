@@ -23,16 +23,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from farflung.base.errors import ConfigError, StateError
-from farflung.comm.bucket import CAP_BYTES
 from farflung.comm.group import Group, SoloGroup, TorchGroup
 from farflung.comm.shards import local
+from farflung.comm.sizes import bucket_bytes_for
 from farflung.outer.recipe import Recipe
 from farflung.outer.report import Meter, Round, Stats
 from farflung.outer.rounds import Rounds
 from farflung.outer.schedule import Apply, Launch, Moment, Word
 from farflung.outer.warmup import VOTE_BYTES, average_gradients
-
-_LEAST_BUCKET_BYTES = 4 * 2**20
 
 
 class OuterLoop:
@@ -64,9 +62,9 @@ class OuterLoop:
         group: the replicas. None: all ranks of `torch.distributed`, or this process alone where that is not in use.
         inner: the optimizer that trains the model, for recipes that follow its learning rate or look after its state.
         bucket_bytes: how much is copied and sent at a time; twice this is kept in memory, four times among more than
-            two ranks, or a whole fragment where it flies while training goes on. None: an eighth of what is trained,
-            but from 4 MB, which stay in a cache between copy and wire, to 12.5 MB. More pays on a line that is both
-            fast and long, such as 1 Gbit/s over 50 ms.
+            two ranks, or a whole fragment where it flies while training goes on. None: as the recipe says, else an
+            eighth of what is trained, but from 4 MB, which stay in a cache between copy and wire, to 12.5 MB. More pays
+            on a line that is both fast and long, such as 1 Gbit/s over 50 ms.
 
     Attributes:
         listeners: functions that are called with the `Round` that has just ended.
@@ -96,8 +94,10 @@ class OuterLoop:
                 'the GPU, or initialize torch.distributed with the backend "cpu:gloo,cuda:nccl".'
             )
         if bucket_bytes is None:
+            bucket_bytes = recipe.bucket_bytes
+        if bucket_bytes is None:
             trained = sum(4 * local(p).numel() for p in model.parameters() if p.requires_grad and not is_lazy(p))
-            bucket_bytes = min(CAP_BYTES, max(_LEAST_BUCKET_BYTES, trained // 8))
+            bucket_bytes = bucket_bytes_for(trained)
         self.listeners: list[Callable[[Round], None]] = []
         self._recipe = recipe
         self._model = model

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import ConfigError
-from farflung.comm.bucket import Buckets, num_buffers_among
+from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group
 from farflung.comm.shards import local
+from farflung.comm.sizes import num_buffers_among
 from farflung.outer.aggregate import mean_of
 from farflung.outer.anchor import Anchor
 from farflung.outer.codec.base import Identity

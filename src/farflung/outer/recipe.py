@@ -41,6 +41,7 @@ class Recipe:
         fragments: cuts a model into as many fragments as the schedule speaks of.
         anchor_on_cpu: keep anchor and outer optimizer state in the host's memory.
         inner: what becomes of the inner optimizer's state in a round.
+        bucket_bytes: how much is copied and sent at a time, unless the `OuterLoop` is told; see there.
 
     Raises:
         ConfigError: parts that do not go together.
@@ -57,10 +58,13 @@ class Recipe:
     fragments: Cut = whole
     anchor_on_cpu: bool = False
     inner: Inner = field(default_factory=Keep)
+    bucket_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.weigh_by not in ("steps", "items"):
             raise ConfigError(f"weigh_by={self.weigh_by!r}: use 'steps' or 'items'.")
+        if self.bucket_bytes is not None and (type(self.bucket_bytes) is not int or self.bucket_bytes < 1):
+            raise ConfigError(f"bucket_bytes is {self.bucket_bytes!r}; it must be a whole number, 1 or more.")
         if self.optimizer is None:
             self._check_without_anchor()
         is_eager = isinstance(self.merge, Correct)

@@ -192,7 +192,7 @@ def simulate(
     The outer loop is the real one, its collectives included: losses and counted bytes are those of a real run. Time is
     not: each replica has a clock that goes on by `step_seconds` a step, stands still while this machine computes, and
     waits where the replica would wait, for the line and for slower replicas. What a collective takes follows from its
-    bytes as in the cost model (`farflung.outer.model`); codecs take no time. Rounds among neighbours alone, those of
+    bytes as in the cost model (`farflung.cost.model`); codecs take no time. Rounds among neighbours alone, those of
     `hierarchical`, only wait for each other, as they do not leave a machine.
 
     A replica that is lost leaves after its step without a word. The others hear of it in the next round, save the state

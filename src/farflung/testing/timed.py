@@ -13,7 +13,7 @@ from torch import Tensor
 
 from farflung.base.errors import ConfigError
 from farflung.comm.group import Group, Op, Work
-from farflung.outer.model import copies, hops
+from farflung.cost.model import copies, hops
 from farflung.testing.sim import SimGroup
 
 

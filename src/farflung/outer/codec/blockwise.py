@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from farflung.base.errors import ConfigError
+from farflung.comm.sizes import blockwise_bytes, scales_bytes
 from farflung.outer.codec.base import piece_size
 from farflung.outer.codec.fused import kernels
 
 _LEAST = 2.0**-100  # the smallest max|x| of a block that is not sent as zeros
-_SCALE_BYTES = 4
 _HALF_MANTISSA = 1 << 22
 _MANTISSA_BITS = 23
 _WHOLE = 0x4B000000  # the bits of 2.0**23: for whole 0 <= k < 2**23, `_WHOLE + k` are the bits of 2.0**23 + k
@@ -74,7 +74,7 @@ class _Blockwise(ABC):
         """Return the wire of `x` `[n]`, uint8 `[wire_bytes(n)]`; `x` stays as it is."""
         n = x.numel()
         wire = torch.empty(self.wire_bytes(n), dtype=torch.uint8, device=x.device)
-        head = self._head(n)
+        head = scales_bytes(n, self.block)
         scales, codes = wire[:head].view(torch.float32), wire[head:]
         if (fused := kernels(x, self.block)) is not None:
             fused.encode(x, scales, codes, top=self.top, **self._form)
@@ -115,7 +115,7 @@ class _Blockwise(ABC):
 
     def wire_bytes(self, n: int) -> int:
         """Four bytes a block, and the codes."""
-        return self._head(n) + (n * self.bits + 7) // 8
+        return blockwise_bytes(n, self.bits, self.block)
 
     def _decoded(self, wire: Tensor, out: Tensor, in_place: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pieces of `out` and what `wire` says of them, in the piece itself if `in_place` and it fits."""
@@ -142,11 +142,8 @@ class _Blockwise(ABC):
 
     def _parts(self, wire: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         """Return scales and codes; the scales are copied, as a wire may begin at any byte."""
-        head = self._head(out.numel())
+        head = scales_bytes(out.numel(), self.block)
         return wire[:head].clone().view(torch.float32), wire[head:]
-
-    def _head(self, n: int) -> int:
-        return _SCALE_BYTES * -(-n // self.block)
 
     def _piece(self, x: Tensor) -> int:
         """How many values are worked on at a time: whole blocks."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,13 +11,12 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import ConfigError
+from farflung.comm.sizes import index_bits, packing, top_k_bytes
 from farflung.outer.codec.base import piece_size
 
 _MAGNITUDE = 0x7FFFFFFF  # all bits of an fp32 but its sign: as whole numbers they are in the order of the magnitudes
 _NEGATIVE, _LARGE = 1, 2  # the bits of a code
-_LEVELS = 2
-_LEVEL_BYTES = 2  # bf16: its rounding, 1/512, is nothing beside that to two levels, and feedback sees it
-_VALUE_BYTES = 4
+_LEVELS = 2  # in bf16: its rounding, 1/512, is nothing beside that to two levels, and feedback sees it
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class TopK:
             body.copy_(_pack(torch.cat(codes), 2))
         else:
             body.copy_(torch.cat(codes).view(torch.uint8))
-        places.copy_(_pack(torch.cat(chosen), self._index_bits))
+        places.copy_(_pack(torch.cat(chosen), index_bits(self.chunk)))
         return wire
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
@@ -114,15 +112,8 @@ class TopK:
         """Levels, values and indices, each in whole bytes."""
         return sum(self._sizes(n))
 
-    @property
-    def _index_bits(self) -> int:
-        return -(-(self.chunk - 1).bit_length() // 2) * 2
-
     def _sizes(self, n: int) -> tuple[int, int, int]:
-        num_sent = n // self.chunk * self.k + min(self.k, n % self.chunk)
-        levels = _LEVELS * _LEVEL_BYTES * -(-n // self.chunk) if self.bits == 2 else 0
-        values = _packed_bytes(num_sent, 2) if self.bits == 2 else _VALUE_BYTES * num_sent
-        return levels, values, _packed_bytes(num_sent, self._index_bits)
+        return top_k_bytes(n, self.k, self.chunk, self.bits)
 
     def _cut(self, wire: Tensor, n: int) -> tuple[Tensor, ...]:
         return torch.split(wire, list(self._sizes(n)))
@@ -156,7 +147,7 @@ class TopK:
         full, rest = n // self.chunk, min(self.k, n % self.chunk)
         num_sent = full * self.k + rest
         of_chunk = torch.arange(num_sent, device=out.device).div_(self.k, rounding_mode="floor")
-        index = _unpack(places, self._index_bits, num_sent).add_(of_chunk * self.chunk)
+        index = _unpack(places, index_bits(self.chunk), num_sent).add_(of_chunk * self.chunk)
         if self.bits == 32:
             return index, body.clone().view(torch.float32).to(out.dtype)
         code = _unpack(body, 2, num_sent)
@@ -176,20 +167,9 @@ def _to_levels(values: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([low, high], dim=1).to(torch.bfloat16), is_large * _LARGE + (values < 0) * _NEGATIVE
 
 
-def _group(bits: int) -> tuple[int, int]:
-    """How many numbers of `bits` bits fill how many whole bytes: 4 of 2 bits fill 1, 2 of 12 bits fill 3."""
-    numbers = 8 // math.gcd(bits, 8)
-    return numbers, numbers * bits // 8
-
-
-def _packed_bytes(n: int, bits: int) -> int:
-    numbers, size = _group(bits)
-    return -(-n // numbers) * size
-
-
 def _pack(codes: Tensor, bits: int) -> Tensor:
     """Put whole numbers below 2**`bits`, an even number up to 16, one after the other, the first in the lowest bits."""
-    numbers, size = _group(bits)
+    numbers, size = packing(bits)
     missing = -codes.numel() % numbers
     filled = torch.nn.functional.pad(codes, (0, missing)).view(-1, numbers)
     word = (filled << torch.arange(0, numbers * bits, bits, device=codes.device)).sum(dim=1, keepdim=True)
@@ -198,7 +178,7 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 def _unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     """Return the `n` numbers that were packed, int64."""
-    numbers, size = _group(bits)
+    numbers, size = packing(bits)
     word = (packed.view(-1, size).long() << torch.arange(0, 8 * size, 8, device=packed.device)).sum(1, keepdim=True)
     codes = word >> torch.arange(0, numbers * bits, bits, device=packed.device)
     return codes.bitwise_and_((1 << bits) - 1).view(-1)[:n]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""method_of: the cost model says of each recipe what a run of it counts."""
+"""method_of: the cost model says of each recipe what a run of it counts; what a forecast compares is what it makes."""
 
 from dataclasses import replace
 
@@ -7,7 +7,16 @@ import pytest
 import torch
 from torch import nn
 
+from farflung import Accelerator, utils
+from farflung.accelerator.recipes import recipe_of
 from farflung.base.errors import ConfigError
+from farflung.config import environ
+from farflung.config.launch import launched_outer, rank_variables
+from farflung.config.resolve import resolve
+from farflung.cost.methods import rows_for
+from farflung.cost.model import Method, Run, cost_of
+from farflung.cost.recipes import method_of
+from farflung.launch.options import SettingsCommand, given, launch_options
 from farflung.outer import (
     Average,
     ByTime,
@@ -31,8 +40,7 @@ from farflung.outer import (
     sparse_loco,
     streaming_diloco,
 )
-from farflung.outer.model import Method, Run, cost_of
-from farflung.outer.table import method_of
+from farflung.state import AcceleratorState
 from farflung.testing.sim import run_replicas
 
 ROUNDS, WIDTH = 3, 64
@@ -112,4 +120,41 @@ def test_a_schedule_by_time_needs_to_be_told_its_steps():
     with pytest.raises(ConfigError, match="how many steps a round has"):
         method_of(recipe, 1000, name="by time")
     assert method_of(recipe, 1000, name="by time", every=50).every == 50
-    assert method_of(local_sgd(8), 1000, name="plain") == Method("plain", every=8, confirmed=True)
+    assert method_of(local_sgd(8), 1000, name="plain") == Method(
+        "plain", every=8, confirmed=True, bucket_bytes=4 * 2**20
+    )
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 2**20])
+@pytest.mark.parametrize(("parameters", "layers"), [(366_000, 4), (124_000_000, 12), (1_100_000_000, 1000)])
+def test_the_rows_of_a_forecast_are_their_recipes(parameters, layers, bucket_bytes):
+    """They are written in plain numbers so that a forecast needs no torch; here they are held to the recipes."""
+    run = Run(parameters, layers, step_s=0.1, replicas=4, bandwidth_bps=1e9)
+    for row in rows_for(run, bucket_bytes):
+        if row.outer is not None:
+            recipe = recipe_of(row.outer, local_size=1)
+            size = recipe.bucket_bytes
+            assert size == bucket_bytes
+            assert row.method == method_of(recipe, parameters, name=row.method.name, bucket_bytes=size)
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 2**20])
+def test_the_flags_of_a_row_ask_for_it(bucket_bytes):
+    for row in rows_for(Run(124_000_000, 12, step_s=0.1, replicas=4, bandwidth_bps=1e9), bucket_bytes):
+        command = SettingsCommand("launch", params=launch_options())
+        settings = resolve(given(command.make_context("launch", row.flags.split()).params)).settings
+        with environ.patched(rank_variables(settings)):
+            assert launched_outer() == row.outer
+
+
+def test_what_a_row_writes_into_the_script_is_an_accelerator():
+    names = {"Accelerator": Accelerator, **vars(utils)}
+    run = Run(124_000_000, 12, step_s=0.1, replicas=4, bandwidth_bps=1e9)
+    for row, bucket in [(row, size) for size in (None, 2**20) for row in rows_for(run, size)]:
+        if row.outer is None and row.script:
+            handler = eval(row.script.replace("Accelerator(", "Accelerator(cpu=True, "), names).ddp_handler
+            assert handler.bucket_cap_mb == (1 if bucket else 25)
+            assert (handler.comm_hook == "bf16") is ("bf16" in row.method.name)
+            AcceleratorState._reset_state(reset_partial_state=True)
+        elif row.outer is None:
+            assert row.method.name == "DDP"

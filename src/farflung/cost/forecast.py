@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from farflung.base.errors import ConfigError
-from farflung.launch.units import in_bytes, in_rate, in_seconds
-from farflung.outer.model import Cost, Run, cost_of, needed_bandwidth
-from farflung.outer.table import methods_for
+from farflung.base.words import counted
+from farflung.cost.methods import Row, rows_for
+from farflung.cost.model import Cost, Run, cost_of, needed_bandwidth
+from farflung.cost.units import in_bytes, in_rate, in_seconds
 
 _POINTS_PER_DECADE = 12
 
@@ -28,34 +29,60 @@ class Forecast:
     """The costs of the methods in one run.
 
     Args:
+        rows: the methods, and what asks for them.
+        costs: of the rows, in their order.
         utilization: from which on a method counts as fast enough.
     """
 
     run: Run
+    rows: tuple[Row, ...]
     costs: tuple[Cost, ...]
     utilization: float
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], bucket_bytes: int, utilization: float) -> Forecast:
+    def of(cls, settings: Mapping[str, Any], bucket_bytes: int | None, utilization: float) -> Forecast:
         """Return the forecast of a run.
 
         Args:
             settings: the arguments of `Run`.
-            bucket_bytes: what travels at a time.
+            bucket_bytes: what travels at a time; None: as each method does by itself.
 
         Raises:
             ConfigError: a number can't be.
         """
         run = Run(**settings)
-        costs = tuple(cost_of(run, method) for method in methods_for(run, bucket_bytes))
-        return cls(run, costs, utilization)
+        rows = rows_for(run, bucket_bytes)
+        return cls(run, rows, tuple(cost_of(run, row.method) for row in rows), utilization)
 
     def show(self, as_json: bool) -> None:
-        """Write the table, or one JSON object, to the standard output."""
+        """Write the table, the flags and the advice, or one JSON object, to the standard output."""
         if as_json:
             click.echo(json.dumps(self.as_dict(), indent=2))
-        else:
-            Console().print(self.table())
+            return
+        Console().print(self.table())
+        width = max(len(row.method.name) for row in self.rows)
+        click.echo("\nFlags of `farflung launch`:")
+        for row in self.rows:
+            script = f", and in the script {row.script}" if row.script else ""
+            click.echo(f" {row.method.name:<{width}}  {row.flags or f'none{script}'}")
+        click.echo(f"\n{self.advice()}")
+
+    @property
+    def best(self) -> Row | None:
+        """The first row that is fast enough, None where none is: rows that change training less stand before others."""
+        return next((row for row, cost in zip(self.rows, self.costs, strict=True) if self.suffices(cost)), None)
+
+    def suffices(self, cost: Cost) -> bool:
+        """Say whether a method is fast enough."""
+        return cost.utilization >= self.utilization
+
+    def advice(self) -> str:
+        """Say in one line which row to take."""
+        if self.best is not None:
+            return f"Take {self.best.method.name}: of the rows that are fast enough it changes training least."
+        nearest = max(self.costs, key=lambda cost: cost.utilization)
+        share = f"{nearest.utilization:.1%} of the time spent computing"
+        return f"No row is fast enough; the nearest is {nearest.method.name}, with {share}."
 
     def needed(self, cost: Cost) -> float:
         """Return the bits a second from which the method of `cost` is fast enough; `math.inf` where none are."""
@@ -64,16 +91,18 @@ class Forecast:
     def as_dict(self) -> dict[str, Any]:
         """Return all that is known, in bytes, bits and seconds; a bandwidth that no line has is None."""
         rows = []
-        for cost in self.costs:
+        for row, cost in zip(self.rows, self.costs, strict=True):
             needed = self.needed(cost)
             rows.append(
                 {
                     "method": cost.method.name,
+                    "flags": row.flags,
+                    "script": row.script,
                     "every": cost.method.every,
                     "seconds_per_step": cost.seconds_per_step,
                     "utilization": cost.utilization,
                     "exposed_share": cost.exposed_share,
-                    "is_fast_enough": cost.utilization >= self.utilization,
+                    "is_fast_enough": self.suffices(cost),
                     "bandwidth_needed_bps": needed if needed < math.inf else None,
                     "bytes_sent_per_step": cost.bytes_sent_per_step,
                     "bytes_sent_per_round": cost.bytes_sent_per_round,
@@ -81,14 +110,16 @@ class Forecast:
                     "memory": asdict(cost.memory) | {"total": cost.memory.total},
                 }
             )
-        return {"run": asdict(self.run), "utilization": self.utilization, "methods": rows}
+        best = None if self.best is None else self.best.method.name
+        return {"run": asdict(self.run), "utilization": self.utilization, "methods": rows, "take": best}
 
     def table(self) -> Table:
         """Lay out one row for each method, within 80 columns; those that are fast enough have a star."""
         run = self.run
+        who = f"{counted(run.replicas, 'replica')}, {run.parameters:,} parameters"
         table = Table(
             "method",
-            title=f"{run.replicas} replicas, {run.parameters:,} parameters, {in_seconds(run.step_s)} a step; "
+            title=f"{who}, {in_seconds(run.step_s)} a step; "
             f"{in_rate(run.bandwidth_bps)}, {in_seconds(run.latency_s)} one way",
             box=box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
@@ -97,7 +128,7 @@ class Forecast:
         for heading in ("sent/step", "a step", "computing", "memory", f"{self.utilization:.2g} needs"):
             table.add_column(heading, justify="right", no_wrap=True)
         for cost in self.costs:
-            enough = cost.utilization >= self.utilization
+            enough = self.suffices(cost)
             needed = self.needed(cost)
             table.add_row(
                 cost.method.name,
@@ -138,7 +169,7 @@ class Forecast:
         axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.set_xlabel("bandwidth of each replica's line (log scale)")
         axes.set_ylabel("time spent computing")
-        axes.set_title(f"{self.run.replicas} replicas, {self.run.parameters:,} parameters")
+        axes.set_title(f"{counted(self.run.replicas, 'replica')}, {self.run.parameters:,} parameters")
         axes.grid(which="major", alpha=0.3)
         axes.legend(fontsize="small")
         try:

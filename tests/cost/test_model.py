@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.base.errors import ConfigError
-from farflung.outer.model import Method, Run, cost_of, needed_bandwidth
-from farflung.outer.table import methods_for
+from farflung.cost.methods import rows_for
+from farflung.cost.model import Method, Run, cost_of, needed_bandwidth
 
 GRID = np.logspace(-1, 3, 50)  # Gbit/s
 UTILIZATIONS = (0.5, 0.8, 0.9, 0.95, 0.99)
@@ -288,8 +288,8 @@ def test_memory_is_what_is_kept_and_what_is_under_way():
 def test_the_usual_methods_go_with_any_number_of_layers_and_send_what_their_papers_say():
     for layers in (1, 2, 3, 24, 1000):
         run = replace(RUN, layers=layers)
-        costs = {method.name: cost_of(run, method) for method in methods_for(run)}
-        assert len(costs) == len(methods_for(run))
+        costs = {row.method.name: cost_of(run, row.method) for row in rows_for(run)}
+        assert len(costs) == len(rows_for(run))
     dense, sparse = Method("dense", exchange="gathered"), costs["sparse_loco(30)"]
     # SparseLoCo: 146 times below fp32, and its two levels a chunk.
     assert cost_of(RUN, dense).bytes_sent_per_round / sparse.bytes_sent_per_round == pytest.approx(

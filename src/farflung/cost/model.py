@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from farflung.base.errors import ConfigError
-from farflung.comm.bucket import CAP_BYTES, num_buffers_among
+from farflung.comm.sizes import CAP_BYTES, num_buffers_among
 
 Exchange = Literal["reduced", "gathered", "paired"]
 

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.base.errors import ConfigError
-from farflung.launch import planning
-from farflung.launch.forecast import Forecast
-from farflung.launch.units import (
+from farflung.cost import command
+from farflung.cost.forecast import Forecast
+from farflung.cost.methods import rows_for
+from farflung.cost.model import Run, cost_of
+from farflung.cost.units import (
     in_bytes,
     in_rate,
     in_seconds,
@@ -23,15 +25,13 @@ from farflung.launch.units import (
     parse_rate,
     parse_seconds,
 )
-from farflung.outer.model import Run, cost_of
-from farflung.outer.table import methods_for
 
 USUAL = ["--parameters", "124M", "--step_seconds", "0.5", "--bandwidth", "1Gbit", "--replicas", "4", "--latency", "1ms"]
 RUN = Run(124_000_000, 24, 0.5, replicas=4, bandwidth_bps=1e9, latency_s=0.001)
 
 
 def planned(*arguments):
-    return CliRunner().invoke(planning.plan, arguments, catch_exceptions=False)
+    return CliRunner().invoke(command.plan, arguments, catch_exceptions=False)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,11 @@ def test_bytes_are_written_with_three_digits(count, text):
 def test_json_is_what_the_model_says():
     found = json.loads(planned(*USUAL, "--json", "--bucket", "1MiB").output)
     assert Run(**found["run"]) == RUN
-    costs = [cost_of(RUN, method) for method in methods_for(RUN, bucket_bytes=2**20)]
+    rows = rows_for(RUN, bucket_bytes=2**20)
+    costs = [cost_of(RUN, row.method) for row in rows]
     assert [row["method"] for row in found["methods"]] == [cost.method.name for cost in costs]
+    assert [row["flags"] for row in found["methods"]] == [row.flags for row in rows]
+    assert found["take"] == next(row["method"] for row in found["methods"] if row["is_fast_enough"])
     for row, cost in zip(found["methods"], costs, strict=True):
         assert row["seconds_per_step"] == cost.seconds_per_step
         assert row["utilization"] == cost.utilization == pytest.approx(1 - row["exposed_share"])
@@ -141,17 +144,34 @@ def test_no_bandwidth_that_is_enough_is_null_in_json_and_a_dash_in_the_table():
     far = [*USUAL, "--latency", "1s"]
     rows = {row["method"]: row for row in json.loads(planned(*far, "--json").output)["methods"]}
     assert rows["DDP"]["bandwidth_needed_bps"] is None
-    (line,) = [line for line in planned(*far).output.splitlines() if line.split()[:1] == ["local_sgd(8)"]]
+    table = planned(*far).output.split("\nFlags")[0]
+    (line,) = [line for line in table.splitlines() if line.split()[:1] == ["local_sgd(8)"]]
     assert line.rstrip().endswith(" -")
 
 
 def test_the_table_fits_80_columns_and_marks_what_is_fast_enough():
-    lines = planned(*USUAL).output.splitlines()
+    lines = planned(*USUAL).output.split("\nFlags")[0].splitlines()
     assert max(map(len, lines)) <= 80
-    for method in methods_for(RUN):
-        (line,) = [line for line in lines if line.strip().startswith(f"{method.name}  ")]
-        assert ("% *" in line) == (cost_of(RUN, method).utilization >= 0.9)
+    for row in rows_for(RUN):
+        (line,) = [line for line in lines if line.strip().startswith(f"{row.method.name}  ")]
+        assert ("% *" in line) == (cost_of(RUN, row.method).utilization >= 0.9)
     assert {"% *" in line for line in lines if "%" in line} == {True, False}
+
+
+def test_each_row_says_its_flags_and_one_line_says_which_row_to_take():
+    for arguments, advice in [
+        ([], "Take streaming_diloco(100) e3m0: of the rows that are fast enough it changes training least."),
+        (["--bandwidth", "1Tbit"], "Take DDP: of the rows that are fast enough it changes training least."),
+        (["--latency", "1min"], "No row is fast enough; the nearest is "),
+    ]:
+        lines = planned(*USUAL, *arguments).output.splitlines()
+        assert lines[-1].startswith(advice)
+        assert sum(line.startswith(("Take", "No row")) for line in lines) == 1
+        start = lines.index("Flags of `farflung launch`:") + 1
+        flags = {row.method.name: line for row, line in zip(rows_for(RUN), lines[start:], strict=False)}
+        assert flags["DDP"].split() == ["DDP", "none"]
+        assert flags["diloco(128)"].split() == ["diloco(128)", "--outer", "diloco", "--outer-every", "128"]
+    assert "1 replica, " in planned(*USUAL, "--replicas", "1").output
 
 
 def test_both_spellings_are_one_flag_and_utilization_moves_the_mark():
@@ -183,7 +203,7 @@ def test_the_picture_has_a_curve_for_each_method(home):
 
 
 def test_without_matplotlib_a_picture_is_refused_before_anything_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(planning, "is_available", lambda module: False)
+    monkeypatch.setattr(command, "is_available", lambda module: False)
     with pytest.raises(ConfigError, match=r"--picture needs matplotlib\. Get it with `pip install 'farflung\[plot\]'`"):
         planned(*USUAL, "--picture", "x.png")
 
@@ -197,7 +217,18 @@ def test_the_rates_of_a_picture_reach_from_what_suffices_the_least_to_what_the_m
     assert rates[0] < min(needed) <= max(needed) < rates[-1] < math.inf
 
 
-def test_help_and_a_wrong_flag_do_without_torch(home):
+def test_the_plan_needs_no_torch(tmp_path):
+    """It is arithmetic: where torch can't be imported the output is the same."""
+    (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')\n")
+    (tmp_path / "numpy.py").write_text("raise ImportError('there is no numpy here')\n")
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from farflung.launch.main import main; main()"
+    command = [sys.executable, "-c", code, str(tmp_path), "plan", *USUAL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == planned(*USUAL).output
+
+
+def test_help_loads_no_more_than_it_needs(home):
     code = (
         "import sys\n"
         "from farflung.launch.main import farflung\n"

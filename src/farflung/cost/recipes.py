@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From recipes to the cost model's plain numbers, and the methods that a forecast compares."""
+"""From recipes to the cost model's plain numbers. It needs torch, as recipes do; the rest of the room does not."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import nn
 
 from farflung.base.errors import ConfigError
-from farflung.comm.bucket import CAP_BYTES
+from farflung.comm.sizes import bucket_bytes_for
+from farflung.cost.methods import bits_on_the_wire
+from farflung.cost.model import Exchange, Method
 from farflung.outer.aggregate import Gossip, Mean, ReduceScatterMean
-from farflung.outer.codec.base import Codec
 from farflung.outer.codec.feedback import ErrorFeedback
 from farflung.outer.inner import Average
 from farflung.outer.merge import Correct
-from farflung.outer.model import Exchange, Method, Run
 from farflung.outer.recipe import Recipe
-from farflung.outer.recipes import diloco, eager_diloco, local_sgd, sparse_loco, streaming_diloco
 from farflung.outer.schedule import Every, Levels, Quadratic, Schedule, Streaming, Warmup
 
 _FP32_BITS = 32
@@ -29,7 +26,7 @@ def method_of(
     *,
     name: str,
     every: int | None = None,
-    bucket_bytes: int = CAP_BYTES,
+    bucket_bytes: int | None = None,
     state_tensors: int = 2,
 ) -> Method:
     """Write a recipe down in the cost model's plain numbers: bytes are those that `stats()` of a real run counts.
@@ -41,12 +38,13 @@ def method_of(
         parameters: that are trained.
         name: for people.
         every: steps of a round, for schedules that do not say it: those by time, and longer ones of the quadratic rule.
-        bucket_bytes: as of the `OuterLoop`.
+        bucket_bytes: as of the `OuterLoop`; None is what it takes for so many fp32 parameters.
         state_tensors: how many the inner optimizer keeps of each parameter, if the recipe averages them; Adam keeps 2.
 
     Raises:
         ConfigError: the schedule does not say how many steps a round has, and neither does `every`.
     """
+    bucket_bytes = bucket_bytes or bucket_bytes_for(_FP32_BITS // 8 * parameters)
     schedule = recipe.schedule
     inside = schedule.then if isinstance(schedule, Warmup) else schedule
     levels = inside.sizes if isinstance(inside, Levels) else {}
@@ -55,7 +53,7 @@ def method_of(
         every=every or _steps(inside),
         fragments=schedule.fragments,
         delay=schedule.delay,
-        bits=_bits(recipe.codec, parameters, schedule.fragments, bucket_bytes),
+        bits=bits_on_the_wire(recipe.codec.wire_bytes, parameters, schedule.fragments, bucket_bytes),
         exchange=_exchange(recipe),
         # Elsewhere the vote travels with the values, or beside them.
         voted=recipe.is_whole or recipe.rule.norm != "none",
@@ -69,40 +67,12 @@ def method_of(
     )
 
 
-def methods_for(run: Run, bucket_bytes: int = CAP_BYTES) -> tuple[Method, ...]:
-    """Return what is worth comparing in a run; `bucket_bytes` is what travels at a time."""
-    fragments = max(1, min(run.layers // 3, 100))  # of three layers, as in arXiv:2501.18512
-    recipes = {
-        "local_sgd(8)": local_sgd(8),
-        **{f"diloco({every})": diloco(every) for every in (32, 128, 500)},
-        "eager_diloco(32) int8": eager_diloco(32),
-        "streaming_diloco(100) e3m0": streaming_diloco(100, fragments, delay=min(5, 100 // fragments)),
-        "sparse_loco(30)": sparse_loco(30),
-    }
-    gradients = Method("DDP", during_backward=True, bucket_bytes=bucket_bytes)
-    return (
-        gradients,
-        replace(gradients, name="DDP bf16", bits=16),
-        *(method_of(recipe, run.parameters, name=name, bucket_bytes=bucket_bytes) for name, recipe in recipes.items()),
-    )
-
-
 def _steps(schedule: Schedule) -> int:
     if isinstance(schedule, (Every, Streaming, Quadratic)):
         return schedule.every
     if isinstance(schedule, Levels):
         return max(schedule.sizes)
     raise ConfigError(f"{schedule} does not say how many steps a round has: give every=.")
-
-
-def _bits(codec: Codec, parameters: int, fragments: int, bucket_bytes: int) -> float:
-    """Bits on the wire for each parameter, with its share of scales and indices, of fragments cut into buckets."""
-    cap = max(1, bucket_bytes * 8 // _FP32_BITS)
-    num_bytes = 0
-    for fragment in range(fragments):
-        values = parameters * (fragment + 1) // fragments - parameters * fragment // fragments
-        num_bytes += values // cap * codec.wire_bytes(cap) + codec.wire_bytes(values % cap)
-    return 8 * num_bytes / parameters
 
 
 def _exchange(recipe: Recipe) -> Exchange:

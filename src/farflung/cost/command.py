@@ -10,8 +10,8 @@ import click
 
 from farflung.base.errors import ConfigError
 from farflung.base.optional import is_available
-from farflung.launch.options import BOTH_SPELLINGS
-from farflung.launch.units import parse_bytes, parse_count, parse_rate, parse_seconds
+from farflung.config.spelling import BOTH_SPELLINGS
+from farflung.cost.units import parse_bytes, parse_count, parse_rate, parse_seconds
 
 
 @click.command(context_settings=BOTH_SPELLINGS)
@@ -21,7 +21,9 @@ from farflung.launch.units import parse_bytes, parse_count, parse_rate, parse_se
 @click.option("--latency", default="0ms", show_default=True, metavar="TIME", help="One way, half of a ping: 25ms.")
 @click.option("--replicas", default=2, show_default=True, type=click.IntRange(min=1), help="How many train together.")
 @click.option("--layers", default=24, show_default=True, type=click.IntRange(min=1), help="Of the model.")
-@click.option("--bucket", default="25MiB", show_default=True, metavar="SIZE", help="What travels at a time, in fp32.")
+@click.option(
+    "--bucket", metavar="SIZE", help="What travels at a time, in fp32: 64MiB. [as each method does by itself]"
+)
 @click.option("--utilization", default=0.9, show_default=True, help="Share of time in computing that is fast enough.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON instead of a table: bytes, bits and seconds.")
 @click.option("--picture", metavar="FILE", help="Draw utilization over bandwidth, as PNG.")
@@ -32,7 +34,7 @@ def plan(
     latency: str,
     replicas: int,
     layers: int,
-    bucket: str,
+    bucket: str | None,
     utilization: float,
     as_json: bool,
     picture: str | None,
@@ -50,9 +52,9 @@ def plan(
         "bandwidth_bps": parse_rate(bandwidth, "--bandwidth"),
         "latency_s": parse_seconds(latency, "--latency"),
     }
-    bucket_bytes = parse_bytes(bucket, "--bucket")
-    # The model lives beside the outer loop, which loads torch: not for a help text or a wrong flag.
-    forecast = import_module("farflung.launch.forecast").Forecast.of(settings, bucket_bytes, utilization)
+    bucket_bytes = None if bucket is None else parse_bytes(bucket, "--bucket")
+    # It loads rich: not for a help text or a wrong flag.
+    forecast = import_module("farflung.cost.forecast").Forecast.of(settings, bucket_bytes, utilization)
     forecast.show(as_json)
     if picture is not None:
         forecast.draw(Path(picture))

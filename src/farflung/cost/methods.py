@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods that a forecast compares, in the cost model's plain numbers, each with what asks for it.
+
+They stand in the order in which to try them: what changes training least comes first, by the losses that
+`docs/recipes.md` shows and by how long replicas train alone. A test compares each with what `method_of` makes of its
+recipe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from farflung.comm.sizes import blockwise_bytes, bucket_bytes_for, top_k_bytes
+from farflung.config.outer import OuterConfig
+from farflung.cost.model import Method, Run
+
+_MIB = 2**20
+_DDP_BUCKET_BYTES = 25 * _MIB  # torch's own
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method, and what asks for it.
+
+    Args:
+        outer: the outer loop that it is; None: it is data-parallel training.
+        script: what to write into the script, where no flag asks for it.
+    """
+
+    method: Method
+    outer: OuterConfig | None
+    script: str = ""
+
+    @property
+    def flags(self) -> str:
+        """The flags of `farflung launch` that ask for it; empty where it is what happens without any."""
+        if self.outer is None:
+            return ""
+        options = {"outer": self.outer.recipe, **{f"outer-{name}": value for name, value in self.outer.given().items()}}
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+
+
+def rows_for(run: Run, bucket_bytes: int | None = None) -> tuple[Row, ...]:
+    """Return what is worth comparing in a run.
+
+    Args:
+        bucket_bytes: what travels at a time; None: what DDP, and an outer loop, take by themselves.
+    """
+    fragments = max(1, min(run.layers // 3, 100))  # of three layers, as in arXiv:2501.18512
+    delay = min(5, 100 // fragments)
+    size = bucket_bytes or bucket_bytes_for(_FP32_BYTES * run.parameters)
+    streaming = OuterConfig("streaming_diloco", every=100, fragments=fragments, delay=delay, bucket_bytes=bucket_bytes)
+
+    def outer(config: OuterConfig, name: str = "", wire_bytes: Callable[[int], int] = _plain, **numbers: Any) -> Row:
+        every, parts = config.every or 1, config.fragments or 1
+        bits = bits_on_the_wire(wire_bytes, run.parameters, parts, size)
+        method = Method(
+            f"{config.recipe}({every}){name}",
+            every=every,
+            fragments=parts,
+            bits=bits,
+            confirmed=True,
+            anchor=config.recipe != "local_sgd",
+            bucket_bytes=size,
+            **numbers,
+        )
+        return Row(method, config)
+
+    def plain(recipe: str, every: int) -> OuterConfig:
+        return OuterConfig(recipe, every=every, bucket_bytes=bucket_bytes)
+
+    gathered: dict[str, Any] = {"exchange": "gathered", "voted": True}
+    return (
+        *_gradients(bucket_bytes),
+        outer(plain("local_sgd", 8)),
+        outer(plain("diloco", 32), outer_state=1),
+        outer(streaming, " e3m0", _four_bits, delay=delay, outer_state=1, **gathered),
+        outer(plain("diloco", 128), outer_state=1),
+        outer(plain("eager_diloco", 32), " int8", _eight_bits, delay=32, outer_state=1, feedback=True, **gathered),
+        outer(plain("sparse_loco", 30), "", _top_k, feedback=True, **gathered),
+        outer(plain("diloco", 500), outer_state=1),
+    )
+
+
+def _gradients(bucket_bytes: int | None) -> tuple[Row, Row]:
+    """Return data-parallel training, with gradients as they are and in 16 bits."""
+    method = Method("DDP", during_backward=True, bucket_bytes=bucket_bytes or _DDP_BUCKET_BYTES)
+    bucket = [] if bucket_bytes is None else [f"bucket_cap_mb={math.ceil(bucket_bytes / _MIB)}"]
+    hook = [*bucket, "comm_hook=DDPCommunicationHookType.BF16"]
+    return (
+        Row(method, None, _handler(bucket) if bucket else ""),
+        Row(replace(method, name="DDP bf16", bits=16), None, _handler(hook)),
+    )
+
+
+def _handler(arguments: list[str]) -> str:
+    return f"Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({', '.join(arguments)})])"
+
+
+def _plain(n: int) -> int:
+    return _FP32_BYTES * n
+
+
+def _four_bits(n: int) -> int:
+    return blockwise_bytes(n, bits=4, block=128)
+
+
+def _eight_bits(n: int) -> int:
+    return blockwise_bytes(n, bits=8, block=256)
+
+
+def _top_k(n: int) -> int:
+    return sum(top_k_bytes(n, k=64, chunk=4096, bits=2))
+
+
+def bits_on_the_wire(wire_bytes: Callable[[int], int], parameters: int, fragments: int, bucket_bytes: int) -> float:
+    """Return the bits for each parameter, with its share of scales and indices, of fragments cut into buckets.
+
+    Args:
+        wire_bytes: of so many values, as the codec says.
+        bucket_bytes: in fp32.
+    """
+    cap = max(1, bucket_bytes // _FP32_BYTES)
+    num_bytes = 0
+    for fragment in range(fragments):
+        values = parameters * (fragment + 1) // fragments - parameters * fragment // fragments
+        num_bytes += values // cap * wire_bytes(cap) + wire_bytes(values % cap)
+    return 8 * num_bytes / parameters
