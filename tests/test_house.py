@@ -30,7 +30,7 @@ FLOORS = {
 }
 DOOR_FLOOR = 7
 # The places that load our own modules by name, so that `import farflung` and `--help` don't load torch, or Triton.
-LAZY_TABLES = ("__init__.py", "launch/main.py", "cost/command.py", "demo/command.py", "outer/codec/fused.py")
+LAZY_TABLES = ("__init__.py", "launch/main.py", "demo/command.py", "outer/codec/fused.py")
 FILES = sorted(SOURCE.rglob("*.py"))
 NAMES = [path.relative_to(SOURCE).as_posix() for path in FILES]
 

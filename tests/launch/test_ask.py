@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from click.testing import CliRunner
 
@@ -11,6 +13,7 @@ from farflung.config import environ
 from farflung.config.files import own_file
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import resolve
+from farflung.launch import advise
 from farflung.launch.ask import config, write_basic_config
 
 
@@ -19,19 +22,21 @@ def ask(*arguments: str, answers: list[str]):
 
 
 def test_answers_are_kept_and_count(home):
-    done = ask(answers=["y", "1", "2", "bf16", "n"])
+    done = ask(answers=["y", "1", "2", "bf16", "n", "n"])
     assert done.exit_code == 0, done.output
     resolved = resolve({})
     assert resolved.file == own_file()
     assert resolved.settings == LaunchSettings(use_cpu=True, num_processes=2, mixed_precision="bf16")
     assert "which GPUs" not in done.output.lower()  # on the CPU the question makes no sense
+    assert "How many processes (empty: one)?" in done.output
 
 
 def test_several_machines_are_asked_more(home):
-    answers = ["n", "2", "1", "main", "29511", "8", "0,1,2,3", "fp16", "y", "c10d"]
+    answers = ["n", "2", "1", "main", "29511", "8", "0,1,2,3", "fp16", "y", "c10d", "n"]
     done = ask("--config-file", "cluster.yaml", answers=answers)
     assert done.exit_code == 0, done.output
     assert "--config_file cluster.yaml" in done.output  # it is not looked up by itself
+    assert "How many processes, on all machines together (empty: one for each accelerator)?" in done.output
     settings = resolve({"config_file": "cluster.yaml"}).settings
     assert settings == LaunchSettings(
         num_machines=2,
@@ -48,12 +53,12 @@ def test_several_machines_are_asked_more(home):
 
 
 def test_empty_answers_are_the_defaults(home):
-    assert ask(answers=[""] * 6).exit_code == 0
+    assert ask(answers=[""] * 7).exit_code == 0
     assert resolve({}).settings == LaunchSettings()
 
 
 def test_an_answer_that_can_not_work_is_asked_again(home):
-    done = ask(answers=["y", "none", "0", "1", "0", "2", "fp8", "bf61", "bf16", "n"])
+    done = ask(answers=["y", "none", "0", "1", "0", "2", "fp8", "bf61", "bf16", "n", "n"])
     assert done.exit_code == 0, done.output
     for message in (
         "must be an integer",
@@ -64,6 +69,55 @@ def test_an_answer_that_can_not_work_is_asked_again(home):
     ):
         assert message in done.output
     assert resolve({}).settings == LaunchSettings(use_cpu=True, num_processes=2, mixed_precision="bf16")
+
+
+OUTER = "so that they should agree only now and then?"
+
+
+def test_one_process_is_not_asked_how_processes_agree(home):
+    for number in ("1", ""):
+        done = ask("--config_file", f"one{number}.yaml", answers=["y", "1", number, "no", "n"])
+        assert done.exit_code == 0, done.output
+        assert OUTER not in done.output
+    machines = ["y", "2", "0", "main", "29511", "", "no", "n", "static", "n"]
+    assert OUTER in ask("--config_file", "two.yaml", answers=machines).output
+
+
+def test_a_slow_line_becomes_a_recipe_by_the_cost_model(home):
+    start = ["y", "1", "4", "no", "n", "y"]
+    done = ask("--config_file", "slow.yaml", answers=[*start, "100", "60Mbit", "5", "", "124M", "soon", "500ms"])
+    assert done.exit_code == 0, done.output
+    for message in ("The answer is '100'; it must be a rate", "The answer is '5'", "The answer is 'soon'"):
+        assert message in done.output.replace("Error: ", "")
+    assert "Take sparse_loco(30): of the rows that are fast enough it changes training least." in done.output
+    expected = LaunchSettings(
+        use_cpu=True, num_processes=4, outer_recipe="sparse_loco", outer_every=30, config_file="slow.yaml"
+    )
+    assert resolve({"config_file": "slow.yaml"}).settings == expected
+    done = ask("--config_file", "fast.yaml", answers=[*start, "1Tbit", "0", "124M", "500ms"])
+    assert "Take DDP: " in done.output
+    assert resolve({"config_file": "fast.yaml"}).settings.outer_recipe is None
+    done = ask("--config_file", "far.yaml", answers=[*start, "1kbit", "1s", "124M", "500ms"])
+    assert "No row is fast enough; the nearest is sparse_loco(30)" in done.output
+    assert resolve({"config_file": "far.yaml"}).settings.outer_recipe == "sparse_loco"
+
+
+def test_between_machines_the_speed_of_the_interface_is_the_default(home, monkeypatch):
+    (home / "proc/net").mkdir(parents=True)
+    (home / "proc/net/route").write_text("Iface Destination Gateway\nlo 0000007F 0\neth9 00000000 0101A8C0\n")
+    (home / "sys/class/net/eth9").mkdir(parents=True)
+    (home / "sys/class/net/eth9/speed").write_text("2500\n")
+    rate = partial(advise.found_rate, home)
+    assert rate() == "2500Mbit"
+    monkeypatch.setattr(advise, "found_rate", rate)
+    answers = ["y", "2", "0", "main", "29511", "8", "no", "n", "static", "y", "", "", "1.1B", "1s"]
+    done = ask("--config_file", "cluster.yaml", answers=answers)
+    assert "such as 1Gbit? [2500Mbit]" in done.output
+    assert resolve({"config_file": "cluster.yaml"}).settings.outer_recipe == "streaming_diloco"
+    (home / "sys/class/net/eth9/speed").write_text("-1\n")  # what virtual interfaces say
+    assert rate() is None
+    (home / "proc/net/route").unlink()
+    assert rate() is None
 
 
 def test_a_file_that_is_there_is_replaced_only_when_told_so(home):

@@ -16,6 +16,7 @@ from farflung.config import environ
 from farflung.config.outer import RECIPES, WORDS, OuterConfig, outer_config
 
 Value = int | float | bool | str | None
+Question = str | Callable[[Mapping[str, Value]], str]
 
 _PREFIX = "FARFLUNG_"
 
@@ -35,7 +36,7 @@ class Field:
         in_file: a configuration file may set it.
         choices: the words it may take; empty: any.
         refused: words that Accelerate knows and Farflung does not do, each with what to use instead.
-        question: how `farflung config` asks for it; None: it does not.
+        question: how `farflung config` asks for it, which may depend on the answers so far; None: it does not.
         asked_when: whether the question makes sense after the answers so far.
     """
 
@@ -49,7 +50,7 @@ class Field:
     in_file: bool
     choices: tuple[str, ...]
     refused: Mapping[str, str]
-    question: str | None
+    question: Question | None
     asked_when: Callable[[Mapping[str, Value]], bool]
 
     def parse(
@@ -104,6 +105,11 @@ def _several_machines(answers: Mapping[str, Value]) -> bool:
     return int(answers["num_machines"] or 1) > 1
 
 
+def _how_many(answers: Mapping[str, Value]) -> str:
+    together, each = (", on all machines together", " on each machine") if _several_machines(answers) else ("", "")
+    return f"How many processes{together} (empty: one{each if answers['use_cpu'] else ' for each accelerator'})?"
+
+
 def _on_gpus(answers: Mapping[str, Value]) -> bool:
     return not answers["use_cpu"]
 
@@ -118,7 +124,7 @@ def setting(
     in_file: bool = True,
     choices: tuple[str, ...] = (),
     refused: Mapping[str, str] | None = None,
-    question: str | None = None,
+    question: Question | None = None,
     asked_when: Callable[[Mapping[str, Value]], bool] = _always,
 ) -> Any:
     """Declare one attribute of `LaunchSettings`; see `Field` for the arguments.
@@ -179,7 +185,7 @@ class LaunchSettings:
     num_processes: int | None = setting(
         None,
         "How many processes to start, on all machines together. [one for each accelerator; one on the CPU]",
-        question="How many processes, on all machines together (empty: one for each accelerator)?",
+        question=_how_many,
     )
     multi_gpu: bool = setting(False, "Insist on GPUs: without them, refuse to start.", in_file=False)
     gpu_ids: str = setting(

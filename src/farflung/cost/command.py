@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 
 import click
@@ -11,6 +10,7 @@ import click
 from farflung.base.errors import ConfigError
 from farflung.base.optional import is_available
 from farflung.config.spelling import BOTH_SPELLINGS
+from farflung.cost.forecast import Forecast
 from farflung.cost.units import parse_bytes, parse_count, parse_rate, parse_seconds
 
 
@@ -53,8 +53,7 @@ def plan(
         "latency_s": parse_seconds(latency, "--latency"),
     }
     bucket_bytes = None if bucket is None else parse_bytes(bucket, "--bucket")
-    # It loads rich: not for a help text or a wrong flag.
-    forecast = import_module("farflung.cost.forecast").Forecast.of(settings, bucket_bytes, utilization)
+    forecast = Forecast.of(settings, bucket_bytes, utilization)
     forecast.show(as_json)
     if picture is not None:
         forecast.draw(Path(picture))

@@ -8,18 +8,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.cost.methods import Row, rows_for
 from farflung.cost.model import Cost, Run, cost_of, needed_bandwidth
 from farflung.cost.units import in_bytes, in_rate, in_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _POINTS_PER_DECADE = 12
 
@@ -59,6 +59,8 @@ class Forecast:
         if as_json:
             click.echo(json.dumps(self.as_dict(), indent=2))
             return
+        from rich.console import Console  # where a help text or a question is all, it isn't needed
+
         Console().print(self.table())
         width = max(len(row.method.name) for row in self.rows)
         click.echo("\nFlags of `farflung launch`:")
@@ -76,13 +78,17 @@ class Forecast:
         """Say whether a method is fast enough."""
         return cost.utilization >= self.utilization
 
+    @property
+    def nearest(self) -> Row:
+        """The row that computes most of the time."""
+        return max(zip(self.rows, self.costs, strict=True), key=lambda pair: pair[1].utilization)[0]
+
     def advice(self) -> str:
         """Say in one line which row to take."""
         if self.best is not None:
             return f"Take {self.best.method.name}: of the rows that are fast enough it changes training least."
-        nearest = max(self.costs, key=lambda cost: cost.utilization)
-        share = f"{nearest.utilization:.1%} of the time spent computing"
-        return f"No row is fast enough; the nearest is {nearest.method.name}, with {share}."
+        share = f"{cost_of(self.run, self.nearest.method).utilization:.1%} of the time spent computing"
+        return f"No row is fast enough; the nearest is {self.nearest.method.name}, with {share}."
 
     def needed(self, cost: Cost) -> float:
         """Return the bits a second from which the method of `cost` is fast enough; `math.inf` where none are."""
@@ -115,6 +121,9 @@ class Forecast:
 
     def table(self) -> Table:
         """Lay out one row for each method, within 80 columns; those that are fast enough have a star."""
+        from rich import box
+        from rich.table import Table
+
         run = self.run
         who = f"{counted(run.replicas, 'replica')}, {run.parameters:,} parameters"
         table = Table(

@@ -13,6 +13,7 @@ from farflung.config.files import find_file, own_file, write_file
 from farflung.config.launch import FIELDS, Field, LaunchSettings, Value, field_named
 from farflung.config.resolve import Resolved, resolve
 from farflung.config.spelling import BOTH_SPELLINGS
+from farflung.launch.advise import ask_outer
 from farflung.launch.options import SettingsCommand, given, launch_options
 
 
@@ -40,13 +41,14 @@ def ask() -> dict[str, Value]:
     for entry in FIELDS:
         if entry.question is not None and entry.asked_when(known):
             asked[entry.name] = known[entry.name] = _answer(entry, known)
-    return asked
+    return asked | ask_outer(known)
 
 
 def _answer(entry: Field, known: dict[str, Value]) -> Value:
     assert entry.question is not None
+    question = entry.question if isinstance(entry.question, str) else entry.question(known)
     if entry.kind is bool:
-        return click.confirm(entry.question, default=bool(entry.default))
+        return click.confirm(question, default=bool(entry.default))
 
     def read(text: str) -> Value:
         try:
@@ -59,7 +61,7 @@ def _answer(entry: Field, known: dict[str, Value]) -> Value:
 
     choices = f" ({', '.join(entry.choices)})" if entry.choices else ""
     default = "" if entry.default is None else entry.text(entry.default)
-    value: Value = click.prompt(entry.question + choices, default=default, show_default=default != "", value_proc=read)
+    value: Value = click.prompt(question + choices, default=default, show_default=default != "", value_proc=read)
     return value
 
 

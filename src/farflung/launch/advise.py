@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `farflung config` asks about the outer loop: from the speed of a line to a recipe, by the cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from farflung.base.errors import ConfigError
+from farflung.config.launch import Value
+from farflung.cost.forecast import Forecast
+from farflung.cost.units import parse_count, parse_rate, parse_seconds
+
+_LAYERS = 24
+_UTILIZATION = 0.9  # of the time spent computing is fast enough
+
+
+def ask_outer(answers: Mapping[str, Value]) -> dict[str, Value]:
+    """Ask whether replicas shall agree only now and then, and over which line; return the settings of what is advised.
+
+    Args:
+        answers: to the questions before, by the settings' names. One process alone is asked nothing.
+
+    Returns:
+        nothing where plain data parallelism is wanted, or fast enough.
+    """
+    machines = int(answers["num_machines"] or 1)
+    count = answers["num_processes"] or (machines if answers["use_cpu"] else max(2, machines))
+    if int(count) == 1:
+        return {}
+    if not click.confirm("Is the line between the processes slow, so that they should agree only now and then?"):
+        return {}
+    found = found_rate() if machines > 1 else None
+    rate = _number("How fast is the line of each of them, such as 1Gbit?", parse_rate, found)
+    latency = _number("How long does a message take one way, half of a ping?", parse_seconds, "1ms")
+    parameters = _number("How many trainable parameters does the model have, such as 124M?", parse_count)
+    step = _number("How long does an optimizer step of one process alone take, such as 500ms?", parse_seconds)
+    run = {"parameters": parameters, "layers": _LAYERS, "step_s": step, "replicas": int(count)}
+    forecast = Forecast.of({**run, "bandwidth_bps": rate, "latency_s": latency}, None, _UTILIZATION)
+    row = forecast.best or forecast.nearest
+    click.echo(forecast.advice())
+    if row.outer is None:
+        return {}
+    return {"outer_recipe": row.outer.recipe, **{f"outer_{name}": value for name, value in row.outer.given().items()}}
+
+
+def _number(question: str, parse: Callable[[str, str], Any], default: str | None = None) -> Any:
+    def read(text: str) -> Any:
+        try:
+            return parse(text, "The answer")
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from None
+
+    return click.prompt(question, default=default, value_proc=read)
+
+
+def found_rate(root: Path = Path("/")) -> str | None:
+    """Return how fast the network interface is that leads out of this machine: `1000Mbit`; None: the system can't tell.
+
+    Args:
+        root: where `proc` and `sys` are.
+    """
+    try:
+        routes = [line.split() for line in (root / "proc/net/route").read_text().splitlines()[1:]]
+        name = next(route[0] for route in routes if route[1] == "00000000")
+        megabits = int((root / "sys/class/net" / name / "speed").read_text())
+    except (OSError, ValueError, LookupError, StopIteration):
+        return None
+    return f"{megabits}Mbit" if megabits > 0 else None
