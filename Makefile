@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format package clean
 demo: $(READY)
 	$(BIN)/farflung demo
 
@@ -20,6 +20,10 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Builds the wheel, and installs, runs and uninstalls it far from the checkout.
+package: $(READY)
+	.ci/package $(BIN)/python
 
 # torch comes first and alone, so that the pinned build is there before anything asks for a range.
 $(READY): pyproject.toml constraints.txt
