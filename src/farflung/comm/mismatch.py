@@ -27,9 +27,8 @@ def calls_differ(calls: Sequence[Call]) -> CollectiveMismatch:
 
 def waits_differ(doing: Mapping[int, str]) -> str:
     """Return the text of the error for ranks that wait for each other in different calls: who is where."""
-    return (
-        f"Ranks wait for each other: {_by_rank('is in', doing)}. All ranks must make the same calls in the same order."
-    )
+    where = _by_rank("", {rank: f"in {call}" for rank, call in doing.items()})
+    return f"Ranks wait for each other, {where}. All ranks must make the same calls in the same order."
 
 
 def require_alike(forms: Sequence[Form], advice: str, alike: Callable[[Kind], Any] = lambda kind: kind) -> None:
@@ -69,7 +68,7 @@ def _by_rank(verb: str, texts: Mapping[int, str]) -> str:
     for rank, text in sorted(texts.items()):
         ranks.setdefault(text, []).append(rank)
     first, *others = [(_ranks(found), text) for text, found in ranks.items()]
-    return ", ".join([f"{first[0]} {verb} {first[1]}", *(f"{who} {text}" for who, text in others)])
+    return ", ".join([" ".join(filter(None, (first[0], verb, first[1]))), *map(" ".join, others)])
 
 
 def _ranks(ranks: Sequence[int]) -> str:
