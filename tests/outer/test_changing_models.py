@@ -249,6 +249,28 @@ def test_a_change_on_one_rank_alone_is_named_on_all(recipe, change):
         assert len(set(said)) == 1
 
 
+def changed_on_half(group):
+    model = Net()
+    outer = OuterLoop(model, hierarchical({1: 2, 2: None}), group)
+    if group.rank < 2:
+        appended(model, group.rank)
+    try:
+        for _ in range(2):
+            move(model, group.rank)
+            outer.step()
+    except CollectiveMismatch as error:
+        return str(error)
+    finally:
+        outer.drop()
+    return "nothing"
+
+
+def test_a_change_in_one_block_of_a_hierarchy_is_named_where_the_blocks_meet():
+    said = run_replicas(changed_on_half, 4)
+    assert len(set(said)) == 1
+    assert "on ranks [0, 1] alone: head.weight float32 [2, 4]" in said[0]
+
+
 def replaced_on_one(group, recipe):
     def replace_first(model, rank):
         model.first = nn.Linear(3, 4)

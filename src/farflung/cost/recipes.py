@@ -56,7 +56,7 @@ def method_of(
         bits=bits_on_the_wire(recipe.codec.wire_bytes, parameters, schedule.fragments, bucket_bytes),
         exchange=_exchange(recipe),
         # Elsewhere the vote travels with the values, or beside them.
-        voted=recipe.is_whole or recipe.rule.norm != "none",
+        voted=recipe.votes_first,
         confirmed=True,
         anchor=recipe.optimizer is not None,
         outer_state=_outer_state(recipe),

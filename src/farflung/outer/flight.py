@@ -54,12 +54,14 @@ class Cargo:
 
     Args:
         is_whole: the buffers hold all buckets at a time, and are loaded before the flight begins.
+        votes_first: nothing is sent before the votes are in.
     """
 
     weights: Averaged | Anchored
     buffers: Averaged
     counters: Highest
     is_whole: bool
+    votes_first: bool
 
 
 class Flight:
@@ -221,7 +223,7 @@ class Flight:
         """Learn what all ranks say; return whether buckets of the weights have been sent that all count alike in."""
         size = self._group.size
         guess = Shares((1.0,) * size, float(size), self._group.rank, self.ballot.number)
-        if self._rule.norm != "none" or self._cargo.is_whole or size == 1:
+        if self._cargo.votes_first or size == 1:
             self._tell()()
             return False
         if self._can_ride:

@@ -80,6 +80,7 @@ class Part:
             buffers=Averaged(averages, mean_of(Identity()), Identity()),
             counters=Highest(counters),
             is_whole=recipe.is_whole,
+            votes_first=recipe.votes_first,
         )
 
     def _bind(self, places: tuple[Place, ...], cap_bytes: int, num_buffers: int | None, tail: int = 0) -> Buckets:

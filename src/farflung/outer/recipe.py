@@ -103,6 +103,15 @@ class Recipe:
         return bool(self.schedule.delay) or self.rule.norm == "sent" or self.rule.longest < math.inf
 
     @property
+    def votes_first(self) -> bool:
+        """Whether nothing is sent before the votes are in.
+
+        They decide what to send; or ranks may differ in the sizes of it, where some have met in a smaller group since
+        the model changed.
+        """
+        return self.is_whole or self.rule.norm != "none" or bool(self.levels)
+
+    @property
     def agrees(self) -> bool:
         """Whether a round leaves all replicas with the same anchor."""
         return self.aggregator.agrees and not isinstance(self.merge, Correct)

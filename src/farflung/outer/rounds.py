@@ -78,9 +78,8 @@ class Rounds:
         travels_in = group.duplicate(in_background=True) if overlaps else None
         self._courier = Courier(device, travels_in) if recipe.schedule.delay else None
         self._cap_bytes = bucket_bytes
-        Static(self.group, self.description, tensors).begin(
-            Ballot(0, 0.0)
-        )()  # or all would differ in what they do next
+        # Before anything else is sent, as ranks that differ would differ in that too.
+        Static(self.group, self.description, tensors).begin(Ballot(0, 0.0))()
         self._members = [Static(travels_in or self.group, self.description, tensors)]
         self._members += [Static(group.split(size), self.description, tensors) for size in recipe.levels]
         self._beside = Static(self.group, _BESIDE + self.description, tensors)
@@ -257,15 +256,10 @@ class Rounds:
         self._describe(self.description, changed.tensors)
         if changed.new and self._recipe.optimizer is not None and self.group.size > 1:
             self._average([local(place.get()) for place in changed.new])  # so that anchors begin at the same point
-        before, self.parts = (
-            self.parts,
-            [
-                Part(fragment, self._recipe, self._structure, self.group, self._cap_bytes, is_new=False)
-                for fragment in changed.fit
-            ],
-        )
-        for part, old in zip(self.parts, before, strict=True):
-            part.go_on_like(old, kept)
+        for number, fragment in enumerate(changed.fit):
+            part = Part(fragment, self._recipe, self._structure, self.group, self._cap_bytes, is_new=False)
+            part.go_on_like(self.parts[number], kept)
+            self.parts[number] = part
         if changed.must_agree:
             self._digests = [-1] * len(self.parts)
 
