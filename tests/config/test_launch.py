@@ -64,6 +64,7 @@ def launch_settings(draw):
     """Settings that can work together, any of them said or left open."""
     machines = draw(st.integers(1, 4))
     gpus = draw(st.integers(1, 3))
+    on_cpu = draw(st.booleans())
     words = st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), min_size=1).filter(str.strip)
     return {
         "num_machines": machines,
@@ -71,8 +72,8 @@ def launch_settings(draw):
         "main_process_ip": "main" if machines > 1 else draw(st.none() | words),
         "main_process_port": draw(st.none() | st.integers(1, 65535)),
         "num_processes": draw(st.none() | st.just(gpus * machines)),
-        "use_cpu": draw(st.booleans()),
-        "gpu_ids": draw(st.sampled_from(["all", ",".join(map(str, range(gpus)))])),
+        "use_cpu": on_cpu,
+        "gpu_ids": "all" if on_cpu else draw(st.sampled_from(["all", ",".join(map(str, range(gpus)))])),
         "mixed_precision": draw(st.sampled_from(["no", "fp16", "bf16"])),
         "gradient_accumulation_steps": draw(st.none() | st.integers(1)),
         "gradient_clipping": draw(st.none() | st.floats(0, exclude_min=True, allow_infinity=False)),
@@ -230,3 +231,19 @@ def test_an_error_names_the_file_that_took_part_in_it(home):
     (home / "farflung.yaml").write_text("machine_rank: 1\n")
     with pytest.raises(ConfigError, match=r"machine_rank is 1.*read from farflung.yaml"):
         resolve({})
+
+
+@pytest.mark.parametrize("gpus", [("multi_gpu", "FARFLUNG_MULTI_GPU", "true"), ("gpu_ids", "FARFLUNG_GPU_IDS", "0,1")])
+def test_a_flag_for_one_device_overrules_a_variable_for_the_other(gpus, home):
+    name, variable, value = gpus
+    said = True if value == "true" else value
+    with environ.patched({"ACCELERATE_USE_CPU": "true"}):
+        chosen = resolve({name: said}).settings
+        assert getattr(chosen, name) == said
+        assert rank_variables(chosen)["ACCELERATE_USE_CPU"] == "false"
+        with environ.patched({variable: value}), pytest.raises(ConfigError, match="choose one"):
+            resolve({})
+    with environ.patched({variable: value}):
+        chosen = resolve({"use_cpu": True}).settings
+        assert chosen.use_cpu
+        assert getattr(chosen, name) in (False, "all")

@@ -79,6 +79,9 @@ def test_one_process_is_this_one():
     [
         ({"num_processes": 0}, "num_processes is 0"),
         ({"num_processes": 2, "node_rank": 1}, "node_rank must be below num_nodes"),
+        ({"num_processes": 100_000_000}, "num_processes asks for 100000000 processes on this machine's CPU"),
+        ({"num_processes": 2, "use_port": "http"}, "use_port is 'http'"),
+        ({"num_processes": 2, "num_nodes": 2, "master_addr": "not a host"}, "master_addr is 'not a host'"),
         ({"num_processes": 2, "mixed_precision": "half"}, "one of no, fp16, bf16"),
     ],
 )
@@ -87,6 +90,8 @@ def test_settings_that_can_not_work_are_refused(said, message):
         notebook_launcher(print, **said)
     with pytest.raises(ConfigError, match="at least 1"):
         debug_launcher(print, num_processes=0)
+    with pytest.raises(ConfigError, match="asks for 100000000 processes"):
+        debug_launcher(print, num_processes=100_000_000)
 
 
 def test_a_process_that_has_joined_a_world_is_not_forked(monkeypatch):

@@ -39,9 +39,9 @@ def gpus(monkeypatch):
         ({"num_processes": 2}, 0, 2, "true"),  # Accelerate would train two unconnected copies
         ({"num_processes": 2}, 4, 2, "false"),
         ({"gpu_ids": "1,3"}, 4, 2, "false"),
-        ({"num_machines": 2, "main_process_ip": "main", "num_processes": 8}, 4, 4, "false"),
-        ({"num_machines": 2, "main_process_ip": "main", "machine_rank": 1}, 4, 4, "false"),
-        ({"num_machines": 2, "main_process_ip": "main", "machine_rank": 1}, 0, 1, "true"),
+        ({"num_machines": 2, "main_process_ip": "10.0.0.1", "num_processes": 8}, 4, 4, "false"),
+        ({"num_machines": 2, "main_process_ip": "10.0.0.1", "machine_rank": 1}, 4, 4, "false"),
+        ({"num_machines": 2, "main_process_ip": "10.0.0.1", "machine_rank": 1}, 0, 1, "true"),
     ],
 )
 def test_there_is_a_process_for_each_accelerator_or_one_on_the_cpu(said, gpu_count, num_local, told_cpu, script, gpus):
@@ -74,7 +74,7 @@ def test_one_process_needs_no_agent_unless_it_is_watched(script):
     assert not alone(num_processes=2)
     assert not alone(max_restarts=1)
     assert not alone(log_dir="logs")
-    assert not alone(num_machines=2, main_process_ip="main", machine_rank=1)
+    assert not alone(num_machines=2, main_process_ip="10.0.0.1", machine_rank=1)
 
 
 def test_threads_share_the_cores_unless_somebody_says_otherwise(script, monkeypatch):
@@ -93,7 +93,7 @@ def test_threads_share_the_cores_unless_somebody_says_otherwise(script, monkeypa
     ("said", "script", "message"),
     [
         ({}, "nowhere.py", "'nowhere.py' does not exist"),
-        ({"module": True}, "no_such_module.train", "no module 'no_such_module'"),
+        ({"module": True}, "no_such_module.train", "no module 'no_such_module.train'"),
         ({"no_python": True}, "no-such-program", "no program 'no-such-program'"),
     ],
 )
@@ -104,6 +104,7 @@ def test_a_script_that_is_not_there_is_missed_at_once(said, script, message, hom
 
 def test_a_script_a_module_and_a_program_are_run(script, home):
     (home / "package").mkdir()
+    (home / "package" / "train.py").touch()
     assert command_line(LaunchSettings(), script, ["-x"]) == (sys.executable, "-u", script, "-x")
     assert command_line(LaunchSettings(module=True), "package.train", []) == (
         sys.executable,
@@ -121,12 +122,12 @@ def test_without_a_port_the_processes_of_a_machine_meet_at_a_free_one():
 
 
 def test_several_machines_meet_at_the_main_one():
-    said = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "main", "rdzv_conf": "timeout=30"}
+    said = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1", "rdzv_conf": "timeout=30"}
     meeting = meet(LaunchSettings(**said))
-    assert (meeting.backend, meeting.endpoint, meeting.num_machines) == ("static", "main:29500", 2)
+    assert (meeting.backend, meeting.endpoint, meeting.num_machines) == ("static", "10.0.0.1:29500", 2)
     assert meeting.conf == {"rank": 1, "timeout": "30"}
     meeting = meet(LaunchSettings(**said, rdzv_backend="c10d", main_process_port=4))
-    assert (meeting.backend, meeting.endpoint, meeting.conf) == ("c10d", "main:4", {"timeout": "30"})
+    assert (meeting.backend, meeting.endpoint, meeting.conf) == ("c10d", "10.0.0.1:4", {"timeout": "30"})
 
 
 def test_a_port_in_use_is_refused_where_this_machine_should_listen():
@@ -136,8 +137,8 @@ def test_a_port_in_use_is_refused_where_this_machine_should_listen():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"Port {port} can't be used here"):
             meet(LaunchSettings(main_process_port=port))
-        elsewhere = {"num_machines": 2, "main_process_ip": "main", "main_process_port": port}
-        assert meet(LaunchSettings(**elsewhere, machine_rank=1)).endpoint == f"main:{port}"
+        elsewhere = {"num_machines": 2, "main_process_ip": "10.0.0.1", "main_process_port": port}
+        assert meet(LaunchSettings(**elsewhere, machine_rank=1)).endpoint == f"10.0.0.1:{port}"
         with pytest.raises(ConfigError, match=f"Port {port}"):
             meet(LaunchSettings(**elsewhere))
 

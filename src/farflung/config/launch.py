@@ -12,13 +12,17 @@ from typing import Any, get_args, get_type_hints
 
 from farflung.base.enums import DynamoBackend
 from farflung.base.errors import ConfigError, Unsupported, did_you_mean
+from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.outer import RECIPES, WORDS, OuterConfig, outer_config
+from farflung.config.rendezvous import check_rendezvous
 
 Value = int | float | bool | str | None
 Question = str | Callable[[Mapping[str, Value]], str]
 
 _PREFIX = "FARFLUNG_"
+
+_GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # what CUDA_VISIBLE_DEVICES takes
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,8 @@ class LaunchSettings:
     )
     num_processes: int | None = setting(
         None,
-        "How many processes to start, on all machines together. [one for each accelerator; one on the CPU]",
+        "How many processes to start, on all machines together; on a CPU at most 16 for each core. [one for each "
+        "accelerator; one on the CPU]",
         question=_how_many,
     )
     multi_gpu: bool = setting(False, "Insist on GPUs: without them, refuse to start.", in_file=False)
@@ -350,9 +355,7 @@ class LaunchSettings:
             raise ConfigError("--module and --no_python exclude each other: a module needs Python to run it.")
         if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", self.tee):
             raise ConfigError(f"tee is {self.tee!r}; use a number from 0 to 3, or a list such as 0:3,1:2.")
-        for part in filter(None, self.rdzv_conf.split(",")):
-            if "=" not in part:
-                raise ConfigError(f"rdzv_conf holds {part!r}; each part must be key=value.")
+        check_rendezvous(self.rdzv_conf)
 
     def _check_ranges(self) -> None:
         least: dict[str, float] = {
@@ -377,9 +380,9 @@ class LaunchSettings:
 
     def _check_machines(self) -> None:
         if self.machine_rank >= self.num_machines:
+            allowed = f"below {self.num_machines}" if self.num_machines > 1 else "0"
             raise ConfigError(
-                f"machine_rank is {self.machine_rank} but num_machines is {self.num_machines}; "
-                f"machines are numbered from 0 to {self.num_machines - 1}."
+                f"machine_rank is {self.machine_rank} but num_machines is {self.num_machines}; it must be {allowed}."
             )
         if self.num_machines == 1:
             return
@@ -400,12 +403,14 @@ class LaunchSettings:
         if self.use_cpu and self.multi_gpu:
             raise ConfigError("Both the CPU (--cpu) and GPUs (--multi_gpu) are asked for; choose one.")
         gpus = self.gpu_list
-        if any(not gpu for gpu in gpus) or len(set(gpus)) < len(gpus):
+        if gpus and self.use_cpu:
+            raise ConfigError(f"Both the CPU (--cpu) and GPUs (gpu_ids is {self.gpu_ids!r}) are asked for; choose one.")
+        if len(set(gpus)) < len(gpus) or not all(_GPU.fullmatch(gpu) for gpu in gpus):
             raise ConfigError(f"gpu_ids is {self.gpu_ids!r}; use `all`, or different numbers with commas between them.")
-        if gpus and self.num_local is not None and self.num_local > len(gpus) and not self.use_cpu:
+        if gpus and self.num_local is not None and self.num_local > len(gpus):
             raise ConfigError(
-                f"gpu_ids names {len(gpus)} GPUs ({self.gpu_ids}) for {self.num_local} processes on this machine; "
-                "each process needs one of its own."
+                f"gpu_ids names {counted(len(gpus), 'GPU')} ({self.gpu_ids}) for {self.num_local} processes on this "
+                "machine; each process needs one of its own."
             )
 
 

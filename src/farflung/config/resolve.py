@@ -77,12 +77,18 @@ def _first(entry: Field, flags: Mapping[str, str | bool], stated: Mapping[str, S
 
 
 def _let_the_stronger_choose_the_device(values: dict[str, Any], origins: dict[str, Origin]) -> None:
-    """A flag that asks for the CPU overrules a file that asks for GPUs, and the other way round."""
-    if values["use_cpu"] and values["multi_gpu"]:
-        cpu, gpu = (_STRENGTH[origins[name].kind] for name in ("use_cpu", "multi_gpu"))
-        if cpu != gpu:
-            loser, winner = ("use_cpu", "multi_gpu") if gpu > cpu else ("multi_gpu", "use_cpu")
-            values[loser], origins[loser] = False, origins[winner]
+    """A flag counts before a variable, and a variable before a file, also where they ask for different devices.
+
+    So one that asks for the CPU overrules GPUs (`multi_gpu`, `gpu_ids`) that a weaker one asks for, and the other way
+    round. Where both are equally strong the settings refuse them.
+    """
+    for gpus, idle in (("multi_gpu", False), ("gpu_ids", "all")):
+        if values["use_cpu"] and values[gpus] != idle:
+            cpu, gpu = (_STRENGTH[origins[name].kind] for name in ("use_cpu", gpus))
+            if cpu > gpu:
+                values[gpus], origins[gpus] = idle, origins["use_cpu"]
+            elif gpu > cpu:
+                values["use_cpu"], origins["use_cpu"] = False, origins[gpus]
 
 
 def _blame(path: Path | None, origins: Mapping[str, Origin]) -> str:

@@ -15,12 +15,13 @@ import click
 from rich.console import Console
 
 from farflung.base.errors import ConfigError
+from farflung.base.words import counted
 from farflung.config.launch import LaunchSettings
 from farflung.cost.units import in_bytes
 from farflung.demo.report import table_of
 from farflung.demo.settings import MODEL_FILE, PICTURE_FILE, SIZES, DemoSettings, Result, load_results
 from farflung.demo.text import Text, check_length, load_text
-from farflung.launch.plan import make_plan
+from farflung.launch.plan import fit_for_cores, make_plan
 from farflung.launch.run import start
 
 DEFAULT_OUTPUT = "farflung-demo"
@@ -62,6 +63,7 @@ def run(settings: DemoSettings) -> None:
         ConfigError: the text is missing or too short, or the output folder can't be written to.
         SystemExit: the training failed; the launcher has said why, and this is its exit code.
     """
+    fit_for_cores(settings.processes, "--processes")
     text = load_text(settings.data)
     check_length(text, context=settings.shape.context, sequences=settings.batch * settings.processes)
     _introduce(settings, text)
@@ -79,7 +81,7 @@ def run(settings: DemoSettings) -> None:
 def _introduce(settings: DemoSettings, text: Text) -> None:
     source = "the standard library's sources" if settings.data is None else settings.data
     size = in_bytes(len(text.train))
-    click.echo(f"{settings.processes} processes, {settings.steps} steps of each way, on {size} of {source}")
+    click.echo(f"{settings.processes} processes, {counted(settings.steps, 'step')} of each way, on {size} of {source}")
     if text.left_out:
         named = ", ".join(text.left_out[:5]) + (" ..." if len(text.left_out) > 5 else "")
         click.echo(f"{len(text.left_out)} files are no UTF-8 text and were left out: {named}")
@@ -92,7 +94,7 @@ def _conclude(settings: DemoSettings, results: Sequence[Result]) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         click.echo("No picture: matplotlib is not installed. Get it with `pip install 'farflung[plot]'`.")
     else:
-        title = f"What {settings.processes} processes send to learn the same text ({settings.steps} steps)"
+        title = f"What {settings.processes} processes send to learn the same text ({counted(settings.steps, 'step')})"
         _late("picture").draw(results, picture, title)
         click.echo(f"picture: {picture}")
     best = min(results, key=lambda result: result.loss)

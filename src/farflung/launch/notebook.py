@@ -13,10 +13,11 @@ from uuid import uuid4
 import torch
 
 from farflung.base.errors import ConfigError, RankFailure, StateError
+from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings, field_named, rank_variables
 from farflung.launch.agent import Watch, run_agent
-from farflung.launch.plan import DEFAULT_PORT, Meeting, refuse_busy_port, usable_cores
+from farflung.launch.plan import DEFAULT_PORT, Meeting, fit_for_cores, refuse_busy_port, resolve_host, usable_cores
 from farflung.launch.report import explain
 from farflung.process import world
 
@@ -44,7 +45,7 @@ def notebook_launcher(
     fork. Without GPUs the processes train on the CPU, connected all the same.
 
     Args:
-        num_processes: on this machine; by default one for each GPU, or one on the CPU.
+        num_processes: on this machine; by default one for each GPU, or one on the CPU, at most 16 for each core.
         mixed_precision: `no`, `fp16` or `bf16`.
         use_port: where the processes meet. On one machine 29500 (the default) and 0 mean any free port.
         master_addr: the address of machine 0.
@@ -67,7 +68,11 @@ def notebook_launcher(
             "there must be at least one process, and node_rank must be below num_nodes."
         )
     if 0 < gpus < num_local:
-        raise ConfigError(f"num_processes is {num_local}, but this machine has {gpus} GPUs; each process needs one.")
+        raise ConfigError(
+            f"num_processes is {num_local}, but this machine has {counted(gpus, 'GPU')}; each process needs one."
+        )
+    if gpus == 0:
+        fit_for_cores(num_local, "num_processes")
     precision = field_named("mixed_precision").parse(mixed_precision, "mixed_precision")
     several = num_local * num_nodes > 1
     settings = LaunchSettings(mixed_precision=str(precision), use_cpu=several and gpus == 0)
@@ -75,7 +80,7 @@ def notebook_launcher(
         with environ.patched(rank_variables(settings)):
             function(*args)
         return
-    meeting = _meeting(int(use_port), master_addr, node_rank, num_nodes, rdzv_backend, rdzv_endpoint, rdzv_id)
+    meeting = _meeting(_port(use_port), master_addr, node_rank, num_nodes, rdzv_backend, rdzv_endpoint, rdzv_id)
     meeting = replace(meeting, conf={**meeting.conf, **(rdzv_conf or {})})
     watch = Watch(max_restarts, monitor_interval, line_prefix=log_line_prefix_template)
     _fork(function, args, num_local, settings, meeting, watch)
@@ -91,8 +96,16 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     """
     if num_processes < 1:
         raise ConfigError(f"num_processes is {num_processes}; it must be at least 1.")
+    fit_for_cores(num_processes, "num_processes")
     meeting = Meeting("c10d", "localhost:0", {}, uuid4().hex, address="127.0.0.1")
     _fork(function, args, num_processes, LaunchSettings(use_cpu=True), meeting, Watch())
+
+
+def _port(said: str | int) -> int:
+    port = int(said) if str(said).isdecimal() else -1
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"use_port is {said!r}; it must be a number from 0 to 65535.")
+    return port
 
 
 def _meeting(
@@ -101,6 +114,7 @@ def _meeting(
     if num_nodes == 1 and not endpoint and port in (0, DEFAULT_PORT):
         return Meeting("c10d", "localhost:0", {}, uuid4().hex, address=address)
     if not endpoint:
+        resolve_host(address, "master_addr")
         endpoint = f"{address}:{port}"
         if node_rank == 0:
             refuse_busy_port(port)

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from pathlib import Path
 from uuid import uuid4
 
 from farflung.base.errors import ConfigError
+from farflung.base.words import counted, plural
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings, rank_variables
+from farflung.launch.script import command_line, refuse_accelerate
 
 DEFAULT_PORT = 29500  # torchrun's and Accelerate's
+MAX_PER_CORE = 16  # more than that on a CPU is a slip: each of them takes 0.2 GB before it has done anything
 
 # What launchers tell their ranks. A process that runs alone must not find another run's.
 PLACE_VARIABLES = (
@@ -78,7 +78,15 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -
         ConfigError: the script does not exist, GPUs are missing, or the port is in use.
     """
     command = command_line(settings, script, arguments)
+    if settings.outer_recipe is not None and not settings.no_python:
+        refuse_accelerate(settings, script)
     num_local, on_cpu = _count_processes(settings)
+    if settings.num_cpu_threads_per_process is not None:
+        fit_for_cores(settings.num_cpu_threads_per_process, "num_cpu_threads_per_process", "thread")
+    if settings.log_dir is not None and Path(settings.log_dir).exists() and not Path(settings.log_dir).is_dir():
+        raise ConfigError(
+            f"log_dir is {settings.log_dir!r}, which is no folder. Name one, or one that is yet to be made."
+        )
     meeting = meet(settings)
     variables = rank_variables(settings)
     if on_cpu:
@@ -86,28 +94,9 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -
     if num_local > 1 and settings.num_cpu_threads_per_process is None:
         variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_local))
     watched = settings.max_restarts > 0 or settings.log_dir is not None or settings.tee != "0"
+    watched = watched or settings.outer_recipe is not None  # what became of it is said at the end
     alone = num_local == 1 and settings.num_machines == 1 and not watched
     return Plan(command, num_local, variables, meeting, alone)
-
-
-def command_line(settings: LaunchSettings, script: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return program and arguments that run `script`.
-
-    Raises:
-        ConfigError: there is no such file, module or program.
-    """
-    if settings.no_python:
-        if shutil.which(script) is None:
-            raise ConfigError(f"There is no program {script!r} that could be run (--no_python).")
-        return (script, *arguments)
-    if settings.module:
-        top = script.partition(".")[0]
-        if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
-            raise ConfigError(f"There is no module {top!r}, neither here ({os.getcwd()}) nor among those installed.")
-        return (sys.executable, "-u", "-m", script, *arguments)
-    if not Path(script).exists():
-        raise ConfigError(f"The script {script!r} does not exist (looked in {os.getcwd()}).")
-    return (sys.executable, "-u", script, *arguments)
 
 
 def _count_processes(settings: LaunchSettings) -> tuple[int, bool]:
@@ -117,20 +106,42 @@ def _count_processes(settings: LaunchSettings) -> tuple[int, bool]:
     """
     wanted = settings.num_local
     if settings.use_cpu:
-        return wanted or 1, True
-    if wanted == 1 and settings.num_machines == 1 and not settings.multi_gpu:
+        return fit_for_cores(wanted or 1, "--num_processes"), True
+    if wanted == 1 and settings.num_machines == 1 and not settings.multi_gpu and not settings.gpu_list:
         return 1, False
-    available = len(settings.gpu_list) or count_gpus()
-    if available == 0:
-        if settings.multi_gpu:
-            raise ConfigError("GPUs are asked for (multi_gpu), but torch finds none here. Use --cpu to train without.")
-        return wanted or 1, (wanted or 1) * settings.num_machines > 1
+    found = count_gpus()
+    available = len(settings.gpu_list) or found
+    if found == 0:
+        if settings.multi_gpu or settings.gpu_list:
+            asked = "multi_gpu" if settings.multi_gpu else f"gpu_ids {settings.gpu_ids}"
+            raise ConfigError(f"GPUs are asked for ({asked}), but torch finds none here. Use --cpu to train without.")
+        return fit_for_cores(wanted or 1, "--num_processes"), (wanted or 1) * settings.num_machines > 1
     if wanted is not None and wanted > available:
         raise ConfigError(
-            f"{wanted} processes on this machine need a GPU each, and there are {available}. "
+            f"{wanted} processes on this machine need a GPU each, and there {'is' if available == 1 else 'are'} "
+            f"{available}. "
             f"Use --num_processes {available * settings.num_machines}, or train on the CPU with --cpu."
         )
     return wanted or available, False
+
+
+def fit_for_cores(number: int, called: str, noun: str = "process") -> int:
+    """Return `number`, if a machine of so many cores may run so many processes (or threads of one) on its CPU.
+
+    Args:
+        called: the setting as its user knows it.
+
+    Raises:
+        ConfigError: they are more than `MAX_PER_CORE` for each core.
+    """
+    cores = usable_cores()
+    if number > MAX_PER_CORE * cores:
+        raise ConfigError(
+            f"{called} asks for {number} {plural(noun)} on this machine's CPU, which has "
+            f"{counted(cores, 'usable core')}. At most {MAX_PER_CORE} a core may be started, which is "
+            f"{MAX_PER_CORE * cores} here."
+        )
+    return number
 
 
 def count_gpus() -> int:
@@ -172,6 +183,7 @@ def meet(settings: LaunchSettings) -> Meeting:
         key, _, value = part.partition("=")
         conf[key.strip()] = value.strip()
     host = settings.main_process_ip or "127.0.0.1"
+    resolve_host(host)
     port = settings.main_process_port or 0
     if settings.num_machines == 1 and port == 0:
         # The agent's store listens on port 0 and says which one it got: there is no moment to lose it in.
@@ -185,6 +197,26 @@ def meet(settings: LaunchSettings) -> Meeting:
     return Meeting(
         settings.rdzv_backend, f"{host}:{port}", conf, "farflung", settings.num_machines, host if alone else None
     )
+
+
+def resolve_host(host: str, called: str = "main_process_ip") -> str:
+    """Return the address of `host`, a name or an address, as this machine sees it.
+
+    Args:
+        called: the setting as its user knows it.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no host has such a name"
+        raise ConfigError(
+            f"{called} is {host!r}, which this machine can't resolve: {reason}. Give the name or the address "
+            "of machine 0 alone, such as node0 or 10.0.0.1; the port has a setting of its own."
+        ) from None
+    return str(found[0][4][0])
 
 
 def refuse_busy_port(port: int) -> None:
