@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from farflung.base.errors import ConfigError
 from farflung.config import environ
+from farflung.config.launch import LaunchSettings
+from farflung.launch.script import refuse_accelerate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -115,3 +118,51 @@ def test_what_can_not_work_is_refused_before_any_process_starts(flags, words, fa
     assert done.returncode == 2
     assert words in " ".join(done.stderr.split())
     assert not (home / "started").exists()
+
+
+IDLE = """
+import sys, torch
+if sys.argv[1] != "nothing":
+    from farflung import Accelerator
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if sys.argv[1] == "model":
+        accelerator.prepare(model)
+    if sys.argv[1] in ("short", "long"):
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(4 if sys.argv[1] == "long" else 2):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("nothing", "--outer diloco did nothing: the script made no `farflung.Accelerator`"),
+        ("model", "no model together with an optimizer that trains it"),
+        ("short", "ended before the first round"),
+        ("long", None),
+    ],
+)
+def test_an_outer_loop_that_did_nothing_is_said_at_the_end(what, words, farflung, home):
+    (home / "train.py").write_text(IDLE)
+    done = farflung("launch", "--cpu", "--outer", "diloco", "--outer-every", "4", "train.py", what)
+    assert done.returncode == 0, done.stderr
+    warned = [line for line in done.stderr.splitlines() if line.startswith("farflung: warning: ")]
+    assert len(warned) == (words is not None)
+    assert words is None or words in warned[0]
+
+
+def test_a_script_that_may_know_farflung_is_not_refused_for_accelerate(home):
+    asked = LaunchSettings(outer_recipe="diloco", outer_every=4)
+    (home / "train.py").write_text("import accelerate\nfrom . import inner\nimport package.trainer\n")
+    (home / "package").mkdir()
+    (home / "package" / "trainer.py").write_text("from .deep import Accelerator\n")
+    with pytest.raises(ConfigError, match=r"train.py imports accelerate, which knows nothing of --outer diloco"):
+        refuse_accelerate(asked, "train.py")
+    (home / "package" / "deep.py").write_text("from farflung import Accelerator\n")
+    refuse_accelerate(asked, "train.py")
+    (home / "train.py").write_text("import accelerate; this is no Python\n")
+    refuse_accelerate(asked, "train.py")

@@ -63,7 +63,7 @@ def test_the_report_names_ranks_codes_and_reasons(capsys):
     assert "ValueError: [bold] bad" in text
     assert "rank 0 failed too: KeyError: 'y'" in text
     assert "then lost the connection to it: rank 2" in text
-    assert "then ended by the launcher: ranks 3, 4" in text
+    assert "then ended by the launcher: ranks 3 and 4" in text
     show(failures, log_dir="logs")
     printed = capsys.readouterr().err
     assert printed.count("rank 1 failed") == 1
@@ -89,5 +89,20 @@ def test_what_torch_wrote_and_what_we_wrote_is_read():
 
 
 def test_a_machine_where_nothing_but_the_connection_failed_points_to_the_others():
-    assert "the report there has the cause" in explain([failed(0, LOST), failed(1, LOST)])[1]
-    assert "the report there" not in explain([failed(0, LOST), failed(1, "ValueError: x")])[1]
+    assert "the report there has the cause" in explain([failed(0, LOST), failed(1, LOST)], num_machines=2)[1]
+    assert "the report there" not in explain([failed(0, LOST), failed(1, "ValueError: x")], num_machines=2)[1]
+    assert "another machine" not in explain([failed(0, LOST), failed(1, LOST)])[1]
+
+
+def test_a_rank_that_ended_well_too_early_is_named():
+    text = explain([failed(0, LOST)], finished=[1, 3])[1]
+    assert "ranks 1 and 3 ended with exit code 0 while others still needed it" in text
+    assert "rank 1 ended with exit code 0." in explain([failed(0, "ValueError: x")], finished=[1])[1]
+
+
+def test_a_rank_that_the_launcher_ended_while_it_failed_has_the_code_of_its_failure(capsys):
+    """It had reported its error and was on its way out when another one's end was noticed first."""
+    failures = [failed(0, LOST, time_s=100.2), failed(1, "ValueError: x", code=-signal.SIGTERM, time_s=100.1)]
+    assert show(failures) == 1
+    assert "rank 1 failed on" in capsys.readouterr().err
+    assert failures[1].how == "exit code 1"

@@ -187,11 +187,30 @@ def test_a_rank_that_fails_is_named_once_and_takes_all_with_it(deed, code, words
     assert done.returncode == code
     report = done.stderr[done.stderr.index("╭") :]
     assert report.count("rank 1 failed") == 1
-    assert "then ended by the launcher: ranks 0, 2" in report
+    assert "then ended by the launcher: ranks 0 and 2" in report
     assert all(word in report for word in words)
     assert "ChildFailedError" not in done.stderr
     assert "torch/distributed/elastic" not in done.stderr
     assert none_left(mark), left_behind(mark)
+
+
+EARLY = """
+import sys, torch
+from farflung import Accelerator
+accelerator = Accelerator(cpu=True)
+if accelerator.process_index == 1:
+    sys.exit(0)
+accelerator.prepare(torch.nn.Linear(2, 1))
+"""
+
+
+def test_a_rank_that_ends_early_without_an_error_is_named_as_the_cause(farflung, home):
+    (home / "train.py").write_text(EARLY)
+    done = farflung("launch", "--cpu", "--num_processes", "2", "train.py")
+    assert done.returncode == 1
+    report = done.stderr[done.stderr.index("╭") :]
+    assert "rank 1 ended with exit code 0 while others still needed it" in report
+    assert "another machine" not in report
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -21,10 +21,12 @@ from farflung.accelerator.outer import OpenLoops, Tie
 from farflung.accelerator.prepare import Registry
 from farflung.accelerator.recipes import recipe_of
 from farflung.base.errors import ConfigError
+from farflung.base.words import counted
 from farflung.config.outer import OuterConfig
 from farflung.loop.state import ActiveLoader, LoopState
 from farflung.outer.report import Round
 from farflung.process import world as slot
+from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND, leave_note
 from farflung.process.log import get_logger
 from farflung.process.world import World
 from farflung.strategy.base import Strategy
@@ -132,6 +134,7 @@ class Conductor:
         if config is None:
             return
         self._recipe = recipe_of(config, world.local_size)
+        leave_note(OUTER_ASKED)
         self._log = self._opened_log(config.log)
         ear = _Ear(self)
         loop.observers.append(ear)
@@ -151,6 +154,8 @@ class Conductor:
                 continue
             tie = Tie(model, self._recipe, self._strategy, self._registry.optimizers, each_step=True)
             self._open_loops.opened(tie)
+            leave_note(OUTER_ATTACHED)
+            tie.loop.listeners.append(lambda _: leave_note(OUTER_ROUND))
             if self._log is not None:
                 tie.loop.listeners.append(_Journal(self._log, len(self._courses)))
             self._courses.append(Course(tie))
@@ -192,8 +197,9 @@ class Conductor:
             unsent = course.tie.loop.unsent
             if course.is_behind and unsent and self._world.size > 1:
                 get_logger(__name__).warning(
-                    f"The last {unsent} steps were averaged with nobody, as the loop over the data was left early. "
-                    "Call accelerator.wait_for_everyone() or accelerator.end_training() after it."
+                    f"The last {counted(unsent, 'step')} {'was' if unsent == 1 else 'were'} averaged with nobody, as "
+                    "the loop over the data was left early. Call accelerator.wait_for_everyone() or "
+                    "accelerator.end_training() after it."
                 )
 
     def _let_go(self) -> list[Course]:

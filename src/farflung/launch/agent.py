@@ -34,10 +34,17 @@ _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.mu
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended on this machine: well, by failures, or by a signal to the launcher."""
+    """How a run ended on this machine: well, by failures, or by a signal to the launcher.
+
+    Attributes:
+        finished: ranks that ended well, though others failed.
+        notes: the names of the notes that any rank left for the launcher.
+    """
 
     failures: tuple[Failure, ...] = ()
     signal: int | None = None
+    finished: tuple[int, ...] = ()
+    notes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -89,10 +96,12 @@ def run_agent(
             agent = elastic_launch(_agent_settings(num_local, meeting, watch, log_dir), entrypoint)
             returned = agent(*_as_they_are(arguments))
         except ChildFailedError as error:
-            if isinstance(entrypoint, str):
-                _end_sessions([failed.pid for failed in error.failures.values()])
-                return Outcome(_named(error.failures))
-            return Outcome((*_named(error.failures), *_unnamed(error.failures, Path(log_dir))))
+            failures = _named(error.failures)
+            if not isinstance(entrypoint, str):
+                return Outcome((*failures, *_unnamed(error.failures, Path(log_dir))))
+            _end_sessions([failed.pid for failed in error.failures.values()])
+            first = _first_rank(error.failures)
+            return Outcome(failures, finished=tuple(sorted({*range(first, first + num_local)} - {*error.failures})))
         except SignalException as error:
             return Outcome(signal=int(error.sigval))
         except (RendezvousError, DistNetworkError, DistStoreError) as error:
@@ -100,9 +109,10 @@ def run_agent(
                 f"The processes could not meet at {meeting.endpoint} ({meeting.num_machines} machines, "
                 f"{meeting.backend}): {error}"
             ) from error
+        notes = frozenset(file.name for file in Path(log_dir).glob("*/attempt_*/*/*"))
     if len(returned) != num_local:
         raise RankFailure(f"{num_local} processes were started, but only {len(returned)} of them reported their end.")
-    return Outcome()
+    return Outcome(notes=notes)
 
 
 def _agent_settings(num_local: int, meeting: Meeting, watch: Watch, log_dir: str) -> Any:
@@ -147,10 +157,15 @@ def _named(failed: Mapping[int, Any]) -> tuple[Failure, ...]:
 
 def _unnamed(failed: Mapping[int, Any], log_dir: Path) -> list[Failure]:
     """Return the failures that stand in error files only: of several functions that fail, the agent names one."""
-    before_us = min(rank - one.local_rank for rank, one in failed.items())  # ranks of the machines before this one
+    before_us = _first_rank(failed)
     last_attempt = max(log_dir.glob("*/attempt_*"), key=lambda folder: folder.stat().st_mtime)
     files = {before_us + int(file.parent.name): file for file in last_attempt.glob("*/error.json")}
     return [Failure.of(rank, 1, _read(file)) for rank, file in sorted(files.items()) if rank not in failed]
+
+
+def _first_rank(failed: Mapping[int, Any]) -> int:
+    """Return the first rank of this machine; `failed` holds torch's `ProcessFailure` by rank, one at least."""
+    return min(rank - int(one.local_rank) for rank, one in failed.items())
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
 
+from farflung.base.words import numbered
+
 # The end of a process that was not its own doing, so no other rank's failure caused it.
 _FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 # How a rank fails because another one is gone: gloo's words, NCCL's, ours.
@@ -59,14 +61,19 @@ class Failure:
     @property
     def shell_code(self) -> int:
         """The exit code as a shell says it: 128 + k for signal k."""
-        return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
+        return self._own_code if self._own_code >= 0 else 128 - self._own_code
+
+    @property
+    def _own_code(self) -> int:
+        """A rank that had reported an error was on its way out with 1, even if the launcher's signal came before."""
+        return 1 if self.traceback is not None and self.exit_code == -signal.SIGTERM else self.exit_code
 
     @property
     def how(self) -> str:
         """`exit code 3`, or `signal 9 (SIGKILL)`."""
-        if self.exit_code >= 0:
-            return f"exit code {self.exit_code}"
-        number = -self.exit_code
+        if self._own_code >= 0:
+            return f"exit code {self._own_code}"
+        number = -self._own_code
         known = number in [known.value for known in signal.Signals]
         return f"signal {number}" + (f" ({signal.Signals(number).name})" if known else "")
 
@@ -97,15 +104,24 @@ def _distance(failure: Failure) -> int:
     return 2 if any(words in (failure.message or "") for words in _PEER_LOST) else 1
 
 
-def explain(failures: Sequence[Failure]) -> tuple[str, str]:
-    """Return title and text of the report."""
+def explain(failures: Sequence[Failure], finished: Sequence[int] = (), num_machines: int = 1) -> tuple[str, str]:
+    """Return title and text of the report.
+
+    Args:
+        finished: ranks of this machine that had ended well before.
+    """
     own, ended = in_order(failures)
     cause = own[0]
     parts = [cause.traceback.rstrip() if cause.traceback else _without_traceback(cause)]
     others = [f"rank {other.rank} failed too: {_in_short(other)}" for other in own[1:] if _distance(other) < 2]
     others += _listed([other for other in own[1:] if _distance(other) == 2], "lost the connection to it")
     others += _listed(ended, "ended by the launcher")
-    if _distance(cause) == 2:
+    if finished:
+        others.append(
+            f"{numbered('rank', finished)} ended with exit code 0"
+            + (" while others still needed it, which is the cause." if _distance(cause) == 2 else ".")
+        )
+    elif _distance(cause) == 2 and num_machines > 1:
         others.append("It lost the connection to a rank of another machine; the report there has the cause.")
     if others:
         parts.append("\n".join(others))
@@ -126,17 +142,18 @@ def _in_short(failure: Failure) -> str:
 
 
 def _listed(failures: Sequence[Failure], what: str) -> list[str]:
-    ranks = ", ".join(str(failure.rank) for failure in sorted(failures, key=lambda failure: failure.rank))
-    return [f"then {what}: {'rank' if len(failures) == 1 else 'ranks'} {ranks}"] if failures else []
+    return [f"then {what}: {numbered('rank', sorted(failure.rank for failure in failures))}"] if failures else []
 
 
-def show(failures: Sequence[Failure], log_dir: str | None = None) -> int:
+def show(
+    failures: Sequence[Failure], log_dir: str | None = None, finished: Sequence[int] = (), num_machines: int = 1
+) -> int:
     """Print the report on stderr and return the exit code of the rank that failed first."""
     from rich.console import Console  # late: only a failure needs it
     from rich.panel import Panel
     from rich.text import Text
 
-    title, text = explain(failures)
+    title, text = explain(failures, finished, num_machines)
     if log_dir is not None:
         text += f"\n\nlogs: {log_dir}"
     console = Console(stderr=True)

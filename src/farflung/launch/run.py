@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import click
@@ -17,11 +18,13 @@ from farflung.launch.agent import Watch, run_agent
 from farflung.launch.options import SettingsCommand, given, launch_options
 from farflung.launch.plan import Plan, lone_environment, make_plan
 from farflung.launch.report import show
+from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND
 
 _HELP = """Start SCRIPT in one or several connected processes.
 
 What stands behind SCRIPT belongs to it. Each flag may be written with `_` or with `-`. A flag counts before an
-environment variable, a variable before the configuration file, and the file before the default.
+environment variable, a variable before the configuration file, and the file before the default. This also decides
+between the CPU (--cpu) and GPUs (--multi_gpu, --gpu_ids) where both are asked for.
 """
 
 
@@ -71,7 +74,24 @@ def start(settings: LaunchSettings, plan: Plan) -> int:
     )
     if outcome.signal is not None:
         return 128 + outcome.signal
-    return show(outcome.failures, settings.log_dir) if outcome.failures else 0
+    if outcome.failures:
+        return show(outcome.failures, settings.log_dir, outcome.finished, settings.num_machines)
+    if settings.outer_recipe is not None:
+        _warn_of_idle_outer(settings, outcome.notes)
+    return 0
+
+
+def _warn_of_idle_outer(settings: LaunchSettings, notes: Collection[str]) -> None:
+    """Say that the outer loop which was asked for did nothing, and why, where that is so."""
+    if OUTER_ROUND in notes:
+        return
+    if OUTER_ATTACHED in notes:
+        why = "the script ended before the first round; try a smaller --outer_every"
+    elif OUTER_ASKED in notes:
+        why = "the script gave `accelerator.prepare` no model together with an optimizer that trains it"
+    else:
+        why = "the script made no `farflung.Accelerator`"
+    click.echo(f"farflung: warning: --outer {settings.outer_recipe} did nothing: {why}.", err=True)
 
 
 launch = SettingsCommand(

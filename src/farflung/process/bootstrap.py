@@ -7,8 +7,10 @@ Where `WORLD_SIZE > 1` there is a group in the end, or an error; never several c
 from __future__ import annotations
 
 import atexit
+import sys
 import time
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from farflung.comm.group import Group, SoloGroup, TorchGroup
 from farflung.config import environ
 from farflung.config.handlers import InitProcessGroupKwargs, WatchdogKwargs
 from farflung.process import world as slot
-from farflung.process.failure import install_failure_report, install_farewell
+from farflung.process.failure import install_failure_report
 from farflung.process.watchdog import Watchdog
 from farflung.process.world import World
 
@@ -135,7 +137,7 @@ def join_world(
         place = read_place()
     device = choose_device(place, cpu)
     if place.size > 1:
-        install_farewell()
+        _install_farewell()
     install_failure_report(place.rank)
     owns = place.size > 1 and not dist.is_initialized()
     if owns:
@@ -170,6 +172,23 @@ def leave_world() -> None:
         if dist.is_initialized():
             time.sleep(_SETTLE_S)
             dist.destroy_process_group()
+
+
+def _install_farewell() -> None:
+    """Have an exception that nobody catches end the other ranks' waits at once, with its name as the reason.
+
+    Otherwise they would wait until this process is gone, which may take minutes: it may run `atexit` functions, or wait
+    for its threads. The hook that stood before is still called.
+    """
+    before = sys.excepthook
+
+    def farewell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        world = slot.current()
+        if world is not None and dist.is_initialized():
+            world.group.leave(f"{kind.__name__}: {error}"[:500], for_good=True)
+        before(kind, error, trace)
+
+    sys.excepthook = farewell
 
 
 def _watch(world: World, asked: WatchdogKwargs | None) -> None:

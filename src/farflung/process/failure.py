@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that fails tells its launcher why, in the file and the form that torch's elastic agent reads."""
+"""A rank that fails tells its launcher why, in the file and the form that torch's elastic agent reads.
+
+The launcher loads this file too, which therefore does without torch.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,16 @@ import json
 import sys
 import time
 import traceback
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from types import TracebackType
 
-import torch.distributed as dist
-
 from farflung.config import environ
-from farflung.process import world as slot
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+# How far a rank came with the outer loop that its launcher asks for; each is the name of a note to the launcher.
+OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND = "outer_asked", "outer_attached", "outer_round"
 
 
 def install_failure_report(rank: int) -> None:
@@ -50,23 +53,6 @@ def install_failure_report(rank: int) -> None:
     sys.excepthook = report
 
 
-def install_farewell() -> None:
-    """Have an exception that nobody catches end the other ranks' waits at once, with its name as the reason.
-
-    Otherwise they would wait until this process is gone, which may take minutes: it may run `atexit` functions, or wait
-    for its threads. The hook that stood before is still called.
-    """
-    before = sys.excepthook
-
-    def farewell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        world = slot.current()
-        if world is not None and dist.is_initialized():
-            world.group.leave(f"{kind.__name__}: {error}"[:500], for_good=True)
-        before(kind, error, trace)
-
-    sys.excepthook = farewell
-
-
 def record_failure(error: BaseException) -> None:
     """Write `error` and its traceback to the file that the elastic agent named, where there is an agent.
 
@@ -85,6 +71,14 @@ def record_failure(error: BaseException) -> None:
         part.replace(path)  # whole or not at all: this process may be ended at any moment
     except OSError as problem:
         print(f"The failure could not be written to {path} for the launcher: {problem}", file=sys.stderr)
+
+
+def leave_note(name: str) -> None:
+    """Leave an empty file `name` for the launcher, beside this rank's report; do nothing where there is no launcher."""
+    path = environ.text(ERROR_FILE)
+    if path:
+        with suppress(OSError):  # it is for a warning only
+            Path(path).with_name(name).touch()
 
 
 def _with_rank(text: str, rank: int) -> str:
