@@ -2,11 +2,13 @@
 """No rank waits for long for one that does not come: it learns within seconds who that is, where it is, and why."""
 
 import ctypes
+import json
 import subprocess
 import sys
 import threading
 import time
 from contextlib import redirect_stderr
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -23,9 +25,10 @@ from farflung.outer import OuterLoop, local_sgd
 from farflung.process import watchdog
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
-from farflung.utils import DataLoaderConfiguration
+from farflung.utils import DataLoaderConfiguration, InitProcessGroupKwargs
 
 LATE = 1
+WATCHDOG = ["farflung watchdog", "farflung watchdog guard"]
 
 
 def gathers(run):
@@ -163,6 +166,38 @@ def test_a_rank_that_cannot_answer_is_named_all_the_same(tmp_path):
     assert seconds < 4
 
 
+def loses_the_store(path):
+    environ.export({"TORCHELASTIC_ERROR_FILE": str(path / "error.json")})
+    watchdog._ANSWER_S = 0.5
+    run = started(timeout_s=0.5)
+    if run.rank == LATE:
+        time.sleep(60)
+    run.accelerator._joined.watchdog._register.asked = lambda: time.sleep(60)  # a line that was cut
+    gathers(run)
+
+
+def test_a_rank_whose_store_answers_no_more_ends_and_says_where_it_waited(tmp_path):
+    with pytest.raises(RankFailure, match="rank 0: the process died with exit code 1"):
+        run_ranks(loses_the_store, 2, tmp_path, timeout_s=20)
+    said = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert "where the run's store is) did not answer for " in said
+    assert "`Accelerator.gather`" in said
+    assert "`run.accelerator.gather(torch.ones(2))`" in said
+
+
+def takes_the_launchers_time_until_told_otherwise():
+    with environ.patched({"FARFLUNG_HANG_TIMEOUT_S": "600"}):
+        first = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=1))])
+        seen = [first._joined.watchdog._timeout_s]
+        Accelerator(kwargs_handlers=[WatchdogKwargs(20)])
+        Accelerator()
+        return [*seen, first._joined.watchdog._timeout_s]
+
+
+def test_the_script_counts_before_the_launcher():
+    assert run_ranks(takes_the_launchers_time_until_told_otherwise, 2, connect=False) == [[3600.0, 20.0]] * 2
+
+
 def is_slow():
     accelerator = started(timeout_s=1.2).accelerator
     for _ in range(3):
@@ -218,7 +253,8 @@ def test_a_run_ends_soon_after_a_rank_has_failed_and_says_why(tmp_path):
     command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=45)
     assert ended.returncode != 0
-    assert "rank 1 left (ValueError: no such file)" in ended.stderr
+    assert "rank 1 failed on" in ended.stderr
+    assert ended.stderr.count("ValueError: no such file") == 1
 
 
 def threads():
@@ -237,17 +273,18 @@ def when_it_watches():
 
 
 def test_it_watches_from_when_it_is_asked_until_the_end():
-    assert run_ranks(when_it_watches, 2) == [[[], ["farflung watchdog"], []]] * 2
+    assert run_ranks(when_it_watches, 2) == [[[], WATCHDOG, []]] * 2
 
 
 def watches_by_environment():
     with environ.patched({"FARFLUNG_HANG_TIMEOUT_S": "20.5"}):
         accelerator = Accelerator(cpu=True)
+    accelerator.wait_for_everyone()  # or one rank ends while the other one still connects
     return threads(), accelerator._joined.watchdog._timeout_s
 
 
 def test_the_environment_can_ask_for_it():
-    assert run_ranks(watches_by_environment, 2) == [(["farflung watchdog"], 20.5)] * 2
+    assert run_ranks(watches_by_environment, 2) == [(WATCHDOG, 20.5)] * 2
 
 
 def test_nothing_is_started_in_one_process():

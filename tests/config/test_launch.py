@@ -81,7 +81,7 @@ def launch_settings(draw):
         "role": draw(words),
         "log_dir": draw(st.none() | words),
         "quiet": draw(st.booleans()),
-        "hang_timeout_s": draw(st.none() | st.floats(0, exclude_min=True, allow_infinity=False)),
+        "hang_timeout_s": draw(st.floats(0, allow_infinity=False)),
         **{name: draw(values) for name, values in COMPILING.items()},
     }
 
@@ -155,6 +155,7 @@ def test_ranks_are_told_what_was_set_and_nothing_that_was_left_open():
         "ACCELERATE_USE_CPU": "false",
         "ACCELERATE_DEBUG_MODE": "false",
         "ACCELERATE_DYNAMO_BACKEND": "no",
+        "FARFLUNG_HANG_TIMEOUT_S": "600.0",
     }
     told = rank_variables(
         LaunchSettings(
@@ -188,7 +189,7 @@ def test_ranks_are_told_what_was_set_and_nothing_that_was_left_open():
         ({"gradient_clipping": 0.0}, "greater than 0"),
         ({"gradient_clipping": float("nan")}, "greater than 0"),
         ({"gradient_clipping": float("inf")}, "finite"),
-        ({"hang_timeout_s": 0.0}, "greater than 0"),
+        ({"hang_timeout_s": -0.5}, "for ever"),
         ({"gradient_accumulation_steps": 0}, "at least 1"),
         ({"max_restarts": -1}, "at least 0"),
         ({"module": True, "no_python": True}, "exclude each other"),

@@ -173,7 +173,7 @@ def check(name, phase, told):
     assert digests == others, (phase, "the survivors' anchors differ")
     recipe = RECIPES[name]
     for message, seconds, mine, ways, state, _ in told:
-        assert "ranks [1] gave no sign of life" in message, phase
+        assert "rank 1 gave no sign of life" in message, phase
         assert seconds < 12, phase
         # What has landed is where it was agreed on, but for the steps since; the rest has all its steps.
         assert all(way == int(way) and 0 <= way <= 2 * recipe.schedule.delay + 4 for way in ways), (phase, ways)

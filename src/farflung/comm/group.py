@@ -9,6 +9,7 @@ all raise the same `CollectiveMismatch`; the group is of no use from then on.
 
 from __future__ import annotations
 
+import re
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_SOURCE_LINE = re.compile(r"\[\S+:\d+\] ")  # of gloo's, before what it says
 _NAP_S = 5e-5  # how long `meet` sleeps between two looks where a wait would not block the caller
 _UNUSED_TAG = 0x1ACC  # of messages between two ranks; a script's own usually count from 0
 _WATCH_S = 0.2  # how often a waiting rank asks whether another one has left
@@ -412,7 +414,7 @@ class TorchGroup:
             return CollectiveMismatch(mismatch)
         known = self.register.verdict() or self.register.signed_out() or self.register.call_roll()
         self.break_off()
-        said = str(error).split(". ", 1)[0]
+        said = _SOURCE_LINE.sub("", str(error).split(". ", 1)[0])
         return RankFailure(f"A collective of rank {self.rank} broke off: {known}. The transport said: {said}.")
 
     def break_off(self) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from farflung.base.words import numbered
+
 _SETTLE_S = 5.0  # how long they wait for what the living ones have to say
 _ROLL_CALL_S = 1.0  # how long the ranks of a broken group wait for each other's sign of life
 
@@ -22,6 +24,9 @@ class Register:
 
     Args:
         own_connection: talk to the store apart from everybody else in this process, who may be waiting in it.
+
+    Attributes:
+        hosts: the names of the ranks' machines, as far as they are known.
     """
 
     def __init__(self, prefix: str, rank: int, size: int, own_connection: bool = False) -> None:
@@ -29,8 +34,31 @@ class Register:
         self._rank = rank
         self._size = size
         self._has_called_roll = False
+        self.hosts: dict[int, str] = {}
         # torch 2.6 cannot clone a store: there a thread that blocks in it blocks the others too.
         self._clone = getattr(_default_store(), "clone", lambda: None)() if own_connection else None
+
+    # ---- being on a machine
+
+    def introduce(self, host: str) -> None:
+        """Write down the name of this rank's machine."""
+        self.hosts[self._rank] = host
+        self._store.set(self._key("host", self._rank), host)
+
+    def learn_hosts(self) -> None:
+        """Read the names of the other ranks' machines, as soon as all of them are there."""
+        keys = {rank: self._key("host", rank) for rank in range(self._size) if rank not in self.hosts}
+        if keys and self._store.check(list(keys.values())):
+            self.hosts |= {rank: self._store.get(key).decode() for rank, key in keys.items()}
+
+    def describe(self, ranks: Iterable[int]) -> str:
+        """Return `rank 1`, or with several machines `ranks 2 and 3 on node1`."""
+        if len(self.hosts) < self._size or len(set(self.hosts.values())) == 1:
+            return numbered("rank", ranks)
+        by_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self.hosts[rank], []).append(rank)
+        return " and ".join(f"{numbered('rank', there)} on {host}" for host, there in by_host.items())
 
     # ---- leaving
 
@@ -76,11 +104,15 @@ class Register:
                 time.sleep(_ROLL_CALL_S / 50)
                 silent = [rank for rank in silent if not store.check([self._key("alive", rank)])]
         except dist.DistError:
-            return "the store is gone too, so the process that serves it (rank 0, or the launcher) has probably died"
+            others = self.describe(rank for rank in range(self._size) if rank != self._rank)
+            return (
+                f"{others} can't be asked, as the run's store is gone too: the process that serves it (rank 0, or its "
+                "launcher) has probably died"
+            )
         if silent:
             return (
-                f"ranks {silent} gave no sign of life for {_ROLL_CALL_S:g} s, so they died, have ended or are busy "
-                "elsewhere"
+                f"{self.describe(silent)} gave no sign of life for {_ROLL_CALL_S:g} s, so the process died, has ended "
+                "or is busy elsewhere"
             )
         return "every rank is alive, so they brought different sizes to one collective, or the network broke down"
 

@@ -186,6 +186,10 @@ class LaunchSettings:
         question="Port on the main machine?",
         asked_when=_several_machines,
     )
+    network_interface: str | None = setting(
+        None,
+        "The network interface that leads to the other machines, such as eth0. [that of the route to main_process_ip]",
+    )
     num_processes: int | None = setting(
         None,
         "How many processes to start, on all machines together; on a CPU at most 16 for each core. [one for each "
@@ -258,10 +262,10 @@ class LaunchSettings:
         variable="OMP_NUM_THREADS",
         told=True,
     )
-    hang_timeout_s: float | None = setting(
-        None,
-        "Seconds that a rank may wait in a collective for one that does not come, before all that wait raise an error "
-        "that names it. [what the script says]",
+    hang_timeout_s: float = setting(
+        600.0,
+        "Seconds that a rank may wait in a collective for one that does not come, or whose machine does not answer, "
+        "before all that wait fail and name it. A script's own WatchdogKwargs count before it. 0: for ever.",
         told=True,
     )
     outer_recipe: str | None = setting(
@@ -371,7 +375,9 @@ class LaunchSettings:
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise ConfigError(f"{name} is {value}; it must be at least {bound}.")
-        for name in ("gradient_clipping", "hang_timeout_s", "monitor_interval"):
+        if not 0 <= self.hang_timeout_s < inf:
+            raise ConfigError(f"hang_timeout_s is {self.hang_timeout_s}; it must be 0 (for ever) or more, and finite.")
+        for name in ("gradient_clipping", "monitor_interval"):
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:
                 raise ConfigError(f"{name} is {value}; it must be greater than 0, and finite.")

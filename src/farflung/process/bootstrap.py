@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
-from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.errors import ConfigError, FarflungError, Unsupported
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup, TorchGroup
 from farflung.config import environ
 from farflung.config.handlers import InitProcessGroupKwargs, WatchdogKwargs
 from farflung.process import world as slot
-from farflung.process.failure import install_failure_report
+from farflung.process.failure import PEER_LOST, install_failure_report
 from farflung.process.watchdog import Watchdog
 from farflung.process.world import World
 
@@ -138,7 +138,7 @@ def join_world(
     device = choose_device(place, cpu)
     if place.size > 1:
         _install_farewell()
-    install_failure_report(place.rank)
+    install_failure_report(place.rank, _explained)
     owns = place.size > 1 and not dist.is_initialized()
     if owns:
         _initialize(place, device, init or InitProcessGroupKwargs())
@@ -158,7 +158,7 @@ def join_world(
     )
     if owns:
         atexit.register(leave_world)
-    _watch(world, watchdog)
+    _watch(world, watchdog, init)
     return slot.occupy(world)
 
 
@@ -191,12 +191,29 @@ def _install_farewell() -> None:
     sys.excepthook = farewell
 
 
-def _watch(world: World, asked: WatchdogKwargs | None) -> None:
+def _watch(world: World, asked: WatchdogKwargs | None, init: InitProcessGroupKwargs | None = None) -> None:
+    """Start the watchdog with the time that the script asks for, else with the launcher's.
+
+    The launcher's is not shorter than what the script allows a collective of torch's.
+    """
+    if world.watchdog is None:
+        return
     seconds = environ.number("FARFLUNG_HANG_TIMEOUT_S")
-    if asked is None and seconds is not None:
-        asked = WatchdogKwargs(seconds)
-    if world.watchdog is not None and asked is not None:
+    if asked is not None:
         world.watchdog.start(asked.timeout_s)
+    elif seconds:
+        allowed_s = init.timeout.total_seconds() if init is not None and init.timeout is not None else 0.0
+        world.watchdog.start(WatchdogKwargs(max(seconds, allowed_s)).timeout_s, is_default=True)
+
+
+def _explained(error: BaseException) -> BaseException:
+    """Return what is known of the rank that was lost, in place of what the transport says of it; else `error`."""
+    world = slot.current()
+    if isinstance(error, FarflungError) or not isinstance(error, RuntimeError) or world is None:
+        return error
+    if not isinstance(world.group, TorchGroup) or not any(words in str(error) for words in PEER_LOST):
+        return error
+    return world.group.failure(error).with_traceback(error.__traceback__)
 
 
 def _place_in_existing_group() -> Place:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from farflung.base.errors import FarflungError
 from farflung.config import environ
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -23,7 +27,21 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND = "outer_asked", "outer_attached", "outer_round"
 
 
-def install_failure_report(rank: int) -> None:
+# How a rank fails because another one is gone: gloo's words, NCCL's, ours.
+PEER_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection timed out",
+    "Broken pipe",
+    "remote process exited",
+    "RankFailure:",
+)
+
+_OURS = str(Path(__file__).parent.parent)
+_TORCHS = f"site-packages{os.sep}torch{os.sep}"
+
+
+def install_failure_report(rank: int, explain: Callable[[BaseException], BaseException] | None = None) -> None:
     """Have an exception that nobody catches written to the launcher's error file, and printed with the rank before it.
 
     What `torch.distributed.elastic.multiprocessing.errors.record` does for one function, this does for the whole
@@ -33,6 +51,7 @@ def install_failure_report(rank: int) -> None:
 
     Args:
         rank: this process among all of the run.
+        explain: gives an error that says more than the one it is called with, or that one; what it gives is reported.
     """
     if not environ.text(ERROR_FILE):
         return
@@ -41,7 +60,7 @@ def install_failure_report(rank: int) -> None:
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             return
-        record_failure(error)
+        record_failure(explain(error) if explain is not None else error)
         printed = io.StringIO()
         with redirect_stderr(printed):
             before(kind, error, trace)
@@ -56,21 +75,57 @@ def install_failure_report(rank: int) -> None:
 def record_failure(error: BaseException) -> None:
     """Write `error` and its traceback to the file that the elastic agent named, where there is an agent.
 
+    The first report stays: what fails after it fails because of it. Of an error of ours the traceback has the script's
+    own frames only, and no errors before it.
+
     `precise_timestamp` is ours: torch's own stamp counts whole seconds, too coarse to say which rank failed first.
     """
+    if isinstance(error, FarflungError):
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_inner(f.filename)]
+        lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
+        lines += traceback.format_exception_only(type(error), error)
+    else:
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+    _write_report(f"{type(error).__name__}: {error}", {"py_callstack": "".join(lines), "exit_code": 1})
+
+
+def record_exit(code: object, trace: TracebackType | None) -> None:
+    """Write for the launcher that this rank ends by itself with an exit code other than 0, and where.
+
+    Args:
+        code: what `sys.exit` was called with.
+        trace: of the `SystemExit`.
+    """
+    if code is None or code == 0:
+        return
+    frames = [frame for frame in traceback.extract_tb(trace) if not _is_inner(frame.filename)]
+    where = f" ({frames[0].filename}, line {frames[0].lineno})" if frames else ""
+    number = code & 255 if isinstance(code, int) else 1
+    _write_report(f"It ended itself with exit code {number}{where}.", {"exit_code": number})
+
+
+def _write_report(message: str, details: dict[str, Any]) -> None:
     path = environ.text(ERROR_FILE)
-    if not path:
+    if not path or Path(path).exists():
         return
     now = time.time()
-    frames = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    details = {"py_callstack": frames, "timestamp": str(int(now)), "precise_timestamp": now}
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
+    details |= {"timestamp": str(int(now)), "precise_timestamp": now}
     try:
         part = Path(f"{path}.part")
-        part.write_text(json.dumps({"message": message}), encoding="utf-8")
+        part.write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8")
         part.replace(path)  # whole or not at all: this process may be ended at any moment
     except OSError as problem:
         print(f"The failure could not be written to {path} for the launcher: {problem}", file=sys.stderr)
+
+
+def has_report() -> bool:
+    """Say whether a launcher will show what this rank reports: there is one, and no attempt after this one."""
+    last = (environ.integer("TORCHELASTIC_RESTART_COUNT") or 0) >= (environ.integer("TORCHELASTIC_MAX_RESTARTS") or 0)
+    return bool(environ.text(ERROR_FILE)) and last
+
+
+def _is_inner(file: str) -> bool:
+    return file.startswith((_OURS, "<frozen ")) or _TORCHS in file
 
 
 def leave_note(name: str) -> None:

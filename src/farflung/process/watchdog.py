@@ -5,12 +5,17 @@ A rank that has waited in one collective for longer than the time allowed asks a
 entered and what they are doing. The watchdogs answer, whatever their ranks are busy with. The ranks that have not
 entered it are named to all that wait, with their stacks, and the waits end in an error. Where all have entered it, it
 is slow but not stuck, and the wait goes on. As long as nobody asks, this costs one look into the store a tick.
+
+The store lives on the main machine. Where that is lost, or the line to it, nobody answers any more, and whoever asks
+waits for ever. A second thread, which never touches the store, notices that and ends the process.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import os
+import socket
 import sys
 import threading
 import time
@@ -21,10 +26,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from farflung.base.errors import ConfigError, StateError
+from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.comm.group import TorchGroup
 from farflung.comm.register import Register
 from farflung.comm.waits import TORCH, Wait, describe_call
+from farflung.config import environ
+from farflung.process.failure import has_report, record_failure
 
 _TICK_S = 0.5  # how often a watchdog looks
 _ANSWER_S = 5.0  # how long it waits for answers
@@ -50,41 +57,51 @@ class Watchdog:
         self._waits = group.waits
         self._is_gloo = dist.get_backend(group.pg) == "gloo"
         self._timeout_s = 0.0
+        self._is_default = False
         self._thread: threading.Thread | None = None
         self._halt = threading.Event()
 
-    def start(self, timeout_s: float) -> None:
+    def start(self, timeout_s: float, is_default: bool = False) -> None:
         """Watch over the thread that calls this; where it is watched already, do nothing.
 
         Args:
             timeout_s: how long a rank may wait in a collective that another one has not entered.
+            is_default: nobody insists on this time, so that another one may take its place later.
 
         Raises:
             ConfigError: it is watched with another time.
         """
         if self._thread is not None:
-            if timeout_s != self._timeout_s:
+            if self._is_default and not is_default:
+                self._timeout_s, self._is_default = timeout_s, False
+            elif timeout_s != self._timeout_s and not is_default:
                 raise ConfigError(
                     f"A hang time of {timeout_s:g} s, but this process has {self._timeout_s:g} s already."
                 )
             return
-        self._timeout_s = timeout_s
+        self._timeout_s, self._is_default = timeout_s, is_default
         self._watched = threading.get_ident()
         self._register = Register(self._group.register.prefix, self._group.rank, self._group.size, own_connection=True)
+        self._register.hosts = self._group.register.hosts
+        self._register.introduce(socket.gethostname())
         self._seen = self._register.asked()
+        self._beat = time.monotonic()  # when the store last answered
         self._heard_at = -float("inf")  # when any rank last asked
         self._wait: Wait | None = None
         self._since = 0.0
         self._halt.clear()
         self._thread = threading.Thread(target=self._run, name="farflung watchdog", daemon=True)
         self._thread.start()
+        self._second = threading.Thread(target=self._guard, name="farflung watchdog guard", daemon=True)
+        self._second.start()
         atexit.register(self.stop)  # a thread that is in the store while the interpreter ends would abort the process
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the threads."""
         if self._thread is not None:
             self._halt.set()
-            self._thread.join()
+            self._second.join()
+            self._thread.join(_ANSWER_S)  # not for ever: the store may have gone away under it
             self._thread = None
             atexit.unregister(self.stop)
 
@@ -92,7 +109,8 @@ class Watchdog:
         with suppress(dist.DistError, StateError):  # without a store or a group there is nothing to watch over
             while not self._halt.wait(_TICK_S):
                 self._listen()
-                now = time.monotonic()
+                self._register.learn_hosts()
+                self._beat = now = time.monotonic()
                 wait = self._current_wait()
                 if wait != self._wait:
                     self._wait, self._since = wait, now
@@ -114,8 +132,31 @@ class Watchdog:
         self._halt.set()
         wait = self._current_wait()
         if wait is not None and wait.group == _TORCHS:
-            print(f"Rank {self._group.rank} waits in vain: {verdict}.", file=sys.stderr, flush=True)
+            _publish(f"Rank {self._group.rank} waits in vain: {verdict}.")
             self._group.break_off()
+
+    def _guard(self) -> None:
+        """End this process when it waits for the others and the store has not answered for the time allowed."""
+        beat, silent_s = self._beat, 0.0
+        while not self._halt.wait(_TICK_S):
+            # Counted, not measured: time in which this process was stopped, or its lock held, says nothing.
+            silent_s = silent_s + _TICK_S if beat == self._beat else 0.0
+            beat = self._beat
+            is_over = silent_s > self._timeout_s + _ANSWER_S
+            if is_over and self._frame() is not None and self._current_wait() is not None:
+                _publish(self._loss(silent_s))
+                os._exit(1)  # whoever waits for the store can't be woken up
+
+    def _loss(self, silent_s: float) -> str:
+        """Say which machine was lost."""
+        hosts = self._register.hosts
+        there = [rank for rank in range(self._group.size) if hosts.get(rank) == hosts.get(0)] if hosts else [0]
+        endpoint = f"{environ.text('MASTER_ADDR')}:{environ.text('MASTER_PORT')}"
+        return (
+            f"Rank {self._group.rank} waits in vain: {self._register.describe(there)} ({endpoint}, where the run's "
+            f"store is) did not answer for {silent_s:.0f} s, so that machine or the line to it is gone. This rank was "
+            f"in {describe_call(self._frame())}."
+        )
 
     def _current_wait(self) -> Wait | None:
         wait = self._waits.waiting.get(self._watched)
@@ -144,29 +185,49 @@ class Watchdog:
             came = {rank: json.loads(text) for rank, text in self._register.answers(missing).items()}
             answers |= {rank: answer for rank, answer in came.items() if answer["question"] >= question}
             missing -= answers.keys()
+            self._beat = time.monotonic()
         late = {rank: a["stack"] for rank, a in answers.items() if a["entered"].get(wait.group, 0) < wait.number}
         if (late or missing) and self._current_wait() == wait and not self._halt.is_set():
             self._register.pronounce(self._verdict(late, sorted(missing)))
+
+    def _named(self, ranks: list[int]) -> str:
+        return self._register.describe(ranks)
+
+    def _is_machine(self, ranks: list[int]) -> bool:
+        """Say whether `ranks` are all those of other machines."""
+        hosts = self._register.hosts
+        lost = {hosts.get(rank) for rank in ranks}
+        rest = {hosts.get(rank) for rank in range(self._group.size) if rank not in ranks}
+        return None not in lost and not lost & rest
 
     def _verdict(self, late: dict[int, str], silent: list[int]) -> str:
         call = describe_call(self._frame())
         lines = []
         if late:
-            lines.append(f"{_named(sorted(late))} did not come to {call} within {self._timeout_s:g} s")
+            lines.append(f"{self._named(sorted(late))} did not come to {call} within {self._timeout_s:g} s")
         else:
             lines.append(f"{call} has not ended for {self._timeout_s:g} s")
         for stack in dict.fromkeys(late.values()):
-            who = _named([rank for rank, other in late.items() if other == stack])
+            who = self._named([rank for rank, other in late.items() if other == stack])
             lines.append(f"{who} was here, innermost call last:\n{stack}")
         if silent:
             why = "the process is gone or stopped, or in native code that holds Python's lock"
-            lines.append(f"{_named(silent)} did not answer: {why}")
-        lines.append("If it may take so long, allow more: WatchdogKwargs(timeout_s=) or FARFLUNG_HANG_TIMEOUT_S")
+            if self._is_machine(silent):
+                why = "the machine is gone, or the line to it"
+            lines.append(f"{self._named(silent)} did not answer: {why}")
+        lines.append(
+            "If it may take so long, allow more: --hang_timeout_s, WatchdogKwargs(timeout_s=) or "
+            "FARFLUNG_HANG_TIMEOUT_S"
+        )
         return "\n".join(lines)
 
 
-def _named(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+def _publish(text: str) -> None:
+    """Report a failure to the launcher, or print it where there is none."""
+    if has_report():
+        record_failure(RankFailure(text))
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _stack(frame: FrameType | None) -> str:
