@@ -127,7 +127,9 @@ def test_two_machines_meet(home):
     assert [machine.returncode for machine in machines] == [0, 0]
     # torch warns by itself where the machine that serves the store has ended before the other one says goodbye.
     ours = [line for text in said for line in text.splitlines() if line.startswith("farflung:")]
-    assert ours == [f"farflung: machine {rank} of 2 waits for the others at 127.0.0.1:{port}" for rank in "01"]
+    assert ours == [
+        f"farflung: machine {rank} of 2 waits for the others at 127.0.0.1:{port}, over lo (127.0.0.1)" for rank in "01"
+    ]
     assert [seen_by(f"rank{rank}.json")["total"] for rank in (0, 1)] == [3, 3]
 
 
@@ -177,7 +179,7 @@ def test_modules_and_programs_are_started_too(farflung, home):
     ("deed", "code", "words"),
     [
         ("raise ValueError('bad value')", 1, ["exit code 1", "ValueError: bad value", "Traceback"]),
-        ("sys.exit(3)", 3, ["exit code 3", "no traceback"]),
+        ("sys.exit(3)", 3, ["exit code 3", "It ended itself with exit code 3 ("]),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, ["signal 9 (SIGKILL)", "memory"]),
     ],
 )
@@ -222,6 +224,29 @@ def test_a_signal_to_the_launcher_ends_all_quietly(number, code, home, mark):
         launcher.send_signal(number)
         said = launcher.communicate(timeout=30)[1]
     assert (launcher.returncode, said) == (code, "")
+    assert none_left(mark), left_behind(mark)
+
+
+def test_what_failed_before_an_interrupt_is_still_said(home, mark):
+    script = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"  # a rank that hangs while the launcher ends it
+        "rank = os.environ['RANK']\n"
+        "open('up' + rank, 'w').close()\n"
+        "if rank == '1':\n"
+        "    while not os.path.exists('up0'): time.sleep(0.01)\n"
+        "    raise ValueError('bad value')\n"
+        "time.sleep(300)\n"
+    )
+    (home / "train.py").write_text(script)
+    command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", "train.py"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as launcher:
+        wait_for(home / "up0", home / "up1")
+        time.sleep(1)
+        launcher.send_signal(signal.SIGINT)
+        said = launcher.communicate(timeout=30)[1]
+    assert launcher.returncode == 130
+    assert said.count("ValueError: bad value") == 1
     assert none_left(mark), left_behind(mark)
 
 

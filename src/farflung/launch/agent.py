@@ -13,15 +13,18 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import signature
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from farflung.base.errors import RankFailure
+from farflung.base.words import counted
 from farflung.config import environ
 from farflung.launch.plan import Meeting, uncollected
 from farflung.launch.report import Failure
@@ -37,6 +40,7 @@ class Outcome:
     """How a run ended on this machine: well, by failures, or by a signal to the launcher.
 
     Attributes:
+        failures: of ranks; with a signal, those that were reported before it.
         finished: ranks that ended well, though others failed.
         notes: the names of the notes that any rank left for the launcher.
     """
@@ -79,7 +83,9 @@ def run_agent(
     Raises:
         RankFailure: the machines did not find each other.
     """
-    with uncollected():
+    # torch reads the level when it is loaded. What it logs as an error in this process it raises as well.
+    quiet = {"TORCH_CPP_LOG_LEVEL": "FATAL"} if "TORCH_CPP_LOG_LEVEL" in variables else {}
+    with uncollected(), environ.patched(quiet):
         from torch.distributed import DistNetworkError, DistStoreError
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -88,7 +94,7 @@ def run_agent(
 
     with ExitStack() as around:
         around.enter_context(_signals_put_back())
-        around.enter_context(_interrupts_raise(SignalException))
+        interrupts = around.enter_context(_interrupts_raise(SignalException))
         around.enter_context(_agent_logs(watch))
         around.enter_context(environ.patched(variables))
         log_dir = watch.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_"))
@@ -103,11 +109,15 @@ def run_agent(
             first = _first_rank(error.failures)
             return Outcome(failures, finished=tuple(sorted({*range(first, first + num_local)} - {*error.failures})))
         except SignalException as error:
-            return Outcome(signal=int(error.sigval))
+            first = num_local * int(meeting.conf.get("rank", 0))
+            before = _reported(Path(log_dir), first, min(interrupts, default=inf))
+            return Outcome(before, signal=int(error.sigval))
         except (RendezvousError, DistNetworkError, DistStoreError) as error:
+            said = str(error).strip().rstrip(".").splitlines()
             raise RankFailure(
-                f"The processes could not meet at {meeting.endpoint} ({meeting.num_machines} machines, "
-                f"{meeting.backend}): {error}"
+                f"The {counted(meeting.num_machines, 'machine')} could not meet at {meeting.endpoint}: {said[0]}. "
+                "Check that each was started, with the same main_process_ip, main_process_port and num_machines, and "
+                "that they can reach that port of machine 0."
             ) from error
         notes = frozenset(file.name for file in Path(log_dir).glob("*/attempt_*/*/*"))
     if len(returned) != num_local:
@@ -157,10 +167,15 @@ def _named(failed: Mapping[int, Any]) -> tuple[Failure, ...]:
 
 def _unnamed(failed: Mapping[int, Any], log_dir: Path) -> list[Failure]:
     """Return the failures that stand in error files only: of several functions that fail, the agent names one."""
-    before_us = _first_rank(failed)
-    last_attempt = max(log_dir.glob("*/attempt_*"), key=lambda folder: folder.stat().st_mtime)
-    files = {before_us + int(file.parent.name): file for file in last_attempt.glob("*/error.json")}
-    return [Failure.of(rank, 1, _read(file)) for rank, file in sorted(files.items()) if rank not in failed]
+    return [one for one in _reported(log_dir, _first_rank(failed)) if one.rank not in failed]
+
+
+def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Failure, ...]:
+    """Return the failures that stand in the error files of the last attempt and were written before a time."""
+    last_attempt = max(log_dir.glob("*/attempt_*"), key=lambda folder: folder.stat().st_mtime, default=log_dir)
+    files = {first_rank + int(file.parent.name): file for file in last_attempt.glob("*/error.json")}
+    found = (Failure.of(rank, 1, _read(file)) for rank, file in sorted(files.items()))
+    return tuple(one for one in found if one.time_s < before_s)
 
 
 def _first_rank(failed: Mapping[int, Any]) -> int:
@@ -221,24 +236,28 @@ def _signals_put_back() -> Iterator[None]:
 
 
 @contextmanager
-def _interrupts_raise(error: Callable[[str, signal.Signals], Exception]) -> Iterator[None]:
+def _interrupts_raise(error: Callable[[str, signal.Signals], Exception]) -> Iterator[list[float]]:
     """Make Ctrl-C raise the agent's `error`, which passes it on to the ranks, and say so when they are slow to end.
+
+    Yields a list that receives the times, in seconds since the epoch, at which the keys were pressed.
 
     A rank may be writing a checkpoint, or be stuck in a collective: who pressed the keys knows which.
     """
+    pressed: list[float] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield pressed
         return
     slow = threading.Timer(_PATIENCE_S, print, [_SLOW], {"file": sys.stderr})
     slow.daemon = True
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        pressed.append(time.time())
         if not slow.ident:
             slow.start()
         raise error("interrupted", signal.Signals(number))
 
     signal.signal(signal.SIGINT, interrupt)
     try:
-        yield
+        yield pressed
     finally:
         slow.cancel()

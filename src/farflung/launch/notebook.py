@@ -17,7 +17,8 @@ from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings, field_named, rank_variables
 from farflung.launch.agent import Watch, run_agent
-from farflung.launch.plan import DEFAULT_PORT, Meeting, fit_for_cores, refuse_busy_port, resolve_host, usable_cores
+from farflung.launch.network import choose_interface, refuse_busy_port, resolve_host
+from farflung.launch.plan import DEFAULT_PORT, Meeting, fit_for_cores, network_variables, usable_cores
 from farflung.launch.report import explain
 from farflung.process import world
 
@@ -82,6 +83,9 @@ def notebook_launcher(
         return
     meeting = _meeting(_port(use_port), master_addr, node_rank, num_nodes, rdzv_backend, rdzv_endpoint, rdzv_id)
     meeting = replace(meeting, conf={**meeting.conf, **(rdzv_conf or {})})
+    if num_nodes > 1:
+        there = LaunchSettings(num_machines=num_nodes, machine_rank=node_rank, main_process_ip=master_addr)
+        meeting = replace(meeting, interface=choose_interface(there, master_addr))
     watch = Watch(max_restarts, monitor_interval, line_prefix=log_line_prefix_template)
     _fork(function, args, num_local, settings, meeting, watch)
 
@@ -141,7 +145,7 @@ def _fork(
             "CUDA is initialized in this process, and forked processes can't use it then. Restart the notebook and "
             "touch the GPU inside the function only."
         )
-    variables = rank_variables(settings)
+    variables = rank_variables(settings) | network_variables(meeting, settings)
     if environ.text("OMP_NUM_THREADS") is None:
         variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_local))
     outcome = run_agent(_as_rank(function), args, num_local, variables=variables, meeting=meeting, watch=watch)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +18,13 @@ from farflung.base.errors import ConfigError
 from farflung.base.words import counted, plural
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings, rank_variables
+from farflung.launch.network import Interface, choose_interface, refuse_busy_port, resolve_host
 from farflung.launch.script import command_line, refuse_accelerate
 
 DEFAULT_PORT = 29500  # torchrun's and Accelerate's
 MAX_PER_CORE = 16  # more than that on a CPU is a slip: each of them takes 0.2 GB before it has done anything
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 # What launchers tell their ranks. A process that runs alone must not find another run's.
 PLACE_VARIABLES = (
@@ -41,7 +43,8 @@ class Meeting:
         endpoint: `host:port` of machine 0; port 0 is any free one.
         conf: more for the backend.
         run_id: the same on all machines.
-        address: how the ranks call machine 0, None: by its host name.
+        address: how the ranks of this machine call it, None: by its host name.
+        interface: through which this machine talks to others; None: there are none.
     """
 
     backend: str
@@ -50,6 +53,7 @@ class Meeting:
     run_id: str
     num_machines: int = 1
     address: str | None = None
+    interface: Interface | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -
     Raises:
         ConfigError: the script does not exist, GPUs are missing, or the port is in use.
     """
-    command = command_line(settings, script, arguments)
+    command_line(settings, script, arguments)  # what can't be found is refused before GPUs are counted
     if settings.outer_recipe is not None and not settings.no_python:
         refuse_accelerate(settings, script)
     num_local, on_cpu = _count_processes(settings)
@@ -91,12 +95,25 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -
     variables = rank_variables(settings)
     if on_cpu:
         variables["ACCELERATE_USE_CPU"] = "true"  # without it Accelerate on CPUs trains unconnected copies
+    variables |= network_variables(meeting, settings)
     if num_local > 1 and settings.num_cpu_threads_per_process is None:
         variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_local))
     watched = settings.max_restarts > 0 or settings.log_dir is not None or settings.tee != "0"
     watched = watched or settings.outer_recipe is not None  # what became of it is said at the end
     alone = num_local == 1 and settings.num_machines == 1 and not watched
+    command = command_line(settings, script, arguments, reported=not alone)
     return Plan(command, num_local, variables, meeting, alone)
+
+
+def network_variables(meeting: Meeting, settings: LaunchSettings) -> dict[str, str]:
+    """Return what gloo, NCCL and torch are told of the network; a variable of the user's counts before a route."""
+    if meeting.interface is None:
+        return {}
+    told = dict.fromkeys(INTERFACE_VARIABLES, meeting.interface.name)
+    if not settings.debug:
+        told["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns at each connection where an address has no name
+    named = INTERFACE_VARIABLES if settings.network_interface is not None else ()
+    return {name: value for name, value in told.items() if name in named or not environ.text(name)}
 
 
 def _count_processes(settings: LaunchSettings) -> tuple[int, bool]:
@@ -193,43 +210,13 @@ def meet(settings: LaunchSettings) -> Meeting:
         refuse_busy_port(port)
     if settings.rdzv_backend == "static":
         conf["rank"] = settings.machine_rank
-    alone = settings.num_machines == 1
+    endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if settings.num_machines == 1:
+        return Meeting(settings.rdzv_backend, endpoint, conf, "farflung", 1, host)
+    interface = choose_interface(settings, host)
     return Meeting(
-        settings.rdzv_backend, f"{host}:{port}", conf, "farflung", settings.num_machines, host if alone else None
+        settings.rdzv_backend, endpoint, conf, "farflung", settings.num_machines, interface.address, interface
     )
-
-
-def resolve_host(host: str, called: str = "main_process_ip") -> str:
-    """Return the address of `host`, a name or an address, as this machine sees it.
-
-    Args:
-        called: the setting as its user knows it.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no host has such a name"
-        raise ConfigError(
-            f"{called} is {host!r}, which this machine can't resolve: {reason}. Give the name or the address "
-            "of machine 0 alone, such as node0 or 10.0.0.1; the port has a setting of its own."
-        ) from None
-    return str(found[0][4][0])
-
-
-def refuse_busy_port(port: int) -> None:
-    """Raise a ConfigError when some program listens on `port` of this machine already."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise ConfigError(
-                f"Port {port} can't be used here: {error.strerror}. Choose another one with --main_process_port, or "
-                "leave it out on a single machine to get a free one."
-            ) from None
 
 
 def lone_environment(variables: Mapping[str, str]) -> dict[str, str]:

@@ -11,17 +11,10 @@ from textwrap import shorten
 from typing import Any
 
 from farflung.base.words import numbered
+from farflung.process.failure import PEER_LOST
 
 # The end of a process that was not its own doing, so no other rank's failure caused it.
 _FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-# How a rank fails because another one is gone: gloo's words, NCCL's, ours.
-_PEER_LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "remote process exited",
-    "RankFailure:",
-)
 _GRACE_S = 20  # the agent waits 30 s before it kills: who ends by a signal this long after the first did not fail
 
 
@@ -34,6 +27,7 @@ class Failure:
         message: the error in one line, where the process left one.
         traceback: the whole of it.
         time_s: when, in seconds since the epoch; of whole seconds where the process left no report.
+        reported_code: the exit code that the process was about to end with when it left its report.
     """
 
     rank: int
@@ -42,6 +36,7 @@ class Failure:
     message: str | None = None
     traceback: str | None = None
     time_s: float = 0.0
+    reported_code: int | None = None
 
     @classmethod
     def of(cls, rank: int, exit_code: int, left: Mapping[str, Any], *, pid: int = 0, seen_s: float = 0.0) -> Failure:
@@ -56,7 +51,8 @@ class Failure:
             return cls(rank, exit_code, pid, time_s=seen_s)
         details = said.get("extraInfo", {})
         time_s = float(details.get("precise_timestamp") or details.get("timestamp") or seen_s)
-        return cls(rank, exit_code, pid, said.get("message"), details.get("py_callstack"), time_s)
+        trace, code = details.get("py_callstack"), details.get("exit_code")
+        return cls(rank, exit_code, pid, said.get("message"), trace, time_s, code)
 
     @property
     def shell_code(self) -> int:
@@ -65,8 +61,15 @@ class Failure:
 
     @property
     def _own_code(self) -> int:
-        """A rank that had reported an error was on its way out with 1, even if the launcher's signal came before."""
-        return 1 if self.traceback is not None and self.exit_code == -signal.SIGTERM else self.exit_code
+        """A rank that had reported its end was on its way out, even if the launcher's signal came before."""
+        if self.exit_code != -signal.SIGTERM or not self.has_reported:
+            return self.exit_code
+        return 1 if self.reported_code is None else self.reported_code
+
+    @property
+    def has_reported(self) -> bool:
+        """Whether the process said itself why it ends."""
+        return self.traceback is not None or self.reported_code is not None
 
     @property
     def how(self) -> str:
@@ -92,7 +95,7 @@ def in_order(failures: Sequence[Failure]) -> tuple[list[Failure], list[Failure]]
 
 
 def _was_ended(failure: Failure, first_s: float) -> bool:
-    if failure.exit_code >= 0 or failure.traceback is not None:
+    if failure.exit_code >= 0 or failure.has_reported:
         return False
     return failure.exit_code == -signal.SIGTERM or failure.time_s > first_s + _GRACE_S
 
@@ -101,7 +104,7 @@ def _distance(failure: Failure) -> int:
     """How far from the cause of everything: 0 a fault, 1 an error of its own, 2 the loss of another rank."""
     if failure.traceback is None and -failure.exit_code in _FAULTS:
         return 0
-    return 2 if any(words in (failure.message or "") for words in _PEER_LOST) else 1
+    return 2 if any(words in (failure.message or "") for words in PEER_LOST) else 1
 
 
 def explain(failures: Sequence[Failure], finished: Sequence[int] = (), num_machines: int = 1) -> tuple[str, str]:
@@ -121,8 +124,8 @@ def explain(failures: Sequence[Failure], finished: Sequence[int] = (), num_machi
             f"{numbered('rank', finished)} ended with exit code 0"
             + (" while others still needed it, which is the cause." if _distance(cause) == 2 else ".")
         )
-    elif _distance(cause) == 2 and num_machines > 1:
-        others.append("It lost the connection to a rank of another machine; the report there has the cause.")
+    elif _distance(cause) == 2 and num_machines > 1 and "waits in vain" not in (cause.message or ""):
+        others.append("The cause lies on another machine; the report there has it.")
     if others:
         parts.append("\n".join(others))
     return f"rank {cause.rank} failed on {socket.gethostname()}: {cause.how}", "\n\n".join(parts)
@@ -133,7 +136,7 @@ def _without_traceback(cause: Failure) -> str:
         return "It was killed from outside. The system does that to a process when memory runs out."
     if cause.exit_code < 0:
         return "It ended by a signal, so there is no traceback."
-    return "It left no traceback for the launcher; what it printed stands above."
+    return f"{cause.message or 'It left no traceback for the launcher.'} What it printed stands above."
 
 
 def _in_short(failure: Failure) -> str:

@@ -38,7 +38,10 @@ def _launch(script: str, script_args: tuple[str, ...], **params: Any) -> None:
     plan = make_plan(settings, script, script_args)
     if settings.num_machines > 1 and not settings.quiet:
         where = f"machine {settings.machine_rank} of {settings.num_machines}"
-        click.echo(f"farflung: {where} waits for the others at {plan.meeting.endpoint}", err=True)
+        click.echo(
+            f"farflung: {where} waits for the others at {plan.meeting.endpoint}, over {plan.meeting.interface}",
+            err=True,
+        )
     if plan.alone:
         become(plan)
     sys.exit(start(settings, plan))
@@ -72,10 +75,11 @@ def start(settings: LaunchSettings, plan: Plan) -> int:
         meeting=plan.meeting,
         watch=watch,
     )
+    if outcome.failures:
+        code = show(outcome.failures, settings.log_dir, outcome.finished, settings.num_machines)
+        return code if outcome.signal is None else 128 + outcome.signal
     if outcome.signal is not None:
         return 128 + outcome.signal
-    if outcome.failures:
-        return show(outcome.failures, settings.log_dir, outcome.finished, settings.num_machines)
     if settings.outer_recipe is not None:
         _warn_of_idle_outer(settings, outcome.notes)
     return 0

@@ -14,9 +14,16 @@ from pathlib import Path
 from farflung.base.errors import ConfigError
 from farflung.config.launch import LaunchSettings
 
+RANK_STARTER = ("-m", "farflung.launch.rank")  # between Python and the script: has failures reported, wherever
 
-def command_line(settings: LaunchSettings, script: str, arguments: Sequence[str]) -> tuple[str, ...]:
+
+def command_line(
+    settings: LaunchSettings, script: str, arguments: Sequence[str], reported: bool = False
+) -> tuple[str, ...]:
     """Return program and arguments that run `script`.
+
+    Args:
+        reported: a launcher is there to show what the process reports of its failure.
 
     Raises:
         ConfigError: there is no such file, module or program.
@@ -25,15 +32,16 @@ def command_line(settings: LaunchSettings, script: str, arguments: Sequence[str]
         if shutil.which(script) is None:
             raise ConfigError(f"There is no program {script!r} that could be run (--no_python).")
         return (script, *arguments)
+    python = (sys.executable, "-u", *(RANK_STARTER if reported else ()))
     if settings.module:
         _find_module(script)
-        return (sys.executable, "-u", "-m", script, *arguments)
+        return (*python, "-m", script, *arguments)
     path = Path(script)
     if not script or not path.exists():
         raise ConfigError(f"The script {script!r} does not exist (looked in {os.getcwd()}).")
     if not path.is_file() and not (path / "__main__.py").is_file():
         raise ConfigError(f"The script {script!r} is not a file of Python code. Name one, or a module with -m.")
-    return (sys.executable, "-u", script, *arguments)
+    return (*python, script, *arguments)
 
 
 def refuse_accelerate(settings: LaunchSettings, script: str) -> None:

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The network as the launcher sees it: host names, ports, and the interface that leads to the main machine.
+
+gloo announces the address that this machine's host name stands for, which is a loopback address on many systems. So it
+is told the interface to use: that of the route to the main machine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+
+from farflung.base.errors import ConfigError
+from farflung.config import environ
+from farflung.config.launch import LaunchSettings
+
+_SIOCGIFCONF = 0x8912
+_IFREQ_BYTES = 40
+_MAX_ADDRESSES = 256
+_IF_INET6 = Path("/proc/net/if_inet6")
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface and one of its addresses."""
+
+    name: str
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})"
+
+
+def choose_interface(settings: LaunchSettings, host: str) -> Interface:
+    """Return the interface through which this machine talks to the others: the one named by the flag, else the one in
+    GLOO_SOCKET_IFNAME, else that of the route to the main machine.
+
+    Args:
+        host: name or address of the main machine.
+
+    Raises:
+        ConfigError: there is none, or the main machine can't be reached through it.
+    """
+    there = interfaces()
+    wanted = settings.network_interface
+    listed = ", ".join(str(one) for k, one in enumerate(there) if one.name not in [other.name for other in there[:k]])
+    if wanted is not None:
+        found = next((one for one in there if one.name == wanted), None)
+        if found is None:
+            raise ConfigError(
+                f"network_interface is {wanted!r}, and this machine has no such interface; it has {listed}."
+            )
+        return found
+    chosen = environ.text("GLOO_SOCKET_IFNAME")
+    if chosen:  # gloo takes the first of several
+        address = next((one.address for one in there if one.name == chosen.partition(",")[0]), "")
+        return Interface(chosen, address or "GLOO_SOCKET_IFNAME")
+    address = resolve_host(host)
+    if is_loopback(address) and not (host == "localhost" or is_loopback(host)):
+        outward = [one for one in there if not is_loopback(one.address)]
+        if settings.machine_rank == 0 and len({one.name for one in outward}) == 1:
+            return outward[0]
+        raise ConfigError(
+            f"main_process_ip is {host!r}, which means {address} on this machine, where others can't reach it. Give "
+            f"machine 0's address on the network instead; this machine, number {settings.machine_rank}, has {listed}."
+        )
+    here = _address_towards(address)
+    found = next((one for one in there if one.address == here), None)
+    if found is None:
+        raise ConfigError(
+            f"The way from this machine to {host} begins at {here}, which belongs to none of its interfaces "
+            f"({listed}). Name one with --network_interface."
+        )
+    return found
+
+
+def _address_towards(address: str) -> str:
+    """Return this machine's own address on the route to `address`. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError as error:
+            raise ConfigError(
+                f"This machine has no route to main_process_ip ({address}): {error.strerror}. Check the address, and "
+                "that the network is up."
+            ) from None
+        return str(probe.getsockname()[0])
+
+
+def interfaces() -> list[Interface]:
+    """Return the interfaces of this machine that are up, once for each of their addresses."""
+    table = array("B", bytes(_IFREQ_BYTES * _MAX_ADDRESSES))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        asked = struct.pack("iL", len(table), table.buffer_info()[0])
+        num_bytes = struct.unpack("iL", fcntl.ioctl(probe, _SIOCGIFCONF, asked))[0]
+    raw = table.tobytes()
+    found = []
+    for start in range(0, num_bytes, _IFREQ_BYTES):
+        name = raw[start : start + 16].split(b"\0", 1)[0].decode().split(":")[0]  # eth0:1 is a second address of eth0
+        found.append(Interface(name, socket.inet_ntoa(raw[start + 20 : start + 24])))
+    if _IF_INET6.exists():
+        for line in _IF_INET6.read_text(encoding="ascii").splitlines():
+            digits, *_, name = line.split()
+            found.append(Interface(name, str(ipaddress.IPv6Address(bytes.fromhex(digits)))))
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    """Say whether `address` is one, and leads back to the machine itself."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def resolve_host(host: str, called: str = "main_process_ip") -> str:
+    """Return the address of `host`, a name or an address, as this machine sees it.
+
+    Args:
+        called: the setting as its user knows it.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no host has such a name"
+        raise ConfigError(
+            f"{called} is {host!r}, which this machine can't resolve: {reason}. Give the name or the address "
+            "of machine 0 alone, such as node0 or 10.0.0.1; the port has a setting of its own."
+        ) from None
+    return str(found[0][4][0])
+
+
+def refuse_busy_port(port: int) -> None:
+    """Raise a ConfigError when some program listens on `port` of this machine already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"Port {port} can't be used here: {error.strerror}. Choose another one with --main_process_port, or "
+                "leave it out on a single machine to get a free one."
+            ) from None

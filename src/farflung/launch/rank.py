@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The start of a rank: runs a script as Python would, and has its failure reported wherever it happens.
+
+`python -m farflung.launch.rank [-m] SCRIPT [its arguments]`. A script that fails before it makes an `Accelerator`, or
+that knows nothing of Farflung, leaves its traceback for the launcher all the same. Where the launcher will show the
+report, nothing is printed here. Does without torch, whose loading is the script's business.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import io
+import sys
+from contextlib import redirect_stderr
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+
+from farflung.process.failure import has_report, record_exit, record_failure
+
+
+def run(arguments: list[str]) -> None:
+    """Run the script in `arguments`, and exit as it does."""
+    try:
+        code, main = _loaded_module(arguments[1:]) if arguments[0] == "-m" else _loaded_script(arguments)
+        own = sys.modules["__main__"]  # kept alive: this very code lives in it
+        sys.modules["__main__"] = main
+        exec(code, main.__dict__)
+        del own
+    except SystemExit as end:
+        record_exit(end.code, end.__traceback__)
+        raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        error.__traceback__ = _from_script_on(error.__traceback__)
+        _report(error)
+        sys.exit(1)
+
+
+def _report(error: BaseException) -> None:
+    """Do what the interpreter does with an error that nobody catches, and leave a report for the launcher."""
+    printed = io.StringIO()
+    with redirect_stderr(printed):
+        sys.excepthook(type(error), error, error.__traceback__)
+    record_failure(error)  # unless a hook did
+    if not has_report():
+        sys.stderr.write(printed.getvalue())
+        sys.stderr.flush()
+
+
+def _loaded_script(arguments: list[str]) -> tuple[CodeType, ModuleType]:
+    """Return the code of the script and the module that it is to run in, with `sys` as Python would set it."""
+    sys.argv = arguments
+    path = Path(arguments[0]).absolute()
+    if path.is_dir() or path.suffix in (".zip", ".pyz"):
+        sys.path[0] = str(path)
+        return _loaded(PathFinder.find_spec("__main__", [str(path)]), arguments[0])
+    sys.path[0] = str(path.resolve().parent)
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=str(path), __loader__=SourceFileLoader("__main__", str(path)), __cached__=None)
+    return compile(path.read_bytes(), str(path), "exec"), main
+
+
+def _loaded_module(arguments: list[str]) -> tuple[CodeType, ModuleType]:
+    """Return the code of a module, or of a package's `__main__`, and the module that it is to run in."""
+    sys.argv = arguments
+    name = arguments[0]
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    loaded = _loaded(spec, name)
+    sys.argv[0] = str(loaded[1].__file__)
+    return loaded
+
+
+def _loaded(spec: ModuleSpec | None, name: str) -> tuple[CodeType, ModuleType]:
+    loader = None if spec is None else spec.loader
+    code = loader.get_code(spec.name) if spec and isinstance(loader, importlib.abc.InspectLoader) else None
+    if spec is None or code is None:
+        raise ImportError(f"{name} has no Python code to run.", name=name)
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=spec.origin, __loader__=loader, __spec__=spec, __package__=spec.parent)
+    return code, main
+
+
+def _from_script_on(trace: TracebackType | None) -> TracebackType | None:
+    """Leave out the frames of this file."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface that leads to the main machine is found, and what can't work is refused."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from farflung.base.errors import ConfigError
+from farflung.config import environ
+from farflung.config.launch import LaunchSettings
+from farflung.launch import network
+from farflung.launch.network import Interface, choose_interface, interfaces
+from farflung.launch.plan import make_plan
+
+LO, ETH, IB = Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.2"), Interface("ib0", "10.1.0.2")
+
+
+def settings(rank: int = 1, **said) -> LaunchSettings:
+    return LaunchSettings(num_machines=2, machine_rank=rank, use_cpu=True, **({"main_process_ip": "10.0.0.1"} | said))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with these interfaces, on which the route to any other address begins at `here`."""
+
+    def make(*there: Interface, here: str = "10.0.0.2", **names: str) -> None:
+        monkeypatch.setattr(network, "interfaces", lambda: [LO, *there])
+        monkeypatch.setattr(network, "_address_towards", lambda address: here)
+        known = {"localhost": "127.0.0.1"} | names
+        monkeypatch.setattr(network, "resolve_host", lambda host, called="": known.get(host, host))
+
+    return make
+
+
+def test_this_machine_has_a_loopback_interface():
+    assert LO in interfaces()
+    assert choose_interface(settings(main_process_ip="127.0.0.1"), "127.0.0.1") == LO
+
+
+def test_the_interface_of_the_route_is_taken_and_told_to_the_ranks(machine, home):
+    machine(ETH, IB, here=IB.address)
+    (home / "train.py").touch()
+    plan = make_plan(settings(), "train.py", [])
+    assert plan.meeting.interface == IB
+    assert plan.meeting.address == IB.address
+    told = {name: plan.variables[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL")}
+    assert told == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    assert "TORCH_CPP_LOG_LEVEL" not in make_plan(settings(debug=True), "train.py", []).variables
+    alone = make_plan(LaunchSettings(use_cpu=True, num_processes=2), "train.py", [])
+    assert not told.keys() & alone.variables.keys()
+
+
+def test_the_flag_counts_before_a_variable_and_that_before_the_route(machine, home):
+    machine(ETH, IB)
+    (home / "train.py").touch()
+    with environ.patched({"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib1"}):
+        plan = make_plan(settings(), "train.py", [])
+        assert plan.meeting.interface == IB
+        assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & plan.variables.keys()
+        plan = make_plan(settings(network_interface="eth0"), "train.py", [])
+        assert plan.meeting.interface == ETH
+        assert (plan.variables["GLOO_SOCKET_IFNAME"], plan.variables["NCCL_SOCKET_IFNAME"]) == ("eth0", "eth0")
+    with pytest.raises(
+        ConfigError, match=r"'eth9', and this machine has no such interface; it has lo .*, eth0 .*, ib0"
+    ):
+        choose_interface(settings(network_interface="eth9"), "10.0.0.1")
+
+
+def test_a_name_that_means_loopback_is_of_use_to_the_main_machine_alone(machine):
+    machine(ETH, node0="127.0.1.1")
+    assert choose_interface(settings(0), "node0") == ETH  # there is but one way out
+    with pytest.raises(ConfigError, match=r"'node0', which means 127.0.1.1 on this machine.*number 1, has lo"):
+        choose_interface(settings(1), "node0")
+    machine(ETH, IB, node0="127.0.1.1")
+    with pytest.raises(ConfigError, match="Give machine 0's address on the network"):
+        choose_interface(settings(0), "node0")
+
+
+def test_a_machine_without_a_route_is_told_so(monkeypatch):
+    class Unreachable(socket.socket):
+        def connect(self, address):
+            raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(network.socket, "socket", Unreachable)
+    with pytest.raises(ConfigError, match=r"no route to main_process_ip \(10.0.0.1\): Network is unreachable"):
+        network._address_towards("10.0.0.1")

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank runs its script as Python itself would, and leaves a report of its failure wherever that happens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from farflung.config import environ
+from farflung.launch.script import RANK_STARTER
+
+SEEN = """
+import json, multiprocessing, pickle, sys
+class Thing:
+    pass
+def double(x):
+    return 2 * x
+if __name__ == "__main__":
+    pickle.loads(pickle.dumps(Thing()))
+    doubled = None
+    if not __file__.endswith("__main__.py"):  # spawned processes don't load such a file, under no launcher
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            doubled = pool.map(double, [1, 2])
+    spec = None if __spec__ is None else __spec__.name
+    print(json.dumps([sys.argv, sys.path[0], __file__, spec, __package__, doubled]))
+    print("torch" in sys.modules)
+"""
+
+
+def run(*words: str, file=None) -> subprocess.CompletedProcess[str]:
+    with environ.patched({"TORCHELASTIC_ERROR_FILE": None if file is None else str(file), "RANK": "1"}):
+        return subprocess.run([sys.executable, "-u", *words], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("train.py", "-m", "x y"), ("folder/train.py",), ("packed", "a"), ("-m", "package.train", "b"), ("-m", "package")],
+)
+def test_a_script_sees_what_it_would_see_without_a_launcher(words, home):
+    for name in ("train.py", "folder/train.py", "packed/__main__.py", "package/train.py", "package/__main__.py"):
+        (home / name).parent.mkdir(exist_ok=True)
+        (home / name).write_text(SEEN)
+    plain, ranked = run(*words), run(*RANK_STARTER, *words)
+    assert (plain.returncode, plain.stderr) == (0, "")
+    assert (ranked.stdout, ranked.stderr, ranked.returncode) == (plain.stdout, "", 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "num_frames"),
+    [
+        ("x = = 1\n", "SyntaxError: invalid syntax", 1),
+        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'", 1),
+        ("def f():\n    raise ValueError('bad')\nf()\n", "ValueError: bad", 2),
+    ],
+)
+def test_an_error_anywhere_is_left_for_the_launcher_and_not_printed(code, words, num_frames, home):
+    (home / "train.py").write_text(code)
+    done = run(*RANK_STARTER, "train.py", file=home / "error.json")
+    assert (done.returncode, done.stderr) == (1, "")
+    said = json.loads((home / "error.json").read_text())["message"]
+    assert said["message"].startswith(words)
+    assert said["extraInfo"]["py_callstack"].count("  File ") == num_frames
+    assert run(*RANK_STARTER, "train.py").stderr.splitlines()[-1].startswith(words)  # without a launcher it is printed
+
+
+def test_an_error_before_another_attempt_is_printed_too(home):
+    (home / "train.py").write_text("raise ValueError('bad')\n")
+    with environ.patched({"TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_RESTART_COUNT": "0"}):
+        assert "ValueError: bad" in run(*RANK_STARTER, "train.py", file=home / "error.json").stderr
+
+
+@pytest.mark.parametrize(("said", "code"), [("3", 3), ("'words'", 1), ("0", 0), ("", 0)])
+def test_a_script_that_ends_itself_has_its_own_exit_code(said, code, home):
+    (home / "train.py").write_text(f"import sys\nsys.exit({said})\n")
+    done = run(*RANK_STARTER, "train.py", file=home / "error.json")
+    assert done.returncode == code
+    assert (home / "error.json").exists() == (code != 0)
+    if code:
+        left = json.loads((home / "error.json").read_text())["message"]
+        assert left["message"] == f"It ended itself with exit code {code} ({home / 'train.py'}, line 2)."
+        assert left["extraInfo"]["exit_code"] == code
