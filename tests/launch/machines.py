@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two machines on one: namespaces joined by a cable, each with a host name that is its own loopback address, as on
+Debian and Ubuntu. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+DEVICE = "eth0"
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+NAMES = ("node0", "node1")
+
+
+def why_impossible() -> str:
+    """Say why there can be no namespaces here; empty where there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed (iproute2, util-linux)"
+    name = f"farflung-probe-{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+        return "this system allows no network namespaces"
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return ""
+
+
+class Machines:
+    """Two machines with a cable between them."""
+
+    def __init__(self) -> None:
+        self._spaces = [f"farflung-{os.getpid()}-{name}" for name in NAMES]
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self, machine: int, command: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+        """Start `command` on a machine, in `folder`, with its two streams in one."""
+        inside = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', NAMES[machine], *command]
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self._spaces[machine], *inside],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.running.append(process)
+        return process
+
+    def cut(self) -> None:
+        """Cut the cable: packets vanish, and nobody is told."""
+        _ip("-n", self._spaces[1], "link", "set", DEVICE, "down")
+
+    def kill(self, machine: int) -> None:
+        """Kill all that runs on a machine."""
+        found = subprocess.run(["ip", "netns", "pids", self._spaces[machine]], capture_output=True, text=True)
+        subprocess.run(["kill", "-9", *found.stdout.split()], capture_output=True)
+
+    def slow_down(self, megabits: float) -> None:
+        """Let each direction carry so many megabits a second."""
+        for space in self._spaces:
+            shape = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "32kb", "latency", "400ms"]
+            subprocess.run(["tc", "-n", space, "qdisc", "replace", "dev", DEVICE, *shape], check=True)
+
+    def set_up(self) -> None:
+        """Make the namespaces, their /etc/hosts and the cable."""
+        for space, name in zip(self._spaces, NAMES, strict=True):
+            _ip("netns", "add", space)
+            etc = Path("/etc/netns") / space
+            etc.mkdir(parents=True)
+            (etc / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+        first, second = self._spaces
+        _ip("link", "add", DEVICE, "netns", first, "type", "veth", "peer", "name", DEVICE, "netns", second)
+        for space, address in zip(self._spaces, ADDRESSES, strict=True):
+            _ip("-n", space, "addr", "add", f"{address}/24", "dev", DEVICE)
+            for device in ("lo", DEVICE):
+                _ip("-n", space, "link", "set", device, "up")
+
+    def take_down(self) -> None:
+        """End all that still runs, and remove what `set_up` made."""
+        for machine, space in enumerate(self._spaces):
+            self.kill(machine)
+            subprocess.run(["ip", "netns", "del", space], capture_output=True)
+            shutil.rmtree(Path("/etc/netns") / space, ignore_errors=True)
+        for process in self.running:
+            process.communicate()
+
+
+@contextmanager
+def two_machines() -> Iterator[Machines]:
+    """Keep two machines for the length of a block."""
+    machines = Machines()
+    try:
+        machines.set_up()
+        yield machines
+    finally:
+        machines.take_down()
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
