@@ -198,6 +198,20 @@ def test_the_script_counts_before_the_launcher():
     assert run_ranks(takes_the_launchers_time_until_told_otherwise, 2, connect=False) == [[3600.0, 20.0]] * 2
 
 
+def comes_alone(path):
+    if int(environ.text("RANK")) == LATE:
+        evaluates_alone(path, 1)
+        return "", 0.0
+    with environ.patched({"FARFLUNG_HANG_TIMEOUT_S": "0.5"}):
+        return is_told(path, lambda run: Accelerator(cpu=True), SimpleNamespace(rank=0))
+
+
+def test_a_rank_that_never_makes_an_accelerator_is_named(tmp_path):
+    (said, seconds), _ = run_ranks(comes_alone, 2, tmp_path, timeout_s=20, connect=False)
+    assert "Rank 1 did not come to `Accelerator()` within 0.5 s" in said
+    assert seconds < 5
+
+
 def is_slow():
     accelerator = started(timeout_s=1.2).accelerator
     for _ in range(3):

@@ -10,14 +10,16 @@ import atexit
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
-from farflung.base.errors import ConfigError, FarflungError, Unsupported
+from farflung.base.errors import ConfigError, FarflungError, RankFailure, Unsupported
+from farflung.base.words import numbered
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup, TorchGroup
 from farflung.config import environ
@@ -240,12 +242,37 @@ def _initialize(place: Place, device: torch.device, init: InitProcessGroupKwargs
         arguments["timeout"] = init.timeout
     if device.type == "cuda":
         arguments["device_id"] = device
-    if init.init_method is None and slot.num_left():
-        # A store of the launcher's outlives a group, and still has the addresses where its ranks were to be found.
+    allowed_s = environ.number("FARFLUNG_HANG_TIMEOUT_S")
+    if init.init_method is None and (allowed_s or slot.num_left()):
         store, rank, size = next(rendezvous("env://"))
+        # A store of the launcher's outlives a group, and still has the addresses where its ranks were to be found.
         store = PrefixStore(f"world_{slot.num_left()}", store)
+        if init.timeout is not None:
+            store.set_timeout(init.timeout)
+        if allowed_s:
+            _await_all(PrefixStore("came", store), rank, size, allowed_s)
         arguments |= {"store": store, "rank": rank, "world_size": size}
     dist.init_process_group(**arguments)
+
+
+def _await_all(store: Store, rank: int, size: int, allowed_s: float) -> None:
+    """Wait until all ranks have come here.
+
+    Raises:
+        RankFailure: some have not come within that time; torch itself would wait for half an hour, and name none.
+    """
+    store.set(str(rank), "")
+    try:
+        store.wait([str(other) for other in range(size)], timedelta(seconds=allowed_s))
+    except dist.DistError as error:
+        missing = [other for other in range(size) if not store.check([str(other)])]
+        if not missing:
+            raise
+        raise RankFailure(
+            f"{numbered('rank', missing).capitalize()} did not come to `Accelerator()` within {allowed_s:g} s: the "
+            "process has ended, hangs before it, or can't be reached. If it may take so long, allow more with "
+            "--hang_timeout_s."
+        ) from error
 
 
 def _backend(device: torch.device, asked: str | None) -> str:
