@@ -3,6 +3,7 @@
 
 FarflungError
 |-- ConfigError (ValueError)             a setting or an argument that cannot work
+|   `-- WrongType (TypeError)            an argument of another kind than the call takes
 |-- StateError (RuntimeError)            a call at the wrong time: before `prepare`, after the end, twice
 |-- Unsupported (NotImplementedError)    something Farflung does not do; the message names what to use instead
 |-- CollectiveMismatch (RuntimeError)    ranks brought different things to one collective
@@ -22,6 +23,10 @@ class FarflungError(Exception):
 
 class ConfigError(FarflungError, ValueError):
     """A setting or an argument that cannot work."""
+
+
+class WrongType(ConfigError, TypeError):
+    """An argument of another kind than the call takes."""
 
 
 class StateError(FarflungError, RuntimeError):

@@ -8,6 +8,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from farflung.base.checks import check_text, check_word
 from farflung.base.errors import ConfigError
 
 _COMPARISONS = {
@@ -35,8 +36,8 @@ def compare_versions(library: str, operation: str, requirement: str) -> bool:
     Raises:
         ConfigError: another operation, or `library` is not installed.
     """
-    if operation not in _COMPARISONS:
-        raise ConfigError(f"compare_versions: {operation!r} is none of {', '.join(_COMPARISONS)}.")
+    check_word("operation", operation, _COMPARISONS)
+    check_text("version", requirement)
     try:
         installed = version(library)
     except PackageNotFoundError:

@@ -15,6 +15,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from farflung.base.checks import shown, wrong_type
+from farflung.base.errors import ConfigError, WrongType
+
 Spec: TypeAlias = Any  # a hashable description of a tree's structure, made by `flatten`
 
 
@@ -83,8 +86,11 @@ def recursively_apply(
         error_on_other_type: raise on a leaf that does not pass, instead of keeping it as it is.
 
     Raises:
-        TypeError: a leaf does not pass `test_type` and `error_on_other_type` is set.
+        WrongType: a leaf does not pass `test_type` and `error_on_other_type` is set.
     """
+
+    if not callable(func):
+        raise wrong_type("recursively_apply: func", func, "a function of a tensor")
 
     def visit(node: Any) -> Any:
         if test_type(node):
@@ -98,10 +104,10 @@ def recursively_apply(
     return visit(data)
 
 
-def not_a_tensor(operation: str, leaf: Any) -> TypeError:
+def not_a_tensor(operation: str, leaf: Any) -> WrongType:
     """Return the error for a `leaf` that `operation` cannot use."""
-    return TypeError(
-        f"{operation}: found a {type(leaf).__name__} ({leaf!r:.60}) among nested tensors. Only tensors in nested "
+    return WrongType(
+        f"{operation}: found a {type(leaf).__name__} ({shown(leaf)}) among nested tensors. Only tensors in nested "
         "lists, tuples, dictionaries and dataclasses can be used here; for other objects use gather_object or "
         "broadcast_object_list."
     )
@@ -116,7 +122,10 @@ def send_to_device(
         non_blocking: do not wait for the copies; only useful from pinned memory.
         skip_keys: keys of mappings whose values stay where they are.
     """
-    target = device if isinstance(device, torch.device) else torch.device(device)
+    try:
+        target = device if isinstance(device, torch.device) else torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise wrong_type("send_to_device: device", device, "a device, such as 'cpu' or 'cuda:0'") from error
     skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
 
     def visit(node: Any) -> Any:
@@ -162,6 +171,8 @@ def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
     """Take `tensor_slice` of the first dimension of every tensor of a tree (the last two arguments are unused)."""
+    if not isinstance(tensor_slice, (slice, tuple)):
+        raise wrong_type("slice_tensors: tensor_slice", tensor_slice, "a slice, such as slice(0, 2)")
     return recursively_apply(lambda x: x[tensor_slice], data)
 
 
@@ -169,13 +180,21 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Concatenate trees of one structure, tensor by tensor; of leaves that are no tensors the first is kept.
 
     Raises:
-        TypeError: the trees differ in structure.
+        WrongType: there is no tree, or they differ in structure.
+        ConfigError: tensors differ in shape beyond `dim`, or have no such dimension.
     """
+    if not isinstance(data, (list, tuple)) or not data:
+        raise wrong_type("concatenate: data", data, "a list of nested tensors of one structure")
     flat = [flatten(tree) for tree in data]
     if any(spec != flat[0][1] for _, spec in flat[1:]):
-        raise TypeError(f"concatenate: the structures differ: {[spec for _, spec in flat]}")
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    joined = [torch.cat(column, dim=dim) if isinstance(column[0], Tensor) else column[0] for column in columns]
+        specs = ", ".join(str(spec) for _, spec in flat)
+        raise WrongType(f"concatenate: the structures differ: {specs}. Bring nested tensors of one structure.")
+    columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    try:
+        joined = [torch.cat(column, dim=dim) if isinstance(column[0], Tensor) else column[0] for column in columns]
+    except (RuntimeError, IndexError, TypeError) as error:
+        shapes = ", ".join(str([list(x.shape) for x in column]) for column in columns if isinstance(column[0], Tensor))
+        raise ConfigError(f"concatenate: tensors of the shapes {shapes} can't be joined along dim={dim!r}.") from error
     return unflatten(flat[0][1], joined)
 
 

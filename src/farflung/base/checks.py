@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of arguments, one for each kind, and how a value is written in a message."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from numbers import Integral, Real
+from reprlib import Repr
+from types import FunctionType
+from typing import Any
+
+from farflung.base.errors import ConfigError, WrongType, did_you_mean
+from farflung.base.words import counted
+
+_REPR = Repr()
+_REPR.maxstring = _REPR.maxother = 80
+
+
+def shown(value: Any) -> str:
+    """Return `value` as a message shows it: short, on one line, without an address in memory."""
+    kind = type(value).__name__
+    kind = f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, FunctionType):
+        return f"the function {value.__name__}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{kind} of shape {list(value.shape)} and dtype {value.dtype}"
+    is_sized = isinstance(value, (list, tuple, set, dict))
+    if is_sized and not all(isinstance(item, (str, Real, tuple, type(None))) for item in _items(value)):
+        return f"{kind} of {counted(len(value), 'item')}"
+    text = " ".join(_REPR.repr(value).split())
+    is_plain = is_sized or isinstance(value, (str, Real, type(None)))
+    return text if " at 0x" not in text and (is_plain or "..." not in text) else kind
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def wrong_type(name: str, value: object, wanted: str) -> WrongType:
+    """Return the error for a `value` that is no `wanted`, which ends the sentence "It must be ..."."""
+    return WrongType(f"{name} is {shown(value)}; it must be {wanted}.")
+
+
+def check_type(name: str, value: object, kinds: type | tuple[type, ...], wanted: str) -> None:
+    """Raise WrongType unless `value` is an instance of `kinds`."""
+    if not isinstance(value, kinds):
+        raise wrong_type(name, value, wanted)
+
+
+def check_callable(name: str, value: object, example: str) -> None:
+    """Raise WrongType unless `value` can be called."""
+    if not callable(value):
+        raise wrong_type(name, value, f"a function, such as {example}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise WrongType unless `value` is True or False, or 1 or 0."""
+    if not isinstance(value, bool) and (hasattr(value, "__len__") or value not in (0, 1)):
+        raise wrong_type(name, value, "True or False")
+
+
+def check_text(name: str, value: object) -> None:
+    """Raise WrongType unless `value` is a text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise wrong_type(name, value, "a text that is not empty")
+
+
+def check_path(name: str, value: object) -> None:
+    """Raise WrongType unless `value` is a path that is not empty."""
+    if not (isinstance(value, str) or hasattr(value, "__fspath__")) or not str(value):
+        raise wrong_type(name, value, "a path, such as 'runs/first'")
+
+
+def check_whole(name: str, value: object, least: int | None = None, most: int | None = None) -> None:
+    """Raise ConfigError unless `value` is a whole number from `least` to `most`."""
+    wanted = ("a whole number" + _range(least, most)).rstrip()
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise wrong_type(name, value, wanted)
+    number = int(value)
+    if (least is not None and number < least) or (most is not None and number > most):
+        raise ConfigError(f"{name} is {value}; it must be {wanted}.")
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    finite: bool = True,
+) -> None:
+    """Raise ConfigError unless `value` is a number in this range; NaN never is, an infinity unless `finite`."""
+    wanted = (("a finite number" if finite else "a number") + _range(least, most, above, below)).rstrip()
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise wrong_type(name, value, wanted)
+    x = float(value)
+    is_inside = (above is None or x > above) and (least is None or x >= least)
+    is_inside = is_inside and (below is None or x < below) and (most is None or x <= most)
+    if math.isnan(x) or (finite and math.isinf(x)) or not is_inside:
+        raise ConfigError(f"{name} is {value}; it must be {wanted}.")
+
+
+def _range(least: float | None, most: float | None, above: float | None = None, below: float | None = None) -> str:
+    if least is not None and most is not None:
+        return f" from {least} to {most}"
+    if least is not None and below is None:
+        return f", {least} or more"
+    limits = {"of at least {}": least, "above {}": above, "below {}": below, "of at most {}": most}
+    return " " + " and ".join(words.format(limit) for words, limit in limits.items() if limit is not None)
+
+
+def check_word(name: str, value: object, words: Iterable[str]) -> None:
+    """Raise ConfigError unless `value` is one of `words`, with a suggestion where one is near."""
+    known = list(words)
+    if not isinstance(value, str) or value not in known:
+        near = did_you_mean(value.lower(), known) if isinstance(value, str) else ""
+        raise ConfigError(f"{name} is {shown(value)}; it must be one of {', '.join(known)}.{near}")
+
+
+def check_protocol(name: str, value: object, methods: Iterable[str], wanted: str) -> None:
+    """Raise WrongType unless `value` is an instance of a class that has all of `methods`."""
+    if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
+        raise wrong_type(name, value, wanted)
+
+
+_FIELDS: Mapping[str, Callable[[str, Any], None]] = {
+    "bool": check_flag,
+    "int": check_whole,
+    "float": check_number,
+    "str": check_text,
+}
+
+
+def check_fields(settings: Any) -> None:
+    """Check the flags, numbers and texts of a dataclass against their annotations.
+
+    Raises:
+        ConfigError: a field is of another kind.
+    """
+    for each in fields(settings):
+        value, kind = getattr(settings, each.name), str(each.type)
+        check = _FIELDS.get(kind.removesuffix(" | None"))
+        if check is not None and not (value is None and kind.endswith(" | None")):
+            check(f"{type(settings).__name__}: {each.name}", value)
