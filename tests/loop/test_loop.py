@@ -8,7 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from farflung.config.handlers import GradScalerKwargs
 from farflung.loop.accumulation import Accumulate
@@ -308,7 +316,10 @@ class Batches(list):
     end_of_dataloader, remainder, loader = False, 0, None
 
 
-@pytest.mark.parametrize("kind", ["cosine", "one cycle", "transformers"])
+@pytest.mark.parametrize(
+    "kind", ["cosine", "one cycle", "transformers", "closure", "linear", "polynomial", "warmed up"]
+)
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # torch's own, where one schedule follows another
 def test_a_schedule_that_ends_before_the_data_is_said_aloud_once_with_the_number_that_fits(kind):
     model, optimizer, state = made()
     state.enter(Batches(range(6)))
@@ -316,6 +327,10 @@ def test_a_schedule_that_ends_before_the_data_is_said_aloud_once_with_the_number
         "cosine": lambda: CosineAnnealingLR(optimizer.optimizer, T_max=4),
         "one cycle": lambda: OneCycleLR(optimizer.optimizer, max_lr=1.0, total_steps=4),
         "transformers": lambda: LambdaLR(optimizer.optimizer, partial(decay, num_training_steps=4)),
+        "closure": lambda: LambdaLR(optimizer.optimizer, decay_over(4)),
+        "linear": lambda: LinearLR(optimizer.optimizer, start_factor=1.0, end_factor=0.0, total_iters=4),
+        "polynomial": lambda: PolynomialLR(optimizer.optimizer, total_iters=4),
+        "warmed up": lambda: warmed_up(optimizer.optimizer),
     }[kind]()
     scheduler = AcceleratedScheduler(inner, [optimizer], ticks=2)
     updates(optimizer, scheduler, model, 2)
@@ -333,12 +348,46 @@ def test_a_schedule_that_ends_before_a_stream_of_unknown_length_is_said_aloud_wi
     state.enter(Endless())
     scheduler = AcceleratedScheduler(CosineAnnealingLR(optimizer.optimizer, T_max=1), [optimizer])
     updates(optimizer, scheduler, model)
-    with pytest.warns(UserWarning, match=r"makes that once\)\.$"):
+    with pytest.warns(UserWarning, match=r"ticks once here\.$"):
         updates(optimizer, scheduler, model)
 
 
 def decay(step, num_training_steps):
     return max(0.0, 1 - step / num_training_steps)
+
+
+def decay_over(num_training_steps):
+    return lambda step: decay(step, num_training_steps)
+
+
+def warmed_up(optimizer):
+    up = LinearLR(optimizer, start_factor=0.5, total_iters=2)
+    return SequentialLR(optimizer, [up, CosineAnnealingLR(optimizer, T_max=2)], milestones=[2])
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # torch's own, where one schedule follows another
+def test_a_warm_up_that_is_over_is_no_schedule_that_is_over():
+    model, optimizer, _ = made()
+    up = LinearLR(optimizer.optimizer, start_factor=0.5, total_iters=1)
+    updates(optimizer, AcceleratedScheduler(up, [optimizer]), model, 4)
+
+
+def test_a_rate_below_zero_is_said_aloud_once_with_the_ticks_that_there_will_be():
+    model, optimizer, state = made()
+    state.enter(Batches(range(6)))
+    scheduler = AcceleratedScheduler(LambdaLR(optimizer.optimizer, lambda step: 1 - step / 4), [optimizer], ticks=2)
+    updates(optimizer, scheduler, model, 2)
+    with pytest.warns(UserWarning, match=r"gives -0\.5 after 6 ticks, a rate below zero\. .*6 updates, so 12 ticks"):
+        updates(optimizer, scheduler, model)
+    updates(optimizer, scheduler, model)
+
+
+def test_other_processes_than_the_main_one_do_not_warn_of_a_schedule():
+    model, optimizer, _ = made()
+    falling = LambdaLR(optimizer.optimizer, decay_over(2))
+    updates(optimizer, AcceleratedScheduler(falling, [optimizer], speaks=False), model, 4)
+    below = LambdaLR(optimizer.optimizer, lambda step: -1.0 * step)
+    updates(optimizer, AcceleratedScheduler(below, [optimizer], speaks=False), model, 2)
 
 
 def test_under_an_outer_loop_a_skipped_step_ticks_so_that_replicas_keep_one_learning_rate():

@@ -7,13 +7,24 @@ one optimizer step ticks as often as there are processes. `scheduler_ticks="per_
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
+from farflung.base.words import counted
 from farflung.loop.optimizer import AcceleratedOptimizer
 
 Ticks = Literal["per_process", "per_update"]
@@ -26,6 +37,7 @@ class AcceleratedScheduler:
         optimizers: the prepared optimizers to follow.
         step_with_optimizer: False ticks on each call, whatever the optimizers did.
         ticks: how often an update ticks.
+        speaks: whether this process warns of a schedule that does not fit; one of all is enough.
     """
 
     def __init__(
@@ -35,6 +47,7 @@ class AcceleratedScheduler:
         *,
         step_with_optimizer: bool = True,
         ticks: int = 1,
+        speaks: bool = True,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)
@@ -42,6 +55,8 @@ class AcceleratedScheduler:
         self._ticks = 1 if isinstance(scheduler, ReduceLROnPlateau) else ticks
         self._total = getattr(scheduler, "total_steps", None)
         self._horizon = horizon_of(scheduler)
+        self._speaks = speaks
+        self._was_below_zero = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Tick when the accumulation window is complete and no optimizer skipped its step, else do nothing."""
@@ -51,27 +66,35 @@ class AcceleratedScheduler:
                 if not optimizer.window_is_complete or (optimizer.step_was_skipped and not optimizer.in_lockstep):
                     return
             if self._horizon is not None and scheduler.last_epoch >= self._horizon:
-                self._warn_of_the_end(self._horizon)
+                self._warn(f"was made for {counted(self._horizon, 'tick')} and is over, but training goes on")
+                self._horizon = None
             for _ in range(self._ticks):
                 # A OneCycleLR raises past its end, and the ticks of the last update may reach over it.
                 if self._total is None or scheduler._step_count <= self._total:
                     scheduler.step(*args, **kwargs)
         else:
             scheduler.step(*args, **kwargs)
+        if not self._was_below_zero:
+            rates = [rate for rate in getattr(scheduler, "_last_lr", ()) if isinstance(rate, float) and rate < 0]
+            if rates:
+                self._was_below_zero = True
+                self._warn(f"gives {min(rates):.3g} after {counted(scheduler.last_epoch, 'tick')}, a rate below zero")
 
-    def _warn_of_the_end(self, horizon: int) -> None:
-        """Say once that the schedule is over while training goes on, and what length would fit."""
-        self._horizon = None
+    def _warn(self, what: str) -> None:
+        """Say on the main process what is wrong with the schedule, and what length would fit."""
+        if not self._speaks:
+            return
         advice = ""
         loop = self.optimizers[0].loop_state if self.optimizers else None
         length = None if loop is None else _length_of(loop.current)
         if loop is not None and length is not None:
             updates = -(-length // loop.num_steps)
-            advice = f" One pass over the loader is {updates} updates, so {updates * self._ticks} ticks."
+            ticks = counted(updates * self._ticks, "tick")
+            advice = f" One pass over the loader is {counted(updates, 'update')}, so {ticks}: make it that long."
+        times = "once" if self._ticks == 1 else f"{self._ticks} times"
+        per_update = "" if self._ticks == 1 else " (scheduler_ticks='per_update' makes that once)"
         warnings.warn(
-            f"The learning rate schedule was made for {horizon} ticks and is over, but training goes on. Each update "
-            f"ticks {self._ticks} times here (scheduler_ticks='per_update' makes that once).{advice}",
-            stacklevel=3,
+            f"The learning rate schedule {what}. Each update ticks {times} here{per_update}.{advice}", stacklevel=3
         )
 
     def get_last_lr(self) -> list[Any]:
@@ -105,7 +128,22 @@ def horizon_of(scheduler: Any) -> int | None:
         return int(scheduler.T_max)
     if isinstance(scheduler, OneCycleLR):
         return int(scheduler.total_steps)
-    if isinstance(scheduler, LambdaLR):  # transformers' schedules are partial functions that know their length
-        told = [f.keywords.get("num_training_steps") for f in scheduler.lr_lambdas if isinstance(f, partial)]
-        return told[0] if told and isinstance(told[0], int) else None
+    if isinstance(scheduler, PolynomialLR):
+        return int(scheduler.total_iters)
+    if isinstance(scheduler, LinearLR):  # where it rises it is a warm-up, after which training goes on at full rate
+        return int(scheduler.total_iters) if scheduler.end_factor < scheduler.start_factor else None
+    if isinstance(scheduler, SequentialLR):
+        last = horizon_of(scheduler._schedulers[-1])
+        return None if last is None else int(scheduler._milestones[-1]) + last
+    if isinstance(scheduler, LambdaLR):
+        told = _variables(scheduler.lr_lambdas[0]).get("num_training_steps")  # as transformers' schedules call it
+        return told if isinstance(told, int) else None
     return None
+
+
+def _variables(function: Any) -> dict[str, Any]:
+    """Return what a function was made with: the keywords of a partial one, the outer variables of a closure."""
+    if isinstance(function, partial):
+        return function.keywords
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    return dict(inspect.getclosurevars(function).nonlocals) if code is not None and cells else {}
