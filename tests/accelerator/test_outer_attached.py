@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from farflung import Accelerator, GradScalerKwargs, OuterConfig
-from farflung.accelerator.recipes import recipe_of
 from farflung.base.errors import ConfigError
 from farflung.local_sgd import LocalSGD
+from farflung.outer.named import recipe_of
 from farflung.process import world
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung import Accelerator, OuterConfig
-from farflung.accelerator.recipes import MAKERS, recipe_of
 from farflung.accelerator.settings import settled_outer
 from farflung.base.errors import ConfigError
 from farflung.config import environ
@@ -19,6 +18,7 @@ from farflung.config.launch import FIELDS, LaunchSettings, launched_outer, rank_
 from farflung.config.outer import CODECS, RECIPES
 from farflung.config.resolve import resolve
 from farflung.outer import E3M0, Average, Int8, Levels, Reset, diloco, hierarchical, local_sgd, quadratic, sparse_loco
+from farflung.outer.named import MAKERS, recipe_of
 from farflung.state import AcceleratorState
 
 VALUES = {
@@ -146,22 +146,33 @@ def test_a_level_can_be_the_ranks_of_a_machine(levels, local_size, expected):
 
 
 WRONG = [
-    ({"recipe": "dilocco", "every": 4}, r"no recipe 'dilocco'; there are local_sgd, .*Did you mean `diloco`"),
-    ({"recipe": "diloco"}, "diloco needs every"),
+    (
+        {"recipe": "dilocco", "every": 4},
+        r"recipe .* is 'dilocco'; it must be one of local_sgd, .*Did you mean `diloco`",
+    ),
+    ({"recipe": "quadratic", "every": 4}, "quadratic needs alpha"),
     ({"recipe": "diloco", "every": 4, "fragments": 2}, r"diloco has no option fragments; it takes every, rounds, lr"),
     ({"recipe": "local_sgd", "every": 4, "anchor_on_cpu": True}, "local_sgd has no option anchor_on_cpu"),
     ({"recipe": "diloco", "every": 0}, "every is 0; it must be a whole number, 1 or more"),
     ({"recipe": "diloco", "every": 4, "bucket_bytes": -5}, "bucket_bytes is -5; it must be a whole number, 1 or more"),
     ({"recipe": "diloco", "every": 2.5}, "every is 2.5; it must be a whole number"),
     ({"recipe": "diloco", "every": True}, "every is True; it must be a whole number"),
-    ({"recipe": "diloco", "every": 4, "momentum": 1.0}, "momentum is 1.0; it must be from 0 up to, but not, 1"),
-    ({"recipe": "diloco", "every": 4, "lr": float("nan")}, "lr is nan; it must be a number"),
-    ({"recipe": "diloco", "every": 4, "lr": 0}, "lr is 0; it must be greater than 0"),
-    ({"recipe": "diloco", "every": 4, "codec": "int5"}, r"codec is 'int5'; use one of none, bf16, .*Did you mean `int"),
+    (
+        {"recipe": "diloco", "every": 4, "momentum": 1.0},
+        "momentum is 1.0; it must be a finite number of at least 0 and below 1",
+    ),
+    ({"recipe": "diloco", "every": 4, "lr": float("nan")}, "lr is nan; it must be a finite number above 0"),
+    ({"recipe": "diloco", "every": 4, "lr": 0}, "lr is 0; it must be a finite number above 0"),
+    (
+        {"recipe": "diloco", "every": 4, "codec": "int5"},
+        r"codec is 'int5'; it must be one of none, bf16, .*Did you mean `int",
+    ),
     ({"recipe": "streaming_diloco", "every": 4, "fragments": 5}, "fragments is 5; it must be at most every"),
-    ({"recipe": "streaming_diloco", "every": 4, "fragments": 2, "alpha": 1.5}, "alpha is 1.5; it must be from 0 to 1"),
-    ({"recipe": "edit"}, "edit needs either every or seconds"),
-    ({"recipe": "edit", "every": 4, "seconds": 1.0}, "edit needs either every or seconds"),
+    (
+        {"recipe": "streaming_diloco", "every": 4, "fragments": 2, "alpha": 1.5},
+        "alpha is 1.5; it must be a finite number from 0 to 1",
+    ),
+    ({"recipe": "edit", "every": 4, "seconds": 1.0}, "edit takes either every or seconds"),
     ({"recipe": "hierarchical", "levels": "4:2"}, "all ranks .* must average too"),
     ({"recipe": "hierarchical", "levels": "4:1,8:all"}, "say how many neighbours"),
     ({"recipe": "hierarchical", "levels": "often"}, "say how many neighbours"),
@@ -173,6 +184,19 @@ WRONG = [
 def test_what_can_not_work_is_refused_with_what_there_is(said, words):
     with pytest.raises(ConfigError, match=words):
         OuterConfig(**said)
+
+
+def test_an_error_names_the_variable_the_flag_or_the_line_of_the_file(tmp_path):
+    file = tmp_path / "block.yaml"
+    file.write_text("outer:\n  recipe: diloco\n  every: 0\n")
+    with pytest.raises(ConfigError, match=r"block\.yaml:3: every is 0; it must be a whole number"):
+        resolve({"config_file": str(file)})
+    with pytest.raises(ConfigError, match="--outer_every is 0; it must be a whole number"):
+        resolve({"outer_recipe": "diloco", "outer_every": "0"})
+    with environ.patched({"FARFLUNG_OUTER_RECIPE": "diloco", "FARFLUNG_OUTER_EVERY": "0"}):
+        for read in (launched_outer, lambda: resolve({})):
+            with pytest.raises(ConfigError, match="FARFLUNG_OUTER_EVERY is 0; it must be a whole number"):
+                read()
 
 
 def test_options_of_no_recipe_are_refused():

@@ -185,7 +185,7 @@ def test_both_spellings_are_one_flag_and_utilization_moves_the_mark():
     [
         (["--bandwidth", "100"], "--bandwidth is '100'"),
         (["--latency", "50"], "--latency is '50'"),
-        (["--step_seconds", "0"], r"step_s=0\.0"),
+        (["--step_seconds", "0"], r"step_s is 0\.0"),
         (["--utilization", "90"], r"--utilization is 90\.0"),
         (["--picture", "no/such/folder/x.png"], "--picture no/such/folder/x.png can't be written to: No such file"),
     ],

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from farflung import Accelerator, utils
-from farflung.accelerator.recipes import recipe_of
 from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.launch import launched_outer, rank_variables
@@ -40,6 +39,7 @@ from farflung.outer import (
     sparse_loco,
     streaming_diloco,
 )
+from farflung.outer.named import recipe_of
 from farflung.state import AcceleratorState
 from farflung.testing.sim import run_replicas
 

@@ -102,10 +102,10 @@ def test_a_tutorial_for_plain_data_parallelism_runs_as_one_of_replicas(farflung,
 
 
 WRONG = [
-    (("--outer", "diloco"), "diloco needs every"),
+    (("--outer", "quadratic", "--outer-every", "4"), "quadratic needs alpha"),
     (("--outer", "dilocco", "--outer-every", "4"), "Did you mean `diloco`"),
     (("--outer", "diloco", "--outer-every", "4", "--outer-seconds", "2"), "diloco has no option seconds; it takes"),
-    (("--outer", "diloco", "--outer-every", "0"), "every is 0"),
+    (("--outer", "diloco", "--outer-every", "0"), "--outer_every is 0; it must be a whole number"),
     (("--outer-every", "4"), "of which one? Say it with --outer"),
     (("--outer", "diloco", "--outer-every", "often"), "must be an integer"),
 ]

@@ -209,7 +209,7 @@ def test_a_round_with_a_value_that_is_not_finite_is_dropped_whole_and_later_roun
     assert (stats.rounds, stats.dropped_rounds) == (theirs.rounds, theirs.dropped_rounds) == (2, 2)
     messages = sorted(str(warning.message) for warning in caught)
     assert [message[:6] for message in messages] == ["Rank 0", "Rank 1"]  # once each
-    assert all("ranks [1]" in message for message in messages)
+    assert all("rank 1 are not finite" in message for message in messages)
 
 
 def too_large(group):
@@ -221,7 +221,7 @@ def too_large(group):
 
 
 def test_what_a_codec_cannot_hold_drops_the_round_instead_of_becoming_infinite():
-    with pytest.warns(RuntimeWarning, match=r"ranks \[0, 1\].*too large for Cast\(dtype='fp16'\)"):
+    with pytest.warns(RuntimeWarning, match=r"ranks 0 and 1 .*too large for Cast\(dtype='fp16'\)"):
         assert run_replicas(too_large, 2) == [([4e4] * 3, 1)] * 2
 
 
@@ -347,7 +347,7 @@ def test_a_state_is_a_copy():
 @pytest.mark.parametrize("other", [diloco(3), local_sgd(2), diloco(2, lr=0.5)])
 def test_a_state_of_another_recipe_or_model_is_refused(other):
     state = OuterLoop(Point(), diloco(2), SoloGroup()).state_dict()
-    with pytest.raises(ConfigError, match=r"saved: (.|\n)*here: "):
+    with pytest.raises(ConfigError, match=r"another outer loop, with .* \(here "):
         OuterLoop(Point(), other, SoloGroup()).load_state_dict(state)
     with pytest.raises(ConfigError, match="another"):
         OuterLoop(Point(4), diloco(2), SoloGroup()).load_state_dict(state)
@@ -420,9 +420,9 @@ def test_ranks_that_differ_are_told_how(what, first, second):
     messages = run_replicas(differing, 3, what)
     assert len(set(messages)) == 1
     lines = messages[0].splitlines()
-    assert "ranks [0, 2]" in lines[1]
+    assert "ranks 0 and 2" in lines[1]
     assert first in lines[1]
-    assert "ranks [1]" in lines[2]
+    assert "rank 1:" in lines[2]
     assert second in lines[2]
 
 

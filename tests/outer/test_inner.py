@@ -83,7 +83,7 @@ def test_an_inner_state_that_is_not_there_is_an_error():
         outer.step()
     with pytest.raises(ConfigError, match=r"\['exp_avg', .*none of \['momentum'\]"):
         run_replicas(with_adam, 2, Average({"momentum": 2}), 2)
-    with pytest.raises(ConfigError, match="exp_avg=0"):
+    with pytest.raises(ConfigError, match="exp_avg is 0"):
         Average({"exp_avg": 0})
 
 

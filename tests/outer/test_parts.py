@@ -32,7 +32,7 @@ def test_every_is_due_at_each_multiple_and_launches_before_it_applies(every, ste
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "8", None])
 def test_a_number_of_steps_that_cannot_be_is_refused(every):
     for make in (Every, local_sgd, diloco):
-        with pytest.raises(ConfigError, match=r"every=.*int of 1 or more"):
+        with pytest.raises(ConfigError, match=r"every is .*whole number, 1 or more"):
             make(every)
 
 

@@ -19,11 +19,10 @@ from typing import Any
 
 from farflung.accelerator.outer import OpenLoops, Tie
 from farflung.accelerator.prepare import Registry
-from farflung.accelerator.recipes import recipe_of
 from farflung.base.errors import ConfigError
-from farflung.base.words import counted
 from farflung.config.outer import OuterConfig
 from farflung.loop.state import ActiveLoader, LoopState
+from farflung.outer.named import recipe_of
 from farflung.outer.report import Round
 from farflung.process import world as slot
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND, leave_note
@@ -195,11 +194,11 @@ class Conductor:
         for course in self._courses:
             self._advise(course)
             unsent = course.tie.loop.unsent
+            steps = "step was" if unsent == 1 else f"{unsent} steps were"
             if course.is_behind and unsent and self._world.size > 1:
                 get_logger(__name__).warning(
-                    f"The last {counted(unsent, 'step')} {'was' if unsent == 1 else 'were'} averaged with nobody, as "
-                    "the loop over the data was left early. Call accelerator.wait_for_everyone() or "
-                    "accelerator.end_training() after it."
+                    f"The last {steps} averaged with nobody, as the loop over the data was left early. "
+                    "Call accelerator.wait_for_everyone() or accelerator.end_training() after it."
                 )
 
     def _let_go(self) -> list[Course]:

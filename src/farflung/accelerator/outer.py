@@ -14,10 +14,14 @@ from torch.utils.hooks import RemovableHandle
 
 from farflung.accelerator.prepare import Registry
 from farflung.base.errors import ConfigError
+from farflung.config.outer import OuterConfig
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.state import ActiveLoader, Trace
+from farflung.outer.asked import check_model
 from farflung.outer.engine import OuterLoop
+from farflung.outer.named import chosen_recipe
 from farflung.outer.recipe import Recipe
+from farflung.process.world import World
 from farflung.strategy.base import Strategy
 
 
@@ -266,16 +270,22 @@ class Outer:
 class OuterWords:
     """An Accelerator's words for outer loops."""
 
+    _joined: World
     _strategy: Strategy
     _registry: Registry
     _open_loops: OpenLoops
 
-    def outer(self, model: nn.Module, recipe: Recipe) -> Outer:
+    def outer(self, model: nn.Module, recipe: Recipe | OuterConfig | str) -> Outer:
         """Return a context in which replicas of `model` train alone and agree as `recipe` says.
 
         The prepared optimizer that owns the model's parameters drives it: there is nothing to call.
+
+        Args:
+            recipe: from `farflung.outer`, such as `diloco(every=32)`; or an `OuterConfig`, or a recipe's name, such as
+                `"diloco"`, which takes its defaults.
         """
-        return self._outer(model, recipe, each_step=True)
+        check_model(model)
+        return self._outer(model, chosen_recipe(recipe, self._joined.local_size), each_step=True)
 
     def _outer(self, model: nn.Module, recipe: Recipe, each_step: bool) -> Outer:
         return Outer(model, recipe, self._strategy, self._registry.optimizers, each_step, self._open_loops)

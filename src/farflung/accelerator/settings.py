@@ -4,25 +4,31 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
-from farflung.accelerator.recipes import recipe_of
-from farflung.base.enums import DynamoBackend
+import torch.distributed as dist
+
+from farflung.base.checks import check_flag, check_path, check_type, check_whole, check_word, shown, wrong_type
+from farflung.base.enums import DynamoBackend, RNGType
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.config import environ
-from farflung.config.compile import TorchDynamoPlugin
+from farflung.config.compile import TorchDynamoPlugin, check_backend
 from farflung.config.handlers import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
+    ProjectConfiguration,
     WatchdogKwargs,
 )
 from farflung.config.launch import launched_outer
 from farflung.config.outer import OuterConfig
+from farflung.outer.named import named_outer, recipe_of
 
 _HANDLERS = (
     AutocastKwargs,
@@ -44,6 +50,67 @@ _INSTEAD = {
 }
 
 
+def check_loop(
+    device_placement: Any, cpu: Any, step_scheduler_with_optimizer: Any, rng_types: Any, scheduler_ticks: Any
+) -> None:
+    """Check arguments of `Accelerator` that say how it trains.
+
+    Raises:
+        ConfigError: one is of another kind; the message names it.
+    """
+    check_flag("device_placement", device_placement)
+    check_flag("cpu", cpu)
+    check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
+    if rng_types is not None:
+        check_type("rng_types", rng_types, (list, tuple), "a list, such as ['generator']")
+        for kind in rng_types:
+            check_word("Each of rng_types", kind, RNGType.list())
+    check_word("scheduler_ticks", scheduler_ticks, ("per_process", "per_update"))
+
+
+def check_folders(project_dir: Any, project_config: Any) -> None:
+    """Check arguments of `Accelerator` that say where files go.
+
+    Raises:
+        ConfigError: one is of another kind; the message names it.
+    """
+    if project_dir is not None:
+        check_path("project_dir", project_dir)
+    if project_config is not None:
+        check_type("project_config", project_config, ProjectConfiguration, "a ProjectConfiguration(project_dir=...)")
+
+
+def settled_data(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
+    """Return how loaders are prepared.
+
+    Raises:
+        ConfigError: both a configuration and `split_batches`, or one of another kind.
+    """
+    if config is not None:
+        wanted = "a DataLoaderConfiguration(split_batches=..., ...)"
+        check_type("dataloader_config", config, DataLoaderConfiguration, wanted)
+    if split_batches is not None:
+        check_flag("split_batches", split_batches)
+    if config is not None and split_batches is not None:
+        raise ConfigError(
+            f"split_batches={split_batches} and a dataloader_config were both given. Give split_batches in the "
+            "DataLoaderConfiguration alone."
+        )
+    return config or DataLoaderConfiguration(split_batches=bool(split_batches))
+
+
+def check_init(init: InitProcessGroupKwargs | None) -> InitProcessGroupKwargs | None:
+    """Return `init`, whose backends torch knows.
+
+    Raises:
+        ConfigError: it does not know one.
+    """
+    for backend in (init.backend or "").split(",") if init is not None else ():
+        if backend:
+            check_word("backend", backend.rpartition(":")[2].lower(), dist.Backend.backend_list[1:])
+    return init
+
+
 def refuse_engines(**given: Any) -> None:
     """Refuse what Farflung does not do.
 
@@ -52,7 +119,7 @@ def refuse_engines(**given: Any) -> None:
     """
     for name, value in given.items():
         if value is not None:
-            raise Unsupported(f"{name}={value!r}: {_INSTEAD[name]}.")
+            raise Unsupported(f"{name}={shown(value)}: {_INSTEAD[name]}.")
 
 
 def settled_compile(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
@@ -61,18 +128,27 @@ def settled_compile(backend: DynamoBackend | str | None, plugin: TorchDynamoPlug
     Raises:
         ConfigError: both a plugin and a backend, or a backend that there is not.
     """
+    if plugin is not None:
+        check_type("dynamo_plugin", plugin, TorchDynamoPlugin, "a TorchDynamoPlugin(backend=...)")
+    if backend is not None:
+        check_backend("dynamo_backend", backend)
     if plugin is not None and backend is not None:
         raise ConfigError(f"dynamo_backend={str(backend)!r} and a dynamo_plugin were both given. Give one of them.")
     return plugin or TorchDynamoPlugin(backend=backend)
 
 
-def settled_outer(outer: OuterConfig | None) -> OuterConfig | None:
+def settled_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
     """Return the outer loop that the script or the launcher asks for, None where neither does.
+
+    Args:
+        outer: the script's; a recipe's name stands for that recipe with its defaults.
 
     Raises:
         ConfigError: both ask, for different ones; or one that can't be is asked for.
     """
     launched = launched_outer()
+    if outer is not None:
+        outer = named_outer("outer", outer)
     if outer is not None and launched is not None and outer != launched:
         raise ConfigError(
             f"The script asks for {outer.recipe} with {outer.given()} (Accelerator(outer=)), the launcher for "
@@ -86,17 +162,19 @@ def settled_outer(outer: OuterConfig | None) -> OuterConfig | None:
     return found
 
 
-def handlers_by_kind(handlers: list[KwargsHandler]) -> dict[type, Any]:
+def handlers_by_kind(handlers: Sequence[KwargsHandler] | None) -> dict[type, Any]:
     """Return the handlers by their class.
 
     Raises:
-        ConfigError: something that is no handler, or two of one class.
+        ConfigError: no list, something in it that is no handler, or two of one class.
     """
     found: dict[type, Any] = {}
-    for handler in handlers:
-        if not isinstance(handler, _HANDLERS):
-            names = ", ".join(kind.__name__ for kind in _HANDLERS)
-            raise ConfigError(f"kwargs_handlers has {handler!r}; it takes {names}.")
+    names = " or ".join(f"{kind.__name__}()" for kind in _HANDLERS)
+    if handlers is not None and not isinstance(handlers, (list, tuple)):
+        wanted = f"a list, such as [{type(handlers).__name__}(...)]" if isinstance(handlers, _HANDLERS) else "a list"
+        raise wrong_type("kwargs_handlers", handlers, wanted)
+    for handler in handlers or ():
+        check_type("Each of kwargs_handlers", handler, _HANDLERS, f"one of {names}")
         if type(handler) in found:
             raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}; give one.")
         found[type(handler)] = handler
@@ -113,6 +191,11 @@ def settled_accumulation(
     Raises:
         ConfigError: both a plugin and a number of steps, or a number that can't be.
     """
+    if plugin is not None:
+        wanted = "a GradientAccumulationPlugin(num_steps=...)"
+        check_type("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin, wanted)
+    if steps is not None:
+        check_whole("gradient_accumulation_steps", steps, least=1)
     if plugin is not None:
         if steps not in (None, 1):
             raise ConfigError(

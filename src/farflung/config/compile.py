@@ -7,8 +7,9 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from farflung.base.checks import check_fields, check_type, check_word
 from farflung.base.enums import DynamoBackend
-from farflung.base.errors import ConfigError, did_you_mean
+from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.handlers import KwargsHandler
 
@@ -16,6 +17,15 @@ _PREFIX = "ACCELERATE_DYNAMO_"
 _NEED_BACKEND = ("mode", "fullgraph", "dynamic", "options", "use_regional_compilation")
 # The arguments of torch.compile, as the plugin has them when nobody says anything.
 _SILENT = {"backend": "no", "mode": "default", "fullgraph": False, "dynamic": None, "options": None, "disable": False}
+
+
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
+
+
+def check_backend(name: str, backend: object) -> None:
+    """Raise ConfigError unless `backend` is a word for a compiler, in whatever case."""
+    word = backend.lower() if isinstance(backend, str) else backend
+    check_word(name, word, [str(known).lower() for known in DynamoBackend])
 
 
 @dataclass(frozen=True)
@@ -48,13 +58,8 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         given = self.backend if self.backend is not None else environ.text(_PREFIX + "BACKEND") or "no"
+        check_backend("TorchDynamoPlugin: backend" if self.backend is not None else _PREFIX + "BACKEND", given)
         word = str(given).upper()
-        if word not in DynamoBackend:
-            known = [str(backend).lower() for backend in DynamoBackend]
-            raise ConfigError(
-                f"The compiler backend is {str(given)!r}; it must be one of {', '.join(known)}."
-                f"{did_you_mean(word.lower(), known)}"
-            )
         asked = [name for name in _NEED_BACKEND if getattr(self, name) not in (None, False, "default")]
         if word == DynamoBackend.NO and asked:
             raise ConfigError(f"{', '.join(asked)} of TorchDynamoPlugin need a backend, such as backend='inductor'.")
@@ -65,6 +70,10 @@ class TorchDynamoPlugin(KwargsHandler):
             self._settle(name, environ.flag(variable) if getattr(self, name) is None else getattr(self, name))
         if self.dynamic is None and environ.text(_PREFIX + "USE_DYNAMIC") is not None:
             self._settle("dynamic", environ.flag(_PREFIX + "USE_DYNAMIC"))
+        check_fields(self)
+        check_word("TorchDynamoPlugin: mode", self.mode, _MODES)
+        if self.options is not None:
+            check_type("TorchDynamoPlugin: options", self.options, dict, "a dictionary of what the backend takes")
         if self.options and self.mode != "default":
             raise ConfigError(f"torch.compile takes mode={self.mode!r} or options={self.options!r}, not both.")
 

@@ -4,13 +4,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from farflung.base.checks import (
+    check_callable,
+    check_fields,
+    check_flag,
+    check_number,
+    check_path,
+    check_type,
+    check_whole,
+    check_word,
+    wrong_type,
+)
 from farflung.base.enums import DDPCommunicationHookType
 from farflung.base.errors import ConfigError, Unsupported
+
+_ACTIVITIES = ("cpu", "cuda", "xpu", "mtia", "hpu", "privateuse1")
+_SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait", "acc_events")
 
 
 class KwargsHandler:
@@ -38,6 +52,9 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
     outputs_to_fp32: bool = True
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass(frozen=True)
 class DistributedDataParallelKwargs(KwargsHandler):
@@ -61,9 +78,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        casts = (DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
-        if self.comm_wrapper not in casts:
-            raise ConfigError(f"comm_wrapper is {self.comm_wrapper!s}; it must be one of no, fp16, bf16.")
+        check_fields(self)
+        check_whole("DistributedDataParallelKwargs: bucket_cap_mb", self.bucket_cap_mb, least=1)
+        check_word("DistributedDataParallelKwargs: comm_hook", self.comm_hook, DDPCommunicationHookType.list())
+        check_word("DistributedDataParallelKwargs: comm_wrapper", self.comm_wrapper, ("no", "fp16", "bf16"))
+        options = "a dictionary of arguments of PowerSGDState"
+        check_type("DistributedDataParallelKwargs: comm_state_option", self.comm_state_option, Mapping, options)
         wraps = self.comm_wrapper != DDPCommunicationHookType.NO
         if (self.comm_state_option or wraps) and "power_sgd" not in str(self.comm_hook):
             raise ConfigError(
@@ -87,6 +107,13 @@ class GradScalerKwargs(KwargsHandler):
     growth_interval: int = 2000
     enabled: bool = True
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_number("GradScalerKwargs: init_scale", self.init_scale, above=0)
+        check_number("GradScalerKwargs: growth_factor", self.growth_factor, above=1)
+        check_number("GradScalerKwargs: backoff_factor", self.backoff_factor, above=0, below=1)
+        check_whole("GradScalerKwargs: growth_interval", self.growth_interval, least=1)
+
 
 @dataclass(frozen=True)
 class InitProcessGroupKwargs(KwargsHandler):
@@ -100,6 +127,12 @@ class InitProcessGroupKwargs(KwargsHandler):
     backend: str | None = None
     init_method: str | None = None
     timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.timeout is not None and not isinstance(self.timeout, timedelta):
+            example = self.timeout if isinstance(self.timeout, (int, float)) else 1800
+            raise wrong_type("timeout", self.timeout, f"a timedelta, such as datetime.timedelta(seconds={example})")
 
 
 @dataclass(frozen=True)
@@ -116,8 +149,7 @@ class WatchdogKwargs(KwargsHandler):
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.timeout_s < float("inf"):
-            raise ConfigError(f"WatchdogKwargs: timeout_s is {self.timeout_s}; it must be a number of seconds above 0.")
+        check_number("WatchdogKwargs: timeout_s (seconds)", self.timeout_s, above=0)
 
 
 @dataclass(frozen=True)
@@ -140,6 +172,21 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     output_trace_dir: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.output_trace_dir is not None:
+            check_path("ProfileKwargs: output_trace_dir", self.output_trace_dir)
+        if self.activities is not None:
+            check_type("ProfileKwargs: activities", self.activities, (list, tuple), "a list, such as ['cpu']")
+        for activity in self.activities or ():
+            check_word("ProfileKwargs: each of activities", activity, _ACTIVITIES)
+        if self.schedule_option is not None:
+            wanted = "a dictionary, such as {'wait': 1, 'warmup': 1, 'active': 3}"
+            check_type("ProfileKwargs: schedule_option", self.schedule_option, Mapping, wanted)
+        for name in self.schedule_option or ():
+            check_word("ProfileKwargs: each key of schedule_option", name, _SCHEDULE)
+        if self.on_trace_ready is not None:
+            check_callable("ProfileKwargs: on_trace_ready", self.on_trace_ready, "one that takes the profiler")
+
 
 @dataclass(frozen=True)
 class GradientAccumulationPlugin(KwargsHandler):
@@ -159,9 +206,9 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        steps = self.num_steps
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise ConfigError(f"gradient accumulation takes a whole number of steps, 1 or more, not {steps!r}.")
+        check_fields(self)
+        if self.num_steps is not None:
+            check_whole("GradientAccumulationPlugin: num_steps", self.num_steps, least=1)
 
 
 @dataclass
@@ -187,6 +234,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.use_stateful_dataloader:
             raise Unsupported("use_stateful_dataloader=True is not done. Leave it out and use skip_first_batches.")
         if self.data_seed is not None and not self.use_seedable_sampler:
@@ -215,10 +263,19 @@ class ProjectConfiguration:
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("automatic_checkpoint_naming", "save_on_each_node"):
+            check_flag(f"ProjectConfiguration: {name}", getattr(self, name))
+        check_whole("ProjectConfiguration: iteration", self.iteration, least=0)
+        if self.total_limit is not None:
+            check_whole("ProjectConfiguration: total_limit", self.total_limit, least=1)
+        if self.logging_dir is not None:
+            check_path("ProjectConfiguration: logging_dir", self.logging_dir)
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Set `project_dir`, and `logging_dir` to the same where it has no value."""
+        if project_dir is not None:
+            check_path("project_dir", project_dir)
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir

@@ -14,7 +14,7 @@ from farflung.base.enums import DynamoBackend
 from farflung.base.errors import ConfigError, Unsupported, did_you_mean
 from farflung.base.words import counted
 from farflung.config import environ
-from farflung.config.outer import RECIPES, WORDS, OuterConfig, outer_config
+from farflung.config.outer import RECIPES, WORDS, OuterConfig, outer_config, renamed
 from farflung.config.rendezvous import check_rendezvous
 
 Value = int | float | bool | str | None
@@ -475,7 +475,10 @@ def launched_outer() -> OuterConfig | None:
         if entry.name.startswith("outer_") and text:
             called = f"The environment variable {entry.variable}"
             said[entry.name] = entry.parse(text, called, environ.TRUE_WORDS, environ.FALSE_WORDS)
-    return _outer(said, "FARFLUNG_OUTER_RECIPE")
+    try:
+        return _outer(said, "FARFLUNG_OUTER_RECIPE")
+    except ConfigError as error:
+        raise renamed(error, {name.removeprefix("outer_"): f"FARFLUNG_{name.upper()}" for name in said}) from None
 
 
 def rank_variables(settings: LaunchSettings) -> dict[str, str]:

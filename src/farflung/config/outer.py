@@ -7,12 +7,12 @@ work before it starts anything. The bridge of the accelerator's room makes a rec
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from farflung.base.errors import ConfigError, did_you_mean
+from farflung.base.checks import check_flag, check_number, check_text, check_whole, check_word
+from farflung.base.errors import ConfigError
 
 MACHINE = "machine"
 _ALL = "all"
@@ -34,18 +34,20 @@ class Options:
 
 COMMON = ("weigh_by", "inner", "bucket_bytes", "log")
 RECIPES: Mapping[str, Options] = {
-    "local_sgd": Options(("every",), ("codec",), False),
-    "post_local_sgd": Options(("warmup", "every"), ("codec",), False),
+    "local_sgd": Options((), ("every", "codec"), False),
+    "post_local_sgd": Options(("warmup",), ("every", "codec"), False),
     "hierarchical": Options(("levels",), ("codec",), False),
     "quadratic": Options(("every", "alpha"), ("codec",), False),
-    "slowmo": Options(("every",), ("alpha", "beta", "codec"), True),
-    "diloco": Options(("every",), ("rounds", "lr", "momentum", "nesterov", "codec"), True),
-    "streaming_diloco": Options(("every", "fragments"), ("delay", "alpha", "rounds", "lr", "momentum", "codec"), True),
-    "eager_diloco": Options(("every",), ("rounds", "lr", "momentum", "codec"), True),
+    "slowmo": Options((), ("every", "alpha", "beta", "codec"), True),
+    "diloco": Options((), ("every", "rounds", "lr", "momentum", "nesterov", "codec"), True),
+    "streaming_diloco": Options(
+        (), ("every", "fragments", "delay", "alpha", "rounds", "lr", "momentum", "codec"), True
+    ),
+    "eager_diloco": Options((), ("every", "rounds", "lr", "momentum", "codec"), True),
     "sparse_loco": Options((), ("every", "lr", "beta", "codec"), True),
     "edit": Options((), ("every", "seconds", "lr", "momentum", "threshold", "temperature", "longest", "codec"), True),
-    "gossip": Options(("every",), ("codec",), False),
-    "noloco": Options(("every",), ("lr", "momentum", "codec"), True),
+    "gossip": Options((), ("every", "codec"), False),
+    "noloco": Options((), ("every", "lr", "momentum", "codec"), True),
 }
 CODECS = ("none", "bf16", "fp16", "int8", "int4", "fp8", "e3m0", "topk")
 WORDS: Mapping[str, tuple[str, ...]] = {
@@ -120,9 +122,7 @@ class OuterConfig:
     log: str | None = None
 
     def __post_init__(self) -> None:
-        if self.recipe not in RECIPES:
-            near = did_you_mean(str(self.recipe), RECIPES)
-            raise ConfigError(f"There is no recipe {self.recipe!r}; there are {', '.join(RECIPES)}.{near}")
+        check_word("The recipe of an outer loop", self.recipe, RECIPES)
         self._check_options()
         self._check_values()
         if self.levels is not None:
@@ -141,19 +141,21 @@ class OuterConfig:
         missing = [name for name in options.needed if name not in given]
         if missing:
             raise ConfigError(f"{self.recipe} needs {', '.join(missing)}.")
-        if self.recipe == "edit" and (self.every is None) == (self.seconds is None):
-            raise ConfigError(f"edit needs either every or seconds; they are {self.every} and {self.seconds}.")
+        if self.recipe == "edit" and self.every is not None and self.seconds is not None:
+            raise ConfigError(f"edit takes either every or seconds; they are {self.every} and {self.seconds}.")
 
     def _check_values(self) -> None:
         for name, value in self.given().items():
-            if name in _WHOLE and (type(value) is not int or value < _WHOLE[name]):
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number, {_WHOLE[name]} or more.")
+            if name in _WHOLE:
+                check_whole(name, value, least=_WHOLE[name])
             if name in (*_POSITIVE, *_FRACTIONS, "alpha"):
                 self._check_number(name, value)
-            if name in WORDS and value not in WORDS[name]:
-                raise ConfigError(
-                    f"{name} is {value!r}; use one of {', '.join(WORDS[name])}.{did_you_mean(str(value), WORDS[name])}"
-                )
+            if name in ("nesterov", "anchor_on_cpu"):
+                check_flag(name, value)
+            if name == "log":
+                check_text(name, value)
+            if name in WORDS:
+                check_word(name, value, WORDS[name])
         if self.every is not None:
             for name in ("fragments", "delay"):
                 value = getattr(self, name)
@@ -161,19 +163,14 @@ class OuterConfig:
                     raise ConfigError(f"{name} is {value}; it must be at most every, which is {self.every}.")
 
     def _check_number(self, name: str, value: Any) -> None:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
-            raise ConfigError(f"{name} is {value!r}; it must be a number.")
-        is_mixed = name == "alpha" and self.recipe == "streaming_diloco"
-        is_kept = name == "beta" and self.recipe == "sparse_loco"
-        if is_mixed and not 0 <= value <= 1:
-            raise ConfigError(f"alpha is {value}; it must be from 0 to 1.")
-        if is_kept and not 0 < value <= 1:
-            raise ConfigError(f"beta is {value}; it must be greater than 0, and at most 1.")
-        if name in _FRACTIONS and not is_kept and not 0 <= value < 1:
-            raise ConfigError(f"{name} is {value}; it must be from 0 up to, but not, 1.")
-        if name not in _FRACTIONS and not is_mixed and not value > 0:
-            raise ConfigError(f"{name} is {value}; it must be greater than 0.")
+        if name == "alpha" and self.recipe == "streaming_diloco":
+            check_number(name, value, least=0, most=1)
+        elif name == "beta" and self.recipe == "sparse_loco":
+            check_number(name, value, above=0, most=1)
+        elif name in _FRACTIONS:
+            check_number(name, value, least=0, below=1)
+        else:
+            check_number(name, value, above=0)
 
 
 def outer_config(said: Mapping[str, Any], called: str) -> OuterConfig | None:
@@ -191,6 +188,16 @@ def outer_config(said: Mapping[str, Any], called: str) -> OuterConfig | None:
     if "recipe" not in given:
         raise ConfigError(f"{', '.join(given)} of an outer loop: of which one? Say it with {called}.")
     return OuterConfig(**given)
+
+
+def renamed(error: ConfigError, names: Mapping[str, str]) -> ConfigError:
+    """Return an error of `OuterConfig`, which begins with the option that it is about, with that option's other name.
+
+    Args:
+        names: what the user wrote, by option: a flag, a variable, a key of a file.
+    """
+    option, _, rest = str(error).partition(" ")
+    return type(error)(f"{names[option]} {rest}") if option in names else error
 
 
 def _levels(said: Mapping[int, int | str | None] | str) -> dict[int, int | str | None]:

@@ -12,6 +12,7 @@ from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.files import Stated, find_file, read_file
 from farflung.config.launch import FIELDS, Field, LaunchSettings, check_variables
+from farflung.config.outer import renamed
 
 _STRENGTH = {"flag": 3, "environment": 2, "file": 1, "default": 0}
 
@@ -58,6 +59,7 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     try:
         return Resolved(LaunchSettings(**values), origins, path)
     except ConfigError as error:
+        error = renamed(error, _written(origins))
         raise ConfigError(f"{error}{_blame(path, origins)}") from None
 
 
@@ -89,6 +91,16 @@ def _let_the_stronger_choose_the_device(values: dict[str, Any], origins: dict[st
                 values[gpus], origins[gpus] = idle, origins["use_cpu"]
             elif gpu > cpu:
                 values["use_cpu"], origins["use_cpu"] = False, origins[gpus]
+
+
+def _written(origins: Mapping[str, Origin]) -> dict[str, str]:
+    """Return what the user wrote for each option of the outer loop: a flag, a variable, or a line of a file."""
+    names: dict[str, str] = {}
+    for setting, origin in origins.items():
+        option = setting.removeprefix("outer_")
+        if option != setting and origin.place:
+            names[option] = f"{origin.place}: {option}" if origin.kind == "file" else origin.place
+    return names
 
 
 def _blame(path: Path | None, origins: Mapping[str, Origin]) -> str:

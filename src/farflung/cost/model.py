@@ -21,7 +21,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from farflung.base.checks import check_number, check_whole, check_word
 from farflung.base.errors import ConfigError
+from farflung.base.words import counted
 from farflung.comm.sizes import CAP_BYTES, num_buffers_among
 
 Exchange = Literal["reduced", "gathered", "paired"]
@@ -56,12 +58,9 @@ class Run:
 
     def __post_init__(self) -> None:
         _check_counts(self, parameters=1, layers=1, replicas=1)
-        if not (0 < self.step_s < math.inf):
-            raise ConfigError(f"step_s={self.step_s!r}: the seconds of one step must be a number above 0.")
-        if not self.bandwidth_bps > 0:
-            raise ConfigError(f"bandwidth_bps={self.bandwidth_bps!r}: bits a second must be above 0, or math.inf.")
-        if not (0 <= self.latency_s < math.inf):
-            raise ConfigError(f"latency_s={self.latency_s!r}: the seconds of a way must be a number of 0 or more.")
+        check_number("step_s", self.step_s, above=0)
+        check_number("bandwidth_bps", self.bandwidth_bps, above=0, finite=False)
+        check_number("latency_s", self.latency_s, least=0)
 
 
 @dataclass(frozen=True)
@@ -116,23 +115,21 @@ class Method:
         _check_counts(self, every=1, fragments=1, delay=0, outer_state=0, bucket_bytes=1)
         if self.fragments > self.every:
             raise ConfigError(
-                f"{self.name}: {self.fragments} fragments in {self.every} steps. At most one is launched after a step."
+                f"{self.name}: {self.fragments} fragments in {counted(self.every, 'step')}. "
+                "At most one is launched after a step."
             )
         if self.delay > self.every:
             raise ConfigError(
                 f"{self.name}: delay={self.delay} is more than every={self.every}, so a fragment would be launched "
                 "again before it has landed."
             )
-        if self.exchange not in get_args(Exchange):
-            raise ConfigError(f"{self.name}: exchange={self.exchange!r} is none of {', '.join(get_args(Exchange))}.")
+        check_word(f"{self.name}: exchange", self.exchange, get_args(Exchange))
         if any(every < 1 or size < 2 for every, size in self.levels):
             raise ConfigError(
                 f"{self.name}: levels={self.levels} are pairs of steps, 1 or more, and replicas, 2 or more."
             )
         for name in ("bits", "encode_s", "decode_s", "state_bits"):
-            value = getattr(self, name)
-            if not (0 <= value < math.inf):
-                raise ConfigError(f"{self.name}: {name}={value!r} must be a number of 0 or more.")
+            check_number(f"{self.name}: {name}", getattr(self, name), least=0)
 
 
 @dataclass(frozen=True)
@@ -193,7 +190,9 @@ def cost_of(run: Run, method: Method) -> Cost:
         ConfigError: the method cuts the model into more fragments than it has layers.
     """
     if method.fragments > run.layers:
-        raise ConfigError(f"{method.name}: {method.fragments} fragments of {run.layers} layers. Each needs a layer.")
+        raise ConfigError(
+            f"{method.name}: {method.fragments} fragments of {counted(run.layers, 'layer')}. Each needs a layer."
+        )
     seconds = run.step_s + _exposed_s(run, method) / method.every
     # In a ring, and among pairs, each replica passes on as much as it gets.
     far = copies(method.exchange, run.replicas) * method.bits + copies("reduced", run.replicas) * method.state_bits
@@ -323,6 +322,4 @@ def _memory(run: Run, method: Method) -> Memory:
 
 def _check_counts(owner: Run | Method, **least: int) -> None:
     for name, smallest in least.items():
-        value = getattr(owner, name)
-        if type(value) is not int or value < smallest:
-            raise ConfigError(f"{name}={value!r} must be a whole number of {smallest} or more.")
+        check_whole(name, getattr(owner, name), least=smallest)

@@ -10,7 +10,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from farflung.base.checks import check_whole
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.words import counted
 from farflung.comm.group import Group, Work
 from farflung.outer.codec.base import Codec
 from farflung.outer.codec.feedback import ErrorFeedback
@@ -213,8 +215,7 @@ class TrimmedMean:
     agrees: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if type(self.trim) is not int or self.trim < 1:
-            raise ConfigError(f"trim={self.trim!r}: how many values are left out on each side must be an int above 0.")
+        check_whole("TrimmedMean: trim", self.trim, least=1)
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Parcel:
         """Encode."""
@@ -227,17 +228,17 @@ class TrimmedMean:
             ConfigError: the group is too small.
         """
         if group.size <= 2 * self.trim:
-            raise ConfigError(f"TrimmedMean({self.trim}) of {group.size} ranks leaves nothing to average.")
-        counted = [rank for rank, factor in enumerate(shares.factors) if factor]
-        trim = min(self.trim, (len(counted) - 1) // 2)
+            raise ConfigError(f"TrimmedMean({self.trim}) of {counted(group.size, 'rank')} leaves nothing to average.")
+        present = [rank for rank, factor in enumerate(shares.factors) if factor]
+        trim = min(self.trim, (len(present) - 1) // 2)
         wires, work, one = _gathered(parcel, group)
 
         def decode() -> Tensor:
-            rows = torch.stack([codec.decode(wires[rank], torch.empty_like(parcel.out)) for rank in counted])
-            kept = rows.sort(dim=0).values[trim : len(counted) - trim]
+            rows = torch.stack([codec.decode(wires[rank], torch.empty_like(parcel.out)) for rank in present])
+            kept = rows.sort(dim=0).values[trim : len(present) - trim]
             return torch.sum(kept, dim=0, out=parcel.out)
 
-        return Pending(work, decode, len(counted) - 2 * trim, (group.size - 1) * one, (group.size - 1) * one)
+        return Pending(work, decode, len(present) - 2 * trim, (group.size - 1) * one, (group.size - 1) * one)
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from farflung.base.checks import check_type
 from farflung.base.errors import ConfigError, StateError
+from farflung.base.words import counted
 from farflung.comm.group import Group, SoloGroup, TorchGroup
 from farflung.comm.shards import local
 from farflung.comm.sizes import bucket_bytes_for
+from farflung.config.outer import OuterConfig
+from farflung.outer.asked import check_same, check_state, checked, one_number
 from farflung.outer.recipe import Recipe
 from farflung.outer.report import Meter, Round, Stats
 from farflung.outer.rounds import Rounds
@@ -58,7 +62,7 @@ class OuterLoop:
 
     Args:
         model: what is trained; plain, or wrapped in a way that keeps its parameters in place.
-        recipe: from `farflung.outer`, such as `local_sgd(8)`.
+        recipe: from `farflung.outer`, such as `local_sgd(8)`; or the name of one, which takes its defaults.
         group: the replicas. None: all ranks of `torch.distributed`, or this process alone where that is not in use.
         inner: the optimizer that trains the model, for recipes that follow its learning rate or look after its state.
         bucket_bytes: how much is copied and sent at a time; twice this is kept in memory, four times among more than
@@ -78,13 +82,14 @@ class OuterLoop:
     def __init__(
         self,
         model: nn.Module,
-        recipe: Recipe,
+        recipe: Recipe | OuterConfig | str,
         group: Group | None = None,
         *,
         inner: Optimizer | None = None,
         bucket_bytes: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        recipe = checked(model, recipe, group, inner, bucket_bytes, clock)
         if group is None:
             group = TorchGroup() if dist.is_available() and dist.is_initialized() else SoloGroup()
         on_cpu = all(parameter.is_cpu for parameter in model.parameters())
@@ -129,8 +134,10 @@ class OuterLoop:
             ConfigError: the recipe weighs by items, and none are given.
         """
         self._check_open()
+        if not isinstance(items, (int, float)):
+            items = one_number("items", items)
         if self._recipe.weigh_by == "items" and done and not items > 0:
-            raise ConfigError(f"items={items!r}: the recipe weighs by items, so each step done must say how many.")
+            raise ConfigError(f"items is {items!r}; the recipe weighs by items, so each step done must say how many.")
         self._position += 1
         self._meter.add("attempts")
         if done:
@@ -140,7 +147,12 @@ class OuterLoop:
             self.begin_here()
 
     def sync_if_due(self) -> None:
-        """Do what the schedule has asked for since the last call, once however often it asked."""
+        """Do what the schedule has asked for since the last call, once however often it asked.
+
+        Raises:
+            StateError: the loop has ended.
+        """
+        self._check_open()
         due: list[Word] = []
         for step in range(self._synced + 1, self._position + 1):
             due += self._due(step, self._clock() - self._began_at)
@@ -162,7 +174,7 @@ class OuterLoop:
         """
         if self.is_warming and self._averaged <= self._position and self._group.size > 1:
             raise StateError(
-                f"In the first {self._recipe.warmup} steps of this recipe gradients are averaged, and this is step "
+                f"This recipe averages gradients in the first {counted(self._recipe.warmup, 'step')}, and this is step "
                 f"{self._position + 1}. Call outer.average_gradients() before optimizer.step(), or attach it."
             )
         self.count(items=items)
@@ -174,7 +186,12 @@ class OuterLoop:
         return self._position < self._recipe.warmup
 
     def average_gradients(self) -> None:
-        """In a warm-up, average the gradients of all ranks in place (a collective); later do nothing."""
+        """In a warm-up, average the gradients of all ranks in place (a collective); later do nothing.
+
+        Raises:
+            StateError: the loop has ended.
+        """
+        self._check_open()
         if self.is_warming:
             self._averaged = self._position + 1
             self._warm(finished=False)
@@ -187,7 +204,12 @@ class OuterLoop:
 
         Raises:
             ConfigError: the optimizer trains nothing of the model, or the recipe weighs by items, which it can't know.
+            StateError: the loop has ended, or an optimizer is attached already.
         """
+        self._check_open()
+        check_type("attach: optimizer", optimizer, Optimizer, "the torch optimizer that trains the model")
+        if self._hooks:
+            raise StateError("attach: an optimizer is attached already, and its steps would be counted twice.")
         mine = {id(parameter) for parameter in self._model.parameters()}
         if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
             raise ConfigError("attach: this optimizer has no parameter of the outer loop's model.")
@@ -312,13 +334,12 @@ class OuterLoop:
         """Go on where `state_dict` stood, with the model's weights too. No collective: each rank loads its own.
 
         Raises:
-            ConfigError: the state is of another model or recipe.
+            ConfigError: it is no such state, or of another model or recipe.
+            StateError: the loop has ended.
         """
-        if state["description"] != self._rounds.description:
-            raise ConfigError(
-                "This state was saved by another outer loop.\n"
-                f"  saved: {state['description']}\n  here:  {self._rounds.description}"
-            )
+        self._check_open()
+        check_state("load_state_dict", state)
+        check_same(state["description"], self._rounds.description)
         self._rounds.load_state_dict(state["rounds"])
         self._position, self._synced, self._began = state["position"], state["synced"], state["began"]
         self._began_at = self._clock() - state["seconds"]
@@ -326,6 +347,7 @@ class OuterLoop:
         self._meter.load(state["stats"])
 
     def __enter__(self) -> OuterLoop:
+        self._check_open()
         return self
 
     def __exit__(

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from farflung.base.checks import check_callable, check_type, check_whole, wrong_type
 from farflung.base.errors import ConfigError
+from farflung.base.words import counted
 from farflung.comm.shards import local
 
 
@@ -110,6 +112,10 @@ def apart(cut: Cut, kind: type[nn.Module] = nn.Embedding) -> Cut:
         ConfigError: when it is used, if the model has no such module or only one fragment is asked for.
     """
 
+    check_callable("cut", cut, "farflung.outer.strided")
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise wrong_type("kind", kind, "a class of modules, such as nn.Embedding")
+
     def cut_apart(model: nn.Module, count: int) -> list[Fragment]:
         parameters = [p for module in model.modules() if isinstance(module, kind) for p in module.parameters()]
         inside = {id(parameter) for parameter in parameters}
@@ -140,12 +146,18 @@ def _only(one: Fragment, ids: set[int], wanted: bool) -> Fragment:
     return replace(one, parameters=kept(one.parameters), frozen=kept(one.frozen))
 
 
+def _check(model: object, count: object) -> None:
+    check_type("model", model, nn.Module, "an nn.Module")
+    check_whole("count", count, least=1)
+
+
 def _by_block(model: nn.Module, count: int, choose: Callable[[int, int], int]) -> list[Fragment]:
+    _check(model, count)
     path, number = _find_blocks(model)
     if number < count:
         raise ConfigError(
-            f"{count} fragments of {number} blocks: the model's longest list of modules is {path or 'itself'!r}. Use "
-            "fewer fragments, or cut by_bytes."
+            f"{count} fragments of {counted(number, 'block')}: the model's longest list of modules is "
+            f"{path or 'itself'!r}. Use fewer fragments, or cut by_bytes."
         )
 
     prefix = f"{path}." if path else ""
@@ -171,6 +183,7 @@ def _find_blocks(model: nn.Module) -> tuple[str, int]:
 
 def _cut(model: nn.Module, count: int, choose: _Choose) -> list[Fragment]:
     """Put each tensor where `choose` says; those it leaves open go, the largest first, where there are fewest bytes."""
+    _check(model, count)
     bins: list[list[Place]] = [[] for _ in range(count)]
     sizes = [0] * count
     places = [*_once(_parameters(model)), *_once(_buffers(model))]

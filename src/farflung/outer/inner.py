@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from farflung.base.checks import check_type, check_whole
 from farflung.base.errors import ConfigError
 from farflung.comm.group import Group
 from farflung.outer.aggregate import Shares
 from farflung.outer.average import average
-from farflung.outer.schedule import check_count
 
 _COUNTER = "step"  # torch.optim keeps it as a float tensor, which has the shape of a parameter that is a scalar
 
@@ -81,8 +81,9 @@ class Average:
     needs_optimizer = True
 
     def __post_init__(self) -> None:
+        check_type("every", self.every, Mapping, "a dictionary of names and rounds, such as {'exp_avg': 3}")
         for name, period in self.every.items():
-            check_count(name, period, "rounds between two averagings")
+            check_whole(name, period, least=1)
 
     def __call__(
         self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, shares: Shares

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farflung.base.checks import wrong_type
 from farflung.base.tree import flatten, unflatten
+from farflung.outer.asked import check_state
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,14 @@ def joined(states: Sequence[dict[str, Any]]) -> Joined:
 
     Args:
         states: what `OuterLoop.state_dict()` returned on every old rank, in their order.
+
+    Raises:
+        ConfigError: there is no state, or one of them is none of an outer loop.
     """
+    if not isinstance(states, (list, tuple)) or not states:
+        raise wrong_type("joined: states", states, "a list of what state_dict() returned on each of the old ranks")
+    for state in states:
+        check_state("joined", state)
     columns = list(zip(*(state["rounds"]["parts"] for state in states), strict=True))
     parts = [_joined_part(column, number, states) for number, column in enumerate(columns)]
     weights = {name: value for part in parts for name, value in part["local"].items()}

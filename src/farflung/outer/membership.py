@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import CollectiveMismatch
+from farflung.base.words import numbered
 from farflung.comm.group import Group
 from farflung.outer.weigh import alike_as_one
 
@@ -133,11 +134,11 @@ class Static:
         said = self._told(f"vote {number} of {self.description}")
         listed = [dict.fromkeys(text.splitlines()) for text in self._told("\n".join(self._tensors))]
         ranks = {text: [rank for rank, other in enumerate(said) if other == text] for text in said}
-        lines = [f"  ranks {who}: {text}" for text, who in ranks.items()]
+        lines = [f"  {numbered('rank', who)}: {text}" for text, who in ranks.items()]
         where = {line: [rank for rank, mine in enumerate(listed) if line in mine] for mine in listed for line in mine}
         names = list(dict.fromkeys(line.split()[0] for line in where))
         there = sorted(where.items(), key=lambda found: names.index(found[0].split()[0]))
-        odd = [f"  on ranks {who} alone: {line}" for line, who in there if len(who) < self.group.size]
+        odd = [f"  on {numbered('rank', who)} alone: {line}" for line, who in there if len(who) < self.group.size]
         lines += odd[:_TENSORS_SHOWN] + ([f"  and {len(odd) - _TENSORS_SHOWN} more"] if odd[_TENSORS_SHOWN:] else [])
         raise CollectiveMismatch("The ranks of an outer loop are not in the same round:\n" + "\n".join(lines))
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from farflung.base.errors import ConfigError
+from farflung.base.checks import check_number
 
 
 class Merge(Protocol):
@@ -45,8 +45,7 @@ class Blend:
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"alpha={self.alpha!r}: the local weights' part must be from 0 to 1.")
+        check_number("alpha", self.alpha, least=0, most=1)
 
     def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
         """Interpolate in fp32, and round once; with alpha 0 or 1 copy or leave alone."""

@@ -9,16 +9,18 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from farflung.base.checks import check_callable, check_flag, check_protocol, check_whole, check_word, wrong_type
 from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
 from farflung.outer.aggregate import Aggregator, Gossip, Mean, TrimmedMean
 from farflung.outer.anchor import MakeOptimizer
 from farflung.outer.codec.base import Codec, Identity
 from farflung.outer.codec.feedback import ErrorFeedback
+from farflung.outer.codec.named import codec_of
 from farflung.outer.fragments import Cut, whole
 from farflung.outer.inner import Inner, Keep
 from farflung.outer.merge import Blend, Correct, Merge, Replace
-from farflung.outer.schedule import Levels, Schedule, Streaming, Warmup
+from farflung.outer.schedule import Levels, Schedule, Streaming, Warmup, check_schedule
 from farflung.outer.weigh import ByWork, Rule
 
 Work: TypeAlias = Literal["steps", "items"]
@@ -61,10 +63,7 @@ class Recipe:
     bucket_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.weigh_by not in ("steps", "items"):
-            raise ConfigError(f"weigh_by={self.weigh_by!r}: use 'steps' or 'items'.")
-        if self.bucket_bytes is not None and (type(self.bucket_bytes) is not int or self.bucket_bytes < 1):
-            raise ConfigError(f"bucket_bytes is {self.bucket_bytes!r}; it must be a whole number, 1 or more.")
+        self._check_kinds()
         if self.optimizer is None:
             self._check_without_anchor()
         is_eager = isinstance(self.merge, Correct)
@@ -83,6 +82,23 @@ class Recipe:
             )
         if self.inner != Keep() and self.schedule.delay:
             raise ConfigError(f"{self.inner} is done within a round, and with a delay no round stops the training.")
+
+    def _check_kinds(self) -> None:
+        check_schedule("schedule", self.schedule)
+        object.__setattr__(self, "codec", codec_of(self.codec))
+        check_protocol("aggregator", self.aggregator, ("prepare", "start", "agrees"), "an aggregator, such as Mean()")
+        check_protocol("rule", self.rule, ("norm", "longest"), "a rule, such as ByWork()")
+        check_word("weigh_by", self.weigh_by, ("steps", "items"))
+        if self.optimizer is not None:
+            check_callable("optimizer", self.optimizer, "functools.partial(torch.optim.Adam, lr=1e-3)")
+        is_merge = callable(self.merge) and not isinstance(self.merge, type)
+        if not is_merge:
+            raise wrong_type("merge", self.merge, "a merge, such as Replace() or Blend(0.5)")
+        check_callable("fragments", self.fragments, "farflung.outer.strided")
+        check_flag("anchor_on_cpu", self.anchor_on_cpu)
+        if self.bucket_bytes is not None:
+            check_whole("bucket_bytes", self.bucket_bytes, least=1)
+        check_protocol("inner", self.inner, ("needs_optimizer",), "one of Keep(), Reset() and Average()")
 
     def _check_without_anchor(self) -> None:
         if self.schedule.delay:

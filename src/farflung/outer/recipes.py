@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farflung.base.checks import check_callable, check_flag, check_number, check_type, check_whole
 from farflung.base.errors import ConfigError
 from farflung.outer.aggregate import Gossip, mean_of
 from farflung.outer.anchor import MakeOptimizer
-from farflung.outer.codec.base import Codec, Identity
-from farflung.outer.codec.blockwise import E3M0, Int8
+from farflung.outer.codec.base import Codec
 from farflung.outer.codec.feedback import ErrorFeedback
-from farflung.outer.codec.sparse import TopK
+from farflung.outer.codec.named import codec_of
 from farflung.outer.fragments import Cut, Fragment, by_bytes, strided
 from farflung.outer.merge import Blend, Correct
 from farflung.outer.recipe import Recipe
@@ -30,8 +30,12 @@ from farflung.outer.weigh import ClippedToMedian, WithoutOutliers
 # with lr 0.7 moves as far as averaging does, in the long run), at 1.96 with plain averaging, at 1.87 with DDP.
 _MANY_ROUNDS = 100
 
+# Steps between two rounds where nobody says how many: 8 where the weights themselves are averaged, as in the guide to
+# Local SGD that most scripts follow, and 32 where replicas send what has changed since an anchor.
+_OFTEN, _SELDOM = 8, 32
 
-def local_sgd(every: int, *, codec: Codec | None = None) -> Recipe:
+
+def local_sgd(every: int = _OFTEN, *, codec: Codec | str | None = None) -> Recipe:
     """Train alone for `every` optimizer steps, then average: local <- mean(local).
 
     Args:
@@ -49,7 +53,7 @@ def local_sgd(every: int, *, codec: Codec | None = None) -> Recipe:
     return _averaging(Every(every), codec)
 
 
-def post_local_sgd(warmup: int, every: int, *, codec: Codec | None = None) -> Recipe:
+def post_local_sgd(warmup: int, every: int = _OFTEN, *, codec: Codec | str | None = None) -> Recipe:
     """Average gradients in each of the first `warmup` steps, then train as `local_sgd(every)`.
 
     Under an `Accelerator` its gradient averaging stays on for so long; in a bare loop `attach` the optimizer, or call
@@ -60,10 +64,11 @@ def post_local_sgd(warmup: int, every: int, *, codec: Codec | None = None) -> Re
 
     Source: Don't use large mini-batches, use local SGD (arXiv:1808.07217).
     """
+    check_whole("warmup", warmup, least=0)
     return _averaging(Warmup(warmup, Every(every)), codec)
 
 
-def hierarchical(levels: Mapping[int, int | None], *, codec: Codec | None = None) -> Recipe:
+def hierarchical(levels: Mapping[int, int | None], *, codec: Codec | str | None = None) -> Recipe:
     """Average often among neighbouring ranks and seldom among all: `hierarchical({4: 8, 64: None})`.
 
     After a step at which several levels are due, the widest is taken: local <- mean over the ranks of that level.
@@ -79,10 +84,11 @@ def hierarchical(levels: Mapping[int, int | None], *, codec: Codec | None = None
 
     Source: torch's hierarchical model averager; DASO (arXiv:2104.05588).
     """
+    check_type("levels", levels, Mapping, "a dictionary of steps and neighbours, such as {4: 8, 64: None}")
     return _averaging(Levels(dict(levels)), codec)
 
 
-def quadratic(every: int, alpha: float, *, codec: Codec | None = None) -> Recipe:
+def quadratic(every: int, alpha: float, *, codec: Codec | str | None = None) -> Recipe:
     """Average after H = max(every, floor((alpha / lr)**2)) steps, so rounds get longer as the learning rate decays.
 
     lr is the inner learning rate when the round begins, or the highest since then where it rises, as in a warm-up; the
@@ -102,7 +108,7 @@ def quadratic(every: int, alpha: float, *, codec: Codec | None = None) -> Recipe
     return _averaging(Quadratic(every, alpha), codec)
 
 
-def slowmo(every: int, *, alpha: float = 1.0, beta: float = 0.6, codec: Codec | None = None) -> Recipe:
+def slowmo(every: int = _SELDOM, *, alpha: float = 1.0, beta: float = 0.6, codec: Codec | str | None = None) -> Recipe:
     """Average every `every` steps, then let a slow momentum go on in that direction.
 
         u <- beta u + Delta / gamma;  anchor <- anchor - alpha gamma u;  local <- anchor
@@ -121,17 +127,19 @@ def slowmo(every: int, *, alpha: float = 1.0, beta: float = 0.6, codec: Codec | 
 
     Source: SlowMo (arXiv:1910.00643).
     """
-    return _anchored(Every(every), codec or Identity(), _sgd(alpha, beta, nesterov=False))
+    check_number("alpha", alpha, above=0)
+    check_number("beta", beta, least=0, below=1)
+    return _anchored(Every(every), codec, _sgd(alpha, beta, nesterov=False))
 
 
 def diloco(
-    every: int,
+    every: int = _SELDOM,
     *,
     rounds: int | None = None,
     lr: float = 0.7,
     momentum: float | None = None,
     nesterov: bool = True,
-    codec: Codec | None = None,
+    codec: Codec | str | None = None,
 ) -> Recipe:
     """Train alone for `every` steps; the mean way back to the anchor is the gradient of an outer SGD.
 
@@ -158,19 +166,19 @@ def diloco(
     Source: DiLoCo (arXiv:2311.08105).
     """
     momentum = _momentum(momentum, rounds)
-    return _anchored(Every(every), codec or Identity(), _sgd(lr, momentum, nesterov))
+    return _anchored(Every(every), codec, _sgd(lr, momentum, nesterov))
 
 
 def streaming_diloco(
-    every: int,
-    fragments: int,
+    every: int = _SELDOM,
+    fragments: int = 4,
     *,
     delay: int = 1,
     alpha: float = 0.5,
     rounds: int | None = None,
     lr: float = 0.7,
     momentum: float | None = None,
-    codec: Codec | None = None,
+    codec: Codec | str | None = None,
     cut: Cut | None = None,
 ) -> Recipe:
     """`diloco` fragment by fragment, four bits a value, while training goes on.
@@ -196,19 +204,22 @@ def streaming_diloco(
 
     Source: Streaming DiLoCo (arXiv:2501.18512).
     """
+    if cut is not None:
+        check_callable("cut", cut, "farflung.outer.strided")
     momentum = _momentum(momentum, rounds)
     optimizer = _sgd(lr, momentum, nesterov=True)
     schedule = Streaming(every, fragments, delay)
-    return _anchored(schedule, codec or E3M0(), optimizer, merge=Blend(alpha), fragments=cut or by_layers)
+    parts = {"merge": Blend(alpha), "fragments": cut or by_layers}
+    return _anchored(schedule, codec, optimizer, usual="e3m0", **parts)
 
 
 def eager_diloco(
-    every: int,
+    every: int = _SELDOM,
     *,
     rounds: int | None = None,
     lr: float = 0.7,
     momentum: float | None = None,
-    codec: Codec | None = None,
+    codec: Codec | str | None = None,
 ) -> Recipe:
     """`diloco` whose exchange takes a whole round, and is used with the rank's own part of it brought up to date.
 
@@ -229,7 +240,7 @@ def eager_diloco(
     Source: eager updates (arXiv:2502.12996).
     """
     optimizer = _sgd(lr, _momentum(momentum, rounds), nesterov=True)
-    return _anchored(Streaming(every, 1, every), codec or Int8(), optimizer, merge=Correct())
+    return _anchored(Streaming(every, 1, every), codec, optimizer, usual="int8", merge=Correct())
 
 
 def sparse_loco(
@@ -237,7 +248,7 @@ def sparse_loco(
     *,
     lr: float = 1.0,
     beta: float = 0.95,
-    codec: Codec | None = None,
+    codec: Codec | str | None = None,
 ) -> Recipe:
     """Send the 64 largest of each 4096 values in 2 bits, keep the rest for later rounds: 146 times fewer bits.
 
@@ -259,7 +270,9 @@ def sparse_loco(
 
     Source: SparseLoCo (arXiv:2508.15706).
     """
-    inside = codec if isinstance(codec, ErrorFeedback) else ErrorFeedback(codec or TopK(), beta)
+    check_number("beta", beta, above=0, most=1)
+    inside = codec_of(codec, "topk")
+    inside = inside if isinstance(inside, ErrorFeedback) else ErrorFeedback(inside, beta)
     return _anchored(Every(every), inside, _sgd(lr, 0.0, nesterov=False), rule=ClippedToMedian())
 
 
@@ -272,34 +285,34 @@ def edit(
     threshold: float = 3.0,
     temperature: float = 1.0,
     longest: float = 10.0,
-    codec: Codec | None = None,
+    codec: Codec | str | None = None,
 ) -> Recipe:
     """`diloco` that leaves out replicas which moved unusually far, prefers those that moved little, and clips the mean.
 
         w_i = softmax(-|Delta_i| / T) over sound replicas;  g = sum_i w_i Delta_i;  g <- g * min(1, longest / |g|)
 
     Args:
-        every: steps between two rounds; or
+        every: steps between two rounds, 32 if neither is given; or
         seconds: between two rounds, in which fast replicas do more steps than slow ones.
         threshold: deviations from a replica's own mean norm that make a movement unusual.
         temperature: T; infinite weighs all sound replicas alike.
         longest: norm of the mean.
 
     Raises:
-        ConfigError: neither or both of `every` and `seconds`, or a number out of its range.
+        ConfigError: both `every` and `seconds`, or a number out of its range.
 
     With two replicas there is little to compare; the statistics are each replica's own.
 
     Source: EDiT (arXiv:2412.07210), whose published code feeds rejected norms to its statistics; here they are not.
     """
-    if (every is None) == (seconds is None):
-        raise ConfigError(f"every={every!r}, seconds={seconds!r}: edit needs one of them.")
-    schedule: Schedule = ByTime(seconds) if seconds is not None else Every(every)  # type: ignore[arg-type]
+    if every is not None and seconds is not None:
+        raise ConfigError(f"edit: every is {every!r} and seconds is {seconds!r}; give one of them.")
+    schedule: Schedule = ByTime(seconds) if seconds is not None else Every(_SELDOM if every is None else every)
     rule = WithoutOutliers(threshold=threshold, temperature=temperature, longest=longest)
-    return _anchored(schedule, codec or Identity(), _sgd(lr, momentum, nesterov=True), rule=rule)
+    return _anchored(schedule, codec, _sgd(lr, momentum, nesterov=True), rule=rule)
 
 
-def gossip(every: int, *, codec: Codec | None = None) -> Recipe:
+def gossip(every: int = _OFTEN, *, codec: Codec | str | None = None) -> Recipe:
     """Every `every` steps average with one other rank, another one each time: local <- (local_i + local_j) / 2.
 
     Replicas differ all along, and are averaged at the end. A rank sends its weights once a round, however many ranks
@@ -312,10 +325,10 @@ def gossip(every: int, *, codec: Codec | None = None) -> Recipe:
 
     Source: stochastic gradient push (arXiv:1811.10792); NoLoCo (arXiv:2506.10911) adds an outer momentum to it.
     """
-    return Recipe(schedule=Every(every), codec=codec or Identity(), aggregator=Gossip())
+    return replace(_averaging(Every(every), codec), aggregator=Gossip())
 
 
-def noloco(every: int, *, lr: float = 0.7, momentum: float = 0.5, codec: Codec | None = None) -> Recipe:
+def noloco(every: int = _SELDOM, *, lr: float = 0.7, momentum: float = 0.5, codec: Codec | str | None = None) -> Recipe:
     """`gossip` about the ways from local anchors, each of which has an outer momentum of its own.
 
         Delta_i <- (Delta_i + Delta_j) / 2;  m_i <- momentum m_i + Delta_i;
@@ -329,7 +342,7 @@ def noloco(every: int, *, lr: float = 0.7, momentum: float = 0.5, codec: Codec |
 
     Source: after NoLoCo (arXiv:2506.10911), without that term.
     """
-    recipe = _anchored(Every(every), codec or Identity(), _sgd(lr, momentum, nesterov=True))
+    recipe = _anchored(Every(every), codec, _sgd(lr, momentum, nesterov=True))
     return replace(recipe, aggregator=Gossip())
 
 
@@ -341,19 +354,24 @@ def by_layers(model: torch.nn.Module, count: int) -> list[Fragment]:
         return by_bytes(model, count)
 
 
-def _averaging(schedule: Schedule, codec: Codec | None) -> Recipe:
-    codec = codec or Identity()
+def _averaging(schedule: Schedule, codec: Codec | str | None) -> Recipe:
+    codec = codec_of(codec, "none")
     return Recipe(schedule=schedule, codec=codec, aggregator=mean_of(codec))
 
 
-def _anchored(schedule: Schedule, codec: Codec, optimizer: MakeOptimizer, **parts: Any) -> Recipe:
+def _anchored(
+    schedule: Schedule, codec: Codec | str | None, optimizer: MakeOptimizer, usual: str = "none", **parts: Any
+) -> Recipe:
+    codec = codec_of(codec, usual)
     return Recipe(schedule=schedule, codec=codec, aggregator=mean_of(codec), optimizer=optimizer, **parts)
 
 
 def _momentum(momentum: float | None, rounds: int | None) -> float:
     """Choose by the number of rounds, and warn of a choice that has not worked in so few."""
-    if rounds is not None and (type(rounds) is not int or rounds < 1):
-        raise ConfigError(f"rounds={rounds!r}: the planned number of rounds must be an int of 1 or more, or None.")
+    if rounds is not None:
+        check_whole("rounds", rounds, least=1)
+    if momentum is not None:
+        check_number("momentum", momentum, least=0, below=1)
     short = rounds is not None and rounds < _MANY_ROUNDS
     if momentum is None:
         return 0.3 if short else 0.9
@@ -367,8 +385,9 @@ def _momentum(momentum: float | None, rounds: int | None) -> float:
 
 
 def _sgd(lr: float, momentum: float, nesterov: bool) -> MakeOptimizer:
-    if not (lr > 0 and 0 <= momentum < 1):
-        raise ConfigError(f"lr={lr!r}, momentum={momentum!r}: lr must be above 0 and momentum at least 0 and below 1.")
+    check_number("lr", lr, above=0)
+    check_number("momentum", momentum, least=0, below=1)
+    check_flag("nesterov", nesterov)
     return partial(_one_pass_sgd, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0)
 
 

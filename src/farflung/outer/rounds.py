@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farflung.base.errors import CollectiveMismatch, RankFailure, StateError
+from farflung.base.words import numbered
 from farflung.comm.group import Group
 from farflung.comm.shards import local
 from farflung.outer.aggregate import Shares
@@ -388,9 +389,10 @@ class Rounds:
             usual = max(set(values), key=values.count)
             odd = [rank for rank, value in enumerate(values) if value != usual]
             if odd:
+                where = numbered("rank", odd)
                 raise CollectiveMismatch(
-                    f"The replicas no longer agree: ranks {odd} have another value of {name} than the others where all "
-                    "should have the same. Something has written to it, or their machines compute differently."
+                    f"The replicas no longer agree on {name}: its value on {where} is not that of the others. "
+                    "Something has written to it, or their machines compute differently."
                 )
         raise CollectiveMismatch(
             f"The replicas no longer agreed at the end of their last round (digests {list(tally.digests)}), though the "
@@ -445,8 +447,9 @@ class Rounds:
     def _warn(self, flight: Flight) -> None:
         if not self._warned:
             self._warned = True
+            where = numbered("rank", flight.verdict.unfit)
             warnings.warn(
-                f"Rank {self.group.rank}: a round was dropped, as the weights of ranks {list(flight.verdict.unfit)} "
+                f"Rank {self.group.rank}: a round was dropped, as the weights of {where} "
                 f"are not finite, too large for {self._recipe.codec}, or all unusual. All ranks go on with their own "
                 "weights. Further dropped rounds are only counted, in stats().dropped_rounds.",
                 RuntimeWarning,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from farflung.base.checks import check_number, check_protocol, check_type, check_whole, shown, wrong_type
 from farflung.base.errors import ConfigError
 
 
@@ -91,7 +92,7 @@ class Every(_AtOnce):
     every: int
 
     def __post_init__(self) -> None:
-        check_count("every", self.every, "optimizer steps between two rounds")
+        check_whole("every", self.every, least=1)
 
     def __call__(self, now: Moment) -> Sequence[Word]:
         """Launch and apply at once when the step is a multiple of `every`."""
@@ -122,17 +123,13 @@ class Streaming:
     delay: int = 0
 
     def __post_init__(self) -> None:
-        check_count("every", self.every, "optimizer steps between two launches of a fragment")
-        check_count("fragments", self.fragments, "fragments")
+        check_whole("every", self.every, least=1)
+        check_whole("fragments", self.fragments, least=1)
         if self.fragments > self.every:
             raise ConfigError(
                 f"fragments={self.fragments} of every={self.every}: at most one fragment a step. Use fewer fragments."
             )
-        if type(self.delay) is not int or not 0 <= self.delay <= self.every:
-            raise ConfigError(
-                f"delay={self.delay!r}: a fragment must be applied before it is sent again, so the delay is an int "
-                f"from 0 to every={self.every}."
-            )
+        check_whole("delay", self.delay, least=0, most=self.every)
 
     def __call__(self, now: Moment) -> Sequence[Word]:
         """Apply what was sent `delay` steps ago, then launch; at once where there is no delay."""
@@ -159,7 +156,8 @@ class Warmup:
     then: Schedule
 
     def __post_init__(self) -> None:
-        check_count("steps", self.steps, "steps with averaged gradients", least=0)
+        check_whole("steps", self.steps, least=0)
+        check_schedule("then", self.then)
 
     @property
     def fragments(self) -> int:
@@ -201,10 +199,9 @@ class Quadratic(_AtOnce):
     longest: int = 10_000
 
     def __post_init__(self) -> None:
-        check_count("every", self.every, "optimizer steps in the shortest round")
-        check_count("longest", self.longest, "optimizer steps in the longest round", least=self.every)
-        if not 0 < self.alpha < math.inf:
-            raise ConfigError(f"alpha={self.alpha!r} must be a number above 0.")
+        check_whole("every", self.every, least=1)
+        check_whole("longest", self.longest, least=self.every)
+        check_number("alpha", self.alpha, above=0)
 
     def __call__(self, now: Moment) -> Sequence[Word]:
         """Launch and apply at once when the round that is on has had its steps."""
@@ -233,8 +230,7 @@ class ByTime(_AtOnce):
     seconds: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.seconds < math.inf:
-            raise ConfigError(f"seconds={self.seconds!r} must be a number above 0.")
+        check_number("seconds", self.seconds, above=0)
 
     def __call__(self, now: Moment) -> Sequence[Word]:
         """Launch and apply at once when the time is up."""
@@ -258,10 +254,11 @@ class Levels(_AtOnce):
     sizes: Mapping[int, int | None]
 
     def __post_init__(self) -> None:
+        check_type("sizes", self.sizes, Mapping, "a dictionary of steps and neighbours, such as {4: 8, 64: None}")
         for every, size in self.sizes.items():
-            check_count("every", every, "optimizer steps between two rounds")
+            check_whole(f"levels {shown(self.sizes)}: {every!r}", every, least=1)
             if size is not None:
-                check_count("size", size, "neighbouring ranks in a round", least=2)
+                check_whole(f"levels {shown(self.sizes)}: {size!r}", size, least=2)
         order = [self.sizes[every] or math.inf for every in sorted(self.sizes)]
         if not order or order[-1] != math.inf or sorted(set(order)) != order:
             raise ConfigError(
@@ -283,11 +280,8 @@ class Levels(_AtOnce):
         return Launch(0, 0 if widest is None else self.groups.index(widest) + 1), Apply(0)
 
 
-def check_count(name: str, value: object, of_what: str, least: int = 1) -> None:
-    """Refuse what is no whole number from `least` on.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if type(value) is not int or value < least:
-        raise ConfigError(f"{name}={value!r}: the number of {of_what} must be an int of {least} or more.")
+def check_schedule(name: str, schedule: object) -> None:
+    """Raise WrongType unless `schedule` is one."""
+    if not callable(schedule):
+        raise wrong_type(name, schedule, "a schedule, such as Every(8)")
+    check_protocol(name, schedule, ("fragments", "delay"), "a schedule, such as Every(8)")

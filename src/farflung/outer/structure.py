@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farflung.base.words import counted
 from farflung.comm.shards import addresses, local
 from farflung.outer.fragments import Fragment, Place, without_masks
 from farflung.outer.recipe import Recipe
@@ -111,7 +112,8 @@ def describe(recipe: Recipe, fragments: Sequence[Fragment], cap_bytes: int) -> t
     description = (
         f"{recipe.schedule}, {recipe.codec}, {recipe.aggregator}, {recipe.rule}, by {recipe.weigh_by}, {recipe.merge}, "
         f"{recipe.inner}, outer optimizer {outer}; "
-        f"{len(fragments)} fragments of {len(places)} tensors with {numel} trainable values "
+        f"{counted(len(fragments), 'fragment')} of {counted(len(places), 'tensor')} "
+        f"with {counted(numel, 'trainable value')} "
         f"(layout {layout.hexdigest()}), buckets of {cap_bytes} bytes"
     )
     return description, tensors

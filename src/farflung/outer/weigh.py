@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
-from farflung.base.errors import ConfigError
+from farflung.base.checks import check_number, check_whole
 
 Norm = Literal["none", "local", "sent"]
 
@@ -115,10 +115,11 @@ class WithoutOutliers:
     norm: ClassVar[Norm] = "local"
 
     def __post_init__(self) -> None:
-        if not (
-            self.threshold > 0 and self.temperature > 0 and self.longest > 0 and 0 < self.decay < 1 <= self.patience
-        ):
-            raise ConfigError(f"{self}: all must be above 0, decay below 1 and patience a number of rounds from 1 on.")
+        check_number("threshold", self.threshold, above=0, finite=False)
+        check_number("temperature", self.temperature, above=0, finite=False)
+        check_number("longest", self.longest, above=0, finite=False)
+        check_number("decay", self.decay, above=0, below=1)
+        check_whole("patience", self.patience, least=1)
 
     def __call__(self, weights: Sequence[float], norms: Sequence[float], memory: Memory) -> Verdict:
         """Judge each replica at work by its own past, then remember the sound ones."""

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from farflung.base.errors import ConfigError
+from farflung.base.checks import check_word
 
 
 class Codec(Protocol):
@@ -103,8 +103,7 @@ class Cast:
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.dtype not in _CASTS:
-            raise ConfigError(f"Cast({self.dtype!r}): use one of {', '.join(_CASTS)}.")
+        check_word("Cast: dtype", self.dtype, _CASTS)
 
     @property
     def limit(self) -> float:

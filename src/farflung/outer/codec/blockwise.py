@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from farflung.base.checks import shown
 from farflung.base.errors import ConfigError
 from farflung.comm.sizes import blockwise_bytes, scales_bytes
 from farflung.outer.codec.base import piece_size
@@ -60,7 +61,7 @@ class _Blockwise(ABC):
     def __post_init__(self) -> None:
         if type(self.block) is not int or self.block < 2 or self.block % 2:
             name = type(self).__name__
-            raise ConfigError(f"{name}(block={self.block!r}): a block must be an even number of values, such as 256.")
+            raise ConfigError(f"{name}: block is {shown(self.block)}; it must be an even whole number, such as 256.")
 
     @abstractmethod
     def _round(self, codes: Tensor, y: Tensor) -> None:

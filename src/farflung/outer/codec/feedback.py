@@ -9,8 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from farflung.base.checks import check_number
 from farflung.base.errors import ConfigError
 from farflung.outer.codec.base import Codec
+from farflung.outer.codec.named import codec_of
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class ErrorFeedback:
     linear: ClassVar[bool] = False  # what a wire leaves out must not depend on how much it will count in a sum
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta <= 1:
-            raise ConfigError(f"ErrorFeedback(beta={self.beta!r}): beta must be above 0 and at most 1.")
+        object.__setattr__(self, "codec", codec_of(self.codec))
+        check_number("ErrorFeedback: beta", self.beta, above=0, most=1)
         if isinstance(self.codec, ErrorFeedback):
             raise ConfigError(f"ErrorFeedback({self.codec!r}): one residual is enough; give it a codec without one.")
 

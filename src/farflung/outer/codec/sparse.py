@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from farflung.base.checks import check_whole
 from farflung.base.errors import ConfigError
 from farflung.comm.sizes import index_bits, packing, top_k_bytes
 from farflung.outer.codec.base import piece_size
@@ -58,10 +59,8 @@ class TopK:
     linear: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if type(self.chunk) is not int or not 2 <= self.chunk <= 1 << 16:
-            raise ConfigError(f"TopK(chunk={self.chunk!r}): a chunk must be of 2 to 65536 values.")
-        if type(self.k) is not int or not 1 <= self.k <= self.chunk:
-            raise ConfigError(f"TopK(k={self.k!r}): k must be an int from 1 to chunk={self.chunk}.")
+        check_whole("TopK: chunk", self.chunk, least=2, most=1 << 16)
+        check_whole("TopK: k", self.k, least=1, most=self.chunk)
         if self.bits not in (2, 32):
             raise ConfigError(f"TopK(bits={self.bits!r}): values are sent with 2 or 32 bits.")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an `OuterConfig`, which holds names and plain values, to the recipe that it means."""
+"""Recipes by name: from a name, or an `OuterConfig` of names and plain values, to the recipe that is meant."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from farflung.base.checks import check_word, wrong_type
 from farflung.config.outer import MACHINE, OuterConfig
-from farflung.outer.codec.base import Cast, Codec, Identity
-from farflung.outer.codec.blockwise import E3M0, Fp8, Int4, Int8
-from farflung.outer.codec.sparse import TopK
 from farflung.outer.inner import Average, Inner, Keep, Reset
 from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import (
@@ -42,17 +40,44 @@ MAKERS: Mapping[str, Callable[..., Recipe]] = {
     "gossip": gossip,
     "noloco": noloco,
 }
-_CODECS: Mapping[str, Callable[[], Codec]] = {
-    "none": Identity,
-    "bf16": lambda: Cast("bf16"),
-    "fp16": lambda: Cast("fp16"),
-    "int8": Int8,
-    "int4": Int4,
-    "fp8": Fp8,
-    "e3m0": E3M0,
-    "topk": TopK,
-}
 _INNER: Mapping[str, Callable[[], Inner]] = {"keep": Keep, "reset": Reset, "average": Average}
+
+
+def named_outer(name: str, outer: OuterConfig | str) -> OuterConfig:
+    """Return the settings that `outer` is, or those of the recipe that it names, with all its defaults.
+
+    Args:
+        name: of the argument, for the error.
+
+    Raises:
+        ConfigError: it is neither, or there is no such recipe.
+    """
+    if isinstance(outer, str):
+        check_word(name, outer, MAKERS)
+        return OuterConfig(outer)
+    if not isinstance(outer, OuterConfig):
+        called = getattr(outer, "__name__", None)
+        example = called if called in MAKERS else "diloco"
+        raise wrong_type(name, outer, f"an OuterConfig({example!r}, every=32) or a recipe's name, such as {example!r}")
+    return outer
+
+
+def chosen_recipe(recipe: Recipe | OuterConfig | str, local_size: int = 1) -> Recipe:
+    """Return `recipe`, or the one that a name or settings mean.
+
+    Args:
+        local_size: ranks on this machine.
+
+    Raises:
+        ConfigError: it is none of the three, or there is no such recipe.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, (OuterConfig, str)):
+        return recipe_of(named_outer("recipe", recipe), local_size)
+    called = getattr(recipe, "__name__", None)
+    example = f"{called if called in MAKERS else 'diloco'}(every=32)"
+    raise wrong_type("recipe", recipe, f"a recipe, such as {example}, or the name of one, such as 'diloco'")
 
 
 def recipe_of(config: OuterConfig, local_size: int) -> Recipe:
@@ -66,8 +91,6 @@ def recipe_of(config: OuterConfig, local_size: int) -> Recipe:
     """
     options = config.given()
     options.pop("log", None)
-    if "codec" in options:
-        options["codec"] = _CODECS[options["codec"]]()
     if "levels" in options:
         options["levels"] = _resolved(options["levels"], local_size)
     names = ("weigh_by", "anchor_on_cpu", "inner", "bucket_bytes")

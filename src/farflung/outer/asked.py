@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of what a script gives an outer loop, made before anything is exchanged."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from farflung.base.checks import (
+    check_callable,
+    check_number,
+    check_protocol,
+    check_type,
+    check_whole,
+    shown,
+    wrong_type,
+)
+from farflung.base.errors import ConfigError
+from farflung.comm.group import Group
+from farflung.config.outer import OuterConfig
+from farflung.outer.named import chosen_recipe
+from farflung.outer.recipe import Recipe
+
+_PARTS = re.compile(r"[;,] (?![^(]*\))")  # of a description: commas that are not within parentheses
+_PLURALS = re.compile(r"\b(fragment|tensor|value)s\b")  # which older states have after a 1, too
+_STATE = ("description", "position", "synced", "began", "seconds", "lr", "stats", "rounds")
+
+
+def check_model(model: object) -> None:
+    """Raise WrongType unless `model` is a module; a recipe in its place means that the two were swapped."""
+    if isinstance(model, (Recipe, OuterConfig)):
+        raise wrong_type("model", model, "an nn.Module: the model comes before the recipe")
+    check_type("model", model, nn.Module, "an nn.Module")
+
+
+def checked(
+    model: nn.Module,
+    recipe: Recipe | OuterConfig | str,
+    group: Group | None,
+    inner: Optimizer | None,
+    bucket_bytes: int | None,
+    clock: Callable[[], float],
+) -> Recipe:
+    """Check the arguments of an `OuterLoop`; return its recipe.
+
+    Raises:
+        ConfigError: an argument that can't work; the message names it.
+    """
+    check_model(model)
+    if not model.state_dict():
+        raise ConfigError(
+            f"model is {shown(model)}, which has no parameters and no buffers: there is nothing to agree on."
+        )
+    if group is not None:
+        wanted = "a group, such as TorchGroup() of farflung.comm.group; leave it out for all ranks"
+        check_protocol("group", group, ("rank", "size", "all_reduce", "speaks"), wanted)
+    if inner is not None:
+        check_type("inner", inner, Optimizer, "the torch optimizer that trains the model")
+    if bucket_bytes is not None:
+        check_whole("bucket_bytes", bucket_bytes, least=1)
+    check_callable("clock", clock, "time.perf_counter")
+    return chosen_recipe(recipe)
+
+
+def one_number(name: str, value: object) -> float:
+    """Return a number, or a tensor of one, as a number."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    check_number(name, value, least=0)
+    return float(cast(float, value))
+
+
+def check_same(saved: str, here: str) -> None:
+    """Raise ConfigError unless two outer loops, as they describe themselves, are over one model with one recipe."""
+    if _without_plurals(saved) != _without_plurals(here):
+        pairs = zip(_PARTS.split(saved), _PARTS.split(here), strict=False)
+        odd = [f"{mine} (here {other})" for mine, other in pairs if _without_plurals(mine) != _without_plurals(other)]
+        raise ConfigError(f"This state was saved by another outer loop, with {', '.join(odd)}. Give both the same.")
+
+
+def _without_plurals(description: str) -> str:
+    return _PLURALS.sub(r"\1", description)
+
+
+def check_state(where: str, state: object) -> None:
+    """Raise ConfigError unless `state` has what an outer loop's state dict has."""
+    if not isinstance(state, Mapping):
+        raise wrong_type(where, state, "what OuterLoop.state_dict() returned")
+    missing = [name for name in _STATE if name not in state]
+    if missing:
+        raise ConfigError(
+            f"{where}: {shown(list(state)) if state else '{}'} is no state of an outer loop, as {', '.join(missing)} "
+            "is missing. Give it what OuterLoop.state_dict() returned."
+        )

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes and codecs by name: in a script as on the command line."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import nn
+
+from farflung import Accelerator, OuterConfig
+from farflung.base.errors import ConfigError
+from farflung.config.outer import CODECS, RECIPES
+from farflung.outer import ErrorFeedback, OuterLoop, diloco, named
+from farflung.outer.codec.named import CODECS as MADE
+from farflung.outer.codec.named import codec_of
+from farflung.outer.named import MAKERS, chosen_recipe, recipe_of
+from farflung.state import AcceleratorState
+from farflung.testing.simulate import simulate
+
+NEED_A_CHOICE = {"hierarchical": ({2: None},), "post_local_sgd": (1,), "quadratic": (2, 0.1)}
+
+
+@pytest.fixture(autouse=True)
+def fresh_slots():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def comparable(recipe):
+    """A recipe's parts, with the outer optimizer's settings in place of the function that makes it."""
+    parts = {each.name: getattr(recipe, each.name) for each in fields(recipe)}
+    return {**parts, "optimizer": getattr(recipe.optimizer, "keywords", None)}
+
+
+def test_a_name_alone_is_the_recipe_with_its_defaults():
+    assert {name for name, options in RECIPES.items() if options.needed} == set(NEED_A_CHOICE)
+    for name in set(RECIPES) - set(NEED_A_CHOICE):
+        anchored = RECIPES[name].anchored
+        for recipe in (chosen_recipe(name), recipe_of(OuterConfig(name), 1)):
+            assert comparable(recipe) == comparable(MAKERS[name]())
+            assert (recipe.optimizer is not None) is anchored
+
+
+@pytest.mark.parametrize("name", NEED_A_CHOICE)
+def test_a_name_that_needs_a_choice_says_which(name):
+    with pytest.raises(ConfigError, match=f"{name} needs {', '.join(RECIPES[name].needed)}"):
+        chosen_recipe(name)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_codec_can_be_named_wherever_one_is_taken(codec):
+    meant = codec_of(codec)
+    for name, make in MAKERS.items():
+        recipe = make(*NEED_A_CHOICE.get(name, ()), codec=codec)
+        assert recipe.codec == (ErrorFeedback(meant, 0.95) if name == "sparse_loco" else meant)
+    assert replace(diloco(2), codec=codec, aggregator=diloco(2, codec=codec).aggregator).codec == meant
+    assert ErrorFeedback(codec).codec == meant
+
+
+def test_flags_and_functions_know_the_same_names():
+    assert tuple(MADE) == CODECS
+    assert tuple(named.MAKERS) == tuple(RECIPES)
+
+
+def test_names_work_in_a_script_a_bare_loop_and_a_simulation():
+    model = nn.Linear(2, 1)
+    with OuterLoop(model, "diloco") as loop:
+        assert "every=32" in loop.state_dict()["description"]
+    accelerator = Accelerator(cpu=True)
+    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for recipe in ("diloco", OuterConfig("slowmo", every=4, codec="int8")):
+        with accelerator.outer(prepared, recipe) as loop:
+            assert accelerator.outer_loops == [loop]
+    batches = [torch.ones(2, 2)]
+    run = simulate(
+        lambda: nn.Linear(2, 1), lambda rank: batches, "local_sgd", replicas=2, steps=8, loss=lambda m, x: m(x).mean()
+    )
+    assert run.stats[0].rounds == 1
+
+
+def test_an_accelerator_takes_a_name():
+    model = nn.Linear(2, 1)
+    accelerator = Accelerator(cpu=True, outer="local_sgd")
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (loop,) = accelerator.outer_loops
+    assert "Every(every=8)" in loop.state_dict()["description"]
