@@ -3,6 +3,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,10 +131,11 @@ def parts():
 def test_prepare_keeps_the_order_and_passes_on_what_it_does_not_know():
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader, scheduler = parts()
-    prepared = accelerator.prepare(scheduler, loader, "other", optimizer, None, model)
+    other = SimpleNamespace(step=print)  # such as a schedule of another library
+    prepared = accelerator.prepare(scheduler, loader, other, optimizer, None, model)
     assert prepared[0].scheduler is scheduler
     assert len(prepared[1]) == 4
-    assert prepared[2] == "other"
+    assert prepared[2] is other
     assert prepared[3].optimizer is optimizer
     assert prepared[4] is None
     assert prepared[5] is model

@@ -215,7 +215,7 @@ def test_errors_of_saving_are_clear_and_training_goes_on(tmp_path, monkeypatch):
         (lambda: training.accelerator.save_state(), "Name a folder"),
         (lambda: training.accelerator.load_state(), "automatic naming"),
         (lambda: training.accelerator.load_state(tmp_path / "nowhere"), "there is no folder"),
-        (lambda: training.accelerator.register_for_checkpointing(object()), "lack state_dict"),
+        (lambda: training.accelerator.register_for_checkpointing(object()), "must be an object that has state_dict"),
     ]:
         with pytest.raises(ConfigError, match=words):
             call()

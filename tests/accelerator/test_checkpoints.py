@@ -331,11 +331,22 @@ def test_replicas_are_joined_at_their_anchor_and_its_momentum_stays(folder):
             assert weights == after[0][2]
 
 
-def test_one_rank_becomes_two_with_each_sample_once(folder):
+def test_one_rank_becomes_two_with_each_sample_once(folder, capfd):
     ((first, *_),) = run_ranks(written, 1, folder, {}, 4, None)
     after = run_ranks(taken_up, 2, folder, {})
     rest = [sample for epochs, *_ in after for step in epochs[0] for sample in step]
     assert sorted([*itertools.chain(*first), *rest]) == [float(k) for k in range(24)]
+    said = capfd.readouterr().err
+    assert said.count("it was written by 1 process, and 2 go on") == 1
+    assert said.count("rank 1 is new: its random numbers begin a stream of their own") == 1
+
+
+def test_new_ranks_and_a_pass_that_was_over_are_told_in_words(folder, capfd):
+    run_ranks(written, 2, folder, {}, 6, None)  # all batches of a pass
+    run_ranks(taken_up, 4, folder, {})
+    said = capfd.readouterr().err
+    assert said.count("ranks 2 and 3 are new: their random numbers begin streams of their own") == 1
+    assert said.count("goes on after the last batch of epoch 0: the first loop over it ends at once") == 1
 
 
 def test_what_cannot_be_the_same_is_said_once(folder, capsys):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farflung.base.errors import CollectiveMismatch, ConfigError
+from farflung.base.errors import CollectiveMismatch, ConfigError, WrongType
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
@@ -384,7 +384,7 @@ def fails_alone():
 def test_a_rank_that_fails_alone_is_named_to_the_others():
     first, bad, last = run_ranks(fails_alone, 3)
     assert first == last
-    assert [kind for kind, _ in bad] == [*4 * ["TypeError"], "ConfigError", "AttributeError", "ArithmeticError"]
+    assert [kind for kind, _ in bad] == [*4 * ["WrongType"], "ConfigError", "AttributeError", "ArithmeticError"]
     for (own_kind, own), (kind, message) in zip(bad, first, strict=True):
         assert kind == "CollectiveMismatch"
         assert f"rank 1 failed: {own_kind}: {own}" in message
@@ -452,10 +452,11 @@ def test_results_are_accelerate_s():
 
 def test_alone_values_come_back_as_they_are():
     exchange = Exchange(SoloGroup())
-    tree = {"x": torch.ones(2), "text": "kept"}
-    for call in (collectives.gather, collectives.broadcast, collectives.gather_object):
+    tree = {"x": torch.ones(2)}
+    for call in (collectives.gather, collectives.broadcast):
         assert call(exchange, tree) is tree
     objects = [1, "two"]
+    assert collectives.gather_object(exchange, objects) is objects
     assert collectives.broadcast_object_list(exchange, objects) is objects
     tensors = [torch.tensor([1, 2]), torch.tensor(3.0, dtype=torch.bfloat16)]
     reduced = collectives.reduce(exchange, tensors, "mean")
@@ -463,8 +464,9 @@ def test_alone_values_come_back_as_they_are():
     assert reduced[0].tolist() == [1, 2]
     assert collectives.reduce(exchange, tensors, "sum", scale=2)[1].item() == 6
     assert collectives.pad_across_processes(exchange, tensors, pad_index=3) is tensors
-    with pytest.raises(TypeError, match="reduce: found a str"):
-        collectives.reduce(exchange, tree)
+    for call in (collectives.gather, collectives.broadcast, collectives.reduce, collectives.pad_across_processes):
+        with pytest.raises(WrongType, match=f"{call.__name__}: found a str"):  # as among several ranks
+            call(exchange, {**tree, "text": "lost"})
     with pytest.raises(ConfigError, match=r"scaled by 0\.5"):
         collectives.reduce(exchange, tensors, scale=0.5)
     with pytest.raises(ConfigError, match="unknown reduction"):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
+from farflung.base.words import counted
 from farflung.checkpoint import rng
 from farflung.checkpoint.source import allowed
 from farflung.data.prepare import skip_first_batches
@@ -269,7 +270,7 @@ def test_a_loader_with_another_number_of_workers_says_that_it_draws_other_number
     for workers in (0, 1, 2):
         other = make(workers)
         other.load_state_dict(state)
-        word = f", with {workers} workers in place of 2, which draw other random numbers"
+        word = f", with {counted(workers, 'worker')} in place of 2, which draw other random numbers"
         assert other.whereabouts() == "goes on after batch 1 of 5 of epoch 0" + (word if workers != 2 else "")
         assert [batch["x"][:, 0].tolist() for batch in other] == [[2, 3], [4, 5], [6, 7], [8]]
 

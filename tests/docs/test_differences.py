@@ -307,5 +307,5 @@ def test_two_ranks():
         "avg": "ConfigError",
         "fp16 mean": 60000.0,
         "mixed": {"words": ["w0", "w1"]},
-        "dictionary": "TypeError",
+        "dictionary": "WrongType",
     }

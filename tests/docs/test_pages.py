@@ -28,7 +28,9 @@ DOORS = {"utils", "commands", "test_utils"}
 
 _FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]\[]*\]\(([^)\s]+)\)")
-_OURS = "(?:Config|State|Type|Checkpoint)Error|Unsupported|CollectiveMismatch|RankFailure|RuntimeWarning|UserWarning"
+_OURS = (
+    "(?:Config|State|Type|Checkpoint)Error|WrongType|Unsupported|CollectiveMismatch|RankFailure|(?:Runtime|User)Warning"
+)
 _ERROR = re.compile(rf"`{{1,2}}(?:{_OURS}): (.+?)`{{1,2}}(?: \||:|$)", re.MULTILINE)
 _PATH = re.compile(r"`((?:src|tests|benchmarks|examples|docs)/[\w./-]*)(?:::(\w+))?`")
 

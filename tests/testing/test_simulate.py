@@ -256,14 +256,14 @@ def test_an_error_of_a_replica_is_raised_and_no_loss():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"replicas": 0}, "replicas=0"),
-        ({"steps": 2.5}, r"steps=2\.5"),
+        ({"replicas": 0}, "replicas is 0"),
+        ({"steps": 2.5}, r"steps is 2\.5"),
         ({"step_seconds": (1, 2, 3)}, "step_seconds has 3 values for 2 replicas"),
         ({"step_seconds": math.nan}, "step_seconds"),
         ({"lost": {2: 1}}, r"ranks \[2\] of 2 replicas"),
         ({"delays": {(-1, 1): 1.0}}, r"ranks \[-1\]"),
-        ({"bandwidth_bps": 0}, "bandwidth_bps=0"),
-        ({"evaluate_every": 0}, "evaluate_every=0"),
+        ({"bandwidth_bps": 0}, "bandwidth_bps is 0"),
+        ({"evaluate_every": 0}, "evaluate_every is 0"),
         ({"recipe": Recipe(ByTime(1.0)), "evaluate_every": 2}, "by the clock"),
     ],
 )

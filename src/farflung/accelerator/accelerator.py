@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
@@ -22,13 +23,18 @@ from farflung.accelerator.operations import extract_model_from_parallel, gather_
 from farflung.accelerator.outer import OpenLoops, OuterWords
 from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
 from farflung.accelerator.settings import (
+    check_folders,
+    check_init,
+    check_loop,
     handlers_by_kind,
     refuse_engines,
     settled_accumulation,
     settled_compile,
+    settled_data,
     settled_outer,
 )
 from farflung.accelerator.views import AcceleratorState, GradientState
+from farflung.base.checks import check_type, check_whole
 from farflung.base.enums import DynamoBackend
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.comm import collectives
@@ -48,7 +54,7 @@ from farflung.config.handlers import (
 from farflung.config.outer import OuterConfig
 from farflung.data.prepare import skip_first_batches
 from farflung.loop import clip
-from farflung.loop.accumulation import Accumulate, weighed
+from farflung.loop.accumulation import Accumulate, explain_loss, weighed
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks
 from farflung.precision.amp import choose_precision
@@ -67,7 +73,8 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
         scheduler_ticks: `per_process` lets a prepared scheduler tick `num_processes` times an optimizer step, as
             scripts written for Accelerate expect; `per_update` once.
         outer: lets replicas of each model that is prepared with its optimizer train alone and agree now and then; they
-            come together after each pass over the training data. None: as the launcher says (`--outer`).
+            come together after each pass over the training data. A recipe's name, such as `"diloco"`, takes its
+            defaults. None: as the launcher says (`--outer`).
 
     Raises:
         ConfigError: settings that contradict each other or the process's first Accelerator.
@@ -99,7 +106,7 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
         parallelism_config: Any = None,
         *,
         scheduler_ticks: Ticks = "per_process",
-        outer: OuterConfig | None = None,
+        outer: OuterConfig | str | None = None,
     ) -> None:
         refuse_engines(
             deepspeed_plugin=deepspeed_plugin,
@@ -110,21 +117,21 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
             parallelism_config=parallelism_config,
             log_with=log_with,
         )
-        if scheduler_ticks not in ("per_process", "per_update"):
-            raise ConfigError(f"scheduler_ticks is {scheduler_ticks!r}; it must be 'per_process' or 'per_update'.")
-        handlers = handlers_by_kind(kwargs_handlers or [])
+        check_loop(device_placement, cpu, step_scheduler_with_optimizer, rng_types, scheduler_ticks)
+        check_folders(project_dir, project_config)
+        handlers = handlers_by_kind(kwargs_handlers)
         self.ddp_handler: DistributedDataParallelKwargs | None = handlers.get(DistributedDataParallelKwargs)
         self.scaler_handler: GradScalerKwargs | None = handlers.get(GradScalerKwargs)
-        self.init_handler: InitProcessGroupKwargs | None = handlers.get(InitProcessGroupKwargs)
+        self.init_handler: InitProcessGroupKwargs | None = check_init(handlers.get(InitProcessGroupKwargs))
         self.autocast_handler: AutocastKwargs | None = handlers.get(AutocastKwargs)
         self.profile_handler: ProfileKwargs | None = handlers.get(ProfileKwargs)
         accumulation = settled_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         compiling = settled_compile(dynamo_backend, dynamo_plugin)
-        outer = settled_outer(outer)
+        asked = settled_outer(outer)
         self.project_configuration = project_config or ProjectConfiguration()
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(os.fspath(project_dir))
-        self.dataloader_config = _data_settings(dataloader_config, split_batches)
+        self.dataloader_config = settled_data(dataloader_config, split_batches)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = [str(kind) for kind in (["generator"] if rng_types is None else rng_types)]
@@ -142,7 +149,7 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
         self._distributed = self._joined.size > 1
         self._registry = Registry()
         self._open_loops = OpenLoops()
-        self._conductor = Conductor(outer, self._joined, self._strategy, self._loop, self._registry, self._open_loops)
+        self._conductor = Conductor(asked, self._joined, self._strategy, self._loop, self._registry, self._open_loops)
         self._preparer = Preparer(
             world=self._joined,
             strategy=self._strategy,
@@ -223,7 +230,8 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        self._loop.num_steps = GradientAccumulationPlugin(num_steps=value).num_steps or 1
+        check_whole("gradient_accumulation_steps", value, least=1)
+        self._loop.num_steps = value
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -275,10 +283,7 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
         Args:
             device_placement: for each argument, whether it goes to the device; None follows the Accelerator's.
         """
-        placements: Sequence[bool | None] = device_placement or [None] * len(args)
-        if len(placements) != len(args):
-            raise ConfigError(f"prepare: {len(args)} objects, but device_placement has {len(placements)} entries.")
-        prepared = self._preparer.prepare(args, placements)
+        prepared = self._preparer.prepare(args, device_placement)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(
@@ -312,6 +317,7 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
             keep_fp32_wrapper: False also undoes mixed precision's change to its forward pass.
             keep_torch_compile: False returns what computes without torch.compile; its tensors are the model's own.
         """
+        check_type("unwrap_model: model", model, nn.Module, "an nn.Module")
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     # ---- the loop
@@ -322,10 +328,12 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which the gradients of `model` stay on this process."""
+        check_type("no_sync: model", model, nn.Module, "an nn.Module")
         return self._strategy.no_sync(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a context that computes in the session's precision."""
+        check_type("autocast_handler", autocast_handler, (AutocastKwargs, NoneType), "an AutocastKwargs(enabled=...)")
         return self._precision.autocast(autocast_handler or self.autocast_handler)
 
     def backward(self, loss: Tensor, *, num_items: float | Tensor | None = None, **kwargs: Any) -> None:
@@ -340,23 +348,25 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
             kwargs: arguments of `Tensor.backward`.
 
         Raises:
-            StateError: some losses of a window come with `num_items`, others without.
+            ConfigError: `loss` is no tensor of one number that requires a gradient, or `num_items` is no number.
+            StateError: some losses of a window come with `num_items`, others without; or the loss was used up.
         """
-        window = self._loop.window
-        if num_items is not None:
-            models = window.models or tuple(self._registry.models)
-            synced = self._distributed and all(self._strategy.synchronizes(model) for model in models)
-            group = self._joined.group if synced else None
-            loss = weighed(loss, num_items, self._loop, group)
-        elif window.scale is not None:
-            raise StateError("backward: the earlier losses of this window came with num_items. Give it to all.")
-        elif window.divisor > 1:
-            loss = loss / window.divisor
+        window, given = self._loop.window, loss
         try:
+            if num_items is not None:
+                models = window.models or tuple(self._registry.models)
+                synced = self._distributed and all(self._strategy.synchronizes(model) for model in models)
+                group = self._joined.group if synced else None
+                loss = weighed(loss, num_items, self._loop, group)
+            elif window.scale is not None:
+                raise StateError("backward: the earlier losses of this window came with num_items. Give it to all.")
+            elif window.divisor > 1:
+                loss = loss / window.divisor
             self._precision.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
             self._loop.backwards += 1
-        except RuntimeError:
+        except (RuntimeError, AttributeError, TypeError) as error:
             self._joined.group.raise_if_broken()  # which names the rank, where torch speaks of a closed connection
+            explain_loss(given, kwargs, error)
             raise
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
@@ -383,10 +393,12 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
 
     def unscale_gradients(self, optimizer: Optimizer | list[Optimizer] | None = None) -> None:
         """Bring gradients to their true size under fp16, those of `optimizer` or of all; else do nothing."""
-        if self._precision.scaler is None:
-            return
         chosen = self._registry.optimizers if optimizer is None else optimizer
         listed = chosen if isinstance(chosen, list) else [chosen]
+        for one in listed:
+            check_type("unscale_gradients: optimizer", one, Optimizer, "a torch optimizer")
+        if self._precision.scaler is None:
+            return
         clip.unscale(self._precision, [self.prepare_optimizer(one) for one in listed])
 
     def join_uneven_inputs(
@@ -415,6 +427,7 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
         """Profile the block with `torch.profiler` and write a trace for each rank where the handler says so."""
+        check_type("profile_handler", profile_handler, (ProfileKwargs, NoneType), "a ProfileKwargs(activities=...)")
         handler = profile_handler or self.profile_handler or ProfileKwargs()
         with profile(handler, self._joined.rank) as profiler:
             yield profiler
@@ -480,9 +493,3 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
 
     def __repr__(self) -> str:
         return f"Accelerator(rank {self.process_index} of {self.num_processes}, {self.device}, {self.mixed_precision})"
-
-
-def _data_settings(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
-    if config is not None and split_batches is not None:
-        raise ConfigError("Give split_batches in the DataLoaderConfiguration alone, not beside it.")
-    return config or DataLoaderConfiguration(split_batches=bool(split_batches))

@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from farflung.accelerator import contents
 from farflung.accelerator.contents import Loaded, Run
 from farflung.accelerator.operations import extract_model_from_parallel
+from farflung.base.checks import check_callable, check_path, check_protocol, check_type, check_word
 from farflung.base.errors import CheckpointError, ConfigError, FarflungError, Unsupported
 from farflung.base.former_name import FORMER_NAME
 from farflung.base.optional import installed_version
@@ -260,6 +261,9 @@ class Checkpointing:
         """
         if save_model_func_kwargs:
             raise Unsupported(f"save_state: {sorted(save_model_func_kwargs)} are for engines that are not done.")
+        if output_dir is not None:
+            check_path("save_state: output_dir", output_dir)
+        check_word("save_state: busy", busy, get_args(Busy))
         return os.fspath(self._keeper.save(output_dir, safe_serialization, block, busy))
 
     def load_state(
@@ -280,6 +284,10 @@ class Checkpointing:
             CheckpointError: there is no complete checkpoint, or it is of other objects; the running state is as it was.
             ConfigError: there is no such folder.
         """
+        if input_dir is not None:
+            check_path("load_state: input_dir", input_dir)
+        if load_kwargs is not None:
+            check_type("load_state: load_kwargs", load_kwargs, dict, "a dictionary")
         strict = bool(load_model_func_kwargs.pop("strict", True))
         load_model_func_kwargs.pop("map_location", None)
         if load_model_func_kwargs or (load_kwargs or {}) not in ({}, {"weights_only": True}):
@@ -293,9 +301,9 @@ class Checkpointing:
         Raises:
             ConfigError: one has not.
         """
-        odd = [type(o).__name__ for o in objects if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
-        if odd:
-            raise ConfigError(f"register_for_checkpointing: {', '.join(odd)} lack state_dict or load_state_dict.")
+        for each in objects:
+            wanted = "an object that has state_dict() and load_state_dict()"
+            check_protocol("register_for_checkpointing: an object", each, ("state_dict", "load_state_dict"), wanted)
         self._keeper.custom.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
@@ -304,6 +312,7 @@ class Checkpointing:
         `weights` are the models' state dicts; those that the hook takes out of the list are not written. What it writes
         to `output_dir` becomes part of the checkpoint; the folder is put in its place only afterwards.
         """
+        check_callable("register_save_state_pre_hook: hook", hook, "hook(models, weights, output_dir)")
         handle = RemovableHandle(self._keeper.save_hooks)
         self._keeper.save_hooks[handle.id] = hook
         return handle
@@ -313,6 +322,7 @@ class Checkpointing:
 
         Models that it takes out of the list are not loaded.
         """
+        check_callable("register_load_state_pre_hook: hook", hook, "hook(models, input_dir)")
         handle = RemovableHandle(self._keeper.load_hooks)
         self._keeper.load_hooks[handle.id] = hook
         return handle
@@ -337,6 +347,8 @@ class Checkpointing:
         Raises:
             ConfigError: the directory is a file, or weights are on the meta device.
         """
+        check_type("save_model: model", model, nn.Module, "an nn.Module")
+        check_path("save_model: save_directory", save_directory)
         state = self.get_state_dict(model)
         if self._writes:
             save_sharded(state, Path(save_directory), max_shard_size, safe_serialization)
@@ -347,6 +359,8 @@ class Checkpointing:
         Args:
             safe_serialization: write a dictionary of tensors as safetensors instead of with `torch.save`.
         """
+        if not hasattr(f, "write"):
+            check_path("save: f", f)
         if self._writes:
             save_object(obj, f, safe_serialization)
 
@@ -355,6 +369,7 @@ class Checkpointing:
 
         Inside an outer loop whose replicas agree on weights now and then, it is those. Talks to no one.
         """
+        check_type("get_state_dict: model", model, nn.Module, "an nn.Module")
         inner = extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model
         return self._keeper.state_of(inner)
 

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from farflung.accelerator.outer import OpenLoops
 from farflung.accelerator.prepare import PreparedLoader, Registry
+from farflung.base.checks import check_type
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm import collectives
 from farflung.comm.group import TorchGroup
@@ -49,6 +51,9 @@ def join_uneven_inputs(
             from one rank or iterates.
         RankFailure: another rank left the block by an exception, or died.
     """
+    check_type("join_uneven_inputs: joinables", joinables, (list, tuple), "a list of prepared models, such as [model]")
+    for one in joinables:
+        check_type("join_uneven_inputs: each of joinables", one, nn.Module, "a prepared model")
     if world.size == 1:
         yield
         return

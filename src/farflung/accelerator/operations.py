@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from farflung.base.checks import check_type
 from farflung.base.errors import Unsupported
 from farflung.base.optional import compare_versions, is_available
 from farflung.base.tree import leaves_of, rebuilt, recursively_apply
@@ -53,7 +54,7 @@ def gather_for_metrics(
         gathered = collectives.gather(exchange, data, ragged=True, at=at)
         return recursively_apply(lambda x: x[:remainder], gathered) if remainder > 0 else gathered
     if use_gather_object or not isinstance(data, Mapping):
-        items = collectives.gather_object(exchange, data, at)
+        items = collectives.gather_object(exchange, data, at, "gather_for_metrics")
         return items[:remainder] if remainder > 0 else items
     return rebuilt(data, lambda value: gather_for_metrics(exchange, value, remainder, False, at))
 
@@ -104,6 +105,7 @@ def extract_model_from_parallel(
     """
     if recursive:
         raise Unsupported("extract_model_from_parallel(recursive=True) is not done. Unwrap inner modules one by one.")
+    check_type("extract_model_from_parallel: model", model, nn.Module, "an nn.Module")
     compiled: Any = None
     inner: Any = model
     while isinstance(inner, _PARALLEL) or is_optimized(inner):

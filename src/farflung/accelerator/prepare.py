@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from numbers import Real
+from types import GeneratorType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
+from farflung.base.checks import check_flag, check_type, wrong_type
 from farflung.base.errors import ConfigError
+from farflung.base.words import counted
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.dispatcher import DataLoaderDispatcher
@@ -25,6 +29,9 @@ from farflung.precision.base import Precision
 from farflung.process.world import World
 from farflung.strategy.base import Strategy
 from farflung.strategy.compile import compile_in_place
+
+_KINDS = (nn.Module, Optimizer, DataLoader, LRScheduler, AcceleratedScheduler)
+_STRANGERS = (str, bytes, Real, Tensor, Mapping, Set, GeneratorType)
 
 PreparedLoader = DataLoaderShard | DataLoaderDispatcher
 
@@ -77,8 +84,15 @@ class Preparer:
     scheduler_ticks: Ticks
     attach: Callable[[], None]
 
-    def prepare(self, things: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
-        """Prepare `things`, in the same order; what is none of the four kinds comes back as it is."""
+    def prepare(self, things: Sequence[Any], device_placement: Sequence[bool | None] | None) -> list[Any]:
+        """Prepare `things`, in the same order; loaders and schedulers of other kinds than torch's come back unchanged.
+
+        Raises:
+            WrongType: one of them can be none of the four, such as a list, a class or a data set.
+        """
+        for thing in things:
+            _refuse_stranger(thing)
+        placements = [None] * len(things) if device_placement is None else _placements(device_placement, len(things))
         optimizers = [_bare(thing) for thing in things if isinstance(thing, Optimizer)]
         first = [
             self._model(thing, place, optimizers)
@@ -97,6 +111,7 @@ class Preparer:
 
     def model(self, model: nn.Module, place: bool | None, evaluation_mode: bool = False) -> nn.Module:
         """Prepare one model: device, precision, compiling, and the strategy's wrapper unless it is only evaluated."""
+        check_type("prepare_model: model", model, nn.Module, "an nn.Module")
         prepared = self._model(model, place, [], evaluation_mode)
         self.attach()
         return prepared
@@ -125,6 +140,7 @@ class Preparer:
 
     def optimizer(self, optimizer: Optimizer, place: bool | None) -> AcceleratedOptimizer:
         """Prepare one optimizer."""
+        check_type("prepare_optimizer: optimizer", optimizer, Optimizer, "a torch optimizer")
         prepared = self._optimizer(optimizer, place)
         self.attach()
         return prepared
@@ -144,6 +160,8 @@ class Preparer:
         known = self.registry.find(scheduler)
         if known is not None:
             return known  # type: ignore[no-any-return]
+        if isinstance(scheduler, type) or not hasattr(scheduler, "step"):
+            raise wrong_type("prepare_scheduler: scheduler", scheduler, "a learning rate scheduler")
         made_for = _bare(getattr(scheduler, "optimizer", None))
         followed = [optimizer for optimizer in self.registry.optimizers if optimizer.optimizer is made_for]
         per_update = self.scheduler_ticks == "per_update" or self.data.split_batches
@@ -152,6 +170,7 @@ class Preparer:
             followed or self.registry.optimizers,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             ticks=1 if per_update else self.world.size,
+            speaks=self.world.is_main,
         )
         self.registry.schedulers.append(prepared)
         self.registry.remember(scheduler, prepared)
@@ -177,6 +196,31 @@ class Preparer:
 
     def _placed(self, place: bool | None) -> bool:
         return self.device_placement if place is None else place
+
+
+def _placements(said: Sequence[bool | None], number: int) -> Sequence[bool | None]:
+    wanted = f"a list of flags, one for each of {counted(number, 'object')}, such as [True]"
+    check_type("prepare: device_placement", said, (list, tuple), wanted)
+    for placed in said:
+        if placed is not None:
+            check_flag("prepare: each of device_placement", placed)
+    if len(said) != number:
+        entries = counted(len(said), "entry")
+        raise ConfigError(f"prepare: {counted(number, 'object')}, but device_placement has {entries}.")
+    return said
+
+
+def _refuse_stranger(thing: Any) -> None:
+    """Raise WrongType for what is no model, optimizer, loader or scheduler, and can't stand for one."""
+    if isinstance(thing, type):
+        raise wrong_type("prepare: an argument", thing, f"an instance, such as {thing.__name__}(...)")
+    if isinstance(thing, Dataset):
+        raise wrong_type("prepare: an argument", thing, "a DataLoader over that data set")
+    if isinstance(thing, (list, tuple)):
+        wanted = f"one object: give prepare the things in the {type(thing).__name__} one by one, prepare(*things)"
+        raise wrong_type("prepare: an argument", thing, wanted)
+    if isinstance(thing, _STRANGERS) and not isinstance(thing, _KINDS):
+        raise wrong_type("prepare: an argument", thing, "a model, an optimizer, a DataLoader or a scheduler")
 
 
 def _bare(optimizer: Any) -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farflung.base.words import counted
+from farflung.base.words import counted, numbered
 from farflung.checkpoint import layout
 from farflung.checkpoint.regular import is_file
 from farflung.checkpoint.source import read_torch
@@ -37,6 +37,13 @@ def regrouped(
         total_batch_sizes: of the loaders here: samples of all ranks in one step.
     """
     words = [f"it was written by {counted(old, 'process')} and goes on with {size}: steps see other numbers of samples"]
+    if size > old:
+        new = numbered("rank", range(old, size))
+        words.append(
+            f"{new} is new: its random numbers begin a stream of their own"
+            if size == old + 1
+            else f"{new} are new: their random numbers begin streams of their own"
+        )
     owns = [read_torch(folder / layout.loop_state(k)) for k in range(old)]
     own = dict(owns[0])
     own["gradients"] = _mean_gradients(owns, words)
@@ -96,7 +103,9 @@ def _moved(state: dict[str, Any], old: int, size: int, total: int | None, words:
     if place["ended"]:
         batches += old + size  # past the end, whatever the last steps are like
     elif rest:
-        words.append(f"{rest} samples are seen again, as {samples} are no whole number of steps of {step}")
+        words.append(
+            f"the last {counted(rest, 'sample')} before it will be seen again, as {samples} is no multiple of {step}"
+        )
     return {**state, "drawn": None, "place": {**place, **FROM_ITS_START, "batches": batches}}
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from farflung.accelerator import session as slot
-from farflung.base.errors import ConfigError
+from farflung.accelerator.settings import check_init
+from farflung.base.checks import check_flag, check_type, check_word
+from farflung.base.enums import PrecisionType
 from farflung.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
 from farflung.process import world as world_slot
 from farflung.process.bootstrap import join_world, leave_world
@@ -26,10 +28,11 @@ class PartialState(ProcessControl):
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         known = ("backend", "init_method", "timeout")
-        unknown = [name for name in kwargs if name not in known and not name.startswith("_")]
-        if unknown:
-            raise ConfigError(f"PartialState does not know the arguments {unknown}; it takes cpu and {list(known)}.")
-        join_world(cpu, InitProcessGroupKwargs(**{name: kwargs[name] for name in known if name in kwargs}))
+        for name in kwargs:
+            if not name.startswith("_"):
+                check_word(f"An argument of {type(self).__name__}", name, ("cpu", *known))
+        check_flag("cpu", cpu)
+        join_world(cpu, check_init(InitProcessGroupKwargs(**{name: kwargs[name] for name in known if name in kwargs})))
 
     @property
     def _world(self) -> World:
@@ -56,6 +59,7 @@ class PartialState(ProcessControl):
         if group is None:
             leave_world()
         else:
+            check_type("group", group, torch.distributed.ProcessGroup, "a process group of torch.distributed")
             torch.distributed.destroy_process_group(group)
 
     @staticmethod
@@ -74,6 +78,8 @@ class AcceleratorState(PartialState):
     """This process, its world, and what the first `Accelerator` settled."""
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
+        if mixed_precision is not None:
+            check_word("mixed_precision", mixed_precision, PrecisionType.list())
         super().__init__(cpu, **kwargs)
         slot.open_or_join(self._world, mixed_precision, None)
 
@@ -102,6 +108,8 @@ class GradientState:
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         if gradient_accumulation_plugin is not None:
+            wanted = "a GradientAccumulationPlugin(num_steps=...)"
+            check_type("gradient_accumulation_plugin", gradient_accumulation_plugin, GradientAccumulationPlugin, wanted)
             slot.open_or_join(world_slot.joined(), None, gradient_accumulation_plugin)
 
     @property

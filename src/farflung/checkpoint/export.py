@@ -75,7 +75,7 @@ def num_bytes(size: int | str) -> int:
     match = _SIZE.fullmatch(str(size))
     number = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
     if number < 1:
-        raise ConfigError(f"{size!r} is no size. Give bytes, or a number with KB, MB, GB, KiB, MiB or GiB.")
+        raise ConfigError(f"max_shard_size is {size!r}; give bytes, or a number with KB, MB, GB, KiB, MiB or GiB.")
     return number
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from farflung.base.errors import ConfigError
+from farflung.base.checks import check_number, shown, wrong_type
+from farflung.base.errors import ConfigError, WrongType
 from farflung.base.tree import unflatten
 from farflung.comm import bulk
 from farflung.comm.exchange import MAX_CAPACITY, Exchange, Parcel
@@ -71,12 +73,12 @@ def gather(exchange: Exchange, tree: Any, ragged: bool = False, at: str | None =
 
     Raises:
         CollectiveMismatch: structures, shapes, dtypes or devices differ; on every rank.
-        TypeError: a leaf is no tensor.
+        WrongType: a leaf is no tensor.
     """
-    if exchange.size == 1:
-        return tree
     call = _placed(_GATHER_RAGGED if ragged else _GATHER, at)
     leaves, spec = exchange.take_apart(call, tree)
+    if exchange.size == 1:
+        return tree
     parcel = exchange.share(exchange.form(call, leaves, spec), leaves)
     if ragged and not parcel.same:
         require_alike(parcel.forms, "Only first dimensions may differ here; use gather_object.", _beyond_first)
@@ -85,25 +87,27 @@ def gather(exchange: Exchange, tree: Any, ragged: bool = False, at: str | None =
     return unflatten(spec, _joined(parcel, leaves) if all(parcel.came) else bulk.gather(exchange, leaves))
 
 
-def gather_object(exchange: Exchange, objects: Any, at: str | None = None) -> Any:
+def gather_object(exchange: Exchange, objects: Any, at: str | None = None, name: str = "gather_object") -> Any:
     """Collect the items of each rank's list of picklable objects in one list, in rank order.
 
     Args:
         objects: a list, tuple or other iterable of objects. Mappings and strings are refused: gathered item by item
             they would lose their values.
         at: as of `gather`.
+        name: of the call that a script made.
 
     Returns:
         the list of all items; alone, `objects` itself.
 
     Raises:
-        TypeError: `objects` is nothing to take items from.
+        WrongType: `objects` is nothing to take items from.
     """
-    if exchange.size == 1:
-        return objects
     call = _placed(("gather_object",), at)
     if not isinstance(objects, Iterable) or isinstance(objects, (Mapping, str, bytes)):
-        exchange.fail(call, TypeError(f"gather_object: wants a list, got a {type(objects).__name__}; wrap it in one."))
+        what = f"{name}: wants a list, got a {type(objects).__name__} ({shown(objects)}); wrap it in one."
+        exchange.fail(call, WrongType(what))
+    if exchange.size == 1:
+        return objects
     leaves, spec = exchange.take_apart(call, _pickled(exchange, call, list(objects)))
     parcel = exchange.share(exchange.form(call, leaves, spec), leaves)
     parts = _apart(exchange, parcel, leaves)
@@ -122,13 +126,14 @@ def broadcast(exchange: Exchange, tree: Any, from_process: int = 0, within: str 
 
     Raises:
         CollectiveMismatch: structures, shapes, dtypes or devices differ; on every rank.
-        TypeError: a leaf is no tensor.
+        WrongType: a leaf is no tensor.
     """
+    call = _called(exchange, "broadcast", from_process)
+    leaves, spec = exchange.take_apart(call, tree)
     if exchange.size == 1:
         return tree
-    call: Call = (within,) if within else ("broadcast", ("from_process", index(from_process)))
-    _require_rank(exchange, call, from_process)
-    leaves, spec = exchange.take_apart(call, tree)
+    if within:
+        call = (within,)
     limit = MAX_CAPACITY if exchange.rank == from_process else 0
     parcel = exchange.share(exchange.form(call, leaves, spec, limit), leaves, settles=within is None)
     require_alike(parcel.forms, "Every rank brings tensors to be overwritten, of the sender's shapes and dtypes.")
@@ -148,10 +153,13 @@ def broadcast_object_list(exchange: Exchange, object_list: list[Any], from_proce
     Raises:
         CollectiveMismatch: the lists are not equally long; on every rank.
     """
+    call = _called(exchange, "broadcast_object_list", from_process)
+    if not isinstance(object_list, list):
+        wanted = "a list, whose items are overwritten"
+        exchange.fail(call, wrong_type("broadcast_object_list: object_list", object_list, wanted))
     if exchange.size == 1:
         return object_list
-    call = ("broadcast_object_list", ("from_process", index(from_process)), ("items", len(object_list)))
-    _require_rank(exchange, call, from_process)
+    call = (*call, ("items", len(object_list)))
     sends = exchange.rank == from_process
     content = _pickled(exchange, call, object_list) if sends else torch.empty(0, dtype=torch.uint8)
     leaves, spec = exchange.take_apart(call, content)
@@ -184,9 +192,13 @@ def reduce(exchange: Exchange, tree: Any, reduction: str = "mean", scale: float 
     Raises:
         ConfigError: the reduction is unknown, or makes no sense for a dtype, such as the mean of integers.
         CollectiveMismatch: structures, shapes, dtypes or devices differ; on every rank.
-        TypeError: a leaf is no tensor.
+        WrongType: a leaf is no tensor.
     """
-    call = ("reduce", ("reduction", reduction), ("scale", float(scale)))
+    try:
+        check_number("reduce: scale", scale)
+    except ConfigError as error:
+        exchange.fail(("reduce", ("reduction", str(reduction))), error)
+    call = ("reduce", ("reduction", str(reduction)), ("scale", float(scale)))
     if reduction not in REDUCTIONS:
         exchange.fail(call, ConfigError(f"reduce: unknown reduction {reduction!r}. Use {', '.join(REDUCTIONS)}."))
     leaves, spec = exchange.take_apart(call, tree)
@@ -229,13 +241,18 @@ def pad_across_processes(
     Raises:
         CollectiveMismatch: structures or numbers of dimensions differ; on every rank.
         ConfigError: `pad_index` is no value of a tensor's dtype.
-        TypeError: a leaf is no tensor.
+        WrongType: a leaf is no tensor.
     """
+    if not hasattr(dim, "__index__"):
+        exchange.fail(("pad_across_processes",), wrong_type("pad_across_processes: dim", dim, "a whole number"))
     call = ("pad_across_processes", ("dim", index(dim)))
+    if not isinstance(pad_index, Real):
+        exchange.fail(call, wrong_type("pad_across_processes: pad_index", pad_index, "a number"))
     leaves, spec = exchange.take_apart(call, tree)
     for x in leaves:
         if -x.dim() <= dim < x.dim() and not _holds(x.dtype, pad_index):
-            exchange.fail(call, ConfigError(f"pad_across_processes: {x.dtype} has no value {pad_index!r} to pad with."))
+            what = f"pad_across_processes: pad_index is {pad_index!r}, but {x.dtype} has no value {pad_index!r}."
+            exchange.fail(call, ConfigError(what))
     if exchange.size == 1:
         return tree
     parcel = exchange.share(exchange.form(call, leaves, spec, limit=0), leaves)
@@ -346,10 +363,15 @@ def _pickled(exchange: Exchange, call: Call, objects: list[Any]) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def _require_rank(exchange: Exchange, call: Call, rank: int) -> None:
+def _called(exchange: Exchange, name: str, from_process: int) -> Call:
+    """Return the call of a broadcast; fail on every rank where `from_process` is none of them."""
+    rank = index(from_process) if hasattr(from_process, "__index__") else -1
+    call = (name, ("from_process", rank))
     if not 0 <= rank < exchange.size:
-        what = f"{call[0]}: from_process={rank} is no rank of this group; use 0 to {exchange.size - 1}."
+        ranks = "0" if exchange.size == 1 else f"0 to {exchange.size - 1}"
+        what = f"{name}: from_process={from_process!r} is no rank of this group; use {ranks}."
         exchange.fail(call, ConfigError(what))
+    return call
 
 
 def _beyond_first(kind: Kind) -> Any:

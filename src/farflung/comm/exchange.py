@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from farflung.base.errors import CollectiveMismatch
+from farflung.base.errors import CollectiveMismatch, WrongType
 from farflung.base.tree import Spec, flatten, not_a_tensor
 from farflung.comm.group import Group
 from farflung.comm.mismatch import called, calls_differ
@@ -256,11 +256,11 @@ class Exchange:
         everyone.copy_(gathered)
 
 
-def _unfit(call: Call, leaf: Any) -> TypeError:
+def _unfit(call: Call, leaf: Any) -> WrongType:
     if not isinstance(leaf, Tensor):
         return not_a_tensor(call[0], leaf)
     sort = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
-    return TypeError(
+    return WrongType(
         f"{call[0]}: a {type(leaf).__name__} ({sort}, {leaf.dtype}, on {leaf.device}) can't travel as plain bytes. "
         "Bring dense tensors (to_dense(), full_tensor(), dequantize()), or use gather_object or broadcast_object_list."
     )

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from farflung.base.errors import StateError
 from farflung.base.tree import send_to_device
+from farflung.base.words import counted
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.epochs import NOTHING, Epochs, Pass
 from farflung.data.iterable import IterableDatasetShard, Marked
@@ -263,12 +264,12 @@ class PreparedLoader(LoaderView):
             total = f" of {len(self)}"
         except TypeError:  # a stream that does not know its length
             total = ""
-        where = f"goes on after batch {place.batches}{total} of epoch {epochs.number}"
         if place.ended:
-            return f"{where}, which is its last: the first loop over it ends at once"
+            return f"goes on after the last batch of epoch {epochs.number}: the first loop over it ends at once"
+        where = f"goes on after batch {place.batches}{total} of epoch {epochs.number}"
         then, now = 0 if place.turns is None else len(place.turns["plan"]), self.base_dataloader.num_workers
         if then and then != now:
-            where += f", with {now} workers in place of {then}, which draw other random numbers"
+            where += f", with {counted(now, 'worker')} in place of {then}, which draw other random numbers"
         return where
 
     def keep(self) -> Callable[[], None]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from farflung.base.errors import ConfigError
+from farflung.base.words import counted
 from farflung.checkpoint import rng
 from farflung.process import world as slot
 
@@ -222,9 +223,10 @@ def replay(batches: Iterator[Any], number: int, to_the_end: bool = False) -> Non
     from rich.console import Console
     from rich.progress import Progress
 
+    again = "all batches" if to_the_end else counted(number, "batch")
     console = Console(stderr=True, quiet=world is not None and not world.is_main)
     console.print(
-        f"farflung: reading {number} batches again to go on behind them, as the data set has no state_dict.",
+        f"farflung: reading {again} again to go on behind, as the data set has no state_dict.",
         highlight=False,
         soft_wrap=True,
     )
@@ -239,4 +241,6 @@ def replay(batches: Iterator[Any], number: int, to_the_end: bool = False) -> Non
             if count < piece:
                 break
     if done < number and not to_the_end:
-        raise ConfigError(f"The data had {number} batches when they were saved, and has {done} now. Is it the same?")
+        raise ConfigError(
+            f"The data had {counted(number, 'batch')} when the checkpoint was written, and {done} now. Is it the same?"
+        )

@@ -11,6 +11,7 @@ import torch
 from torch.utils import data as torch_data
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from farflung.base.checks import check_type, check_whole
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.tree import find_batch_size
 from farflung.comm import collectives
@@ -58,6 +59,7 @@ def prepare_loader(
     """
     if isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)):
         return loader
+    check_type("prepare_data_loader: data_loader", loader, DataLoader, "a torch DataLoader")
     if config.use_seedable_sampler:
         loader = _with_seedable_sampler(loader, config.data_seed)
     common: dict[str, Any] = {"state": state, "device": device, "non_blocking": config.non_blocking}
@@ -90,8 +92,8 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     Raises:
         ConfigError: `num_batches` is negative.
     """
-    if num_batches < 0:
-        raise ConfigError(f"skip_first_batches: num_batches is {num_batches}; it must be 0 or more.")
+    check_type("skip_first_batches: dataloader", dataloader, DataLoader, "a torch DataLoader")
+    check_whole("skip_first_batches: num_batches", num_batches, least=0)
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)
     if reads_indices(dataloader):
@@ -136,6 +138,8 @@ def prepare_data_loader(
     seat = None
     size = group.size if num_processes is None else num_processes
     rank = group.rank if process_index is None else process_index
+    check_whole("num_processes", size, least=1)
+    check_whole("process_index", rank, least=0, most=size - 1)
     if (rank, size) != (group.rank, group.size):
         if dispatch_batches:
             raise ConfigError(

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
 from farflung.base.errors import ConfigError
+from farflung.base.words import counted
 
 Batch: TypeAlias = "Sequence[Any]"
 T = TypeVar("T")
@@ -108,8 +109,9 @@ def split_shares(
     for batch in batches:
         if len(batch) > batch_size:
             raise ConfigError(
-                f"split_batches: the batch sampler says batch_size {batch_size} but made a batch of {len(batch)} "
-                "samples. Let its batch_size be the size of its longest batch, or use split_batches=False."
+                f"split_batches: the batch sampler says batch_size {batch_size} but made a batch of "
+                f"{counted(len(batch), 'sample')}. Let its batch_size be the size of its longest batch, or use "
+                "split_batches=False."
             )
         share = batch[rank * part : (rank + 1) * part]
         if len(share) and not (drop_last and len(batch) < batch_size):
@@ -173,8 +175,9 @@ def _refuse_varying(group: list[Batch], rest: Iterator[Batch], batch_size: int) 
         odd = lengths[-1:]
     if odd:
         raise ConfigError(
-            f"even_batches: the batch sampler says batch_size {batch_size} but made a batch of {odd[0]} samples before "
-            "its end, so ranks cannot get equal batches. Use even_batches=False for batches of varying size."
+            f"even_batches: the batch sampler says batch_size {batch_size} but made a batch of "
+            f"{counted(odd[0], 'sample')} before its end, so ranks cannot get equal batches. Use "
+            "even_batches=False for batches of varying size."
         )
 
 

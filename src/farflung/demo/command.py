@@ -81,10 +81,11 @@ def run(settings: DemoSettings) -> None:
 def _introduce(settings: DemoSettings, text: Text) -> None:
     source = "the standard library's sources" if settings.data is None else settings.data
     size = in_bytes(len(text.train))
-    click.echo(f"{settings.processes} processes, {counted(settings.steps, 'step')} of each way, on {size} of {source}")
+    processes = counted(settings.processes, "process")
+    click.echo(f"{processes}, {counted(settings.steps, 'step')} of each way, on {size} of {source}")
     if text.left_out:
         named = ", ".join(text.left_out[:5]) + (" ..." if len(text.left_out) > 5 else "")
-        click.echo(f"{len(text.left_out)} files are no UTF-8 text and were left out: {named}")
+        click.echo(f"{counted(len(text.left_out), 'file')} without UTF-8 text left out: {named}")
 
 
 def _conclude(settings: DemoSettings, results: Sequence[Result]) -> None:
@@ -94,7 +95,8 @@ def _conclude(settings: DemoSettings, results: Sequence[Result]) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         click.echo("No picture: matplotlib is not installed. Get it with `pip install 'farflung[plot]'`.")
     else:
-        title = f"What {settings.processes} processes send to learn the same text ({counted(settings.steps, 'step')})"
+        processes = counted(settings.processes, "process")
+        title = f"What {processes} sent to learn the same text ({counted(settings.steps, 'step')})"
         _late("picture").draw(results, picture, title)
         click.echo(f"picture: {picture}")
     best = min(results, key=lambda result: result.loss)

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from farflung.base.words import counted
 from farflung.cost.units import in_bytes
 from farflung.demo.settings import Result
 
 
 def table_of(results: Sequence[Result], steps: int) -> Table:
     """Lay out one row for each way that took `steps` steps."""
-    table = Table("way", title=f"{steps} steps on the same data, from the same weights")
+    table = Table("way", title=f"{counted(steps, 'step')} on the same data, from the same weights")
     for heading in ("validation loss", "tokens/s", "sent per step", "time waited"):
         table.add_column(heading, justify="right")
     for result in results:

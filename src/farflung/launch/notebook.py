@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import torch
 
+from farflung.base.checks import check_callable, check_number, check_whole, wrong_type
 from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.base.words import counted
 from farflung.config import environ
@@ -61,17 +62,25 @@ def notebook_launcher(
         StateError: this process has joined a world or initialized CUDA already, so it can't be forked.
         RankFailure: the function failed in one of the processes; the message names the rank and has its traceback.
     """
+    _check(function, args)
+    for name, count, least in (
+        ("num_nodes", num_nodes, 1),
+        ("node_rank", node_rank, 0),
+        ("max_restarts", max_restarts, 0),
+    ):
+        check_whole(name, count, least=least)
+    if num_processes is not None:
+        check_whole("num_processes", num_processes, least=1)
+    check_number("monitor_interval", monitor_interval, above=0)
+    port = int(use_port) if isinstance(use_port, str) and use_port.isdecimal() else use_port
+    check_whole("use_port", port, least=0, most=65535)
     gpus = torch.cuda.device_count()
     num_local = num_processes if num_processes is not None else max(1, gpus)
-    if num_local < 1 or num_nodes < 1 or not 0 <= node_rank < num_nodes:
-        raise ConfigError(
-            f"num_processes is {num_local}, node_rank {node_rank} and num_nodes {num_nodes}; "
-            "there must be at least one process, and node_rank must be below num_nodes."
-        )
+    if node_rank >= num_nodes:
+        raise ConfigError(f"node_rank is {node_rank}; it must be below num_nodes, which is {num_nodes}.")
     if 0 < gpus < num_local:
-        raise ConfigError(
-            f"num_processes is {num_local}, but this machine has {counted(gpus, 'GPU')}; each process needs one."
-        )
+        found = counted(gpus, "GPU")
+        raise ConfigError(f"num_processes is {num_local}, but this machine has {found}; each process needs one.")
     if gpus == 0:
         fit_for_cores(num_local, "num_processes")
     precision = field_named("mixed_precision").parse(mixed_precision, "mixed_precision")
@@ -81,7 +90,7 @@ def notebook_launcher(
         with environ.patched(rank_variables(settings)):
             function(*args)
         return
-    meeting = _meeting(_port(use_port), master_addr, node_rank, num_nodes, rdzv_backend, rdzv_endpoint, rdzv_id)
+    meeting = _meeting(int(port), master_addr, node_rank, num_nodes, rdzv_backend, rdzv_endpoint, rdzv_id)
     meeting = replace(meeting, conf={**meeting.conf, **(rdzv_conf or {})})
     if num_nodes > 1:
         there = LaunchSettings(num_machines=num_nodes, machine_rank=node_rank, main_process_ip=master_addr)
@@ -98,18 +107,17 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         StateError: this process has joined a world already, so it can't be forked.
         RankFailure: the function failed in one of the processes; the message names the rank and has its traceback.
     """
-    if num_processes < 1:
-        raise ConfigError(f"num_processes is {num_processes}; it must be at least 1.")
+    _check(function, args)
+    check_whole("num_processes", num_processes, least=1)
     fit_for_cores(num_processes, "num_processes")
     meeting = Meeting("c10d", "localhost:0", {}, uuid4().hex, address="127.0.0.1")
     _fork(function, args, num_processes, LaunchSettings(use_cpu=True), meeting, Watch())
 
 
-def _port(said: str | int) -> int:
-    port = int(said) if str(said).isdecimal() else -1
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"use_port is {said!r}; it must be a number from 0 to 65535.")
-    return port
+def _check(function: object, args: object) -> None:
+    check_callable("function", function, "train, without parentheses")
+    if not isinstance(args, (list, tuple)):
+        raise wrong_type("args", args, f"a list or a tuple, such as ({args!r},)")
 
 
 def _meeting(

@@ -8,13 +8,14 @@ The gradient of a window is the mean of its micro-batches' gradients, also in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from farflung.base.checks import check_number, shown, wrong_type
 from farflung.base.errors import ConfigError, StateError
 from farflung.comm.group import Group
 from farflung.loop.state import LoopState, Window
@@ -25,6 +26,9 @@ class Accumulate:
 
     Args:
         no_sync: makes the context in which a model's gradients stay on this process, or None where they always do.
+
+    Raises:
+        WrongType: something that is given for a model is none.
     """
 
     __slots__ = ("_models", "_no_sync", "_state", "_unsynced")
@@ -35,6 +39,11 @@ class Accumulate:
         models: tuple[nn.Module, ...],
         no_sync: Callable[[nn.Module], AbstractContextManager[Any]] | None,
     ) -> None:
+        for model in models:
+            if not isinstance(model, nn.Module):
+                several = isinstance(model, (list, tuple))
+                wanted = f"an nn.Module, as in accumulate({'*models' if several else 'model'})"
+                raise wrong_type("accumulate: model", model, wanted)
         self._state = state
         self._models = models
         self._no_sync = no_sync
@@ -63,6 +72,32 @@ class Accumulate:
             self._unsynced.__exit__(*error)
 
 
+def explain_loss(loss: object, kwargs: Mapping[str, Any], error: Exception) -> None:
+    """Raise what says which fault of `loss` led to `error` in its backward pass; return where it has none.
+
+    Raises:
+        ConfigError: it is no tensor, needs no gradient, or is not one number.
+        StateError: what it was computed from has been freed by an earlier backward pass.
+    """
+    if not isinstance(loss, Tensor):
+        advice = ": without .item(), which makes a plain number of it" if isinstance(loss, float) else ""
+        raise wrong_type("backward: loss", loss, f"a tensor of one number{advice}") from error
+    if not loss.requires_grad:
+        raise ConfigError(
+            f"backward: loss is {shown(loss)} and has requires_grad=False, so there is nothing to compute. Compute it "
+            "from a model that trains, outside of torch.no_grad() and without .detach()."
+        ) from error
+    if loss.numel() != 1 and kwargs.get("gradient") is None:
+        raise ConfigError(
+            f"backward: loss is {shown(loss)}; it must be one number: loss.mean(), or loss.sum() with num_items."
+        ) from error
+    if "second time" in str(error):
+        raise StateError(
+            "backward: this loss, or a part of it, has been through backward() already, which frees what it was "
+            "computed from. Compute it anew, or pass retain_graph=True to the first call."
+        ) from error
+
+
 def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Group | None) -> Tensor:
     """Return a sum of losses so scaled that the window's gradient is that of `sum(losses) / sum(items)` over the ranks.
 
@@ -78,9 +113,12 @@ def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Gr
         StateError: an earlier loss of the window came without its number of items.
     """
     window = state.window
+    if isinstance(num_items, Tensor) and num_items.numel() == 1:
+        num_items = num_items.item()
+    elif isinstance(num_items, Tensor):
+        raise wrong_type("backward: num_items", num_items, "one number, such as num_items.sum()")
+    check_number("backward: num_items", num_items, least=0)
     count = float(num_items)
-    if not count >= 0:
-        raise ConfigError(f"backward: num_items is {num_items}; it must be a number, 0 or more.")
     if window.size > 1 and window.scale is None:
         raise StateError(
             "backward: an earlier loss of this accumulation window came without num_items. Give it to all."

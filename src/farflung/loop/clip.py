@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
 from torch.nn.utils import clip_grad_value_ as torch_clip_grad_value_
 
+from farflung.base.checks import check_number, wrong_type
+from farflung.base.errors import ConfigError
 from farflung.loop.state import Follower, LoopState
 from farflung.precision.base import Precision
 
@@ -26,17 +28,50 @@ def clip_grad_norm_(
 
     Inside an accumulation window nothing is clipped, because the gradient is not whole yet; NaN is returned then.
     """
-    listed = _ready(parameters, precision, state)
-    return torch.tensor(float("nan")) if listed is None else torch_clip_grad_norm_(listed, max_norm, norm_type)
+    try:
+        listed = _ready(parameters, precision, state)
+        if listed is None:
+            return torch.tensor(float("nan"))
+        if max_norm >= 0:
+            return torch_clip_grad_norm_(listed, max_norm, norm_type)
+    except (TypeError, AttributeError, ValueError) as error:
+        _explain("clip_grad_norm_", parameters, error, max_norm=max_norm, norm_type=norm_type)
+        raise
+    raise ConfigError(f"clip_grad_norm_: max_norm is {max_norm}; it must be a number, 0 or more.")
 
 
 def clip_grad_value_(
     parameters: Tensor | Iterable[Tensor], clip_value: float, *, precision: Precision, state: LoopState
 ) -> None:
     """Clip each gradient's elements to `[-clip_value, clip_value]`; inside an accumulation window do nothing."""
-    listed = _ready(parameters, precision, state)
-    if listed is not None:
-        torch_clip_grad_value_(listed, clip_value)
+    try:
+        listed = _ready(parameters, precision, state)
+        if listed is None:
+            return
+        if clip_value >= 0:
+            listed = [parameter for parameter in _listed(listed) if parameter.grad is not None]
+            return torch_clip_grad_value_(listed, clip_value) if listed else None  # torch fails where there is none
+    except (TypeError, AttributeError, ValueError) as error:
+        _explain("clip_grad_value_", parameters, error, clip_value=clip_value)
+        raise
+    raise ConfigError(f"clip_grad_value_: clip_value is {clip_value}; it must be a number, 0 or more.")
+
+
+def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _explain(call: str, parameters: object, error: Exception, **numbers: object) -> None:
+    """Raise what says which argument led to `error`; return where none did."""
+    wanted = "tensors, such as model.parameters()"
+    if isinstance(parameters, type) or not isinstance(parameters, Iterable):
+        raise wrong_type(f"{call}: parameters", parameters, wanted) from error
+    stranger = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+    if stranger is not None and not isinstance(stranger, Tensor):
+        raise wrong_type(f"{call}: each of parameters", stranger, f"a tensor; give it {wanted}") from error
+    for name, value in numbers.items():
+        if not isinstance(value, Tensor):
+            check_number(f"{call}: {name}", value, finite=False)
 
 
 def unscale(precision: Precision, optimizers: Iterable[Follower]) -> None:
@@ -49,9 +84,11 @@ def _ready(
     parameters: Tensor | Iterable[Tensor], precision: Precision, state: LoopState
 ) -> Tensor | Iterable[Tensor] | None:
     """Return `parameters` with gradients of their true size; None while the window of those who train them goes on."""
+    if parameters is None:
+        raise TypeError("None is nothing to go through")  # torch's own functions would clip nothing
     if precision.scaler is None and state.has_one_window:
         return parameters if state.window.complete else None
-    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    listed = _listed(parameters)
     trained = [parameter for parameter in listed if parameter.grad is not None]
     owners = [optimizer for optimizer in state.optimizers if optimizer.owns(trained)]
     if not all(owner.window_is_complete for owner in owners) or not (owners or state.window.complete):

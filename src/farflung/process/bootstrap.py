@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from farflung.base.errors import ConfigError, FarflungError, RankFailure, Unsupported
-from farflung.base.words import numbered
+from farflung.base.words import counted, numbered
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup, TorchGroup
 from farflung.config import environ
@@ -106,7 +106,7 @@ def choose_device(place: Place, cpu: bool) -> torch.device:
     if place.local_rank >= available:
         raise ConfigError(
             f"Local rank {place.local_rank} needs an accelerator of its own, but this machine shows {available}. "
-            f"Start at most {available} processes on it, or train on the CPU with `--cpu`."
+            f"Start at most {counted(available, 'process')} on it, or train on the CPU with `--cpu`."
         )
     device = torch.device(accelerator.type, place.local_rank)
     torch.accelerator.set_device_index(place.local_rank)

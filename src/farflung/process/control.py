@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from farflung.base.checks import check_callable, shown, wrong_type
 from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError
+from farflung.base.words import counted
 from farflung.comm import collectives
 from farflung.process.world import World
 
@@ -102,29 +104,32 @@ class ProcessControl:
 
     def on_main_process(self, function: Function | None = None) -> Any:
         """Make `function` run on the first process of all and return None on the others."""
-        return _only(function, lambda: self._world.is_main)
+        return _only("on_main_process", function, lambda: self._world.is_main)
 
     def on_local_main_process(self, function: Function | None = None) -> Any:
         """Make `function` run on the first process of each machine and return None on the others."""
-        return _only(function, lambda: self._world.is_local_main)
+        return _only("on_local_main_process", function, lambda: self._world.is_local_main)
 
     def on_last_process(self, function: Function | None = None) -> Any:
         """Make `function` run on the last process of all and return None on the others."""
-        return _only(function, lambda: self._world.is_last)
+        return _only("on_last_process", function, lambda: self._world.is_last)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Any:
         """Make `function` run on the process `process_index` and return None on the others."""
         self._check_index("process_index", process_index, self._world.size)
-        return _only(function, lambda: self._world.rank == process_index)
+        return _only("on_process", function, lambda: self._world.rank == process_index)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
         """Make `function` run on each machine's process `local_process_index` and return None on the others."""
         self._check_index("local_process_index", local_process_index, self._world.local_size)
-        return _only(function, lambda: self._world.local_rank == local_process_index)
+        return _only("on_local_process", function, lambda: self._world.local_rank == local_process_index)
 
     def _check_index(self, name: str, index: int | None, size: int) -> None:
-        if index is None or not 0 <= index < size:
-            raise ConfigError(f"{name} is {index}, so no process would run this. There are processes 0 to {size - 1}.")
+        if not isinstance(index, int) or not 0 <= index < size:
+            raise ConfigError(
+                f"{name} is {shown(index)}, so no process would run this. Use the number of one of "
+                f"{counted(size, 'process')}, counted from 0."
+            )
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -141,9 +146,10 @@ class ProcessControl:
         yield _share(inputs, self._world.rank, self._world.size, apply_padding)
 
 
-def _only(function: Callable[..., Any] | None, chosen: Callable[[], bool]) -> Any:
+def _only(name: str, function: Callable[..., Any] | None, chosen: Callable[[], bool]) -> Any:
     if function is None:
-        return functools.partial(_only, chosen=chosen)
+        return functools.partial(_only, name, chosen=chosen)
+    check_callable(f"{name}: function", function, "one without arguments")
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -153,12 +159,17 @@ def _only(function: Callable[..., Any] | None, chosen: Callable[[], bool]) -> An
 
 
 def _share(inputs: Any, rank: int, size: int, padded: bool) -> Any:
-    if size == 1:
-        return inputs
+    if not isinstance(inputs, dict) and not (hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")):
+        raise wrong_type(
+            "split_between_processes: inputs", inputs, "a list, tuple, tensor or data set, or a dictionary of such"
+        )
     if isinstance(inputs, dict):
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
             raise ConfigError(f"split_between_processes: the values differ in length: {lengths}.")
+    if size == 1:
+        return inputs
+    if isinstance(inputs, dict):
         return {key: _share(value, rank, size, padded) for key, value in inputs.items()}
     count, extra = divmod(len(inputs), size)
     start = rank * count + min(rank, extra)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from farflung.base.checks import check_word
 from farflung.comm.collectives import wait_for_everyone
 from farflung.config import environ
 from farflung.process import world as slot
@@ -69,6 +70,9 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     """
     level = log_level or environ.text("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
+    if level is not None and not (isinstance(level, str) and isinstance(logging.getLevelName(level.upper()), int)):
+        source = "log_level" if log_level is not None else "ACCELERATE_LOG_LEVEL"
+        check_word(source, level, ("debug", "info", "warning", "error", "critical"))
     if level is not None:
         logger.setLevel(level.upper())
         logger.root.setLevel(level.upper())

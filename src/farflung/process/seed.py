@@ -11,11 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from farflung.base.checks import check_whole, check_word, wrong_type
 from farflung.base.enums import RNGType
-from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.errors import Unsupported
 from farflung.comm.collectives import broadcast
 from farflung.comm.exchange import Exchange
 from farflung.process import world as slot
+
+_LARGEST = 2**32 - 1  # of numpy's seeds
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -26,10 +29,13 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         deterministic: also ask torch for deterministic algorithms only, which can be slower.
 
     Raises:
+        ConfigError: `seed` is no whole number from 0 to 2**32 - 1.
         StateError: `device_specific` before an `Accelerator` or a `PartialState` has been made.
     """
-    if device_specific:
-        seed += slot.joined().rank
+    world = slot.joined() if device_specific else None
+    check_whole("set_seed: seed", seed, least=0, most=_LARGEST - (world.size - 1 if world is not None else 0))
+    if world is not None:
+        seed += world.rank
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)  # all devices of all kinds
@@ -49,7 +55,12 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
 
 def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:
     """Give every rank the first one's random states of all the kinds in `rng_types`."""
-    for rng_type in rng_types:
+    if isinstance(rng_types, str) or not isinstance(rng_types, Iterable):
+        raise wrong_type("synchronize_rng_states: rng_types", rng_types, "a list, such as ['torch']")
+    listed = list(rng_types)
+    for rng_type in listed:
+        check_word("synchronize_rng_states: each of rng_types", rng_type, RNGType.list())
+    for rng_type in listed:
         synchronize_rng_state(rng_type, generator)
 
 
@@ -61,6 +72,7 @@ def share_rng_state(
     Args:
         within: as of `broadcast`.
     """
+    check_word("rng_type", rng_type, RNGType.list())
     kind = RNGType(str(rng_type))
     state = _read(kind, generator)
     broadcast(exchange, state, within=within)
@@ -71,8 +83,9 @@ def _read(kind: RNGType, generator: torch.Generator | None) -> Tensor:
     if kind is RNGType.TORCH:
         return torch.get_rng_state()
     if kind is RNGType.GENERATOR:
-        if generator is None:
-            raise ConfigError("synchronize_rng_state('generator') needs `generator=`, the one to synchronize.")
+        if not isinstance(generator, torch.Generator):
+            wanted = "a torch.Generator; synchronize_rng_state('generator') needs generator=, the one to synchronize"
+            raise wrong_type("generator", generator, wanted)
         return generator.get_state()
     return _device_module(kind).get_rng_state()  # type: ignore[no-any-return]
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from farflung.base.errors import RankFailure
+from farflung.base.words import numbered
 from farflung.config import environ
 
 _GRACE_S = 3.0  # for the other ranks, once one has failed: they need a second to find out, and say what they know
@@ -100,7 +101,7 @@ def _collect(workers: list[BaseProcess], pipes: list[Connection], deadline: floa
         if not ready:
             if not errors:
                 late = sorted(pending)
-                raise RankFailure(f"ranks {late} were not done after {timeout_s:g} s; the others had returned.")
+                raise RankFailure(f"{numbered('rank', late)} did not return within {timeout_s:g} s; the others had.")
             break
         for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
             try:

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farflung.base.checks import check_whole
 from farflung.base.errors import CollectiveMismatch, RankFailure, Unsupported
+from farflung.base.words import numbered
 from farflung.comm.group import Group, Op, Work, check_blocks
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -35,6 +37,7 @@ def run_replicas(function: Callable[..., Any], num_replicas: int, *args: Any, se
     Raises:
         Exception: the error of the lowest rank that failed by itself, rather than because another one had failed.
     """
+    check_whole("num_replicas", num_replicas, least=1)
     before = torch.get_rng_state()
     stage = _Stage(num_replicas, seed)
     values: list[Any] = [None] * num_replicas
@@ -147,7 +150,7 @@ class _SimWork:
         why = "; ".join(f"rank {rank} left ({reason})" for rank, reason in gone.items())
         if not could:
             absent = [rank for rank in call.members if rank not in call.brought]
-            why = f"ranks {absent} wait for something else"
+            why = f"waiting for something else: {numbered('rank', absent)}"
         raise RankFailure(f"Rank {self._rank} waits in vain in {call.kind}: {why}.")
 
 
@@ -303,7 +306,9 @@ class SimGroup:
         if not stage.wait_until(
             self._me, lambda: all(stage.regroups[rank] >= age or rank in stage.exited for rank in absent)
         ):
-            raise RankFailure(f"Rank {self.rank} waits in vain for ranks {absent}, which wait for something else.")
+            raise RankFailure(
+                f"Rank {self.rank} waits in vain for {numbered('rank', absent)}, waiting for something else."
+            )
         return SimGroup(stage, self._me, tuple(rank for rank in self.members if stage.regroups[rank] >= age))
 
     def least(self, number: int, name: str) -> int:

@@ -5,26 +5,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from farflung.base.checks import check_number, check_whole, wrong_type
 from farflung.base.errors import ConfigError, RankFailure
+from farflung.config.outer import OuterConfig
 from farflung.outer.engine import OuterLoop
+from farflung.outer.named import chosen_recipe
 from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import post_local_sgd
 from farflung.outer.report import Round, Stats
-from farflung.outer.schedule import ByTime, check_count
 from farflung.testing.bar import Bar
 from farflung.testing.sim import SimGroup, run_replicas
+from farflung.testing.task import Loss, Task
 from farflung.testing.timed import Clock, Network, TimedGroup
-
-Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -93,51 +94,6 @@ class Simulation:
 
 
 @dataclass(frozen=True)
-class _Task:
-    """The arguments of `simulate`, checked."""
-
-    make_model: Callable[[], nn.Module]
-    make_data: Callable[[int], Iterable[Any]]
-    recipe: Recipe
-    replicas: int
-    steps: int
-    seconds: float
-    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
-    make_scheduler: Callable[[Optimizer], LRScheduler] | None
-    loss: Loss
-    items: Callable[[Any], float] | None
-    max_norm: float | None
-    seed: int
-    evaluate: Callable[[nn.Module], float] | None
-    evaluate_every: int | None
-    step_seconds: tuple[float, ...]
-    delays: Mapping[tuple[int, int], float]
-    lost: Mapping[int, int]
-    network: Network
-    gone: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        check_count("replicas", self.replicas, "replicas")
-        check_count("steps", self.steps, "steps of each replica")
-        if self.evaluate_every is not None:
-            check_count("evaluate_every", self.evaluate_every, "steps between two evaluations")
-        if len(self.step_seconds) != self.replicas or not all(0 <= s < math.inf for s in self.step_seconds):
-            raise ConfigError(
-                f"step_seconds has {len(self.step_seconds)} values for {self.replicas} replicas: give one number of 0 "
-                "or more, or one for each of them."
-            )
-        strangers = sorted({*self.lost, *(rank for rank, _ in self.delays)} - set(range(self.replicas)))
-        if strangers:
-            raise ConfigError(f"lost and delays name ranks {strangers} of {self.replicas} replicas, counted from 0.")
-        meets = self.recipe.optimizer is None or not self.recipe.agrees
-        if self.evaluate_every is not None and isinstance(self.recipe.schedule, ByTime) and meets:
-            raise ConfigError(
-                "Evaluating this recipe means averaging the weights of all replicas, and by the clock they come to a "
-                "step at different times. Leave evaluate_every out, for one evaluation at the end."
-            )
-
-
-@dataclass(frozen=True)
 class _Outcome:
     """What one replica tells."""
 
@@ -167,7 +123,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
 def simulate(
     make_model: Callable[[], nn.Module],
     make_data: Callable[[int], Iterable[Any]],
-    recipe: Recipe | None,
+    recipe: Recipe | OuterConfig | str | None,
     *,
     replicas: int = 64,
     steps: int,
@@ -206,7 +162,8 @@ def simulate(
     Args:
         make_model: builds the model; all replicas start from the same weights.
         make_data: from a rank to its batches, which are gone through again when they end.
-        recipe: from `farflung.outer`. None averages gradients in each step, as plain data parallelism does.
+        recipe: from `farflung.outer`, or a recipe's name. None averages gradients in each step, as plain data
+            parallelism does.
         steps: optimizer steps of each replica.
         seconds: on the clock, after which a replica begins no further step; for schedules that go by time.
         make_optimizer: from parameters to the inner optimizer.
@@ -230,11 +187,15 @@ def simulate(
     Raises:
         ConfigError: a number is out of its range, or the recipe does not fit the model.
     """
-    pace = (float(step_seconds),) * replicas if isinstance(step_seconds, (int, float)) else tuple(step_seconds)
-    task = _Task(
+    check_whole("replicas", replicas, least=1)
+    check_whole("steps", steps, least=1)
+    if not isinstance(step_seconds, (list, tuple)):
+        check_number("step_seconds", step_seconds, least=0)
+    pace = (step_seconds,) * replicas if isinstance(step_seconds, (int, float)) else tuple(step_seconds)
+    task = Task(
         make_model=make_model,
         make_data=make_data,
-        recipe=post_local_sgd(steps, 1) if recipe is None else recipe,
+        recipe=post_local_sgd(steps, 1) if recipe is None else chosen_recipe(recipe),
         replicas=replicas,
         steps=steps,
         seconds=seconds,
@@ -247,8 +208,8 @@ def simulate(
         evaluate=evaluate,
         evaluate_every=evaluate_every,
         step_seconds=pace,
-        delays=delays or {},
-        lost=lost or {},
+        delays={} if delays is None else delays,
+        lost={} if lost is None else lost,
         network=Network(bandwidth_bps, latency_s),
     )
     with Bar(steps, progress) as bar:
@@ -275,20 +236,20 @@ def _summary(outcomes: Sequence[_Outcome]) -> Simulation:
     )
 
 
-def _play(group: SimGroup, task: _Task, bar: Bar) -> _Outcome:
+def _play(group: SimGroup, task: Task, bar: Bar) -> _Outcome:
     return _Replica(group, task, bar).play()
 
 
 class _Replica:
     """One replica: an ordinary training loop, with a virtual clock."""
 
-    def __init__(self, group: SimGroup, task: _Task, bar: Bar) -> None:
+    def __init__(self, group: SimGroup, task: Task, bar: Bar) -> None:
         self._task = task
         self._bar = bar
         self._rank = group.rank
         self._group = group
         torch.manual_seed(task.seed)
-        self._model = task.make_model()
+        self._model = task.model()
         torch.manual_seed((task.seed << 20) + group.rank + 1)  # from here on each replica draws for itself
         self._optimizer = task.make_optimizer([p for p in self._model.parameters() if p.requires_grad])
         self._scheduler = task.make_scheduler(self._optimizer) if task.make_scheduler else None
@@ -343,7 +304,7 @@ class _Replica:
     def _step(self) -> None:
         task = self._task
         batch = next(self._batches)
-        loss = task.loss(self._model, batch)
+        loss = task.loss_of(self._model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         self._clock.now += task.step_seconds[self._rank] + task.delays.get((self._rank, self._done + 1), 0.0)
         before = self._clock.now
@@ -439,9 +400,11 @@ def _endless(batches: Iterable[Any]) -> Iterator[Any]:
     """Go through `batches` again and again.
 
     Raises:
-        ConfigError: there are none left, as in the second turn of an iterator.
+        ConfigError: they are none, or there are none left, as in the second turn of an iterator.
     """
     while True:
+        if not isinstance(batches, Iterable):
+            raise wrong_type("make_data: what it returned", batches, "batches, such as a list or a DataLoader")
         turn = iter(batches)
         try:
             first = next(turn)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from farflung.base.errors import ConfigError
+from farflung.base.checks import check_number
 from farflung.comm.group import Group, Op, Work
 from farflung.cost.model import copies, hops
 from farflung.testing.sim import SimGroup
@@ -63,11 +63,8 @@ class Network:
     _near: Network | None = None
 
     def __post_init__(self) -> None:
-        if not (self.bandwidth_bps > 0 and 0 <= self.latency_s < math.inf):
-            raise ConfigError(
-                f"bandwidth_bps={self.bandwidth_bps!r}, latency_s={self.latency_s!r}: bits a second must be above 0, "
-                "or math.inf, and seconds a number of 0 or more."
-            )
+        check_number("bandwidth_bps", self.bandwidth_bps, above=0, finite=False)
+        check_number("latency_s", self.latency_s, least=0)
 
     def line(self, group: SimGroup) -> Line:
         """Return the line of a group."""

@@ -1,0 +1,765 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong uses of the Python API: each is refused where the user made it, by one of our errors, in one or two sentences.
+
+A row is what a script does wrong, with `k` for what it has at hand, and the words that the error must have: the
+argument as the user wrote it and the value seen. Python's own TypeError counts only where Python checks a signature.
+"""
+
+# ruff: noqa: F401  (the rows, which are texts, use what is imported)
+
+import dataclasses
+import math
+import re
+from functools import cached_property
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from farflung import (
+    Accelerator,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    LocalSGD,
+    OuterConfig,
+    PartialState,
+    ProfileKwargs,
+    WatchdogKwargs,
+    debug_launcher,
+    notebook_launcher,
+    skip_first_batches,
+    synchronize_rng_states,
+    utils,
+)
+from farflung import outer as o
+from farflung.base.errors import FarflungError
+from farflung.data_loader import prepare_data_loader
+from farflung.logging import get_logger
+from farflung.outer import OuterLoop, Recipe, diloco, local_sgd
+from farflung.state import AcceleratorState, GradientState
+from farflung.testing.sim import run_replicas
+from farflung.testing.simulate import simulate
+from farflung.utils import GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin, set_seed
+
+NAN, INF = math.nan, math.inf
+
+
+class Kit:
+    """What a script has at hand."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: 1.0)
+        self.loader = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+
+    @cached_property
+    def accelerator(self):
+        return Accelerator(cpu=True)
+
+    @cached_property
+    def prepared(self):
+        return self.accelerator.prepare(self.model, self.optimizer, self.loader, self.scheduler)
+
+    @cached_property
+    def ready(self):
+        """An Accelerator whose objects are prepared."""
+        assert self.prepared
+        return self.accelerator
+
+    @property
+    def loss(self):
+        return self.model(torch.ones(2, 2)).mean()
+
+    @cached_property
+    def loop(self):
+        return OuterLoop(self.model, diloco(every=2))
+
+    @property
+    def ended(self):
+        self.loop.close()
+        return self.loop
+
+
+def entered(context):
+    with context as value:
+        return value
+
+
+def run(make, **options):
+    """A simulated run of two replicas."""
+    data = [torch.ones(2, 2)]
+    given = {"replicas": 2, "steps": 2, "loss": lambda model, batch: model(batch).mean(), **options}
+    return simulate(make, lambda rank: data, given.pop("recipe", local_sgd(1)), **given)
+
+
+def net():
+    return nn.Linear(2, 1)
+
+
+ACCELERATOR = [
+    (
+        'Accelerator(dataloader_config={"split_batches": True})',
+        "dataloader_config",
+        "split_batches",
+        "DataLoaderConfiguration(",
+    ),
+    ('Accelerator(project_config="dir")', "project_config", "'dir'", "ProjectConfiguration("),
+    ("Accelerator(project_dir=5)", "project_dir", "5"),
+    ('Accelerator(rng_types=["generater"])', "rng_types", "generater", "`generator`"),
+    ('Accelerator(rng_types="generator")', "rng_types", "'generator'", "['generator']"),
+    ("Accelerator(rng_types=5)", "rng_types", "5"),
+    ("Accelerator(rng_types=[5])", "rng_types", "5"),
+    ("Accelerator(kwargs_handlers=AutocastKwargs())", "kwargs_handlers", "[AutocastKwargs("),
+    ("Accelerator(kwargs_handlers=[AutocastKwargs])", "kwargs_handlers", "AutocastKwargs()"),
+    ('Accelerator(kwargs_handlers={"enabled": True})', "kwargs_handlers", "enabled"),
+    ("Accelerator(kwargs_handlers=[AutocastKwargs(), AutocastKwargs()])", "kwargs_handlers", "AutocastKwargs"),
+    ("Accelerator(kwargs_handlers=[None])", "kwargs_handlers", "None"),
+    ('Accelerator(mixed_precision="bf61")', "mixed_precision", "'bf61'", "bf16"),
+    ("Accelerator(mixed_precision=True)", "mixed_precision", "True"),
+    ("Accelerator(mixed_precision=torch.bfloat16)", "mixed_precision", "torch.bfloat16"),
+    ('(k.accelerator, Accelerator(mixed_precision="bf16"))', "mixed_precision", "'bf16'", "'no'"),
+    ("Accelerator(gradient_accumulation_steps=0)", "gradient_accumulation_steps", "0"),
+    ("Accelerator(gradient_accumulation_steps=-1)", "gradient_accumulation_steps", "-1"),
+    ('Accelerator(gradient_accumulation_steps="4")', "gradient_accumulation_steps", "'4'"),
+    ("Accelerator(gradient_accumulation_steps=1.5)", "gradient_accumulation_steps", "1.5"),
+    ('setattr(k.accelerator, "gradient_accumulation_steps", 0)', "gradient_accumulation_steps", "0"),
+    ('setattr(k.accelerator, "gradient_accumulation_steps", None)', "gradient_accumulation_steps", "None"),
+    ("Accelerator(gradient_accumulation_plugin=4)", "gradient_accumulation_plugin", "4", "GradientAccumulationPlugin("),
+    ('Accelerator(gradient_accumulation_plugin={"num_steps": 2})', "gradient_accumulation_plugin", "num_steps"),
+    (
+        "Accelerator(True, None, None, 2, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3))",
+        "gradient_accumulation_steps",
+        "2",
+        "3",
+    ),
+    ('Accelerator(split_batches="no")', "split_batches", "'no'"),
+    (
+        "Accelerator(split_batches=True, dataloader_config=DataLoaderConfiguration())",
+        "split_batches",
+        "DataLoaderConfiguration",
+    ),
+    ('Accelerator(device_placement="cuda")', "device_placement", "'cuda'"),
+    ("Accelerator(device_placement=None)", "device_placement", "None"),
+    ('Accelerator(cpu="false")', "cpu", "'false'"),
+    ('Accelerator(step_scheduler_with_optimizer="no")', "step_scheduler_with_optimizer", "'no'"),
+    ('Accelerator(dynamo_backend="inductr")', "dynamo_backend", "'inductr'", "`inductor`"),
+    ("Accelerator(dynamo_backend=5)", "dynamo_backend", "5"),
+    ('Accelerator(dynamo_plugin={"backend": "eager"})', "dynamo_plugin", "TorchDynamoPlugin("),
+    ('Accelerator(dynamo_plugin="inductor")', "dynamo_plugin", "'inductor'"),
+    ('Accelerator(dynamo_plugin=TorchDynamoPlugin(), dynamo_backend="eager")', "dynamo_plugin", "'eager'"),
+    ("Accelerator(deepspeed_plugin=object())", "deepspeed_plugin", "DeepSpeed"),
+    ("Accelerator(fsdp_plugin=5)", "fsdp_plugin=5", "DDP"),
+    ('Accelerator(log_with="wandb")', "log_with", "'wandb'", "is_main_process"),
+    ('Accelerator(scheduler_ticks="per_updates")', "scheduler_ticks", "'per_updates'", "`per_update`"),
+    ("Accelerator(scheduler_ticks=None)", "scheduler_ticks", "None"),
+    ('Accelerator(outer="dilico")', "outer", "'dilico'", "`diloco`"),
+    ("Accelerator(outer=5)", "outer", "5", "OuterConfig("),
+    ('Accelerator(outer={"recipe": "diloco"})', "outer", "OuterConfig("),
+    ("Accelerator(outer=diloco(4))", "outer", "OuterConfig("),
+    ("Accelerator(outer=diloco)", "outer", "'diloco'"),
+    ('Accelerator(outer="")', "outer", "''"),
+    ('Accelerator(mixed_percision="bf16")', "mixed_percision"),
+    ('(k.accelerator, Accelerator("cpu"))', "device_placement", "'cpu'"),
+]
+
+PREPARE = [
+    ("k.accelerator.prepare(nn.Linear)", "prepare", "Linear", "instance"),
+    ("k.accelerator.prepare(torch.optim.SGD)", "prepare", "SGD", "instance"),
+    ("k.accelerator.prepare([k.model, k.optimizer])", "prepare", "list", "*"),
+    ("k.accelerator.prepare((k.model, k.optimizer))", "prepare", "tuple", "*"),
+    ('k.accelerator.prepare({"model": k.model})', "prepare", "dict"),
+    ("k.accelerator.prepare(k.model, [1, 2])", "prepare", "[1, 2]"),
+    ("k.accelerator.prepare(k.model.parameters())", "prepare", "generator"),
+    ('k.accelerator.prepare("model")', "prepare", "'model'"),
+    ("k.accelerator.prepare(5)", "prepare", "5"),
+    ("k.accelerator.prepare(k.loader.dataset)", "prepare", "TensorDataset", "DataLoader"),
+    ("k.accelerator.prepare(torch.ones(2))", "prepare", "Tensor"),
+    ("k.accelerator.prepare(net)", "prepare", "function"),
+    ("k.accelerator.prepare(k.model, k.optimizer, device_placement=[True])", "prepare", "device_placement"),
+    ("k.accelerator.prepare(k.model, device_placement=True)", "device_placement", "True", "[True]"),
+    ('k.accelerator.prepare(k.model, device_placement=["cuda"])', "device_placement", "'cuda'"),
+    ("k.accelerator.prepare_model(None)", "prepare_model", "None", "nn.Module"),
+    ("k.accelerator.prepare_model(k.optimizer)", "prepare_model", "SGD"),
+    ("k.accelerator.prepare_model(nn.Linear)", "prepare_model", "Linear"),
+    ("k.accelerator.prepare_optimizer(k.model)", "prepare_optimizer", "Linear"),
+    ("k.accelerator.prepare_optimizer(None)", "prepare_optimizer", "None"),
+    ("k.accelerator.prepare_scheduler(5)", "prepare_scheduler", "5"),
+    ("k.accelerator.prepare_scheduler(None)", "prepare_scheduler", "None"),
+    ("k.accelerator.prepare_scheduler(lambda step: 1.0)", "prepare_scheduler", "function"),
+    ("k.accelerator.prepare_data_loader([1, 2])", "prepare_data_loader", "[1, 2]", "DataLoader"),
+    ("k.accelerator.prepare_data_loader(None)", "prepare_data_loader", "None"),
+    ("k.accelerator.prepare_data_loader(k.loader.dataset)", "prepare_data_loader", "TensorDataset"),
+    ("skip_first_batches(None)", "skip_first_batches", "None", "DataLoader"),
+    ("k.accelerator.skip_first_batches(None, 2)", "skip_first_batches", "None"),
+    ("skip_first_batches([1, 2], 1)", "skip_first_batches", "[1, 2]"),
+    ("skip_first_batches(2, k.loader)", "skip_first_batches", "2"),
+    ("skip_first_batches(k.loader, -1)", "num_batches", "-1"),
+    ('skip_first_batches(k.loader, "3")', "num_batches", "'3'"),
+    ("skip_first_batches(k.loader, 1.5)", "num_batches", "1.5"),
+    ("skip_first_batches(k.loader, None)", "num_batches", "None"),
+    ("prepare_data_loader(None)", "prepare_data_loader", "None"),
+    ("prepare_data_loader(k.loader, num_processes=2, process_index=2)", "process_index", "2"),
+    ("prepare_data_loader(k.loader, num_processes=0)", "num_processes", "0"),
+    ("k.accelerator.unwrap_model(None)", "unwrap_model", "None", "nn.Module"),
+    ("k.accelerator.unwrap_model(k.optimizer)", "unwrap_model", "SGD"),
+    ("utils.extract_model_from_parallel(5)", "extract_model_from_parallel", "5"),
+]
+
+LOOP = [
+    ("k.accelerator.accumulate(5)", "accumulate", "5", "accumulate(model)"),
+    ("k.accelerator.accumulate(None)", "accumulate", "None"),
+    ("k.accelerator.accumulate([k.model])", "accumulate", "list", "accumulate(*"),
+    ("k.accelerator.accumulate(k.optimizer)", "accumulate", "SGD"),
+    ("k.accelerator.accumulate(nn.Linear)", "accumulate", "Linear"),
+    ("entered(k.accelerator.accumulate(k.model, 5))", "accumulate", "5"),
+    ("k.accelerator.no_sync(None)", "no_sync", "None"),
+    ("k.accelerator.no_sync([k.model])", "no_sync", "list"),
+    ('k.accelerator.autocast("bf16")', "autocast_handler", "'bf16'", "AutocastKwargs("),
+    ("k.accelerator.autocast(True)", "autocast_handler", "True"),
+    ("k.ready.backward(5)", "backward", "5", "tensor"),
+    ("k.ready.backward(None)", "backward", "None"),
+    ('k.ready.backward("loss")', "backward", "'loss'"),
+    ("k.ready.backward(k.loss.item())", "backward", "item"),
+    ('k.ready.backward({"loss": k.loss})', "backward", "dict"),
+    ("k.ready.backward(torch.tensor(1.0))", "backward", "requires_grad"),
+    ("k.ready.backward(k.loss.detach())", "backward", "requires_grad"),
+    ("k.ready.backward(k.model(torch.ones(2, 2)))", "backward", "[2, 1]", "mean()"),
+    ("k.ready.backward(torch.tensor(3))", "backward", "int64"),
+    ("[k.ready.backward(loss) for loss in [k.loss] * 2]", "backward", "retain_graph"),
+    ("k.ready.backward(k.loss, retain=True)", "retain"),
+    ('k.ready.backward(k.loss, num_items="3")', "num_items", "'3'"),
+    ("k.ready.backward(k.loss, num_items=-1)", "num_items", "-1"),
+    ("k.ready.backward(k.loss, num_items=NAN)", "num_items", "nan"),
+    ("k.ready.backward(k.loss, num_items=INF)", "num_items", "inf"),
+    ("k.ready.backward(k.loss, num_items=[1, 2])", "num_items", "[1, 2]"),
+    ("k.ready.backward(k.loss, num_items=torch.ones(3))", "num_items", "[3]", "sum()"),
+    ("k.ready.backward(k.loss, num_items=True)", "num_items", "True"),
+    ("k.ready.backward(k.model(torch.ones(2, 2)), num_items=2)", "backward", "[2, 1]", "sum()"),
+    ("k.ready.clip_grad_norm_(None, 1.0)", "clip_grad_norm_", "None", "model.parameters()"),
+    ("k.ready.clip_grad_norm_(k.model, 1)", "clip_grad_norm_", "Linear", "model.parameters()"),
+    ("k.ready.clip_grad_norm_(k.optimizer, 1)", "clip_grad_norm_", "SGD"),
+    ('k.ready.clip_grad_norm_(["weight"], 1.0)', "clip_grad_norm_", "'weight'"),
+    ("k.ready.clip_grad_norm_(k.model.named_parameters(), 1.0)", "clip_grad_norm_", "tuple", "model.parameters()"),
+    ("k.ready.clip_grad_norm_(k.model.parameters, 1.0)", "clip_grad_norm_", "method"),
+    ("k.ready.clip_grad_norm_(5, 1.0)", "clip_grad_norm_", "5"),
+    ("k.ready.clip_grad_norm_(1.0, k.model.parameters())", "clip_grad_norm_", "1.0"),
+    ("k.ready.clip_grad_norm_(k.model.parameters(), None)", "max_norm", "None"),
+    ("k.ready.clip_grad_norm_(k.model.parameters(), -1.0)", "max_norm", "-1.0"),
+    ("k.ready.clip_grad_norm_(k.model.parameters(), NAN)", "max_norm", "nan"),
+    ('k.ready.clip_grad_norm_(k.model.parameters(), "1.0")', "max_norm", "'1.0'"),
+    ('(k.ready.backward(k.loss), k.ready.clip_grad_norm_(k.model.parameters(), 1.0, "two"))', "norm_type", "'two'"),
+    ("(k.ready.backward(k.loss), k.ready.clip_grad_norm_(k.model.parameters(), 1.0, None))", "norm_type", "None"),
+    ("k.ready.clip_grad_value_(None, 1.0)", "clip_grad_value_", "None"),
+    ("k.ready.clip_grad_value_(k.model, 1.0)", "clip_grad_value_", "Linear"),
+    ("k.ready.clip_grad_value_(k.model.parameters(), -1.0)", "clip_value", "-1.0"),
+    ("k.ready.clip_grad_value_(k.model.parameters(), None)", "clip_value", "None"),
+    ("k.ready.clip_grad_value_(k.model.parameters(), NAN)", "clip_value", "nan"),
+    ("k.ready.unscale_gradients(k.model)", "unscale_gradients", "Linear"),
+    ("k.ready.unscale_gradients(5)", "unscale_gradients", "5"),
+    ("entered(k.ready.join_uneven_inputs(k.model))", "join_uneven_inputs", "Linear", "["),
+    ("entered(k.ready.join_uneven_inputs(None))", "join_uneven_inputs", "None"),
+    ("entered(k.ready.join_uneven_inputs([5]))", "join_uneven_inputs", "5"),
+    ('entered(k.accelerator.profile({"with_stack": True}))', "profile_handler", "ProfileKwargs("),
+    ('entered(k.accelerator.profile("dir"))', "profile_handler", "'dir'"),
+    ("LocalSGD(accelerator=None, model=k.model, local_sgd_steps=2)", "accelerator", "None"),
+]
+
+PROCESSES = [
+    ("utils.gather(None)", "gather", "None"),
+    ("k.accelerator.gather(5)", "gather", "5"),
+    ('k.accelerator.gather({"x": torch.ones(2), "y": "two"})', "gather", "'two'", "gather_object"),
+    ("k.accelerator.gather([1, 2])", "gather", "1"),
+    ("k.accelerator.gather_for_metrics()", "input_data"),
+    ("k.accelerator.gather_for_metrics(None)", "gather_for_metrics", "None"),
+    ("k.accelerator.gather_for_metrics(0.5)", "gather_for_metrics", "0.5"),
+    ('utils.gather_object({"a": 1})', "gather_object", "dict", "list"),
+    ('utils.gather_object("abc")', "gather_object", "'abc'", "list"),
+    ("utils.gather_object(5)", "gather_object", "5"),
+    ("utils.gather_object(None)", "gather_object", "None"),
+    ("utils.reduce(None)", "reduce", "None"),
+    ("k.accelerator.reduce(3.0)", "reduce", "3.0"),
+    ('k.accelerator.reduce("x")', "reduce", "'x'"),
+    ('k.accelerator.reduce(torch.ones(2), "avrage")', "reduction", "'avrage'", "mean"),
+    ("k.accelerator.reduce(torch.ones(2), 5)", "reduction", "5"),
+    ('k.accelerator.reduce(torch.ones(2), ["sum"])', "reduction", "['sum']"),
+    ('k.accelerator.reduce(torch.ones(2), "sum", "two")', "scale", "'two'"),
+    ('k.accelerator.reduce(torch.ones(2), "sum", NAN)', "scale", "nan"),
+    ('k.accelerator.reduce(torch.ones(2), "sum", None)', "scale", "None"),
+    ('k.accelerator.reduce(torch.tensor([True]), "sum")', "reduce", "bool", "max"),
+    ("utils.broadcast(None)", "broadcast", "None"),
+    ("utils.broadcast(5)", "broadcast", "5", "broadcast_object_list"),
+    ("utils.broadcast(torch.ones(2), from_process=3)", "from_process", "3"),
+    ("utils.broadcast(torch.ones(2), from_process=-1)", "from_process", "-1"),
+    ('utils.broadcast(torch.ones(2), from_process="0")', "from_process", "'0'"),
+    ("utils.broadcast(torch.ones(2), None)", "from_process", "None"),
+    ("utils.broadcast_object_list(None)", "broadcast_object_list", "None"),
+    ("utils.broadcast_object_list((1, 2))", "broadcast_object_list", "(1, 2)", "list"),
+    ('utils.broadcast_object_list({"a": 1})', "broadcast_object_list", "{'a': 1}", "list"),
+    ("utils.broadcast_object_list([1], from_process=9)", "from_process", "9"),
+    ('utils.pad_across_processes("x")', "pad_across_processes", "'x'"),
+    ("utils.pad_across_processes(None)", "pad_across_processes", "None"),
+    ('utils.pad_across_processes(torch.ones(2), dim="0")', "dim", "'0'"),
+    ("utils.pad_across_processes(torch.ones(2), dim=None)", "dim", "None"),
+    ("utils.pad_across_processes(torch.tensor([1]), pad_index=0.5)", "pad_index", "0.5"),
+    ('utils.pad_across_processes(torch.ones(1), pad_index="a")', "pad_index", "'a'"),
+    ("utils.concatenate([])", "concatenate", "[]"),
+    ("utils.concatenate(None)", "concatenate", "None"),
+    ('utils.concatenate([{"a": torch.ones(1)}, [torch.ones(1)]])', "concatenate", "structures"),
+    ("utils.concatenate([torch.ones(1, 2), torch.ones(1, 3)])", "concatenate", "[1, 3]"),
+    ("utils.concatenate([torch.ones(1)] * 2, dim=3)", "concatenate", "3"),
+    ('utils.send_to_device(torch.ones(1), "gpu")', "device", "'gpu'"),
+    ("utils.send_to_device(torch.ones(1), None)", "device", "None"),
+    ("utils.slice_tensors(torch.ones(3), 2)", "tensor_slice", "2", "slice("),
+    ("utils.slice_tensors(torch.ones(3), None)", "tensor_slice", "None"),
+    ("utils.recursively_apply(None, torch.ones(2))", "func", "None"),
+    ('utils.recursively_apply(torch.neg, "x", error_on_other_type=True)', "neg", "'x'"),
+    ('utils.compare_versions("torch", "=>", "2.0")', "operation", "'=>'", ">="),
+    ('utils.is_torch_version("2.0", ">=")', "operation", "'2.0'"),
+    ('utils.is_torch_version(">=", None)', "version", "None"),
+    ('set_seed("42")', "seed", "'42'"),
+    ("set_seed(None)", "seed", "None"),
+    ("set_seed(-1)", "seed", "-1"),
+    ("set_seed(2**40)", "seed", str(2**40)),
+    ("set_seed(1.5)", "seed", "1.5"),
+    ("set_seed(NAN)", "seed", "nan"),
+    ("set_seed(1, device_specific=True)", "Accelerator()"),
+    ('(k.accelerator, synchronize_rng_states(["torsh"]))', "rng_types", "'torsh'", "`torch`"),
+    ('(k.accelerator, synchronize_rng_states("torch"))', "rng_types", "'torch'", "["),
+    ("(k.accelerator, synchronize_rng_states(None))", "rng_types", "None"),
+    ("(k.accelerator, utils.synchronize_rng_state(None))", "rng_type", "None"),
+    ('(k.accelerator, utils.synchronize_rng_state("generator"))', "generator", "generator="),
+    ('(k.accelerator, utils.synchronize_rng_state("generator", 5))', "generator", "5"),
+    ('(k.accelerator, utils.synchronize_rng_state("npu"))', "npu"),
+    ('synchronize_rng_states(["torch"])', "Accelerator()"),
+    ("entered(k.accelerator.split_between_processes(None))", "split_between_processes", "None"),
+    ("entered(k.accelerator.split_between_processes(5))", "split_between_processes", "5"),
+    (
+        "entered(k.accelerator.split_between_processes(i for i in range(3)))",
+        "split_between_processes",
+        "generator",
+        "list",
+    ),
+    ("entered(k.accelerator.split_between_processes({1, 2}))", "split_between_processes", "{1, 2}"),
+    (
+        'entered(k.accelerator.split_between_processes({"a": [1], "b": [1, 2]}))',
+        "split_between_processes",
+        "'a': 1",
+        "'b': 2",
+    ),
+    ("k.accelerator.on_process(print, process_index=5)", "process_index", "5"),
+    ("k.accelerator.on_process(print)", "process_index", "None"),
+    ('k.accelerator.on_process(print, process_index="0")', "process_index", "'0'"),
+    ("k.accelerator.on_local_process(print, local_process_index=-1)", "local_process_index", "-1"),
+    ("k.accelerator.on_main_process(5)", "on_main_process", "5"),
+    ('k.accelerator.on_last_process("f")', "on_last_process", "'f'"),
+    ('PartialState(backed="gloo")', "backed", "`backend`"),
+    ('PartialState(cpu="no")', "cpu", "'no'"),
+    ("PartialState(timeout=30)", "timeout", "30", "timedelta"),
+    ('AcceleratorState(mixed_precision="fp61")', "mixed_precision", "'fp61'"),
+    ("(PartialState(cpu=True), AcceleratorState._reset_state(), GradientState().num_steps)", "Accelerator()"),
+    ("(k.accelerator, GradientState(5))", "gradient_accumulation_plugin", "5"),
+    ("PartialState().destroy_process_group(5)", "group", "5"),
+    ('get_logger("x", log_level="loud")', "log_level", "'loud'", "info"),
+    ('get_logger("x").warning("hello")', "Accelerator"),
+    ("notebook_launcher(None)", "function", "None"),
+    ('notebook_launcher(print("x"), num_processes=2)', "function", "None"),
+    ("notebook_launcher(print, num_processes=0)", "num_processes", "0"),
+    ('notebook_launcher(print, num_processes="2")', "num_processes", "'2'"),
+    ("notebook_launcher(print, 5, num_processes=2)", "args", "5", "(5,)"),
+    ('notebook_launcher(print, "ab")', "args", "'ab'", "('ab',)"),
+    ('notebook_launcher(print, use_port="http", num_processes=2)', "use_port", "'http'"),
+    ("notebook_launcher(print, use_port=70000, num_processes=2)", "use_port", "70000"),
+    ('notebook_launcher(print, mixed_precision="fp17")', "mixed_precision", "fp17"),
+    ("notebook_launcher(print, num_processes=2, node_rank=2, num_nodes=2)", "node_rank", "2"),
+    ("notebook_launcher(print, num_processes=2, max_restarts=-1)", "max_restarts", "-1"),
+    ("notebook_launcher(print, num_processes=2, monitor_interval=0)", "monitor_interval", "0"),
+    ("(k.accelerator, notebook_launcher(print, num_processes=2))", "rank 0 of 1"),
+    ("debug_launcher(5)", "function", "5"),
+    ('debug_launcher(print, num_processes="two")', "num_processes", "'two'"),
+    ("debug_launcher(print, num_processes=-2)", "num_processes", "-2"),
+    ("debug_launcher(print, args=3)", "args", "3"),
+]
+
+SETTINGS = [
+    ('DataLoaderConfiguration(split_batches="yes")', "split_batches", "'yes'"),
+    ("DataLoaderConfiguration(even_batches=None)", "even_batches", "None"),
+    ('DataLoaderConfiguration(dispatch_batches="no")', "dispatch_batches", "'no'"),
+    ("DataLoaderConfiguration(data_seed=3)", "data_seed", "3"),
+    ('DataLoaderConfiguration(data_seed="3", use_seedable_sampler=True)', "data_seed", "'3'"),
+    ("DataLoaderConfiguration(use_stateful_dataloader=True)", "use_stateful_dataloader", "skip_first_batches"),
+    ("DataLoaderConfiguration(batch_size=3)", "batch_size"),
+    ("ProjectConfiguration(total_limit=-1)", "total_limit", "-1"),
+    ("ProjectConfiguration(total_limit=0)", "total_limit", "0"),
+    ('ProjectConfiguration(total_limit="3")', "total_limit", "'3'"),
+    ("ProjectConfiguration(iteration=-2)", "iteration", "-2"),
+    ("ProjectConfiguration(project_dir=5)", "project_dir", "5"),
+    ('ProjectConfiguration(automatic_checkpoint_naming="yes")', "automatic_checkpoint_naming", "'yes'"),
+    ('ProjectConfiguration(logging_dir=["a"])', "logging_dir", "['a']"),
+    ("GradientAccumulationPlugin(num_steps=0)", "num_steps", "0"),
+    ('GradientAccumulationPlugin(num_steps="2")', "num_steps", "'2'"),
+    ('GradientAccumulationPlugin(sync_each_batch="no")', "sync_each_batch", "'no'"),
+    ('AutocastKwargs(enabled="no")', "enabled", "'no'"),
+    ("AutocastKwargs(outputs_to_fp32=None)", "outputs_to_fp32", "None"),
+    ('GradScalerKwargs(init_scale="big")', "init_scale", "'big'"),
+    ("GradScalerKwargs(init_scale=0)", "init_scale", "0"),
+    ("GradScalerKwargs(growth_factor=0.5)", "growth_factor", "0.5"),
+    ("GradScalerKwargs(backoff_factor=2.0)", "backoff_factor", "2.0"),
+    ("GradScalerKwargs(growth_interval=0)", "growth_interval", "0"),
+    ("GradScalerKwargs(init_scale=NAN)", "init_scale", "nan"),
+    ("Accelerator(kwargs_handlers=[GradScalerKwargs()])", "GradScalerKwargs", "'no'"),
+    ("DistributedDataParallelKwargs(bucket_cap_mb=-1)", "bucket_cap_mb", "-1"),
+    ('DistributedDataParallelKwargs(bucket_cap_mb="25")', "bucket_cap_mb", "'25'"),
+    ('DistributedDataParallelKwargs(comm_hook="bf61")', "comm_hook", "'bf61'", "`bf16`"),
+    ('DistributedDataParallelKwargs(comm_wrapper="fp8")', "comm_wrapper", "fp8"),
+    ('DistributedDataParallelKwargs(comm_wrapper="fp16")', "comm_wrapper", "power_sgd"),
+    ('DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option=5)', "comm_state_option", "5"),
+    ('DistributedDataParallelKwargs(find_unused_parameters="true")', "find_unused_parameters", "'true'"),
+    ("InitProcessGroupKwargs(timeout=30)", "timeout", "30", "timedelta(seconds=30)"),
+    ("InitProcessGroupKwargs(backend=5)", "backend", "5"),
+    ('Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="glo")])', "backend", "'glo'", "`gloo`"),
+    ("WatchdogKwargs(timeout_s=0)", "timeout_s", "0"),
+    ('WatchdogKwargs(timeout_s="30")', "timeout_s", "'30'"),
+    ("WatchdogKwargs(timeout_s=None)", "timeout_s", "None"),
+    ("WatchdogKwargs(timeout_s=INF)", "timeout_s", "inf"),
+    ("WatchdogKwargs(timeout_s=NAN)", "timeout_s", "nan"),
+    ('ProfileKwargs(activities=["gpu"])', "activities", "'gpu'", "cuda"),
+    ('ProfileKwargs(activities="cpu")', "activities", "'cpu'", "['cpu']"),
+    ('ProfileKwargs(schedule_option={"wat": 1})', "schedule_option", "'wat'", "`wait`"),
+    ('ProfileKwargs(schedule_option="1,2")', "schedule_option", "'1,2'"),
+    ("ProfileKwargs(on_trace_ready=5)", "on_trace_ready", "5"),
+    ("ProfileKwargs(output_trace_dir=5)", "output_trace_dir", "5"),
+    ('TorchDynamoPlugin(backend="inducter")', "backend", "'inducter'", "`inductor`"),
+    ('TorchDynamoPlugin(backend="eager", mode="fast")', "mode", "'fast'", "default"),
+    ("TorchDynamoPlugin(fullgraph=True)", "fullgraph", "backend"),
+    ('TorchDynamoPlugin(backend="eager", fullgraph="no")', "fullgraph", "'no'"),
+    ('TorchDynamoPlugin(backend="inductor", options=5)', "options", "5"),
+]
+
+CHECKPOINTS = [
+    ("k.ready.save_state()", "save_state", "automatic_checkpoint_naming"),
+    ("k.ready.save_state(5)", "output_dir", "5"),
+    ('k.ready.save_state("")', "output_dir", "''"),
+    ('k.ready.save_state(["a"])', "output_dir", "['a']"),
+    ('k.ready.save_state(k.folder / "a", busy="later")', "busy", "'later'", "wait"),
+    ('k.ready.save_state(k.folder / "a", max_shard_size=5)', "max_shard_size"),
+    ('k.ready.load_state(k.folder / "nothing")', "nothing"),
+    ("k.ready.load_state(5)", "input_dir", "5"),
+    ("k.ready.load_state()", "load_state", "automatic_checkpoint_naming"),
+    ('k.ready.load_state("")', "input_dir", "''"),
+    ('k.ready.load_state(k.folder, load_kwargs="x")', "load_kwargs", "'x'"),
+    ("k.ready.load_state(k.folder, mmap=True)", "mmap"),
+    ("k.accelerator.register_for_checkpointing(5)", "register_for_checkpointing", "int", "state_dict"),
+    ("k.accelerator.register_for_checkpointing(nn.Linear)", "register_for_checkpointing", "Linear"),
+    ("k.accelerator.register_for_checkpointing([k.model])", "register_for_checkpointing", "list"),
+    ("k.accelerator.register_save_state_pre_hook(None)", "hook", "None"),
+    ("k.accelerator.register_load_state_pre_hook(5)", "hook", "5"),
+    ("k.accelerator.save_model(None, k.folder)", "save_model", "None"),
+    ("k.accelerator.save_model(k.folder, k.model)", "save_model"),
+    ("k.accelerator.save_model(k.model, 5)", "save_directory", "5"),
+    ('k.accelerator.save_model(k.model, k.folder, max_shard_size="10 apples")', "max_shard_size", "10 apples"),
+    ("k.accelerator.save_model(k.model, k.folder, max_shard_size=-1)", "max_shard_size", "-1"),
+    ("k.accelerator.save_model(k.model, k.folder, max_shard_size=None)", "max_shard_size", "None"),
+    ('k.accelerator.save("x.pt", {"a": 1})', "f", "{'a': 1}"),
+    ('k.accelerator.save({"a": torch.ones(1)}, None)', "f", "None"),
+    ('k.accelerator.save({"a": 1}, k.folder / "x", safe_serialization=True)', "safe_serialization"),
+    ("k.accelerator.get_state_dict(None)", "get_state_dict", "None"),
+]
+
+OUTER = [
+    ("LocalSGD(accelerator=k.ready, model=None, local_sgd_steps=2)", "model", "None"),
+    ("LocalSGD(accelerator=k.ready, model=[k.model], local_sgd_steps=2)", "model", "list"),
+    ("LocalSGD(accelerator=PartialState(), model=k.model, local_sgd_steps=2)", "accelerator", "Accelerator"),
+    ("LocalSGD(k.model, k.ready, 2)", "accelerator", "Linear"),
+    ("LocalSGD(accelerator=k.ready, model=k.model, local_sgd_steps=0)", "local_sgd_steps", "0"),
+    ("LocalSGD(accelerator=k.ready, model=k.model, local_sgd_steps=-3)", "local_sgd_steps", "-3"),
+    ('LocalSGD(accelerator=k.ready, model=k.model, local_sgd_steps="8")', "local_sgd_steps", "'8'"),
+    ("LocalSGD(accelerator=k.ready, model=k.model, local_sgd_steps=None)", "local_sgd_steps", "None"),
+    ("LocalSGD(accelerator=k.ready, model=k.model, local_sgd_steps=2.5)", "local_sgd_steps", "2.5"),
+    ('LocalSGD(accelerator=k.ready, model=k.model, local_sgd_steps=2, enabled="no")', "enabled", "'no'"),
+    ("k.ready.outer(k.model, None)", "recipe", "None"),
+    ('k.ready.outer(k.model, "dilico")', "recipe", "'dilico'", "`diloco`"),
+    ("k.ready.outer(k.model, diloco)", "recipe", "diloco(", "function"),
+    ("k.ready.outer(k.model, 32)", "recipe", "32"),
+    ("k.ready.outer(diloco(4), k.model)", "model", "recipe"),
+    ("k.ready.outer(None, diloco(4))", "model", "None"),
+    ("k.accelerator.outer(k.model, diloco(4))", "prepare"),
+    ("entered_twice(k)", "outer loop already"),
+    ("OuterLoop(k.model, None)", "recipe", "None", "diloco("),
+    ("OuterLoop(diloco(4), k.model)", "model", "recipe"),
+    ("OuterLoop(None, diloco(4))", "model", "None"),
+    ("OuterLoop(k.model.parameters(), diloco(4))", "model", "generator"),
+    ('OuterLoop(k.model, "localsgd")', "recipe", "'localsgd'", "`local_sgd`"),
+    ("OuterLoop(k.model, 8)", "recipe", "8"),
+    ("OuterLoop(k.model, diloco(4), group=5)", "group", "5", "TorchGroup"),
+    ("OuterLoop(k.model, diloco(4), group=[0, 1])", "group", "[0, 1]"),
+    ("OuterLoop(k.model, diloco(4), inner=k.model)", "inner", "Linear"),
+    ('OuterLoop(k.model, diloco(4), inner="adam")', "inner", "'adam'"),
+    ("OuterLoop(k.model, diloco(4), bucket_bytes=-5)", "bucket_bytes", "-5"),
+    ("OuterLoop(k.model, diloco(4), bucket_bytes=0)", "bucket_bytes", "0"),
+    ('OuterLoop(k.model, diloco(4), bucket_bytes="4MB")', "bucket_bytes", "'4MB'"),
+    ("OuterLoop(k.model, diloco(4), bucket_bytes=1e6)", "bucket_bytes", "1000000.0"),
+    ("OuterLoop(k.model, diloco(4), clock=5)", "clock", "5"),
+    ("OuterLoop(nn.Identity(), diloco(4))", "model", "Identity"),
+    ("k.loop.attach(5)", "attach", "5"),
+    ("k.loop.attach(k.model)", "attach", "Linear"),
+    ("k.loop.attach(torch.optim.SGD(net().parameters(), lr=0.1))", "attach", "parameter"),
+    ("k.ended.attach(k.optimizer)", "ended"),
+    ("k.loop.attach(k.optimizer).attach(k.optimizer)", "attach", "already"),
+    ("k.ended.step()", "ended"),
+    ("k.ended.sync_if_due()", "ended"),
+    ("k.ended.count()", "ended"),
+    ("k.ended.flush()", "ended"),
+    ("entered(k.ended.synced())", "ended"),
+    ("k.ended.begin_here()", "ended"),
+    ("k.ended.load_state_dict(k.loop.state_dict())", "ended"),
+    ("k.ended.average_gradients()", "ended"),
+    ("entered(k.ended)", "ended"),
+    ("k.loop.load_state_dict({})", "load_state_dict", "{}"),
+    ("k.loop.load_state_dict(None)", "load_state_dict", "None"),
+    ("k.loop.load_state_dict(5)", "load_state_dict", "5"),
+    ("k.loop.load_state_dict(k.model.state_dict())", "load_state_dict", "weight"),
+    ('k.loop.load_state_dict({"description": k.loop.state_dict()["description"]})', "load_state_dict", "rounds"),
+    ("k.loop.load_state_dict(OuterLoop(net(), local_sgd(3)).state_dict())", "another"),
+    ('k.loop.step(items="3")', "items", "'3'"),
+    ('OuterLoop(k.model, replaced(weigh_by="items")).step(items=-1)', "items", "-1"),
+    ('OuterLoop(k.model, replaced(weigh_by="items")).step()', "items", "0"),
+    ("o.joined([])", "joined", "[]"),
+    ("o.joined(k.loop.state_dict())", "joined", "list"),
+    ("o.joined(None)", "joined", "None"),
+]
+
+
+def entered_twice(kit):
+    with kit.ready.outer(kit.model, diloco(4)), kit.accelerator.outer(kit.model, diloco(4)):
+        pass
+
+
+def replaced(**parts):
+    return dataclasses.replace(diloco(2), **parts)
+
+
+RECIPES = [
+    ("diloco(every=0)", "every", "0"),
+    ("local_sgd(-1)", "every", "-1"),
+    ('local_sgd("8")', "every", "'8'"),
+    ("o.slowmo(8.5)", "every", "8.5"),
+    ("o.gossip(None)", "every", "None"),
+    ("o.eager_diloco(INF)", "every", "inf"),
+    ("o.noloco(True)", "every", "True"),
+    ("o.sparse_loco([30])", "every", "[30]"),
+    ("diloco(8, lr=INF)", "lr", "inf"),
+    ("diloco(8, lr=NAN)", "lr", "nan"),
+    ("diloco(8, lr=0)", "lr", "0"),
+    ("o.noloco(8, lr=-0.1)", "lr", "-0.1"),
+    ('o.streaming_diloco(8, 2, lr="0.7")', "lr", "'0.7'"),
+    ("o.sparse_loco(lr=None)", "lr", "None"),
+    ("diloco(8, momentum=1.0)", "momentum", "1.0"),
+    ("diloco(8, momentum=-0.1)", "momentum", "-0.1"),
+    ("diloco(8, momentum=NAN)", "momentum", "nan"),
+    ('diloco(8, momentum="0.9")', "momentum", "'0.9'"),
+    ("o.edit(8, momentum=None)", "momentum", "None"),
+    ('diloco(8, nesterov="no")', "nesterov", "'no'"),
+    ("diloco(8, rounds=0)", "rounds", "0"),
+    ('diloco(8, rounds="many")', "rounds", "'many'"),
+    ('diloco(8, codec="int9")', "codec", "'int9'", "`int8`"),
+    ("diloco(8, codec=8)", "codec", "8"),
+    ("diloco(8, codec=o.Int8)", "codec", "Int8()"),
+    ("local_sgd(8, codec=torch.bfloat16)", "codec", "torch.bfloat16", "bf16"),
+    ("o.slowmo(8, alpha=INF)", "alpha", "inf"),
+    ("o.slowmo(8, alpha=0)", "alpha", "0"),
+    ("o.quadratic(4, NAN)", "alpha", "nan"),
+    ("o.quadratic(4, INF)", "alpha", "inf"),
+    ('o.quadratic(4, "0.1")', "alpha", "'0.1'"),
+    ("o.quadratic(4, None)", "alpha", "None"),
+    ("o.streaming_diloco(8, 2, alpha=1.5)", "alpha", "1.5"),
+    ('o.streaming_diloco(8, 2, alpha="half")', "alpha", "'half'"),
+    ("o.slowmo(8, beta=1.0)", "beta", "1.0"),
+    ('o.slowmo(8, beta="0.6")', "beta", "'0.6'"),
+    ("o.sparse_loco(beta=0)", "beta", "0"),
+    ("o.sparse_loco(beta=NAN)", "beta", "nan"),
+    ("o.post_local_sgd(-1, 8)", "warmup", "-1"),
+    ('o.post_local_sgd("10", 8)', "warmup", "'10'"),
+    ("o.post_local_sgd(10, 0)", "every", "0"),
+    ("o.hierarchical(None)", "levels", "None", "{4: 8, 64: None}"),
+    ("o.hierarchical(8)", "levels", "8"),
+    ("o.hierarchical([4, 64])", "levels", "[4, 64]"),
+    ("o.hierarchical({})", "levels", "{}"),
+    ("o.hierarchical({4: 8})", "levels", "{4: 8}"),
+    ("o.hierarchical({4: None, 64: 8})", "levels", "64: 8"),
+    ("o.hierarchical({4: 1, 64: None})", "levels", "4: 1"),
+    ('o.hierarchical({4: "eight", 64: None})', "levels", "'eight'"),
+    ('o.hierarchical({"4": 8, 64: None})', "levels", "'4'"),
+    ("o.streaming_diloco(4, 8)", "fragments", "8", "every=4"),
+    ("o.streaming_diloco(8, 0)", "fragments", "0"),
+    ('o.streaming_diloco(8, "2")', "fragments", "'2'"),
+    ("o.streaming_diloco(8, 2, delay=-1)", "delay", "-1"),
+    ("o.streaming_diloco(8, 2, delay=9)", "delay", "9"),
+    ("o.streaming_diloco(8, 2, delay=0.5)", "delay", "0.5"),
+    ("o.streaming_diloco(8, 2, cut=2)", "cut", "2"),
+    ('o.streaming_diloco(8, 2, cut="strided")', "cut", "'strided'"),
+    ("o.edit(8, seconds=3.0)", "every", "8", "seconds", "3.0"),
+    ('o.edit(seconds="3")', "seconds", "'3'"),
+    ("o.edit(seconds=0)", "seconds", "0"),
+    ("o.edit(seconds=NAN)", "seconds", "nan"),
+    ("o.edit(8, threshold=0)", "threshold", "0"),
+    ('o.edit(8, threshold="3")', "threshold", "'3'"),
+    ("o.edit(8, temperature=-1.0)", "temperature", "-1.0"),
+    ("o.edit(8, temperature=NAN)", "temperature", "nan"),
+    ("o.edit(8, longest=None)", "longest", "None"),
+    ("diloco(8, learning_rate=0.7)", "learning_rate"),
+    ("o.ByTime(INF)", "seconds", "inf"),
+    ('o.ByTime("3")', "seconds", "'3'"),
+    ('o.Every("8")', "every", "'8'"),
+    ("o.Streaming(8, [2])", "fragments", "[2]"),
+    ("o.Quadratic(8, 0.1, longest=4)", "longest", "4"),
+    ("o.Warmup(8, 8)", "then", "8", "Every("),
+    ("o.Warmup(8, None)", "then", "None"),
+    ("o.Levels(None)", "sizes", "None"),
+    ("o.Cast(torch.float16)", "dtype", "torch.float16", "fp16"),
+    ('o.Cast("bf61")', "dtype", "'bf61'"),
+    ('o.Cast(["bf16"])', "dtype", "['bf16']"),
+    ("o.Int8(block=7)", "block", "7"),
+    ('o.Int8(block="256")', "block", "'256'"),
+    ("o.Int4(block=0)", "block", "0"),
+    ("o.Fp8(block=-2)", "block", "-2"),
+    ("o.E3M0(block=2.0)", "block", "2.0"),
+    ("o.TopK(k=0)", "k", "0"),
+    ("o.TopK(k=5000)", "k", "5000"),
+    ("o.TopK(chunk=1)", "chunk", "1"),
+    ("o.TopK(bits=4)", "bits", "4"),
+    ("o.TopK(k=0.01)", "k", "0.01"),
+    ("o.ErrorFeedback(None)", "codec", "None"),
+    ('o.ErrorFeedback("int3")', "codec", "'int3'"),
+    ("o.ErrorFeedback(o.ErrorFeedback(o.TopK()))", "ErrorFeedback"),
+    ("o.ErrorFeedback(o.TopK(), beta=1.5)", "beta", "1.5"),
+    ('o.ErrorFeedback(o.TopK(), beta="1")', "beta", "'1'"),
+    ("local_sgd(8, codec=o.ErrorFeedback(o.TopK()))", "ErrorFeedback", "anchor"),
+    ("o.Blend(alpha=2)", "alpha", "2"),
+    ('o.Blend(alpha="0.5")', "alpha", "'0.5'"),
+    ("o.Blend(alpha=NAN)", "alpha", "nan"),
+    ("o.TrimmedMean(0)", "trim", "0"),
+    ('o.TrimmedMean("1")', "trim", "'1'"),
+    ("o.WithoutOutliers(threshold=-1)", "threshold", "-1"),
+    ("o.WithoutOutliers(decay=1.0)", "decay", "1.0"),
+    ("o.WithoutOutliers(patience=0)", "patience", "0"),
+    ('o.WithoutOutliers(temperature="1")', "temperature", "'1'"),
+    ('o.Average({"exp_avg": 0})', "exp_avg", "0"),
+    ("o.Average(3)", "every", "3"),
+    ("o.strided(nn.Sequential(net(), net()), 3)", "3"),
+    ("o.strided(None, 2)", "model", "None"),
+    ("o.by_bytes(net(), 0)", "count", "0"),
+    ('o.by_bytes(net(), "2")', "count", "'2'"),
+    ("o.blocks([net()], 1)", "model", "list"),
+    ("o.whole(net(), 2)", "2", "strided"),
+    ("o.apart(None)", "cut", "None"),
+    ("o.apart(o.by_bytes, kind=net())", "kind", "Linear"),
+    ("Recipe(8)", "schedule", "8", "Every("),
+    ('Recipe("diloco")', "schedule", "'diloco'"),
+    ("Recipe(o.Every)", "schedule", "Every"),
+    ("replaced(codec=5)", "codec", "5"),
+    ('replaced(aggregator="mean")', "aggregator", "'mean'", "Mean()"),
+    ("replaced(aggregator=o.Mean)", "aggregator", "Mean()"),
+    ("replaced(rule=None)", "rule", "None"),
+    ('replaced(weigh_by="tokens")', "weigh_by", "'tokens'", "items"),
+    ('replaced(optimizer="adam")', "optimizer", "'adam'"),
+    ("replaced(optimizer=k.optimizer)", "optimizer", "SGD", "functools.partial"),
+    ("replaced(merge=0.5)", "merge", "0.5", "Blend("),
+    ("replaced(fragments=2)", "fragments", "2"),
+    ('replaced(anchor_on_cpu="yes")', "anchor_on_cpu", "'yes'"),
+    ("replaced(inner=5)", "inner", "5", "Average()"),
+    ("replaced(inner=k.optimizer)", "inner", "SGD"),
+    ("Recipe(o.Streaming(4, 1, 1))", "delay", "1"),
+    ("replaced(merge=o.Correct())", "Correct()", "delay"),
+    ('OuterConfig("slowmoo")', "'slowmoo'", "`slowmo`"),
+    ("OuterConfig(None)", "recipe", "None"),
+    ('OuterConfig(["diloco"])', "recipe", "['diloco']"),
+    ('OuterConfig("local_sgd", every=4, lr=0.7)', "local_sgd", "lr"),
+    ('OuterConfig("quadratic", every=4)', "quadratic", "alpha"),
+    ('OuterConfig("diloco", every=0)', "every", "0"),
+    ('OuterConfig("diloco", every="32")', "every", "'32'"),
+    ('OuterConfig("diloco", every=4, lr=INF)', "lr", "inf"),
+    ('OuterConfig("diloco", every=4, momentum=1)', "momentum", "1"),
+    ('OuterConfig("diloco", every=4, nesterov="no")', "nesterov", "'no'"),
+    ('OuterConfig("diloco", every=4, codec="int9")', "codec", "'int9'", "`int8`"),
+    ('OuterConfig("diloco", every=4, codec=o.Int8())', "codec", "Int8("),
+    ('OuterConfig("diloco", every=4, codec=["int8"])', "codec", "['int8']"),
+    ('OuterConfig("diloco", every=4, weigh_by="sample")', "weigh_by", "'sample'"),
+    ('OuterConfig("diloco", every=4, inner="avarage")', "inner", "'avarage'", "`average`"),
+    ('OuterConfig("diloco", every=4, anchor_on_cpu="yes")', "anchor_on_cpu", "'yes'"),
+    ('OuterConfig("diloco", every=4, log=5)', "log", "5"),
+    ('OuterConfig("diloco", every=4, log="")', "log", "''"),
+    ('OuterConfig("hierarchical", levels=5)', "levels", "5"),
+    ('OuterConfig("hierarchical", levels="4,64")', "levels", "'4,64'"),
+    ('OuterConfig("edit", seconds=-1)', "seconds", "-1"),
+]
+
+SIMULATE = [
+    ("run(None)", "make_model", "None"),
+    ("run(net())", "make_model", "Linear", "lambda"),
+    ("run(lambda: 5)", "make_model", "5"),
+    ("simulate(net, [1], local_sgd(1), steps=2)", "make_data", "[1]"),
+    ("simulate(net, lambda rank: [], local_sgd(1), steps=2)", "make_data"),
+    ("simulate(net, lambda rank: 5, local_sgd(1), steps=2)", "make_data", "5"),
+    ('run(net, recipe="dilocco")', "recipe", "'dilocco'", "`diloco`"),
+    ("run(net, recipe=diloco)", "recipe", "diloco("),
+    ("run(net, recipe=8)", "recipe", "8"),
+    ("run(net, replicas=0)", "replicas", "0"),
+    ('run(net, replicas="2")', "replicas", "'2'"),
+    ("run(net, steps=0)", "steps", "0"),
+    ("run(net, steps=2.5)", "steps", "2.5"),
+    ("run(net, evaluate_every=0)", "evaluate_every", "0"),
+    ("run(net, evaluate=5)", "evaluate", "5"),
+    ("run(net, step_seconds=[1.0])", "step_seconds", "1"),
+    ("run(net, step_seconds=-1.0)", "step_seconds", "-1.0"),
+    ('run(net, step_seconds="1")', "step_seconds", "'1'"),
+    ("run(net, step_seconds=None)", "step_seconds", "None"),
+    ("run(net, seconds=-5)", "seconds", "-5"),
+    ("run(net, seconds=NAN)", "seconds", "nan"),
+    ("run(net, lost={5: 1})", "lost", "5"),
+    ("run(net, lost=[1])", "lost", "[1]"),
+    ("run(net, delays={(9, 1): 1.0})", "delays", "9"),
+    ("run(net, delays={1: 1.0})", "delays", "1"),
+    ("run(net, delays={(0, 1): -1.0})", "delays", "-1.0"),
+    ("run(net, bandwidth_bps=0)", "bandwidth_bps", "0"),
+    ('run(net, bandwidth_bps="1e9")', "bandwidth_bps", "'1e9'"),
+    ("run(net, latency_s=-0.1)", "latency_s", "-0.1"),
+    ("run(net, latency_s=NAN)", "latency_s", "nan"),
+    ("run(net, max_norm=-1.0)", "max_norm", "-1.0"),
+    ('run(net, seed="0")', "seed", "'0'"),
+    ("run(net, loss=5)", "loss", "5"),
+    ("run(net, loss=lambda model, batch: model(batch))", "loss", "[2, 1]"),
+    ("run(net, loss=lambda model, batch: 5.0)", "loss", "5.0"),
+    ('run(net, make_optimizer="adamw")', "make_optimizer", "'adamw'"),
+    ("run(net, make_scheduler=5)", "make_scheduler", "5"),
+    ("run(net, items=3)", "items", "3"),
+    ("run_replicas(print, 0)", "0"),
+]
+
+TABLE = [*ACCELERATOR, *PREPARE, *LOOP, *PROCESSES, *SETTINGS, *CHECKPOINTS, *OUTER, *RECIPES, *SIMULATE]
+_SIGNATURE = re.compile(r"(unexpected keyword|missing \d+ required|takes \d+ positional|multiple values for) ?")
+
+
+@pytest.fixture
+def kit(tmp_path):
+    yield Kit(tmp_path)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize(("use", "words"), [pytest.param(use, words, id=use) for use, *words in TABLE])
+def test_a_wrong_use_is_refused_in_one_sentence(use, words, kit):
+    with pytest.raises((FarflungError, TypeError)) as caught:
+        eval(use, {**globals(), "k": kit})
+    said = str(caught.value)
+    if not isinstance(caught.value, FarflungError):
+        assert _SIGNATURE.search(said), f"TypeError: {said}"
+    assert [word for word in words if word not in said] == [], said
+    assert "\n" not in said, said
+    assert len(said) < 420, said
+    assert " at 0x" not in said, said
