@@ -181,7 +181,6 @@ PREPARE = [
     ("k.accelerator.prepare(5)", "prepare", "5"),
     ("k.accelerator.prepare(k.loader.dataset)", "prepare", "TensorDataset", "DataLoader"),
     ("k.accelerator.prepare(torch.ones(2))", "prepare", "Tensor"),
-    ("k.accelerator.prepare(net)", "prepare", "function"),
     ("k.accelerator.prepare(k.model, k.optimizer, device_placement=[True])", "prepare", "device_placement"),
     ("k.accelerator.prepare(k.model, device_placement=True)", "device_placement", "True", "[True]"),
     ('k.accelerator.prepare(k.model, device_placement=["cuda"])', "device_placement", "'cuda'"),

@@ -122,7 +122,7 @@ WRONG = [
     ("launch --tee 7 --cpu train.py", "tee is '7'"),
     ("launch --log_dir plain.txt --cpu --num_processes 2 train.py", "log_dir is 'plain.txt'"),
     # outer loops
-    ("launch --cpu --outer diloco train.py", "diloco needs every"),
+    ("launch --cpu --outer hierarchical train.py", "levels"),
     ("launch --cpu --outer dilocco --outer-every 4 train.py", "Did you mean `diloco`?"),
     ("launch --cpu --outer diloco --outer-every 0 train.py", "every is 0"),
     ("launch --cpu --outer diloco --outer-every often train.py", "--outer_every is 'often'"),

@@ -268,7 +268,7 @@ def changed_on_half(group):
 def test_a_change_in_one_block_of_a_hierarchy_is_named_where_the_blocks_meet():
     said = run_replicas(changed_on_half, 4)
     assert len(set(said)) == 1
-    assert "on ranks [0, 1] alone: head.weight float32 [2, 4]" in said[0]
+    assert "on ranks 0 and 1 alone: head.weight float32 [2, 4]" in said[0]
 
 
 def replaced_on_one(group, recipe):
