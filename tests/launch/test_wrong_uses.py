@@ -121,6 +121,15 @@ WRONG = [
     ("launch --main_training_function other train.py", "is 'other'"),
     ("launch --tee 7 --cpu train.py", "tee is '7'"),
     ("launch --log_dir plain.txt --cpu --num_processes 2 train.py", "log_dir is 'plain.txt'"),
+    ("launch --config_file folder --cpu train.py", "The configuration file folder is not a file"),
+    ("config show --config_file folder", "The configuration file folder is not a file"),
+    ("config default --config_file folder", "folder can't be written"),
+    ("config default --config_file plain.txt/a.yaml", "plain.txt/a.yaml can't be written"),
+    ("plan --parameters 1e400 --step_seconds 1 --bandwidth 1Gbit", "--parameters is '1e400'"),
+    ("plan --parameters 124M --step_seconds 1e400 --bandwidth 1Gbit", "--step_seconds is '1e400'"),
+    ("plan --parameters 124M --step_seconds 1 --bandwidth 1e400bit", "--bandwidth is '1e400bit'"),
+    ("checkpoint ls broken", "broken/model.safetensors can't be read"),
+    ("checkpoint verify broken", "broken/model.safetensors can't be read"),
     # outer loops
     ("launch --cpu --outer hierarchical train.py", "levels"),
     ("launch --cpu --outer dilocco --outer-every 4 train.py", "Did you mean `diloco`?"),
@@ -203,6 +212,8 @@ def answer(home, monkeypatch, capsys):
     for name, text in FILES.items():
         (home / name).write_text(text)
     (home / "folder").mkdir()
+    (home / "broken").mkdir()
+    (home / "broken" / "model.safetensors").symlink_to("nowhere")
     os.mkfifo(home / "pipe")
 
     def started(*_):

@@ -68,7 +68,8 @@ def find_file(named: str | None = None) -> Path | None:
     if named is not None:
         path = Path(named).expanduser()
         if not path.is_file():
-            raise ConfigError(f"The configuration file {named} does not exist. `farflung config` writes one.")
+            there = "is not a file" if path.exists() else "does not exist"
+            raise ConfigError(f"The configuration file {named} {there}. `farflung config` writes one.")
         return path
     former = {new: old for old, new in former_files().items()}
     ours = [path for new in (LOCAL_FILE, own_file()) for path in (new, former[new])]
@@ -202,13 +203,16 @@ def write_file(path: Path, values: Mapping[str, Value]) -> Path:
     """Write the settings `values`, one line each, and return `path`. An old file is replaced.
 
     Raises:
-        ConfigError: the values can't work together, or `path` is Accelerate's own file, which is never written.
+        ConfigError: the values can't work together, or the file can't be written, or it is Accelerate's own.
     """
     if path.expanduser().resolve() in [theirs.resolve() for theirs in accelerate_files()]:
         raise ConfigError(f"{path} is Accelerate's own file, which Farflung reads but never writes. Choose another.")
     LaunchSettings(**dict(values))  # type: ignore[arg-type]
     said = {name: value for name, value in values.items() if value is not None}
     text = "# Settings of `farflung launch`; `farflung launch --help` explains each.\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + yaml.safe_dump(said, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + yaml.safe_dump(said, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}. Name another file.") from error
     return path

@@ -106,9 +106,10 @@ def _in_steps(amount: float, units: tuple[str, ...]) -> str:
 
 
 def _split(text: str) -> tuple[float, str]:
-    """Cut a text into its number, NaN if it has none, and its unit."""
+    """Cut a text into its number, NaN if it has none that is finite, and its unit."""
     found = _WRITTEN.fullmatch(text)
-    return (math.nan, text) if found is None else (float(found[1]), found[2])
+    number = math.nan if found is None else float(found[1])
+    return (number, found[2]) if found is not None and math.isfinite(number) else (math.nan, text)
 
 
 def _lowered(unit: str) -> str:

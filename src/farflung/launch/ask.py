@@ -98,7 +98,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
         Unsupported: it is `fp8`.
     """
     path = Path(save_location).expanduser() if save_location is not None else own_file()
-    if path.exists():
+    if path.is_file():
         click.echo(f"{path} exists and is left as it is. `farflung config` asks whether to replace it.")
         return False
     precision = field_named("mixed_precision").parse(mixed_precision, "mixed_precision")

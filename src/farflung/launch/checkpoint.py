@@ -230,7 +230,12 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    return {name: (folder / name).stat().st_size for name in atomic.names_in(folder)}
+    try:
+        return {name: (folder / name).stat().st_size for name in atomic.names_in(folder)}
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename} can't be read: {error.strerror}. Remove it, or copy it again."
+        ) from error
 
 
 def _short(size: float) -> str:

@@ -16,7 +16,7 @@ from farflung.base.checks import check_callable, check_number, check_whole, wron
 from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.base.words import counted
 from farflung.config import environ
-from farflung.config.launch import LaunchSettings, field_named, rank_variables
+from farflung.config.launch import LaunchSettings, check_variables, field_named, rank_variables
 from farflung.launch.agent import Watch, run_agent
 from farflung.launch.network import choose_interface, refuse_busy_port, resolve_host
 from farflung.launch.plan import DEFAULT_PORT, Meeting, fit_for_cores, network_variables, usable_cores
@@ -142,6 +142,7 @@ def _fork(
     meeting: Meeting,
     watch: Watch,
 ) -> None:
+    check_variables()
     joined = world.current()
     if joined is not None:
         raise StateError(
