@@ -145,8 +145,8 @@ ROWS = [
     Row("let the data end inside an accumulation window", short_window),
     Row("`gather_for_metrics` over iterable data with `dispatch_batches=False`", padding_stays),
     Row("`even_batches=False` with iterable or dispatched data", padded_nevertheless),
-    Row("dispatch data that have no whole round, with `drop_last=True`", no_whole_round),
-    Row("ask a loader for its `total_batch_size`", batch_size_of_all),
+    Row("dispatch fewer samples than one round needs, with `drop_last=True`", no_whole_round),
+    Row("read a loader's `total_batch_size`", batch_size_of_all),
     Row("`join_uneven_inputs` on processes without GPUs", not_joined),
     Row("read `gradient_state.remainder`", remainder),
 ]
