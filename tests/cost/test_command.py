@@ -160,13 +160,13 @@ def test_the_table_fits_80_columns_and_marks_what_is_fast_enough():
 
 def test_each_row_says_its_flags_and_one_line_says_which_row_to_take():
     for arguments, advice in [
-        ([], "Take streaming_diloco(100) e3m0: of the rows that are fast enough it changes training least."),
-        (["--bandwidth", "1Tbit"], "Take DDP: of the rows that are fast enough it changes training least."),
-        (["--latency", "1min"], "No row is fast enough; the nearest is "),
+        ([], "Use streaming_diloco(100) e3m0: of the methods that are fast enough, it changes training least."),
+        (["--bandwidth", "1Tbit"], "Use DDP: of the methods that are fast enough, it changes training least."),
+        (["--latency", "1min"], "No method is fast enough; the closest is "),
     ]:
         lines = planned(*USUAL, *arguments).output.splitlines()
         assert lines[-1].startswith(advice)
-        assert sum(line.startswith(("Take", "No row")) for line in lines) == 1
+        assert sum(line.startswith(("Use", "No method")) for line in lines) == 1
         start = lines.index("Flags of `farflung launch`:") + 1
         flags = {row.method.name: line for row, line in zip(rows_for(RUN), lines[start:], strict=False)}
         assert flags["DDP"].split() == ["DDP", "none"]
@@ -204,7 +204,9 @@ def test_the_picture_has_a_curve_for_each_method(home):
 
 def test_without_matplotlib_a_picture_is_refused_before_anything_is_said(monkeypatch, capsys):
     monkeypatch.setattr(command, "is_available", lambda module: False)
-    with pytest.raises(ConfigError, match=r"--picture needs matplotlib\. Get it with `pip install 'farflung\[plot\]'`"):
+    with pytest.raises(
+        ConfigError, match=r"--picture needs matplotlib\. Install it with `pip install 'farflung\[plot\]'`"
+    ):
         planned(*USUAL, "--picture", "x.png")
 
 

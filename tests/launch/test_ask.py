@@ -71,7 +71,7 @@ def test_an_answer_that_can_not_work_is_asked_again(home):
     assert resolve({}).settings == LaunchSettings(use_cpu=True, num_processes=2, mixed_precision="bf16")
 
 
-OUTER = "so that they should agree only now and then?"
+OUTER = "that they should synchronize less often than in every step?"
 
 
 def test_one_process_is_not_asked_how_processes_agree(home):
@@ -89,16 +89,16 @@ def test_a_slow_line_becomes_a_recipe_by_the_cost_model(home):
     assert done.exit_code == 0, done.output
     for message in ("The answer is '100'; it must be a rate", "The answer is '5'", "The answer is 'soon'"):
         assert message in done.output.replace("Error: ", "")
-    assert "Take sparse_loco(30): of the rows that are fast enough it changes training least." in done.output
+    assert "Use sparse_loco(30): of the methods that are fast enough, it changes training least." in done.output
     expected = LaunchSettings(
         use_cpu=True, num_processes=4, outer_recipe="sparse_loco", outer_every=30, config_file="slow.yaml"
     )
     assert resolve({"config_file": "slow.yaml"}).settings == expected
     done = ask("--config_file", "fast.yaml", answers=[*start, "1Tbit", "0", "124M", "500ms"])
-    assert "Take DDP: " in done.output
+    assert "Use DDP: " in done.output
     assert resolve({"config_file": "fast.yaml"}).settings.outer_recipe is None
     done = ask("--config_file", "far.yaml", answers=[*start, "1kbit", "1s", "124M", "500ms"])
-    assert "No row is fast enough; the nearest is sparse_loco(30)" in done.output
+    assert "No method is fast enough; the closest is sparse_loco(30)" in done.output
     assert resolve({"config_file": "far.yaml"}).settings.outer_recipe == "sparse_loco"
 
 

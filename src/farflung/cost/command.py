@@ -15,18 +15,33 @@ from farflung.cost.units import parse_bytes, parse_count, parse_rate, parse_seco
 
 
 @click.command(context_settings=BOTH_SPELLINGS)
-@click.option("--parameters", required=True, metavar="COUNT", help="Trainable ones: 366k, 124M, 1.1B.")
-@click.option("--step_seconds", required=True, metavar="TIME", help="Of an optimizer step of one replica alone: 0.5.")
-@click.option("--bandwidth", required=True, metavar="RATE", help="Of each replica's line: 100Mbit, 1Gbit/s, 12.5MB/s.")
-@click.option("--latency", default="0ms", show_default=True, metavar="TIME", help="One way, half of a ping: 25ms.")
-@click.option("--replicas", default=2, show_default=True, type=click.IntRange(min=1), help="How many train together.")
-@click.option("--layers", default=24, show_default=True, type=click.IntRange(min=1), help="Of the model.")
+@click.option("--parameters", required=True, metavar="COUNT", help="Number of trainable parameters: 366k, 124M, 1.1B.")
 @click.option(
-    "--bucket", metavar="SIZE", help="What travels at a time, in fp32: 64MiB. [as each method does by itself]"
+    "--step_seconds", required=True, metavar="TIME", help="Duration of one optimizer step without communication: 0.5."
 )
-@click.option("--utilization", default=0.9, show_default=True, help="Share of time in computing that is fast enough.")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON instead of a table: bytes, bits and seconds.")
-@click.option("--picture", metavar="FILE", help="Draw utilization over bandwidth, as PNG.")
+@click.option(
+    "--bandwidth", required=True, metavar="RATE", help="Bandwidth of each replica's link: 100Mbit, 1Gbit/s, 12.5MB/s."
+)
+@click.option(
+    "--latency",
+    default="0ms",
+    show_default=True,
+    metavar="TIME",
+    help="One-way latency, half of a ping's round trip: 25ms.",
+)
+@click.option("--replicas", default=2, show_default=True, type=click.IntRange(min=1), help="Number of replicas.")
+@click.option(
+    "--layers", default=24, show_default=True, type=click.IntRange(min=1), help="Number of the model's layers."
+)
+@click.option("--bucket", metavar="SIZE", help="Bucket size, counted in fp32: 64MiB. [each method's own default]")
+@click.option(
+    "--utilization",
+    default=0.9,
+    show_default=True,
+    help="Share of the time spent computing that counts as fast enough.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, in bytes, bits and seconds.")
+@click.option("--picture", metavar="FILE", help="Plot utilization against bandwidth to this PNG file.")
 def plan(
     parameters: str,
     step_seconds: str,
@@ -39,11 +54,11 @@ def plan(
     as_json: bool,
     picture: str | None,
 ) -> None:
-    """Forecast what DDP, Local SGD and DiLoCo cost on a network: bytes, seconds, memory, and what is fast enough."""
+    """Forecast what DDP, Local SGD and DiLoCo cost on a network: bytes, seconds, memory, and which is fast enough."""
     if picture is not None and not is_available("matplotlib"):
-        raise ConfigError("--picture needs matplotlib. Get it with `pip install 'farflung[plot]'`.")
+        raise ConfigError("--picture needs matplotlib. Install it with `pip install 'farflung[plot]'`.")
     if not (0 < utilization < 1):
-        raise ConfigError(f"--utilization is {utilization}; it must be a share above 0 and below 1, such as 0.9.")
+        raise ConfigError(f"--utilization is {utilization}; it must be between 0 and 1 (exclusive), such as 0.9.")
     settings = {
         "parameters": parse_count(parameters, "--parameters"),
         "layers": layers,

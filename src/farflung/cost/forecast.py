@@ -86,9 +86,9 @@ class Forecast:
     def advice(self) -> str:
         """Say in one line which row to take."""
         if self.best is not None:
-            return f"Take {self.best.method.name}: of the rows that are fast enough it changes training least."
+            return f"Use {self.best.method.name}: of the methods that are fast enough, it changes training least."
         share = f"{cost_of(self.run, self.nearest.method).utilization:.1%} of the time spent computing"
-        return f"No row is fast enough; the nearest is {self.nearest.method.name}, with {share}."
+        return f"No method is fast enough; the closest is {self.nearest.method.name}, with {share}."
 
     def needed(self, cost: Cost) -> float:
         """Return the bits a second from which the method of `cost` is fast enough; `math.inf` where none are."""
@@ -128,13 +128,13 @@ class Forecast:
         who = f"{counted(run.replicas, 'replica')}, {run.parameters:,} parameters"
         table = Table(
             "method",
-            title=f"{who}, {in_seconds(run.step_s)} a step; "
+            title=f"{who}, {in_seconds(run.step_s)} per step; "
             f"{in_rate(run.bandwidth_bps)}, {in_seconds(run.latency_s)} one way",
             box=box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
             pad_edge=False,
         )
-        for heading in ("sent/step", "a step", "computing", "memory", f"{self.utilization:.2g} needs"):
+        for heading in ("sent/step", "step", "computing", "memory", f"for {self.utilization:.2g}"):
             table.add_column(heading, justify="right", no_wrap=True)
         for cost in self.costs:
             enough = self.suffices(cost)
@@ -149,9 +149,9 @@ class Forecast:
                 style="green" if enough else None,
             )
         table.caption = (
-            f"* fast enough: {self.utilization:.2g} of the time is spent computing, which needs the bandwidth of the "
-            "last column (-: no bandwidth is enough with this latency). Bytes are those of each replica, memory is "
-            "beyond training alone. What a method does to the loss is not forecast."
+            f"* fast enough: at least {self.utilization:.2g} of the time is spent computing. The last column is the "
+            "bandwidth needed for that (-: none is enough at this latency). Bytes are per replica; memory is what the "
+            "method needs on top of training itself. The effect on the loss is not forecast."
         )
         return table
 
@@ -176,8 +176,8 @@ class Forecast:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: in_rate(rate)))
         axes.yaxis.set_major_formatter(PercentFormatter(1))
-        axes.set_xlabel("bandwidth of each replica's line (log scale)")
-        axes.set_ylabel("time spent computing")
+        axes.set_xlabel("bandwidth of each replica's link (log scale)")
+        axes.set_ylabel("share of the time spent computing")
         axes.set_title(f"{counted(self.run.replicas, 'replica')}, {self.run.parameters:,} parameters")
         axes.grid(which="major", alpha=0.3)
         axes.legend(fontsize="small")

@@ -31,13 +31,13 @@ def ask_outer(answers: Mapping[str, Value]) -> dict[str, Value]:
     count = answers["num_processes"] or (machines if answers["use_cpu"] else max(2, machines))
     if int(count) == 1:
         return {}
-    if not click.confirm("Is the line between the processes slow, so that they should agree only now and then?"):
+    if not click.confirm("Is the network so slow that they should synchronize less often than in every step?"):
         return {}
     found = found_rate() if machines > 1 else None
-    rate = _number("How fast is the line of each of them, such as 1Gbit?", parse_rate, found)
-    latency = _number("How long does a message take one way, half of a ping?", parse_seconds, "1ms")
+    rate = _number("What is the bandwidth of each process's network link, such as 1Gbit?", parse_rate, found)
+    latency = _number("What is the one-way latency (half of a ping's round trip)?", parse_seconds, "1ms")
     parameters = _number("How many trainable parameters does the model have, such as 124M?", parse_count)
-    step = _number("How long does an optimizer step of one process alone take, such as 500ms?", parse_seconds)
+    step = _number("How long does one optimizer step take without communication, such as 500ms?", parse_seconds)
     run = {"parameters": parameters, "layers": _LAYERS, "step_s": step, "replicas": int(count)}
     forecast = Forecast.of({**run, "bandwidth_bps": rate, "latency_s": latency}, None, _UTILIZATION)
     row = forecast.best or forecast.nearest
