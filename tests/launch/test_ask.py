@@ -36,7 +36,7 @@ def test_several_machines_are_asked_more(home):
     done = ask("--config-file", "cluster.yaml", answers=answers)
     assert done.exit_code == 0, done.output
     assert "--config_file cluster.yaml" in done.output  # it is not looked up by itself
-    assert "How many processes, on all machines together (empty: one for each accelerator)?" in done.output
+    assert "How many processes, on all machines together (empty: one per accelerator)?" in done.output
     settings = resolve({"config_file": "cluster.yaml"}).settings
     assert settings == LaunchSettings(
         num_machines=2,

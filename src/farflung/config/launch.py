@@ -111,7 +111,7 @@ def _several_machines(answers: Mapping[str, Value]) -> bool:
 
 def _how_many(answers: Mapping[str, Value]) -> str:
     together, each = (", on all machines together", " on each machine") if _several_machines(answers) else ("", "")
-    return f"How many processes{together} (empty: one{each if answers['use_cpu'] else ' for each accelerator'})?"
+    return f"How many processes{together} (empty: one{each if answers['use_cpu'] else ' per accelerator'})?"
 
 
 def _on_gpus(answers: Mapping[str, Value]) -> bool:
@@ -161,28 +161,28 @@ class LaunchSettings:
 
     use_cpu: bool = setting(
         False,
-        "Train on the CPU, whatever accelerators there are.",
+        "Train on the CPU, even if accelerators are available.",
         variable="ACCELERATE_USE_CPU",
         told=True,
         flags=("--cpu", "--use_cpu"),
         question="Train on the CPU, even if there is an accelerator?",
     )
-    num_machines: int = setting(1, "How many machines take part.", question="How many machines take part?")
+    num_machines: int = setting(1, "Number of machines.", question="How many machines?")
     machine_rank: int = setting(
         0,
-        "Which of the machines this one is, from 0.",
-        question="Which of them is this machine (0 for the main one)?",
+        "Rank of this machine, counted from 0.",
+        question="What is the rank of this machine (0 for the main machine)?",
         asked_when=_several_machines,
     )
     main_process_ip: str | None = setting(
         None,
-        "Name or address of machine 0. Needed with several machines.",
-        question="Name or address of the main machine?",
+        "Host name or IP address of machine 0. Required with several machines.",
+        question="Host name or IP address of the main machine?",
         asked_when=_several_machines,
     )
     main_process_port: int | None = setting(
         None,
-        "Port on machine 0 where the processes meet. [any free one; 29500 with several machines]",
+        "Port of the rendezvous on machine 0. [any free port; 29500 with several machines]",
         question="Port on the main machine?",
         asked_when=_several_machines,
     )
@@ -196,16 +196,16 @@ class LaunchSettings:
         "accelerator; one on the CPU]",
         question=_how_many,
     )
-    multi_gpu: bool = setting(False, "Insist on GPUs: without them, refuse to start.", in_file=False)
+    multi_gpu: bool = setting(False, "Require GPUs: refuse to start without them.", in_file=False)
     gpu_ids: str = setting(
         "all",
-        "The GPUs to use on this machine: `all`, or numbers with commas between them.",
-        question="Which GPUs (all, or numbers with commas between them)?",
+        "GPUs to use on this machine: `all`, or numbers separated by commas.",
+        question="Which GPUs (all, or numbers separated by commas)?",
         asked_when=_on_gpus,
     )
     mixed_precision: str = setting(
         "no",
-        "Compute in half precision where that is safe.",
+        "Mixed precision: compute in this half-precision type where that is safe.",
         variable="ACCELERATE_MIXED_PRECISION",
         told=True,
         choices=("no", "fp16", "bf16"),
@@ -214,51 +214,51 @@ class LaunchSettings:
     )
     gradient_accumulation_steps: int | None = setting(
         None,
-        "Micro-batches in one optimizer step. [what the script says]",
+        "Micro-batches per optimizer step. [the script's value]",
         variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         told=True,
     )
     gradient_clipping: float | None = setting(
         None,
-        "The largest gradient norm, for scripts that read it. [what the script says]",
+        "Maximum gradient norm, for scripts that read it. [the script's value]",
         variable="ACCELERATE_GRADIENT_CLIPPING",
         told=True,
     )
     dynamo_backend: str = setting(
         "no",
-        "Compile models inside `prepare` with this backend of torch.compile, such as inductor.",
+        "Compile models in `prepare` with this torch.compile backend, such as inductor.",
         variable="ACCELERATE_DYNAMO_BACKEND",
         told=True,
         choices=tuple(str(word).lower() for word in DynamoBackend),
     )
     dynamo_mode: str | None = setting(
         None,
-        "How the compiler optimizes. [what the script says]",
+        "torch.compile's mode. [the script's value]",
         variable="ACCELERATE_DYNAMO_MODE",
         told=True,
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     )
     dynamo_use_fullgraph: bool | None = setting(
         None,
-        "Make a break in the compiled graph an error. [what the script says]",
+        "Treat graph breaks as errors. [the script's value]",
         variable="ACCELERATE_DYNAMO_USE_FULLGRAPH",
         told=True,
     )
     dynamo_use_dynamic: bool | None = setting(
         None,
-        "Compile for shapes that vary. [what the script says; else once one has varied]",
+        "Compile for dynamic shapes. [the script's value, or else once a shape has changed]",
         variable="ACCELERATE_DYNAMO_USE_DYNAMIC",
         told=True,
     )
     dynamo_use_regional_compilation: bool | None = setting(
         None,
-        "Compile repeated blocks one by one, equal ones once. [what the script says]",
+        "Compile repeated blocks separately, and identical blocks only once. [the script's value]",
         variable="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
         told=True,
     )
     num_cpu_threads_per_process: int | None = setting(
         None,
-        "CPU threads of each process. [cores / processes on this machine; torch's own choice for one process]",
+        "CPU threads per process. [cores / processes on this machine; torch's default for one process]",
         variable="OMP_NUM_THREADS",
         told=True,
     )
@@ -270,73 +270,109 @@ class LaunchSettings:
     )
     outer_recipe: str | None = setting(
         None,
-        "Let replicas train alone and agree now and then, as this recipe says (diloco, local_sgd ...). The other "
-        "settings of this name are its options. [what the script says]",
+        "Train replicas independently and synchronize them every H steps with this recipe: diloco, local_sgd and "
+        "others. The other --outer flags set its options. [the script's recipe, if any]",
         told=True,
         flags=("--outer_recipe", "--outer"),
         choices=tuple(RECIPES),
     )
-    outer_every: int | None = setting(None, "Optimizer steps between two rounds.", told=True)
-    outer_rounds: int | None = setting(None, "How many rounds are planned; defaults follow it.", told=True)
+    outer_every: int | None = setting(None, "Sync interval H: optimizer steps between two rounds.", told=True)
+    outer_rounds: int | None = setting(
+        None, "Planned number of rounds: below 100 the default momentum is lower.", told=True
+    )
     outer_lr: float | None = setting(None, "Learning rate of the outer optimizer.", told=True)
     outer_momentum: float | None = setting(None, "Momentum of the outer optimizer.", told=True)
-    outer_nesterov: bool | None = setting(None, "Look ahead along the outer momentum.", told=True)
-    outer_alpha: float | None = setting(None, "The recipe's number of this name.", told=True)
-    outer_beta: float | None = setting(None, "The recipe's number of this name.", told=True)
-    outer_fragments: int | None = setting(None, "Into how many parts the model is cut.", told=True)
-    outer_delay: int | None = setting(None, "Steps that an exchange may take meanwhile.", told=True)
-    outer_warmup: int | None = setting(None, "First steps, with averaged gradients.", told=True)
-    outer_levels: str | None = setting(None, "Who averages when, such as 4:machine,64:all.", told=True)
-    outer_seconds: float | None = setting(None, "Seconds between two rounds, instead of steps.", told=True)
-    outer_threshold: float | None = setting(None, "Deviations that make a movement unusual.", told=True)
-    outer_temperature: float | None = setting(None, "How alike replicas are weighed.", told=True)
-    outer_longest: float | None = setting(None, "The largest norm of the mean movement.", told=True)
-    outer_codec: str | None = setting(None, "How values travel.", told=True, choices=WORDS["codec"])
-    outer_weigh_by: str | None = setting(
-        None, "What a rank's part is weighed by.", told=True, choices=WORDS["weigh_by"]
+    outer_nesterov: bool | None = setting(
+        None, "Use Nesterov momentum in the outer optimizer (diloco only).", told=True
     )
-    outer_anchor_on_cpu: bool | None = setting(None, "Keep the agreed weights in the host's memory.", told=True)
+    outer_alpha: float | None = setting(
+        None,
+        "quadratic: H = max(every, floor((alpha / lr)^2)). slowmo: learning rate of the outer optimizer. "
+        "streaming_diloco: weight of the local parameters when they are merged with the anchor, from 0 to 1.",
+        told=True,
+    )
+    outer_beta: float | None = setting(
+        None,
+        "slowmo: momentum of the outer optimizer. sparse_loco: decay of the error feedback in each round.",
+        told=True,
+    )
+    outer_fragments: int | None = setting(
+        None, "Number of fragments the model is split into (streaming_diloco only).", told=True
+    )
+    outer_delay: int | None = setting(
+        None, "Steps for which a fragment's exchange may overlap with training (streaming_diloco only).", told=True
+    )
+    outer_warmup: int | None = setting(
+        None, "Number of first steps in which gradients are averaged (post_local_sgd only).", told=True
+    )
+    outer_levels: str | None = setting(
+        None, "Which ranks are averaged after how many steps, such as 4:machine,64:all (hierarchical only).", told=True
+    )
+    outer_seconds: float | None = setting(
+        None, "Seconds between two rounds, instead of --outer_every (edit only).", told=True
+    )
+    outer_threshold: float | None = setting(
+        None, "Z-score of the pseudo-gradient's norm above which a replica is left out (edit only).", told=True
+    )
+    outer_temperature: float | None = setting(
+        None, "Softmax temperature for weighting replicas (edit only).", told=True
+    )
+    outer_longest: float | None = setting(None, "Maximum norm of the averaged pseudo-gradient (edit only).", told=True)
+    outer_codec: str | None = setting(
+        None, "Encoding of what is sent: a cast, quantization or top-k.", told=True, choices=WORDS["codec"]
+    )
+    outer_weigh_by: str | None = setting(
+        None,
+        "Weight replicas by the optimizer steps or the items (samples, tokens) they processed.",
+        told=True,
+        choices=WORDS["weigh_by"],
+    )
+    outer_anchor_on_cpu: bool | None = setting(
+        None, "Keep the anchor and the outer optimizer's state in host memory.", told=True
+    )
     outer_inner: str | None = setting(
-        None, "What a round does to the inner optimizer's state.", told=True, choices=WORDS["inner"]
+        None, "What a round does with the inner optimizer's state.", told=True, choices=WORDS["inner"]
     )
     outer_bucket_bytes: int | None = setting(
-        None, "How much is copied and sent at a time. [an eighth of what is trained, 4 to 12.5 MB]", told=True
+        None, "Bucket size: bytes sent at a time. [an eighth of the trainable parameters, 4 to 12.5 MiB]", told=True
     )
     outer_log: str | None = setting(
-        None, "Add a line of JSON for each round to this file; with {rank} in it there is one a rank.", told=True
+        None, "Append one line of JSON per round to this file; with {rank} in the name, one file per rank.", told=True
     )
     debug: bool = setting(
         False,
-        "Check that collectives match, and show what the launcher's agent logs.",
+        "Check that all ranks call matching collectives, and show the launcher's log.",
         variable="ACCELERATE_DEBUG_MODE",
         told=True,
-        question="Check that collectives match while training (slower)?",
+        question="Check during training that all ranks call matching collectives (slower)?",
     )
-    module: bool = setting(False, "The script is a module, as in `python -m`.", flags=("-m", "--module"), in_file=False)
-    no_python: bool = setting(False, "The script is a program of its own, not Python.", in_file=False)
-    max_restarts: int = setting(0, "How often all processes are started again after one failed.")
-    monitor_interval: float = setting(0.1, "Seconds between two looks at the processes.")
+    module: bool = setting(
+        False, "Run the script as a module, like `python -m`.", flags=("-m", "--module"), in_file=False
+    )
+    no_python: bool = setting(False, "Run the script directly, without Python.", in_file=False)
+    max_restarts: int = setting(0, "How many times all processes are restarted after a failure.")
+    monitor_interval: float = setting(0.1, "Seconds between two checks of the processes.")
     rdzv_backend: str = setting(
         "static",
-        "How the machines find each other.",
+        "Rendezvous backend: how the machines find each other.",
         choices=("static", "c10d"),
-        question="How do the machines find each other?",
+        question="Rendezvous backend: how do the machines find each other?",
         asked_when=_several_machines,
     )
-    rdzv_conf: str = setting("", "More for the rendezvous: key=value,key=value.")
+    rdzv_conf: str = setting("", "More options of the rendezvous: key=value,key=value.")
     same_network: bool = setting(
-        False, "Said of machines on one network. Both answers start the same way: all go to main_process_ip."
+        False, "Whether the machines are on one network. It changes nothing: all connect to main_process_ip."
     )
     log_dir: str | None = setting(None, "Keep logs and error files in this folder.")
     tee: str = setting(
         "0",
-        "Copy streams to files in log_dir too: 1 output, 2 errors, 3 both; `0:3,1:2` for each local rank.",
+        "Also copy streams to files in log_dir: 1 stdout, 2 stderr, 3 both; `0:3,1:2` sets it per local rank.",
         flags=("-t", "--tee"),
     )
-    role: str = setting("default", "The name of the processes in tee'd lines.")
-    quiet: bool = setting(False, "Say nothing but errors.", flags=("-q", "--quiet"))
+    role: str = setting("default", "Name of the processes in tee'd lines.")
+    quiet: bool = setting(False, "Print nothing but errors.", flags=("-q", "--quiet"))
     main_training_function: str = setting(
-        "main", "For TPUs in Accelerate; nothing but `main` is possible.", choices=("main",)
+        "main", "Accelerate's setting for TPUs; only `main` is supported.", choices=("main",)
     )
     config_file: str | None = setting(None, "Read the settings from this file.", in_file=False)
 
