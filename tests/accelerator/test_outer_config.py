@@ -200,7 +200,7 @@ def test_an_error_names_the_variable_the_flag_or_the_line_of_the_file(tmp_path):
 
 
 def test_options_of_no_recipe_are_refused():
-    with pytest.raises(ConfigError, match=r"every of an outer loop: of which one\? Say it with --outer"):
+    with pytest.raises(ConfigError, match=r"--outer-every needs a recipe: set --outer, for example --outer diloco"):
         LaunchSettings(outer_every=4)
     with environ.patched({"FARFLUNG_OUTER_EVERY": "4"}), pytest.raises(ConfigError, match="FARFLUNG_OUTER_RECIPE"):
         launched_outer()

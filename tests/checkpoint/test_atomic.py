@@ -150,8 +150,8 @@ def test_what_a_script_says_is_a_checkpoint_or_a_folder_of_some(tmp_path, monkey
     assert choose.resolve("latest", automatic) == choose.resolve(None, automatic) == (automatic, True)
     for given, where, words in [
         ("nowhere", None, "there is no folder nowhere"),
-        ("latest", None, "automatic naming, which is off"),
-        (None, None, "automatic naming, which is off"),
+        ("latest", None, "but automatic naming is off"),
+        (None, None, "but automatic naming is off"),
         (None, tmp_path / "nothing", "nothing was saved yet"),
     ]:
         with pytest.raises(ConfigError, match=words):

@@ -44,7 +44,7 @@ def works_on_gpus(backend):
         padded = collectives.pad_across_processes(exchange, full[: n * rank + 1], pad_index=7)
         assert padded.shape[0] == n * (size - 1) + 1
     assert collectives.gather_object(exchange, [rank, "text"]) == [x for r in range(size) for x in (r, "text")]
-    with pytest.raises(CollectiveMismatch, match="one kind of device"):
+    with pytest.raises(CollectiveMismatch, match="the same type of device"):
         collectives.gather(exchange, full if rank else full.cpu())
     with pytest.raises(CollectiveMismatch, match="pad_across_processes"):
         collectives.gather(exchange, full[rank:])

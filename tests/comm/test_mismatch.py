@@ -34,9 +34,13 @@ def test_a_leaf_inside_a_tree_is_named_by_its_path():
 
 
 def test_dtypes_and_devices_have_an_advice_of_their_own():
-    assert message(torch.zeros(2), torch.zeros(2).half()).endswith("rank 1 [2] float16. Convert them to one dtype.")
+    assert message(torch.zeros(2), torch.zeros(2).half()).endswith(
+        "rank 1 [2] float16. Convert them to the same dtype on all ranks."
+    )
     told = message(torch.zeros(2), torch.zeros(2, device="meta"))
-    assert told.endswith("[2] float32 on cpu, rank 1 [2] float32 on meta. Bring them to one kind of device.")
+    assert told.endswith(
+        "[2] float32 on cpu, rank 1 [2] float32 on meta. Move them to the same type of device on all ranks."
+    )
 
 
 def test_structures_are_sketched():

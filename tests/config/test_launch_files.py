@@ -156,17 +156,17 @@ def test_null_says_nothing(home):
         ),
         ("inner: {recipe: diloco}\n", r"train.yaml:1: unknown key `inner`"),
         ("config_file: other.yaml\n", r"train.yaml:1: unknown key `config_file`"),
-        ("debug: true\nquiet: true\ndebug: false\n", r"train.yaml:3: `debug` is stated twice, first in line 1"),
+        ("debug: true\nquiet: true\ndebug: false\n", r"train.yaml:3: `debug` appears twice, first in line 1"),
         ("dynamo_config:\n  mode: default\n  backnd: x\n", r"train.yaml:3: unknown key `dynamo_backnd`. Did you mean"),
         ("dynamo_config: inductor\n", r"train.yaml:1: dynamo_config must be a block of keys"),
         (
             "dynamo_mode: default\ndynamo_config: {mode: default}\n",
-            r"2: `dynamo_mode` is stated twice",
+            r"2: `dynamo_mode` appears twice",
         ),
         ("num_processes: many\n", r"train.yaml:1: num_processes is 'many'; it must be an integer"),
         ("num_processes: [2]\n", r"train.yaml:1: num_processes must be one plain value"),
         ("debug: true\n- 1\n", r"train.yaml:\d: this is not YAML"),
-        ("- 1\n", r"train.yaml:1: the file must be a list of `key: value` lines"),
+        ("- 1\n", r"train.yaml:1: the file must be a mapping of `key: value` lines"),
         (
             "distributed_type: NO\nnum_processes: 4\n",
             r"train.yaml:1: distributed_type is NO .*train.yaml:2 says num_processes: 4",
@@ -177,18 +177,18 @@ def test_null_says_nothing(home):
         ),
         (
             "num_processes: !!int '2'\n",
-            r"train.yaml:1: `!!int` is a YAML tag, and no tag is read. Write the plain value",
+            r"train.yaml:1: `!!int` is a YAML tag, which is not supported. Write the plain value",
         ),
         ("outer: !mine\n  recipe: diloco\n", r"train.yaml:1: `!mine` is a YAML tag"),
         (
             "role: " + "[" * 3000 + "]" * 3000,
-            r"train.yaml:1: blocks or lists are nested more than 20 deep; settings nee",
+            r"train.yaml:1: mappings or lists are nested more than 20 deep; settings nee",
         ),
         (
             "\n".join(" " * k + "x:" for k in range(3000)),
-            r"train.yaml:21: blocks or lists are nested more than 20 deep",
+            r"train.yaml:21: mappings or lists are nested more than 20 deep",
         ),
-        ("role: " + "[" * 3000, r"train.yaml:1: blocks or lists are nested more than 20 deep"),
+        ("role: " + "[" * 3000, r"train.yaml:1: mappings or lists are nested more than 20 deep"),
     ],
 )
 def test_what_can_not_be_understood_is_refused_with_its_line(home, text, message):

@@ -261,7 +261,7 @@ def test_persistent_workers_serve_one_iteration_at_a_time():
     outer = iter(loader)
     next(outer)
     assert numbers(loader) == [[0], [1], [2], [3]]
-    with pytest.raises(StateError, match="iterated again before this iteration came to its end"):
+    with pytest.raises(StateError, match="iterated again before this iteration ended"):
         next(outer)
     assert numbers(loader) == [[0], [1], [2], [3]]
 

@@ -131,7 +131,7 @@ class Varying:
 @pytest.mark.parametrize("sizes", [(3, 2, 3, 3), (3, 3, 2, 3), (2, 3), (3, 2, 3), (3, 4)])
 def test_varying_batches_cannot_be_made_even(sizes):
     for rank in range(2):
-        with pytest.raises(ConfigError, match=r"batch_size 3 but made a batch of [24] .*even_batches=False"):
+        with pytest.raises(ConfigError, match=r"batch_size 3 but yielded a batch of [24] .*even_batches=False"):
             list(BatchSamplerShard(Varying(*sizes), 2, rank))
 
 
@@ -145,7 +145,7 @@ def test_varying_batches_are_handed_out_as_they_are_without_even_batches():
 def test_a_batch_too_long_to_be_cut_is_refused():
     sampler = Varying(3, 4)
     sampler.batch_size = 2
-    with pytest.raises(ConfigError, match="batch_size 2 but made a batch of 3"):
+    with pytest.raises(ConfigError, match="batch_size 2 but yielded a batch of 3"):
         list(BatchSamplerShard(sampler, 2, 0, split_batches=True, even_batches=False))
 
 

@@ -92,16 +92,16 @@ def test_a_project_is_searched_and_a_folder_without_any_is_said(folder, tmp_path
     for command in ("ls", "verify"):
         for name in ("empty", "project"):
             with pytest.raises(
-                CheckpointError, match=rf"^There is no checkpoint in .*{name}\. Name one, or the folder"
+                CheckpointError, match=rf"^There is no checkpoint in .*{name}\. Name a checkpoint, or the folder"
             ):
                 said(command, folder / name)
     (folder / "checkpoint_0").rename(folder / "project" / "checkpoints" / "checkpoint_0")
     assert said("ls", folder / "project").startswith("checkpoint_0: ")
-    assert said("verify", folder / "project").endswith("checkpoint_0: whole\n")
+    assert said("verify", folder / "project").endswith("checkpoint_0: complete\n")
 
 
 def test_a_checkpoint_that_lacks_its_model_says_so(folder):
-    one, sentence = folder / "checkpoint_1", "it has no weights of a model"
+    one, sentence = folder / "checkpoint_1", "it has no model weights"
     assert sentence not in said("ls", folder) + said("ls", one) + said("verify", one)
     said("convert", one, folder / "checkpoint_2", "--to", "accelerate")
     (folder / "checkpoint_2" / "model.safetensors").unlink()
@@ -111,7 +111,7 @@ def test_a_checkpoint_that_lacks_its_model_says_so(folder):
 
 
 def test_damage_is_found_and_named(folder):
-    assert said("verify", folder).count("whole") == 2
+    assert said("verify", folder).count(": complete") == 2
     path = folder / "checkpoint_0" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged") as caught:
@@ -124,9 +124,9 @@ def test_differences_are_said_and_are_the_exit_code(folder):
     assert code == 1
     assert "model.safetensors: weight: values are up to 1 apart" in words
     assert "bias" not in words
-    assert words.endswith("Files that are the same: 2 of 3\n")
+    assert words.endswith("Identical files: 2 of 3\n")
     said("convert", folder / "checkpoint_0", folder / "copy", "--to", "farflung")
-    assert run("diff", folder / "checkpoint_0", folder / "copy") == ("Files that are the same: 3 of 3\n", 0)
+    assert run("diff", folder / "checkpoint_0", folder / "copy") == ("Identical files: 3 of 3\n", 0)
     (folder / "copy" / "model.safetensors").unlink()
     words, code = run("diff", folder / "checkpoint_0", folder / "copy")
     assert (words.splitlines()[0], code) == (f"model.safetensors: only in {folder / 'checkpoint_0'}", 1)
@@ -149,9 +149,9 @@ def test_other_forms_can_be_loaded(folder, tmp_path):
     assert words[0].startswith(f"Written to {tmp_path / 'theirs'}: model.safetensors, random_states_0.pkl (")
     assert words[1] == "Left out: farflung.json, loop_state/rank_0.bin."
     assert sorted(path.name for path in (tmp_path / "theirs").iterdir()) == ["model.safetensors", "random_states_0.pkl"]
-    assert "no more can be said" in said("verify", tmp_path / "theirs")
+    assert "it can't be verified without a manifest" in said("verify", tmp_path / "theirs")
     said("convert", tmp_path / "theirs", tmp_path / "ours", "--to", "farflung")
-    assert said("verify", tmp_path / "ours").endswith("whole\n")
+    assert said("verify", tmp_path / "ours").endswith(": complete\n")
     said("convert", tmp_path / "ours", tmp_path / "w.pt", "--to", "state-dict")
     assert torch.load(tmp_path / "w.pt", weights_only=True)["weight"].tolist() == [[1.0, 1.0]]
     with pytest.raises(ConfigError, match="is there already"):
@@ -175,7 +175,7 @@ def test_a_checkpoint_under_the_former_name_is_verified_loaded_and_replaced(fold
     """Its manifest counts as ever; the next save into the same folder leaves no trace of the old one."""
     one = folder / "checkpoint_1"
     (one / layout.MANIFEST).rename(one / layout.FORMER_MANIFEST)
-    assert "whole" in said("verify", one)
+    assert ": complete" in said("verify", one)
     assert "1 process" in said("ls", folder)
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(2, 1))

@@ -55,9 +55,9 @@ def test_there_is_a_process_for_each_accelerator_or_one_on_the_cpu(said, gpu_cou
     ("said", "gpu_count", "message"),
     [
         ({"num_processes": 4}, 2, "4 processes on this machine need a GPU each, and there are 2"),
-        ({"multi_gpu": True}, 0, "torch finds none here"),
-        ({"multi_gpu": True, "num_processes": 1}, 0, "torch finds none here"),
-        ({"multi_gpu": True, "num_processes": 2}, 0, "torch finds none here"),
+        ({"multi_gpu": True}, 0, "torch finds none on this machine"),
+        ({"multi_gpu": True, "num_processes": 1}, 0, "torch finds none on this machine"),
+        ({"multi_gpu": True, "num_processes": 2}, 0, "torch finds none on this machine"),
     ],
 )
 def test_gpus_that_are_not_there_are_missed_at_once(said, gpu_count, message, script, gpus):

@@ -263,7 +263,7 @@ def test_a_second_interrupt_ends_ranks_that_do_not_heed_the_first(home, mark):
         wait_for(home / "up0", home / "up1")
         launcher.send_signal(signal.SIGINT)
         assert launcher.stderr is not None
-        assert "Ctrl-C once more ends them at once" in launcher.stderr.readline()
+        assert "press Ctrl-C again to kill them now" in launcher.stderr.readline()
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(timeout=10) == 130
     assert none_left(mark), left_behind(mark)

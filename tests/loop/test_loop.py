@@ -334,7 +334,7 @@ def test_a_schedule_that_ends_before_the_data_is_said_aloud_once_with_the_number
     }[kind]()
     scheduler = AcceleratedScheduler(inner, [optimizer], ticks=2)
     updates(optimizer, scheduler, model, 2)
-    with pytest.warns(UserWarning, match="for 4 ticks.*6 updates, so 12 ticks"):
+    with pytest.warns(UserWarning, match="after 4 scheduler steps.*6 updates, which are 12 scheduler steps"):
         updates(optimizer, scheduler, model)
     updates(optimizer, scheduler, model)
 

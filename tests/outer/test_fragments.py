@@ -108,7 +108,7 @@ def test_embeddings_apart_are_the_last_fragment_and_tied_heads_go_with_them():
         (whole, 2, "strided, blocks or by_bytes"),
         (strided, 6, "6 fragments of 5 blocks"),
         (blocks, 6, "by_bytes"),
-        (by_bytes, 99, "nothing that is trained"),
+        (by_bytes, 99, "no trainable parameters"),
         (apart(strided), 1, "two fragments"),
         (apart(strided, nn.Conv2d), 2, "Conv2d"),
     ],

@@ -264,7 +264,7 @@ def test_advice_is_given_where_there_is_something_to_say():
     growing = [[[1.0] * 4], [[2.0] * 4], [[9.0] * 4]]
     (_, _, advice), *_ = run_replicas(recorded, 2, [[way[0] for way in growing]] * 2, diloco(1, lr=1.0, momentum=0.0))
     assert "9.0 times as far" in advice
-    assert "exchange less often" in advice  # nothing but rounds has happened
+    assert "synchronize less often" in advice  # nothing but rounds has happened
     calm = OuterLoop(linear(), diloco(2), SoloGroup())
     calm.step()
     assert calm.advice() == ""

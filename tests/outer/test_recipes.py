@@ -277,16 +277,16 @@ def test_replicas_differ_between_rounds_and_some_for_ever(name):
         (lambda: replace(local_sgd(2), rule=WithoutOutliers()), ConfigError, "needs|looks at"),
         (lambda: replace(local_sgd(2), rule=ClippedToMedian()), ConfigError, "looks at"),
         (lambda: replace(local_sgd(2), codec=ErrorFeedback(Int8())), ConfigError, "needs an anchor"),
-        (lambda: replace(diloco(2), merge=Correct()), ConfigError, "delay = every"),
-        (lambda: replace(eager_diloco(4), schedule=Streaming(4, 1, 3)), ConfigError, "delay = every"),
+        (lambda: replace(diloco(2), merge=Correct()), ConfigError, "a delay equal to every"),
+        (lambda: replace(eager_diloco(4), schedule=Streaming(4, 1, 3)), ConfigError, "a delay equal to every"),
         (lambda: replace(eager_diloco(4), codec=ErrorFeedback(Int8())), ConfigError, "stale term"),
         (lambda: replace(eager_diloco(4), aggregator=TrimmedMean()), ConfigError, "this rank's part"),
-        (lambda: replace(streaming_diloco(4, 2), inner=Reset()), ConfigError, "within a round"),
+        (lambda: replace(streaming_diloco(4, 2), inner=Reset()), ConfigError, "rounds that block training"),
         (lambda: replace(diloco(2), weigh_by="tokens"), ConfigError, "'steps' or 'items'"),
         (lambda: replace(diloco(2), codec=Int8()), Unsupported, "GatherMean"),
         (lambda: replace(diloco(2), aggregator=ReduceScatterMean()), Unsupported, "Mean"),
         (lambda: gossip(2, codec=ErrorFeedback(Int8())), ConfigError, "needs an anchor"),
-        (lambda: noloco(2, codec=ErrorFeedback(Int8())), Unsupported, "another peer"),
+        (lambda: noloco(2, codec=ErrorFeedback(Int8())), Unsupported, "a different peer"),
         (lambda: edit(), ConfigError, "one of them"),
         (lambda: edit(2, seconds=3.0), ConfigError, "one of them"),
         (lambda: edit(2, temperature=0.0), ConfigError, "above 0"),
@@ -311,7 +311,7 @@ def test_a_recipe_is_a_row_that_anyone_can_write():
     with OuterLoop(net(), recipe, SoloGroup()) as outer:
         outer.step()
     assert outer.stats().steps == 1
-    with pytest.raises(ConfigError, match="2 fragments: cut the model"):
+    with pytest.raises(ConfigError, match="2 fragments: split the model"):
         OuterLoop(net(), replace(recipe, fragments=whole), SoloGroup())
 
 

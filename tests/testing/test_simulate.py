@@ -204,7 +204,7 @@ def test_the_others_go_on_without_a_lost_replica(name):
 
 
 def test_groups_of_neighbours_must_fit_those_that_are_left():
-    with pytest.raises(ConfigError, match="3 ranks can't be cut into blocks of 2"):
+    with pytest.raises(ConfigError, match="3 ranks can't be split into blocks of 2"):
         run(RECIPES["hierarchical"], replicas=4, lost={1: 3})
     found = run(RECIPES["hierarchical"], replicas=4, steps=12, lost={1: 3, 2: 3})
     assert [len(losses) for losses in found.losses] == [12, 3, 3, 12]
@@ -275,5 +275,5 @@ def test_what_cannot_be_is_refused(settings, message):
 def test_data_that_end_are_gone_through_again_or_refused():
     found = simulate(Wide, lambda rank: [torch.ones(1, 50)], post_local_sgd(2, 2), replicas=2, steps=5)
     assert len(found.curve) == 5
-    with pytest.raises(ConfigError, match="gave no batches"):
+    with pytest.raises(ConfigError, match="returned no batches"):
         simulate(Wide, lambda rank: iter([torch.ones(1, 50)]), local_sgd(2), replicas=2, steps=5)

@@ -66,7 +66,9 @@ class Keeper:
         if not self._project.automatic_checkpoint_naming:
             return None
         if self._project.project_dir is None:
-            raise ConfigError("automatic_checkpoint_naming=True needs a project_dir. Give ProjectConfiguration one.")
+            raise ConfigError(
+                "automatic_checkpoint_naming=True needs a project_dir. Set it in the ProjectConfiguration."
+            )
         return Path(self._project.project_dir) / layout.CHECKPOINTS
 
     def state_of(self, module: nn.Module) -> dict[str, Any]:
@@ -111,7 +113,9 @@ class Keeper:
         }
         if automatic is None:
             if output_dir is None:
-                raise ConfigError("save_state() without a folder needs automatic_checkpoint_naming. Name a folder.")
+                raise ConfigError(
+                    "save_state() without a folder needs automatic_checkpoint_naming=True. Set it, or name a folder."
+                )
             return Order(Path(output_dir).expanduser(), None, facts)
         target = automatic / layout.checkpoint(project.iteration)
         aside = _aside(automatic)
@@ -171,12 +175,12 @@ class Keeper:
             found.steps = steps
             weights = [contents.read_model(model, folder, k, strict) for k, model in enumerate(models)]
             if run.outers.can_begin_here and not found.loops:
-                found.words.append("it is of a run without outer loops: they begin at its weights")
+                found.words.append("it was written without outer loops: they start from its weights")
             elif len(found.loops) < len(run.outers.live):
                 raise CheckpointError(
                     f"{folder} has the state of {counted(len(found.loops), 'outer loop')}, but here there are "
                     f"{len(run.outers.live)}. "
-                    "Call load_state before they are opened."
+                    "Call load_state before you open them."
                 )
             read.append((found, weights))
 
@@ -218,7 +222,9 @@ class Keeper:
         if found.own is not None:
             lines += [f"loader {k + 1} of {len(loaders)} {loader.whereabouts()}" for k, loader in enumerate(loaders)]
         elif loaders:
-            lines.append("it does not say where the data stood: loops start at their beginning, or skip_first_batches")
+            lines.append(
+                "it does not record the position in the data: loops start at the beginning, or use skip_first_batches"
+            )
         lines += found.words
         if self._run.world.is_main:
             print("\n".join(f"farflung: {line}" for line in lines), file=sys.stderr)
@@ -292,7 +298,9 @@ class Checkpointing:
         load_model_func_kwargs.pop("map_location", None)
         if load_model_func_kwargs or (load_kwargs or {}) not in ({}, {"weights_only": True}):
             odd = sorted({*load_model_func_kwargs, *(load_kwargs or {})})
-            raise Unsupported(f"load_state: {odd} can't be set; only plain data is read, onto the CPU first.")
+            raise Unsupported(
+                f"load_state: {odd} can't be set: checkpoints hold plain data only, and are loaded onto the CPU first."
+            )
         self._keeper.load(input_dir, strict)
 
     def register_for_checkpointing(self, *objects: Any) -> None:

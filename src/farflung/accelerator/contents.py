@@ -182,11 +182,13 @@ def _regroup(run: Run, found: Loaded, folder: Path, size: int) -> None:
         found.loops = [loop.state for loop in loops if loop.state is not None]
         if len(found.loops) < len(loops):
             found.loops = []
-            found.words.append("their outer loop begins anew from there, as its anchors held what was under way")
+            found.words.append(
+                "their outer loop starts over from there, because its anchors included a round that was in flight"
+            )
     except DAMAGE as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{folder} holds something that is not the state of a run: {error!r}") from error
+        raise CheckpointError(f"{folder} holds something other than the state of a run: {error!r}") from error
 
 
 def _own_or_shared(outer: dict[str, Any], kind: str, index: int, shared: Path) -> Any:
@@ -242,7 +244,7 @@ def _check_own(run: Run, found: Loaded, folder: Path) -> None:
     except DAMAGE as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{folder} holds something that is not the state of a run: {error!r}") from error
+        raise CheckpointError(f"{folder} holds something other than the state of a run: {error!r}") from error
 
 
 def apply(run: Run, found: Loaded) -> list[Undo]:
@@ -296,7 +298,7 @@ def _apply(run: Run, found: Loaded, undo: list[Undo]) -> None:
         undo.insert(0, lambda: setattr(run.loop, "step", before_step))
         run.loop.step = found.random.get("step", 0)
     if found.random is None:
-        found.words.append(f"there are no random states of rank {run.world.rank}, so its random numbers are others")
+        found.words.append(f"it has no random states for rank {run.world.rank}, so its random numbers differ")
     else:
         states = rng.read()
         undo.insert(0, lambda: rng.write(states))

@@ -59,7 +59,9 @@ def join_uneven_inputs(
         return
     for one in joinables:
         if not isinstance(one, Joinable):
-            raise ConfigError(f"join_uneven_inputs: a {type(one).__name__} is not under DDP. Give prepared models.")
+            raise ConfigError(
+                f"join_uneven_inputs: a {type(one).__name__} is not wrapped in DDP. Pass prepared models."
+            )
     with ExitStack() as stack:
         if even_batches is not None:
             for loader in registry.loaders:

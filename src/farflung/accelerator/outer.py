@@ -122,7 +122,7 @@ class Tie:
             self._items = fresh or self._items  # a second step on the same batch
         if not self._items:
             raise ConfigError(
-                "weigh_by='items': nothing says how many items went into this step. Give them to "
+                "weigh_by='items': the number of items in this step is unknown. Pass it to "
                 "accelerator.backward(loss_sum, num_items=n), or train from a prepared loader of batches with tensors."
             )
         return self._items
@@ -242,7 +242,7 @@ class Outer:
         self._loops = loops or OpenLoops()
         if self._loops.tied(model):
             raise ConfigError(
-                "This model is in an outer loop already: Accelerator(outer=), --outer or FARFLUNG_OUTER_RECIPE opened "
+                "This model already has an outer loop: Accelerator(outer=), --outer or FARFLUNG_OUTER_RECIPE opened "
                 "one when it was prepared, or a `with` block around this one has. Leave one of them out."
             )
         driver(model, optimizers)

@@ -56,7 +56,9 @@ def regrouped(
         _moved(state, old, size, total, words) for state, total in zip(own["loaders"], total_batch_sizes, strict=False)
     ]
     if any(one["is_own"] for one in owns[0]["optimizers"]):
-        words.append("replicas had trained alone: all take the mean of their weights, and the optimizer of rank 0")
+        words.append(
+            "replicas had trained independently: all take the mean of their weights, and rank 0's optimizer state"
+        )
     return own, _random_states(folder, old, rank), words
 
 
@@ -75,7 +77,7 @@ def _mean_gradients(owns: list[dict[str, Any]], words: list[str]) -> list[Any] |
     """Return the mean over the ranks of each optimizer's unfinished gradients; None where they can't be joined."""
     scales = {window["scale"] for own in owns for window in own["loop"]["windows"]}
     if scales != {None}:
-        words.append("the unfinished accumulation window was weighed by numbers of items: it begins anew")
+        words.append("the unfinished accumulation window was weighted by num_items: it starts over")
         return None
     joined: list[Any] = []
     for column in zip(*(own["gradients"] for own in owns), strict=True):

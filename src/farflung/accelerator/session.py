@@ -43,7 +43,7 @@ def opened() -> Session:
         StateError: there is none.
     """
     if _slot is None:
-        raise StateError("No Accelerator has been made in this process yet. Make one first: `Accelerator()`.")
+        raise StateError("No Accelerator has been created in this process yet. Create one first: `Accelerator()`.")
     return _slot
 
 
@@ -61,7 +61,7 @@ def open_or_join(world: World, mixed_precision: str | None, plugin: GradientAccu
         return _slot
     if mixed_precision is not None and mixed_precision != _slot.mixed_precision:
         raise ConfigError(
-            f"mixed_precision={mixed_precision!r}, but this process's first Accelerator settled on "
+            f"mixed_precision={mixed_precision!r}, but this process's first Accelerator has "
             f"{_slot.mixed_precision!r}. Make them equal, or call `AcceleratorState._reset_state()` between two runs."
         )
     if plugin is not None and plugin != _slot.plugin:

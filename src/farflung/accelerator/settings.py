@@ -40,13 +40,13 @@ _HANDLERS = (
 )
 
 _INSTEAD = {
-    "deepspeed_plugin": "DeepSpeed is not done; use DDP, or an outer loop over it",
-    "deepspeed_plugins": "DeepSpeed is not done; use DDP, or an outer loop over it",
-    "megatron_lm_plugin": "Megatron-LM is not done; use DDP, or an outer loop over it",
-    "fsdp_plugin": "FSDP is not done yet; use DDP, or an outer loop over it",
-    "torch_tp_plugin": "tensor parallelism is not done; use DDP",
-    "parallelism_config": "parallelism configurations are not done yet; use DDP",
-    "log_with": "trackers are not done yet; call yours on the main process (`accelerator.is_main_process`)",
+    "deepspeed_plugin": "DeepSpeed is not supported; use DDP, or an outer loop over it",
+    "deepspeed_plugins": "DeepSpeed is not supported; use DDP, or an outer loop over it",
+    "megatron_lm_plugin": "Megatron-LM is not supported; use DDP, or an outer loop over it",
+    "fsdp_plugin": "FSDP is not supported yet; use DDP, or an outer loop over it",
+    "torch_tp_plugin": "tensor parallelism is not supported; use DDP",
+    "parallelism_config": "parallelism configurations are not supported yet; use DDP",
+    "log_with": "trackers are not supported yet; call yours on the main process (`accelerator.is_main_process`)",
 }
 
 

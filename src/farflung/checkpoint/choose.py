@@ -100,8 +100,8 @@ def resolve(given: str | os.PathLike[str] | None, automatic: Path | None) -> tup
         return folder, not is_checkpoint(folder) and bool(candidates(folder))
     if automatic is None:
         raise ConfigError(
-            f"load_state({given!r}) takes the newest checkpoint of automatic naming, which is off. Name a folder, or "
-            "use ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+            f"load_state({given!r}) loads the newest automatically named checkpoint, but automatic naming is off. "
+            "Name a folder, or use ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
         )
     if not automatic.is_dir():
         raise ConfigError(f"load_state: there is no folder {automatic}, so nothing was saved yet.")

@@ -110,7 +110,7 @@ def inside(name: str) -> str:
     """
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or str(path) != name:
-        raise CheckpointError(f"A checkpoint names the file {name!r}, which is not inside its folder. It isn't read.")
+        raise CheckpointError(f"A checkpoint names the file {name!r}, which is outside its folder, so it was not read.")
     return name
 
 

@@ -62,7 +62,7 @@ class Crew:
             named = "; ".join(f"rank {rank}: {kind}: {text}" for rank, (kind, text) in failures.items())
             kinds = {kind for kind, _ in failures.values()}
             ours = _OURS.get(kinds.pop()) if len(kinds) == 1 else None
-            raise (ours or CheckpointError)(f"{doing} failed, and training can go on. {named}") from cause
+            raise (ours or CheckpointError)(f"{doing} failed, but training can continue. {named}") from cause
         return [value for value, _ in words]
 
 
@@ -130,8 +130,8 @@ class Saver:
                 raise ConfigError(f"{order.target} is a file. Name a folder for the checkpoint.")
             if order.must_be_new and order.target.exists():
                 raise ConfigError(
-                    f"{order.target} is there already. Load it first, or set ProjectConfiguration(iteration=...) to "
-                    "the number that comes next."
+                    f"{order.target} already exists. Load it first, or set ProjectConfiguration(iteration=...) to "
+                    "the next number."
                 )
             draft.begin()
             return os.fspath(draft.folder)
@@ -176,7 +176,9 @@ class Saver:
         """
         if self._thread is not None:
             if busy == "refuse" and self._thread.is_alive():
-                raise StateError("save_state: the checkpoint before is still being written. Use busy='wait', or later.")
+                raise StateError(
+                    "save_state: the previous checkpoint is still being written. Use busy='wait', or save later."
+                )
             self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
@@ -204,7 +206,7 @@ def _write(crew: Crew, attempt: Attempt, parts: Sequence[Piece], at_once: bool) 
 def _write_all(parts: Sequence[Piece], folder: Path, at_once: bool) -> dict[str, Entry]:
     if not folder.is_dir():
         raise CheckpointError(
-            f"this rank does not see {folder}, which its leader made. Use a folder that all machines share, or "
+            f"this rank does not see {folder}, which another rank created. Use a folder shared by all machines, or "
             "ProjectConfiguration(save_on_each_node=True)."
         )
     if not at_once:

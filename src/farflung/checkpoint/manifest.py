@@ -83,7 +83,7 @@ class Manifest:
                 raise ValueError("it was changed after it was written")
             number = content.pop("format")
             if number != _FORMAT:
-                raise CheckpointError(f"{path} is of format {number}; this version of Farflung reads {_FORMAT}.")
+                raise CheckpointError(f"{path} has format {number}; this version of Farflung reads format {_FORMAT}.")
             entries = {n: Entry(int(e["bytes"]), int(e["crc32"], 16)) for n, e in content.pop("files").items()}
             found = cls(files=entries, **content)
             if not all(steps is None or type(steps) is int for steps in found.optimizer_steps or ()):

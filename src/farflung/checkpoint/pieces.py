@@ -54,9 +54,9 @@ def write(piece: Piece, folder: Path, threaded: bool = True) -> Entry:
             unsafe = unsafe_names(path)
         if unsafe:
             raise ConfigError(
-                f"The state of {piece.origin or piece.name} holds {', '.join(unsafe)}, which would need code to be run "
-                "when it is loaded. Let state_dict() give tensors, numbers, texts and their lists and dictionaries, or "
-                "name a class that is safe to build with torch.serialization.add_safe_globals."
+                f"The state of {piece.origin or piece.name} holds {', '.join(unsafe)}, which can't be loaded without "
+                "running code. Let state_dict() return tensors, numbers, strings and their lists and dictionaries, or "
+                "allow a class that is safe to build with torch.serialization.add_safe_globals."
             )
     return Entry(sink.num_bytes, sink.crc32)
 

@@ -81,7 +81,7 @@ def write(states: dict[str, Any]) -> list[str]:
         else:
             number = 0 if saved is None else len(saved)
             odd.append(
-                f"random states of {counted(number, f'{kind} device')} were saved, but here there are "
+                f"random states of {counted(number, f'{kind} device')} were saved, but this machine has "
                 f"{module.device_count()}"
             )
     return odd

@@ -25,6 +25,8 @@ def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool
         torch.save(obj, path)
         return
     if not isinstance(obj, dict) or not all(isinstance(value, Tensor) for value in obj.values()):
-        raise ConfigError("safe_serialization=True writes a dictionary from names to tensors; this is something else.")
+        raise ConfigError(
+            "safe_serialization=True can only save a dictionary of tensors by name; this is something else."
+        )
     with Sink(path) as sink:  # not safetensors' own writer, whose files nobody else may read
         write_safetensors(obj, sink)

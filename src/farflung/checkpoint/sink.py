@@ -275,5 +275,5 @@ def unsafe_names(path: Path) -> list[str]:
     try:
         found: list[str] = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except ValueError as error:
-        raise CheckpointError(f"{path.name} can't be looked through: {error}") from error
+        raise CheckpointError(f"{path.name} can't be inspected: {error}") from error
     return found

@@ -67,7 +67,7 @@ def read_torch(path: Path) -> Any:
         with torch.serialization.safe_globals(allowed()):
             return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is not there.") from error
+        raise CheckpointError(f"{path} does not exist.") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} was not loaded: {_reason(error)}. Only tensors, numbers, texts and their lists and dictionaries "
@@ -87,7 +87,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path, device="cpu")
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is not there.") from error
+        raise CheckpointError(f"{path} does not exist.") from error
     except DAMAGE as error:
         raise CheckpointError(f"{path} can't be read, so it is damaged: {_reason(error)}") from error
 

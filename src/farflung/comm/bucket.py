@@ -62,7 +62,7 @@ class Buckets:
         if len(devices) > 1:
             raise Unsupported(
                 f"These tensors are on several devices ({', '.join(sorted(map(str, devices)))}), and one flat buffer "
-                "can't hold them. Put what is exchanged on one device."
+                "can't hold them. Move all of them to one device."
             )
         self.dtype = dtype
         self._shapes = [storage.shape for storage in storages]
@@ -164,13 +164,14 @@ class Buckets:
             if storage.shape != shape:
                 raise StateError(
                     f"Tensor {number} had shape {list(shape)} when its bucket was planned and has "
-                    f"{list(storage.shape)} now. Change the model first, then plan."
+                    f"{list(storage.shape)} now. Change the model first, then plan the buckets."
                 )
         for piece in (piece for pieces in self._plan for piece in pieces):
             if piece.shape is None and not storages[piece.tensor].is_contiguous():
                 raise StateError(
                     f"Tensor {piece.tensor} of shape {list(storages[piece.tensor].shape)} was contiguous when its "
-                    "bucket was planned and is not now. Change the memory layout of the model first, then plan."
+                    "bucket was planned and is not now. Change the memory layout of the model first, then plan the "
+                    "buckets."
                 )
         self._outside = [[piece.of(storages[piece.tensor]) for piece in pieces] for pieces in self._plan]
         self._is_plain = [all(p.dtype == self.dtype and p.dim() == 1 for p in parts) for parts in self._outside]

@@ -136,7 +136,9 @@ def broadcast(exchange: Exchange, tree: Any, from_process: int = 0, within: str 
         call = (within,)
     limit = MAX_CAPACITY if exchange.rank == from_process else 0
     parcel = exchange.share(exchange.form(call, leaves, spec, limit), leaves, settles=within is None)
-    require_alike(parcel.forms, "Every rank brings tensors to be overwritten, of the sender's shapes and dtypes.")
+    require_alike(
+        parcel.forms, "Every rank must pass tensors of the sender's shapes and dtypes, which are overwritten."
+    )
     if not parcel.came[from_process]:
         bulk.broadcast(exchange, leaves, from_process)
     elif exchange.rank != from_process:
@@ -212,7 +214,7 @@ def reduce(exchange: Exchange, tree: Any, reduction: str = "mean", scale: float 
         return unflatten(spec, [x.clone() if factor == 1 else x * factor for x in leaves])
     form = exchange.form(call, leaves, spec, limit=_MAX_LOCAL_SUM // exchange.size)
     parcel = exchange.share(form, leaves)
-    require_alike(parcel.forms, "reduce needs equal shapes and dtypes; use gather_object for what differs.")
+    require_alike(parcel.forms, "reduce needs equal shapes and dtypes on all ranks; use gather_object if they differ.")
     op: Op = "max" if reduction == "max" else "sum"
     dtypes = [_COMPUTED_IN[x.dtype] for x in leaves]
     reduced = _reduced(parcel, dtypes, op) if all(parcel.came) else bulk.reduce(exchange, leaves, dtypes, op)
@@ -258,7 +260,7 @@ def pad_across_processes(
     parcel = exchange.share(exchange.form(call, leaves, spec, limit=0), leaves)
     if parcel.same:
         return unflatten(spec, leaves)
-    require_alike(parcel.forms, "The numbers of dimensions must agree.", lambda kind: len(kind.shape))
+    require_alike(parcel.forms, "All ranks must have the same number of dimensions.", lambda kind: len(kind.shape))
     padded = []
     for k, x in enumerate(leaves):
         inside = -x.dim() <= dim < x.dim()
@@ -340,7 +342,7 @@ def _wrong_dtype(dtypes: Iterable[torch.dtype], reduction: str, scale: float, si
         if dtype.is_complex and reduction == "max":
             return f"{dtype} has no maximum."
         if not inexact and reduction == "mean" and size > 1:
-            return f"the mean of {dtype} is no {dtype}. Use .float() or reduction='sum'."
+            return f"the mean of {dtype} values is not {dtype}. Use .float() or reduction='sum'."
         if not inexact and (not float(scale).is_integer() or dtype is torch.bool) and scale != 1:
             return f"tensors of {dtype} can't be scaled by {scale}. Use .float()."
     return None

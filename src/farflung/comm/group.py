@@ -147,7 +147,7 @@ def check_blocks(num_ranks: int, size: int) -> None:
     """
     if size < 2 or num_ranks % size == 1:
         raise ConfigError(
-            f"{num_ranks} ranks can't be cut into blocks of {size}: a rank would be alone. Use another size."
+            f"{num_ranks} ranks can't be split into blocks of {size}: one rank would be left alone. Use another size."
         )
 
 
@@ -291,7 +291,7 @@ class TorchGroup:
         """
         group = self._pg()
         if group is None:
-            raise StateError("The process group that these ranks talked through has been destroyed.")
+            raise StateError("The process group of these ranks has been destroyed.")
         return group
 
     def speaks(self, device: str) -> bool:

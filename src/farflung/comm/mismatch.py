@@ -47,7 +47,9 @@ def require_alike(forms: Sequence[Form], advice: str, alike: Callable[[Kind], An
     name = called(forms[0].call)
     if any(form.tree != forms[0].tree for form in forms):
         trees = _by_rank("brought", dict(enumerate(_sketch(form.tree) for form in forms)))
-        raise CollectiveMismatch(f"{name}: {trees}. All ranks need one structure, keys in the same order.")
+        raise CollectiveMismatch(
+            f"{name}: {trees}. All ranks must pass the same structure, with keys in the same order."
+        )
     for k, path in enumerate(_paths(forms[0].tree)):
         kinds = [form.kinds[k] for form in forms]
         if any(alike(kind) != alike(kinds[0]) for kind in kinds):
@@ -56,9 +58,9 @@ def require_alike(forms: Sequence[Form], advice: str, alike: Callable[[Kind], An
             one_dtype = all(kind.dtype == kinds[0].dtype for kind in kinds)
             leaves = _by_rank("brought", dict(enumerate(_leaf(kind, not one_device) for kind in kinds)))
             if not one_device:
-                advice = "Bring them to one kind of device."
+                advice = "Move them to the same type of device on all ranks."
             elif not one_dtype:
-                advice = "Convert them to one dtype."
+                advice = "Convert them to the same dtype on all ranks."
             raise CollectiveMismatch(f"{name}: {where}{leaves}. {advice}")
 
 

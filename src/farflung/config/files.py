@@ -99,7 +99,7 @@ def read_file(path: Path) -> dict[str, Stated]:
             if text is not None:
                 stated[key] = Stated(_FIELDS[key].parse(text, f"{place}: {key}"), place)
         elif key in _BLOCKS:
-            raise ConfigError(f"{place}: {key} must be a block of keys, not one value.")
+            raise ConfigError(f"{place}: {key} must be a mapping, not a single value.")
         elif key not in _KNOWN:
             raise ConfigError(f"{place}: unknown key `{key}`.{did_you_mean(key, _KNOWN)}")
     if "distributed_type" in entries:
@@ -121,11 +121,11 @@ def _entries(path: Path) -> Iterator[tuple[str, tuple[Node, str]]]:
     if root is None:
         return
     if not isinstance(root, MappingNode):
-        raise ConfigError(f"{path}:1: the file must be a list of `key: value` lines.")
+        raise ConfigError(f"{path}:1: the file must be a mapping of `key: value` lines.")
     seen: dict[str, int] = {}
     for word, line, value in _lines(root):
         if word in seen:
-            raise ConfigError(f"{path}:{line}: `{word}` is stated twice, first in line {seen[word]}. Keep one.")
+            raise ConfigError(f"{path}:{line}: `{word}` appears twice, first in line {seen[word]}. Keep one.")
         seen[word] = line
         yield word, (value, f"{path}:{line}")
 
@@ -138,10 +138,12 @@ def _check_events(path: Path, text: str) -> None:
         tag = getattr(event, "tag", None)
         if tag is not None:
             written = tag.replace("tag:yaml.org,2002:", "!!")
-            raise ConfigError(f"{place}: `{written}` is a YAML tag, and no tag is read. Write the plain value.")
+            raise ConfigError(f"{place}: `{written}` is a YAML tag, which is not supported. Write the plain value.")
         depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
         if depth > _DEEPEST:
-            raise ConfigError(f"{place}: blocks or lists are nested more than {_DEEPEST} deep; settings need two.")
+            raise ConfigError(
+                f"{place}: mappings or lists are nested more than {_DEEPEST} deep; settings need at most two levels."
+            )
 
 
 def _lines(block: MappingNode, prefix: str = "") -> Iterator[tuple[str, int, Node]]:
@@ -161,7 +163,7 @@ def _lines(block: MappingNode, prefix: str = "") -> Iterator[tuple[str, int, Nod
 def _scalar(key: str, node: Node, place: str) -> str | None:
     """Return the text of a plain value, None when it is null."""
     if not isinstance(node, ScalarNode):
-        raise ConfigError(f"{place}: {key} must be one plain value, not a list or a block.")
+        raise ConfigError(f"{place}: {key} must be a plain value, not a list or a mapping.")
     return None if _says_nothing(node) else str(node.value)
 
 
@@ -178,7 +180,7 @@ def _refuse_unless_idle(key: str, node: Node, place: str) -> None:
         text = _scalar(key, node, place)
         idle = text is None or text.lower() in ("", "false", *entry.idle)
     if not idle:
-        raise Unsupported(f"{place}: `{key}` asks for {entry.what}, which Farflung does not do. {entry.instead}")
+        raise Unsupported(f"{place}: `{key}` asks for {entry.what}, which Farflung does not support. {entry.instead}")
 
 
 def _read_distributed_type(node: Node, place: str, stated: dict[str, Stated]) -> None:
@@ -186,7 +188,7 @@ def _read_distributed_type(node: Node, place: str, stated: dict[str, Stated]) ->
     word = (_scalar("distributed_type", node, place) or "NO").upper()
     if word not in DISTRIBUTED_TYPES:
         raise Unsupported(
-            f"{place}: distributed_type is {word}, which Farflung does not do. "
+            f"{place}: distributed_type is {word}, which Farflung does not support. "
             f"Use one of {', '.join(DISTRIBUTED_TYPES)}; the last two train with DDP."
         )
     for name, value in DISTRIBUTED_TYPES[word].items():

@@ -38,7 +38,7 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     Foreign("sharding by FSDP", "Leave it out to train with DDP.", ("use_fsdp", "fsdp_"), ("fsdp_config",)),
     Foreign(
-        "parallelism in several dimensions",
+        "multi-dimensional parallelism",
         "Leave it out to train with DDP.",
         ("use_parallelism_config", "parallelism_config"),
         ("parallelism_config",),
@@ -83,9 +83,9 @@ FOREIGN: tuple[Foreign, ...] = (
         ("enable_cpu_affinity",),
         ("enable_cpu_affinity",),
     ),
-    Foreign("IPEX", "Plain PyTorch has its optimizations now.", ("ipex", "use_xpu"), ("ipex_config",)),
+    Foreign("IPEX", "PyTorch itself has these optimizations now.", ("ipex", "use_xpu"), ("ipex_config",)),
     Foreign(
-        "torchrun's way of counting",
+        "torchrun's way of counting processes",
         "Use --num_processes, which counts the processes of all machines together.",
         ("nproc_per_node", "local_ranks_filter"),
     ),

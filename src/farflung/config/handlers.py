@@ -236,11 +236,9 @@ class DataLoaderConfiguration:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.use_stateful_dataloader:
-            raise Unsupported("use_stateful_dataloader=True is not done. Leave it out and use skip_first_batches.")
+            raise Unsupported("use_stateful_dataloader=True is not supported. Leave it out and use skip_first_batches.")
         if self.data_seed is not None and not self.use_seedable_sampler:
-            raise ConfigError(
-                f"data_seed is {self.data_seed}, but without use_seedable_sampler=True nothing would read it."
-            )
+            raise ConfigError(f"data_seed is {self.data_seed}, but it has no effect without use_seedable_sampler=True.")
 
 
 @dataclass

@@ -87,7 +87,7 @@ class Field:
     def _parse_word(self, text: str, called: str) -> str:
         word = text.lower()
         if word in self.refused:
-            raise Unsupported(f"{called} is {text!r}, which Farflung does not do. {self.refused[word]}")
+            raise Unsupported(f"{called} is {text!r}, which Farflung does not support. {self.refused[word]}")
         if not self.choices:
             return text
         if word not in self.choices:
@@ -431,7 +431,7 @@ class LaunchSettings:
         if not self.main_process_ip:
             raise ConfigError(
                 f"num_machines is {self.num_machines}, but main_process_ip is not set. "
-                "Give each machine the name or address of machine 0."
+                "Set it to the host name or IP address of machine 0 on every machine."
             )
         if self.main_process_port == 0:
             raise ConfigError("main_process_port is 0 (any free port), but several machines must agree on one.")
@@ -495,7 +495,7 @@ def check_variables() -> None:
         if name.startswith(_PREFIX) and name not in known:
             meant = get_close_matches(name.removeprefix(_PREFIX), by_word, n=1)
             near = f" Did you mean `{by_word[meant[0]]}`?" if meant else ""
-            raise ConfigError(f"The environment variable {name} means nothing.{near} Unset or correct it.")
+            raise ConfigError(f"The environment variable {name} is not a setting.{near} Unset or correct it.")
 
 
 def launched_outer() -> OuterConfig | None:

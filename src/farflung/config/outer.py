@@ -186,7 +186,10 @@ def outer_config(said: Mapping[str, Any], called: str) -> OuterConfig | None:
     if not given:
         return None
     if "recipe" not in given:
-        raise ConfigError(f"{', '.join(given)} of an outer loop: of which one? Say it with {called}.")
+        flag = called.startswith("--")
+        names = [f"--outer-{name.replace('_', '-')}" if flag else f"FARFLUNG_OUTER_{name.upper()}" for name in given]
+        verb, example = "needs" if len(names) == 1 else "need", f"{called}{' ' if flag else '='}diloco"
+        raise ConfigError(f"{', '.join(names)} {verb} a recipe: set {called}, for example {example}.")
     return OuterConfig(**given)
 
 
@@ -211,12 +214,14 @@ def _levels(said: Mapping[int, int | str | None] | str) -> dict[int, int | str |
         fits = size is None or size == MACHINE or (type(size) is int and size >= 2)
         if type(every) is not int or every < 1 or not fits or every in levels:
             raise ConfigError(
-                f"levels is {said!r}; after different numbers of steps, say how many neighbours average (2 or more), "
+                f"levels is {said!r}; map each number of steps to how many ranks average after it: 2 or more, "
                 "'machine' or 'all', such as '4:machine,64:all'."
             )
         levels[every] = size
     if not levels or levels[max(levels)] is not None or list(levels.values()).count(None) > 1:
-        raise ConfigError(f"levels is {said!r}; all ranks ('all') must average too, and most seldom.")
+        raise ConfigError(
+            f"levels is {said!r}; one level must be all ranks ('all'), and it must be the least frequent."
+        )
     return levels
 
 

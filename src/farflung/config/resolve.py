@@ -107,4 +107,4 @@ def _blame(path: Path | None, origins: Mapping[str, Origin]) -> str:
     """Say which settings came from elsewhere than the command line, for who does not know that there is a file."""
     if path is None or all(origin.kind != "file" for origin in origins.values()):
         return ""
-    return f" (Settings that the command line left open were read from {path}.)"
+    return f" (Settings that the command line did not give were read from {path}.)"

@@ -120,8 +120,8 @@ class Method:
             )
         if self.delay > self.every:
             raise ConfigError(
-                f"{self.name}: delay={self.delay} is more than every={self.every}, so a fragment would be launched "
-                "again before it has landed."
+                f"{self.name}: delay={self.delay} is more than every={self.every}, so a fragment would be sent "
+                "again before its last exchange was applied."
             )
         check_word(f"{self.name}: exchange", self.exchange, get_args(Exchange))
         if any(every < 1 or size < 2 for every, size in self.levels):

@@ -72,7 +72,7 @@ def _steps(schedule: Schedule) -> int:
         return schedule.every
     if isinstance(schedule, Levels):
         return max(schedule.sizes)
-    raise ConfigError(f"{schedule} does not say how many steps a round has: give every=.")
+    raise ConfigError(f"{schedule} does not determine how many steps a round has: pass every=.")
 
 
 def _exchange(recipe: Recipe) -> Exchange:

@@ -76,7 +76,7 @@ def parse_bytes(text: str, called: str) -> int:
     base = 1024 if found is not None and found[2] else 1000
     count = math.nan if found is None else number * base ** list(_STEPS).index(found[1])
     if not count >= 1:
-        raise ConfigError(f"{called} is {text!r}; it must be an amount with its unit, such as 25MiB or 4MB.")
+        raise ConfigError(f"{called} is {text!r}; it must be a size with its unit, such as 25MiB or 4MB.")
     return round(count)
 
 

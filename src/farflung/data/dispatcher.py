@@ -185,7 +185,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if self.split_batches:
             if lengths[0] is None:
                 raise ConfigError(
-                    "split_batches needs a tensor with a first dimension in each batch, but got "
+                    "split_batches needs a tensor with a batch dimension in each batch, but got "
                     f"{group[0]!r:.80}. Use split_batches=False."
                 )
         elif len(group) == self._group.size and len(set(lengths)) == 1 and self.slice_fn is None:

@@ -165,8 +165,8 @@ class PreparedLoader(LoaderView):
                 yield batch
                 if one_at_a_time and self._epochs.newest is not under_way:
                     raise StateError(
-                        "This loader was iterated again before this iteration came to its end. Its workers are "
-                        "persistent, so that it has them once: use persistent_workers=False, or two loaders."
+                        "This loader was iterated again before this iteration ended. Its persistent workers can serve "
+                        "only one iteration at a time: use persistent_workers=False, or two loaders."
                     )
             self._epochs.finish(epoch)
             state.leave(under_way, at_end=True)

@@ -131,7 +131,7 @@ def prepare_data_loader(
     """
     axes = set(getattr(torch_device_mesh, "mesh_dim_names", None) or ()) - _DATA_AXES
     if axes:
-        raise Unsupported(f"A mesh with the axes {sorted(axes)} is not done. Use {sorted(_DATA_AXES)}.")
+        raise Unsupported(f"A mesh with the axes {sorted(axes)} is not supported. Use {sorted(_DATA_AXES)}.")
     world = slot.current()
     group: Group = SoloGroup() if world is None else world.group
     exchange = Exchange(group) if world is None else world.exchange

@@ -61,7 +61,7 @@ def altered(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """
     if isinstance(loader, LoaderView):
         raise ConfigError(
-            f"A {type(loader).__name__} cannot be shared out among ranks: prepare the loader first, then call "
+            f"A {type(loader).__name__} cannot be sharded across ranks: prepare the loader first, then call "
             "skip_first_batches on what comes back."
         )
     other = copy.copy(loader)

@@ -31,7 +31,7 @@ from farflung.launch.report import Failure
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that the agent takes over
 _PATIENCE_S = 2.0
-_SLOW = "farflung: the processes have 30 s to end by themselves; Ctrl-C once more ends them at once."
+_SLOW = "farflung: the processes have 30 s to shut down; press Ctrl-C again to kill them now."
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 

@@ -18,13 +18,13 @@ from farflung.launch.options import SettingsCommand, given, launch_options
 
 
 @click.group(invoke_without_command=True, context_settings=BOTH_SPELLINGS)
-@click.option("--config_file", metavar="FILE", help="Write this file. [~/.config/farflung/config.yaml]")
+@click.option("--config_file", metavar="FILE", help="File to write. [~/.config/farflung/config.yaml]")
 @click.pass_context
 def config(ctx: click.Context, config_file: str | None) -> None:
-    """Ask for the settings of `farflung launch` and keep them in a file."""
+    """Ask for the settings of `farflung launch` and save them in a file."""
     if ctx.invoked_subcommand is not None:
         if config_file is not None:
-            raise click.UsageError(f"--config_file belongs behind `{ctx.invoked_subcommand}`.")
+            raise click.UsageError(f"--config_file must come after `{ctx.invoked_subcommand}`.")
         return
     path = Path(config_file).expanduser() if config_file else own_file()
     if path.exists():
@@ -69,12 +69,12 @@ def _say_if_hidden(path: Path) -> None:
     """A file that is not looked up first has to be named, or is overruled by another one."""
     counts = find_file()
     if counts is None or counts.resolve() != path.resolve():
-        click.echo(f"It counts with `farflung launch --config_file {path}`.")
+        click.echo(f"Use it with `farflung launch --config_file {path}`.")
 
 
 @config.command("default", context_settings=BOTH_SPELLINGS)
-@click.option("--config_file", metavar="FILE", help="Write this file. [~/.config/farflung/config.yaml]")
-@click.option("--mixed_precision", default="no", metavar="no|fp16|bf16", help="Compute in half precision. [no]")
+@click.option("--config_file", metavar="FILE", help="File to write. [~/.config/farflung/config.yaml]")
+@click.option("--mixed_precision", default="no", metavar="no|fp16|bf16", help="Mixed precision. [no]")
 def default(config_file: str | None, mixed_precision: str) -> None:
     """Write a file with the default settings, unless there is one."""
     path = write_basic_config(mixed_precision, config_file)
@@ -99,7 +99,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     """
     path = Path(save_location).expanduser() if save_location is not None else own_file()
     if path.is_file():
-        click.echo(f"{path} exists and is left as it is. `farflung config` asks whether to replace it.")
+        click.echo(f"{path} exists and was not changed. `farflung config` asks whether to replace it.")
         return False
     precision = field_named("mixed_precision").parse(mixed_precision, "mixed_precision")
     return write_file(path, {"mixed_precision": precision})
@@ -122,8 +122,11 @@ def describe(resolved: Resolved, origin: bool) -> list[str]:
 config.add_command(
     SettingsCommand(
         "show",
-        params=[*launch_options(), click.Option(["--origin"], is_flag=True, help="Say where each came from.")],
+        params=[
+            *launch_options(),
+            click.Option(["--origin"], is_flag=True, help="Also show where each value comes from."),
+        ],
         callback=_show,
-        help="Show the settings that count, given these flags, the environment and the files.",
+        help="Show the settings in effect, given these flags, the environment and the files.",
     )
 )

@@ -25,19 +25,19 @@ from farflung.checkpoint.sink import sums_of
 from farflung.checkpoint.source import read_torch, read_weights
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-_NO_MODEL = "it has no weights of a model"
+_NO_MODEL = "it has no model weights"
 _SHOWN = 10  # names of one kind that are listed before the rest is counted
 
 
 @click.group()
 def checkpoint() -> None:
-    """Look at checkpoints, and change their form."""
+    """List, verify, compare and convert checkpoints."""
 
 
 @checkpoint.command()
 @click.argument("folder", type=_FOLDER)
 def ls(folder: Path) -> None:
-    """List the checkpoints in FOLDER or its `checkpoints`, the newest first, or the files of the one that it is."""
+    """List the checkpoints in FOLDER or FOLDER/checkpoints, newest first, or the files if FOLDER is a checkpoint."""
     if not choose.is_checkpoint(folder):
         for path in _checkpoints(folder):
             click.echo(_line(path))
@@ -52,7 +52,7 @@ def ls(folder: Path) -> None:
 @checkpoint.command()
 @click.argument("folder", type=_FOLDER)
 def verify(folder: Path) -> None:
-    """Read every byte of a checkpoint, or of all in FOLDER, and say whether it is what was written."""
+    """Read every byte of a checkpoint, or of all those in FOLDER, and check it against what was written."""
     paths = [folder] if choose.is_checkpoint(folder) else _checkpoints(folder)
     broken = []
     for path in paths:
@@ -64,7 +64,7 @@ def verify(folder: Path) -> None:
         if found.manifest is None:
             for name in _sizes(path):
                 _read(path / name)
-        state = "whole" if found.manifest else "readable; without a manifest no more can be said"
+        state = "complete" if found.manifest else "readable, but it can't be verified without a manifest"
         lacks = "" if any(map(layout.is_model, _sizes(path))) else f"; {_NO_MODEL}"
         click.echo(f"{path}: {state}{lacks}")
     if broken:
@@ -76,7 +76,7 @@ def verify(folder: Path) -> None:
 @click.argument("other", type=_FOLDER)
 @click.pass_context
 def diff(ctx: click.Context, one: Path, other: Path) -> None:
-    """Say how two checkpoints differ: files, names, shapes, and how far values are apart.
+    """Show how two checkpoints differ: files, names, shapes, and how far apart values are.
 
     The exit code is 0 where they are the same, 1 where they differ, and 2 where they can't be compared.
     """
@@ -97,7 +97,7 @@ def diff(ctx: click.Context, one: Path, other: Path) -> None:
             click.echo(f"{name}: {line}")
         if len(lines) > _SHOWN:
             click.echo(f"{name}: and {len(lines) - _SHOWN} more")
-    click.echo(f"Files that are the same: {same} of {len(both) + len(alone)}")
+    click.echo(f"Identical files: {same} of {len(both) + len(alone)}")
     ctx.exit(0 if same == len(both) + len(alone) else 1)
 
 
@@ -109,13 +109,13 @@ def diff(ctx: click.Context, one: Path, other: Path) -> None:
     "form",
     type=click.Choice(["accelerate", "farflung", "state-dict"]),
     required=True,
-    help="accelerate: without what Farflung adds. farflung: with a manifest. state-dict: the weights in one file.",
+    help="accelerate: without Farflung's own files. farflung: with a manifest. state-dict: one file with the weights.",
 )
-@click.option("--model", default=0, help="Which model, for state-dict.", show_default=True)
+@click.option("--model", default=0, help="Index of the model, for state-dict.", show_default=True)
 def convert(source: Path, target: Path, form: str, model: int) -> None:
-    """Write the checkpoint SOURCE in another form to TARGET, which must not be there yet."""
+    """Write the checkpoint SOURCE in another format to TARGET, which must not exist yet."""
     if target.exists():
-        raise ConfigError(f"{target} is there already. Name another target.")
+        raise ConfigError(f"{target} already exists. Name another target.")
     found = choose.opened(source)
     if form == "state-dict":
         weights = _weights(source, model)
@@ -160,7 +160,7 @@ def _weights(folder: Path, index: int) -> dict[str, Any]:
             weights = read_weights(path)
             wrapped = bool(weights) and all(name.startswith("module.") for name in weights)
             return {name.removeprefix("module.") if wrapped else name: value for name, value in weights.items()}
-    raise CheckpointError(f"{folder} has no weights of a model {index}.")
+    raise CheckpointError(f"{folder} has no weights of model {index}.")
 
 
 def _read(path: Path) -> Any:
@@ -225,7 +225,7 @@ def _checkpoints(folder: Path) -> list[Path]:
     inner = folder / layout.CHECKPOINTS
     found = choose.candidates(folder) or (choose.candidates(inner) if inner.is_dir() else [])
     if not found:
-        raise CheckpointError(f"There is no checkpoint in {folder}. Name one, or the folder of a project.")
+        raise CheckpointError(f"There is no checkpoint in {folder}. Name a checkpoint, or the folder of a project.")
     return found
 
 

@@ -16,7 +16,7 @@ _PACKAGES = ("farflung", "torch", "numpy", "safetensors", "accelerate", "transfo
 
 
 @click.command()
-@click.option("--config_file", "--config-file", metavar="FILE", help="Look at the settings of this file.")
+@click.option("--config_file", "--config-file", metavar="FILE", help="Show the settings in this file.")
 def env(config_file: str | None) -> None:
     """Show versions, devices and the settings in use."""
     resolved = resolve({} if config_file is None else {"config_file": config_file})

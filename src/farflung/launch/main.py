@@ -14,12 +14,12 @@ from farflung.base.errors import FarflungError
 
 # name -> where it lives, and what it does.
 COMMANDS = {
-    "launch": ("farflung.launch.run:launch", "Start a script in one or several connected processes."),
-    "config": ("farflung.launch.ask:config", "Ask for settings and keep them in a file."),
+    "launch": ("farflung.launch.run:launch", "Run a script in one or several distributed processes."),
+    "config": ("farflung.launch.ask:config", "Ask for settings and save them in a file."),
     "plan": ("farflung.cost.command:plan", "Forecast what each method costs on a network."),
     "env": ("farflung.launch.env:env", "Show versions, devices and the settings in use."),
-    "checkpoint": ("farflung.launch.checkpoint:checkpoint", "Look at checkpoints: are they whole, how do two differ."),
-    "demo": ("farflung.demo.command:demo", "Train a small GPT three ways and compare what they cost."),
+    "checkpoint": ("farflung.launch.checkpoint:checkpoint", "List, verify, compare and convert checkpoints."),
+    "demo": ("farflung.demo.command:demo", "Train a small GPT in three ways and compare their costs."),
 }
 
 

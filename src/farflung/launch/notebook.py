@@ -151,7 +151,7 @@ def _fork(
         )
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise StateError(
-            "CUDA is initialized in this process, and forked processes can't use it then. Restart the notebook and "
+            "CUDA is already initialized in this process, so forked processes can't use it. Restart the notebook and "
             "touch the GPU inside the function only."
         )
     variables = rank_variables(settings) | network_variables(meeting, settings)

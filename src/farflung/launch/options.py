@@ -65,5 +65,5 @@ class SettingsCommand(click.Command):
             if foreign is None:
                 raise
             raise Unsupported(
-                f"{error.option_name} asks for {foreign.what}, which Farflung does not do. {foreign.instead}"
+                f"{error.option_name} asks for {foreign.what}, which Farflung does not support. {foreign.instead}"
             ) from None

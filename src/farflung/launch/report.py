@@ -133,7 +133,7 @@ def explain(failures: Sequence[Failure], finished: Sequence[int] = (), num_machi
 
 def _without_traceback(cause: Failure) -> str:
     if cause.exit_code == -signal.SIGKILL:
-        return "It was killed from outside. The system does that to a process when memory runs out."
+        return "It was killed from outside. The operating system does this when memory runs out."
     if cause.exit_code < 0:
         return "It ended by a signal, so there is no traceback."
     return f"{cause.message or 'It left no traceback for the launcher.'} What it printed stands above."

@@ -20,7 +20,7 @@ from farflung.launch.plan import Plan, lone_environment, make_plan
 from farflung.launch.report import show
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND
 
-_HELP = """Start SCRIPT in one or several connected processes.
+_HELP = """Run SCRIPT in one or several distributed processes.
 
 What stands behind SCRIPT belongs to it. Each flag may be written with `_` or with `-`. A flag counts before an
 environment variable, a variable before the configuration file, and the file before the default. This also decides

@@ -121,7 +121,8 @@ def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Gr
     count = float(num_items)
     if window.size > 1 and window.scale is None:
         raise StateError(
-            "backward: an earlier loss of this accumulation window came without num_items. Give it to all."
+            "backward: an earlier loss of this accumulation window came without num_items. Pass it with every loss of "
+            "a window, or with none."
         )
     window.items = window.items + count if window.size else count  # outside `accumulate` each call is a window
     if not window.complete:

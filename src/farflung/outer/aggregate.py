@@ -111,7 +111,7 @@ class Mean:
             Unsupported: wires of this codec can't be summed.
         """
         if not codec.linear:
-            raise Unsupported(f"Mean sums on the way, and wires of {codec} can't be summed. Use GatherMean().")
+            raise Unsupported(f"Mean uses an all-reduce, but payloads of {codec} can't be summed. Use GatherMean().")
         return Parcel(x, None, x)
 
     def start(self, parcel: Parcel, codec: Codec, group: Group, shares: Shares) -> Pending:
@@ -169,7 +169,9 @@ class ReduceScatterMean:
         wires = [_encoded(part, codec, rest).wire for part, rest in zip(parts, rests, strict=True)]
         size = codec.wire_bytes(parts[0].numel())
         if wires[0] is None or wires[0].dtype != torch.uint8:
-            raise Unsupported(f"ReduceScatterMean sends bytes, and {codec} gives none. Use GatherMean().")
+            raise Unsupported(
+                f"ReduceScatterMean needs a codec that encodes to bytes, and {codec} doesn't. Use GatherMean()."
+            )
         wire = torch.zeros(group.size, size, dtype=torch.uint8, device=x.device)
         for row, part in zip(wire, wires, strict=True):  # the last parts may be shorter
             assert part is not None
@@ -263,7 +265,7 @@ class Gossip:
             Unsupported: under error feedback a rank would owe its peers different things.
         """
         if residual is not None:
-            raise Unsupported(f"Gossip has another peer each round, so it can't use {codec}.")
+            raise Unsupported(f"Gossip has a different peer in each round, so it can't use {codec}.")
         return Parcel(x, codec.encode(x), x)
 
     def start(self, parcel: Parcel, codec: Codec, group: Group, shares: Shares) -> Pending:

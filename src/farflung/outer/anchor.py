@@ -37,7 +37,7 @@ class Anchor:
         self._views = [] if self._is_away else [buckets.cut(k, c.detach()) for k, c in enumerate(self.chunks)]
         self.optimizer = make_optimizer(self.chunks) if self.chunks else None
         if self.optimizer is not None and len(self.optimizer.param_groups) != 1:
-            raise ConfigError("The outer optimizer must keep the parameters it is given in one group.")
+            raise ConfigError("The outer optimizer must keep its parameters in one parameter group.")
 
     def _kept(self, flat: Tensor) -> Tensor:
         return flat.cpu().pin_memory() if self._is_away else flat.clone()

@@ -95,7 +95,7 @@ class OuterLoop:
         on_cpu = all(parameter.is_cpu for parameter in model.parameters())
         if on_cpu and not group.speaks("cpu"):
             raise ConfigError(
-                "The model is on the CPU, and its group can't send from there (NCCL alone can't). Move the model to "
+                "The model is on the CPU, but its group can't send CPU tensors (NCCL alone can't). Move the model to "
                 'the GPU, or initialize torch.distributed with the backend "cpu:gloo,cuda:nccl".'
             )
         if bucket_bytes is None:
@@ -215,7 +215,7 @@ class OuterLoop:
             raise ConfigError("attach: this optimizer has no parameter of the outer loop's model.")
         if self._recipe.weigh_by == "items":
             raise ConfigError(
-                "attach: the recipe weighs by items, of which an optimizer knows nothing. Call step(items=n)."
+                "attach: the recipe weights replicas by items, which an optimizer doesn't count. Call step(items=n)."
             )
         self._know(optimizer)
         self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.average_gradients()))

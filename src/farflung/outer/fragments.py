@@ -71,7 +71,7 @@ def whole(model: nn.Module, count: int = 1) -> list[Fragment]:
         ConfigError: more than one fragment is asked for, or a parameter of the model has no shape yet.
     """
     if count != 1:
-        raise ConfigError(f"The schedule speaks of {count} fragments: cut the model with strided, blocks or by_bytes.")
+        raise ConfigError(f"The schedule has {count} fragments: split the model with strided, blocks or by_bytes.")
     return _cut(model, 1, lambda name: 0)
 
 
@@ -120,7 +120,7 @@ def apart(cut: Cut, kind: type[nn.Module] = nn.Embedding) -> Cut:
         parameters = [p for module in model.modules() if isinstance(module, kind) for p in module.parameters()]
         inside = {id(parameter) for parameter in parameters}
         if not inside or count < 2:
-            raise ConfigError(f"apart({kind.__name__}) needs such a module and two fragments or more, not {count}.")
+            raise ConfigError(f"apart({kind.__name__}) needs such a module, and two fragments or more, not {count}.")
         last = _only(whole(model)[0], inside, True)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         for parameter in trained:
@@ -198,7 +198,7 @@ def _cut(model: nn.Module, count: int, choose: _Choose) -> list[Fragment]:
         sizes[target] += _bytes(place)
     trained = [any(place.get().requires_grad for place in mine) for mine in bins]
     if count > 1 and not all(trained):
-        raise ConfigError(f"{count} fragments, but {trained.count(False)} of them would have nothing that is trained.")
+        raise ConfigError(f"{count} fragments, but {trained.count(False)} of them would have no trainable parameters.")
     return [_fragment(sorted(mine, key=lambda place: order[id(place)])) for mine in bins]
 
 

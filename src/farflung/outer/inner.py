@@ -106,7 +106,9 @@ class Average:
         states = [(parameter, optimizer.state[parameter]) for parameter in parameters if parameter in optimizer.state]
         kept = {name for _, state in states for name in state}
         if states and not kept >= set(self.every):
-            raise ConfigError(f"The optimizer keeps {sorted(kept)}, and none of {sorted(set(self.every) - kept)}.")
+            raise ConfigError(
+                f"The optimizer's state has {sorted(kept)}, but none of {sorted(set(self.every) - kept)}."
+            )
         return [
             value
             for parameter, state in states

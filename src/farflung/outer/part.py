@@ -228,7 +228,7 @@ class Part:
         here = {place.name: place for place in self._fragment.places}
         if saved.keys() != here.keys():
             odd = sorted(saved.keys() ^ here.keys())
-            raise ConfigError(f"The saved outer loop is of another model: they differ in {', '.join(odd[:5])}.")
+            raise ConfigError(f"The saved outer loop is of a different model: they differ in {', '.join(odd[:5])}.")
         with torch.no_grad():
             for name, place in here.items():
                 local(place.get()).copy_(saved[name])

@@ -70,18 +70,16 @@ class Recipe:
         inside = self.schedule.then if isinstance(self.schedule, Warmup) else self.schedule
         fits = isinstance(inside, Streaming) and inside.fragments == 1 and inside.delay == inside.every
         if is_eager and not fits:
-            raise ConfigError("Correct() is for one fragment that is applied when the next one is sent: delay = every.")
+            raise ConfigError("Correct() needs a schedule with one fragment and a delay equal to every.")
         if is_eager and isinstance(self.aggregator, (Gossip, TrimmedMean)):
-            raise ConfigError(f"Correct() takes this rank's part of a mean out again, which {self.aggregator} has not.")
+            raise ConfigError(f"Correct() replaces this rank's term in a mean, which {self.aggregator} has not.")
         # What the aggregator would say of the codec in the first round.
         residual = torch.zeros(1) if isinstance(self.codec, ErrorFeedback) else None
         self.aggregator.prepare(torch.zeros(1), self.codec, SoloGroup(), residual)
         if is_eager and isinstance(self.codec, ErrorFeedback):
-            raise ConfigError(
-                "Correct() takes this rank's stale term back, which ErrorFeedback() has partly kept back."
-            )
+            raise ConfigError("Correct() replaces this rank's stale term, part of which ErrorFeedback() has not sent.")
         if self.inner != Keep() and self.schedule.delay:
-            raise ConfigError(f"{self.inner} is done within a round, and with a delay no round stops the training.")
+            raise ConfigError(f"{self.inner} needs rounds that block training, so it can't be used with a delay.")
 
     def _check_kinds(self) -> None:
         check_schedule("schedule", self.schedule)
@@ -103,15 +101,13 @@ class Recipe:
     def _check_without_anchor(self) -> None:
         if self.schedule.delay:
             raise ConfigError(
-                f"delay={self.schedule.delay}: what is averaged late would undo the steps since. Give the recipe an "
-                "outer optimizer: then only what changed is exchanged, and merged."
+                f"delay={self.schedule.delay}: weights that are averaged late would undo the steps since. Give the "
+                "recipe an outer optimizer, so that pseudo-gradients are exchanged instead of weights."
             )
         if isinstance(self.codec, ErrorFeedback) or isinstance(self.merge, (Blend, Correct)):
             raise ConfigError(f"{self.codec} with {self.merge} needs an anchor: give the recipe an outer optimizer.")
         if self.rule.norm != "none":
-            raise ConfigError(
-                f"{self.rule} looks at how far replicas moved from an anchor: give the recipe an outer optimizer."
-            )
+            raise ConfigError(f"{self.rule} needs the replicas' pseudo-gradients: give the recipe an outer optimizer.")
 
     @property
     def is_whole(self) -> bool:

@@ -377,7 +377,7 @@ def _momentum(momentum: float | None, rounds: int | None) -> float:
         return 0.3 if short else 0.9
     if momentum >= 0.9 and short:
         warnings.warn(
-            f"diloco: an outer momentum of {momentum} needs hundreds of rounds to pay back and {rounds} are planned; "
+            f"diloco: an outer momentum of {momentum} needs hundreds of rounds to pay off, but {rounds} are planned; "
             "in short runs it has ended at a clearly higher loss than 0.3 or plain averaging.",
             stacklevel=3,
         )

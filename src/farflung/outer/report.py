@@ -127,13 +127,13 @@ class Meter:
         now, said = self.stats(), []
         if now.rounds and now.seconds_exposed > 0.1 * now.seconds_total:
             said.append(
-                f"Training waited {now.seconds_exposed / now.seconds_total:.0%} of the time for rounds, "
-                f"{now.seconds_voting / max(now.seconds_exposed, 1e-9):.0%} of that for slower ranks: exchange less "
+                f"Training spent {now.seconds_exposed / now.seconds_total:.0%} of the time waiting for rounds, "
+                f"{now.seconds_voting / max(now.seconds_exposed, 1e-9):.0%} of that for slower ranks: synchronize less "
                 "often, send fewer bits (codec=), or let rounds overlap with training (streaming_diloco)."
             )
         if now.first_drift_norm and now.drift_norm > 4 * now.first_drift_norm:
             said.append(
                 f"Replicas moved {now.drift_norm / now.first_drift_norm:.1f} times as far from the anchor in the "
-                "latest round as in the first one: exchange more often, or lower the learning rate."
+                "latest round as in the first one: synchronize more often, or lower the learning rate."
             )
         return " ".join(said)

@@ -396,7 +396,7 @@ class Rounds:
                 )
         raise CollectiveMismatch(
             f"The replicas no longer agreed at the end of their last round (digests {list(tally.digests)}), though the "
-            "tensors are alike now. Something wrote to them meanwhile."
+            "tensors are equal now: something wrote to them in between."
         )
 
     def _drop(self, number: int) -> None:

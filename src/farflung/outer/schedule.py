@@ -127,7 +127,8 @@ class Streaming:
         check_whole("fragments", self.fragments, least=1)
         if self.fragments > self.every:
             raise ConfigError(
-                f"fragments={self.fragments} of every={self.every}: at most one fragment a step. Use fewer fragments."
+                f"fragments={self.fragments} of every={self.every}: at most one can be sent per step. Use "
+                "fewer fragments."
             )
         check_whole("delay", self.delay, least=0, most=self.every)
 
@@ -262,8 +263,8 @@ class Levels(_AtOnce):
         order = [self.sizes[every] or math.inf for every in sorted(self.sizes)]
         if not order or order[-1] != math.inf or sorted(set(order)) != order:
             raise ConfigError(
-                f"levels {dict(self.sizes)}: the more ranks meet, the more seldom they should, and all of them (None) "
-                "must meet most seldom. An example is {4: 8, 64: None}."
+                f"levels {dict(self.sizes)}: larger groups must average less often, and all ranks (None) least often, "
+                "such as {4: 8, 64: None}."
             )
 
     @property

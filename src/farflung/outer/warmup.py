@@ -33,7 +33,10 @@ def average_gradients(model: nn.Module, group: Group, finished: bool = False) ->
     flags, *sizes = group.meet(_said(not finished, sum(p.numel() for p in trained))).T.tolist()
     if len(set(zip(*sizes, strict=True))) > 1:
         numels = [int(high) * _HALF + int(low) for high, low in zip(*sizes, strict=True)]
-        raise CollectiveMismatch(f"The ranks train {numels} values, by rank. Change the model on all ranks alike.")
+        raise CollectiveMismatch(
+            f"The ranks have different numbers of trainable values: {numels}. Change the model in the same way on all "
+            "ranks."
+        )
     shares = Shares(*alike_as_one(flags), group.rank)
     if not shares.total:
         return None

@@ -181,7 +181,7 @@ def choose_precision(
         ConfigError: another word, or a scaler's arguments without fp16.
     """
     if name == "fp8":
-        raise Unsupported("mixed_precision='fp8' is not done. Use 'bf16'.")
+        raise Unsupported("mixed_precision='fp8' is not supported. Use 'bf16'.")
     if name not in ("no", "bf16", "fp16"):
         raise ConfigError(f"mixed_precision is {name!r}; it must be one of no, fp16, bf16.")
     if scaler is not None and name != "fp16":
@@ -190,6 +190,8 @@ def choose_precision(
         return ScaledFp16(device.type, autocast, scaler)
     if name == "bf16":
         if device.type == "cuda" and not torch.cuda.is_bf16_supported():
-            raise Unsupported(f"{torch.cuda.get_device_name(device)} has no bf16. Use mixed_precision='fp16'.")
+            raise Unsupported(
+                f"{torch.cuda.get_device_name(device)} does not support bf16. Use mixed_precision='fp16'."
+            )
         return Autocast("bf16", device.type, autocast)
     return Full()

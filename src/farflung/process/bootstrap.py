@@ -37,10 +37,10 @@ _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "M
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
 
 _ENGINES = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed is not done. DDP, or an outer loop over it, is the way here.",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM is not done. DDP, or an outer loop over it, is the way here.",
-    "ACCELERATE_USE_FSDP": "FSDP is not done yet. Use DDP, or an outer loop over it.",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "Parallelism configurations are not done yet. Use DDP.",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed is not supported. Use DDP, or an outer loop over it.",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM is not supported. Use DDP, or an outer loop over it.",
+    "ACCELERATE_USE_FSDP": "FSDP is not supported yet. Use DDP, or an outer loop over it.",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "Parallelism configurations are not supported yet. Use DDP.",
 }
 
 # A worker thread of gloo lets go of the tensors of its last collective after the caller has been told that it is done,
@@ -127,7 +127,7 @@ def join_world(
     here = slot.current()
     if here is not None:
         if cpu and here.device.type != "cpu":
-            raise ConfigError(f"cpu=True, but this process has joined its world with device {here.device} already.")
+            raise ConfigError(f"cpu=True, but this process already uses device {here.device}.")
         _watch(here, watchdog)
         return here
     for name, message in _ENGINES.items():
@@ -279,9 +279,7 @@ def _backend(device: torch.device, asked: str | None) -> str:
     """Return torch's backend words; beside an accelerator's own backend there is always gloo, for CPU tensors."""
     if device.type == "cpu":
         if asked is not None and asked not in ("gloo", "mpi", "ccl"):
-            raise ConfigError(
-                f"backend is {asked!r}, but this run is on CPUs. Use 'gloo', or leave the backend to the device."
-            )
+            raise ConfigError(f"backend is {asked!r}, but this run is on CPUs. Use 'gloo', or leave out the backend.")
         return asked or "gloo"
     own = asked or dist.get_default_backend_for_device(device)
     return own if ":" in own or own == "gloo" else f"cpu:gloo,{device.type}:{own}"

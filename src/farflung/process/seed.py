@@ -103,5 +103,7 @@ def _write(kind: RNGType, generator: torch.Generator | None, state: Tensor) -> N
 def _device_module(kind: RNGType) -> Any:
     module = getattr(torch, kind.value, None)
     if module is None or not module.is_available():
-        raise Unsupported(f"rng_types has {kind.value!r}, but no such device is here. Use 'torch' or 'generator'.")
+        raise Unsupported(
+            f"rng_types has {kind.value!r}, but this machine has no such device. Use 'torch' or 'generator'."
+        )
     return module

@@ -87,7 +87,7 @@ def joined() -> World:
     """
     if _slot is None:
         raise StateError(
-            "This needs to know which process it is in. Make an `Accelerator()` or a `PartialState()` first."
+            "The rank of this process is not known yet. Create an `Accelerator()` or a `PartialState()` first."
         )
     return _slot
 
@@ -100,7 +100,7 @@ def occupy(world: World) -> World:
     """
     global _slot
     if _slot is not None:
-        raise StateError(f"This process is rank {_slot.rank} of {_slot.size} already.")
+        raise StateError(f"This process is already rank {_slot.rank} of {_slot.size}.")
     _slot = world
     return world
 

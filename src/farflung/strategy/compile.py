@@ -58,7 +58,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         ConfigError: something of `module` is compiled already.
     """
     if has_compiled_regions(module):
-        raise ConfigError(f"compile_regions: this {type(module).__name__} is compiled already, wholly or in parts.")
+        raise ConfigError(f"compile_regions: this {type(module).__name__} is already compiled, as a whole or in part.")
     other = _twin(module, {id(inner) for region in _regions(module) for inner in region}, remember=True)
     _compile(_regions(other), compile_kwargs)
     return other

@@ -246,7 +246,7 @@ class SimGroup:
         """Copy from one to one."""
         step = (to - self.rank) % self.size
         if (self.rank - source) % self.size != step:
-            raise Unsupported("Replicas swap in a ring: all of them send to the one that is as many ranks further.")
+            raise Unsupported("swap needs a ring: every replica must send to the rank at the same distance.")
 
         def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
             for rank, mine in enumerate(outs):

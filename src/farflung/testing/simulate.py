@@ -410,7 +410,7 @@ def _endless(batches: Iterable[Any]) -> Iterator[Any]:
             first = next(turn)
         except StopIteration:
             raise ConfigError(
-                "make_data gave no batches, or an iterator that ended before the training: give something that can be "
-                "gone through again, such as a list or a DataLoader, or an endless iterator."
+                "make_data returned no batches, or an iterator that ended before the training: return something that "
+                "can be iterated over again, such as a list or a DataLoader, or an infinite iterator."
             ) from None
         yield from chain([first], turn)

@@ -40,5 +40,5 @@ def profile(handler: ProfileKwargs, rank: int) -> Iterator[torch.profiler.profil
 def _activity(name: str) -> torch.profiler.ProfilerActivity:
     known = torch.profiler.ProfilerActivity.__members__
     if name.upper() not in known:
-        raise ConfigError(f"ProfileKwargs: activity {name!r} is none of {sorted(word.lower() for word in known)}.")
+        raise ConfigError(f"ProfileKwargs: activity {name!r} is not one of {sorted(word.lower() for word in known)}.")
     return known[name.upper()]

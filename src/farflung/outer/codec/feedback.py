@@ -44,7 +44,7 @@ class ErrorFeedback:
         object.__setattr__(self, "codec", codec_of(self.codec))
         check_number("ErrorFeedback: beta", self.beta, above=0, most=1)
         if isinstance(self.codec, ErrorFeedback):
-            raise ConfigError(f"ErrorFeedback({self.codec!r}): one residual is enough; give it a codec without one.")
+            raise ConfigError(f"ErrorFeedback({self.codec!r}): this codec already has a residual; pass one without.")
 
     @property
     def limit(self) -> float:
