@@ -311,7 +311,7 @@ def pads():
     assert grown.requires_grad  # padding belongs to the graph
     with pytest.raises(ConfigError, match=r"torch\.int32 has no value 0\.5"):
         collectives.pad_across_processes(exchange, tree, pad_index=0.5)
-    with pytest.raises(CollectiveMismatch, match="numbers of dimensions"):
+    with pytest.raises(CollectiveMismatch, match="the same number of dimensions"):
         collectives.pad_across_processes(exchange, torch.zeros((1,) * (1 + rank)))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from accelerate.utils import TorchDynamoPlugin as TheirPlugin
@@ -17,6 +18,7 @@ from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.files import write_file
 from farflung.config.launch import FIELDS, LaunchSettings, field_named, rank_variables
+from farflung.config.outer import HELP, RECIPES
 from farflung.config.resolve import resolve
 
 # name -> what a file, the environment and a flag say of it
@@ -248,3 +250,13 @@ def test_a_flag_for_one_device_overrules_a_variable_for_the_other(gpus, home):
         chosen = resolve({"use_cpu": True}).settings
         assert chosen.use_cpu
         assert getattr(chosen, name) in (False, "all")
+
+
+def test_the_help_of_an_outer_option_names_the_recipes_that_take_it():
+    for option, text in HELP.items():
+        takers = {recipe for recipe, options in RECIPES.items() if option in options.known}
+        named = {recipe for recipe in RECIPES if re.search(rf"\b{recipe}( only\)|: )", text)}
+        assert takers, option
+        assert named in (set(), takers), option
+    assert re.search(r"\bquadratic: ", HELP["alpha"])
+    assert re.search(r"\bslowmo: ", HELP["beta"])

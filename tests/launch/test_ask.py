@@ -134,7 +134,7 @@ def test_default_writes_a_file_once(home):
     assert (done.exit_code, done.output) == (0, f"Written to {own_file()}.\n")
     assert resolve({}).settings == LaunchSettings(mixed_precision="fp16")
     again = CliRunner().invoke(config, ["default"])
-    assert "left as it is" in again.output
+    assert "was not changed" in again.output
     assert resolve({}).settings.mixed_precision == "fp16"
 
 

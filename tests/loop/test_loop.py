@@ -175,7 +175,7 @@ def test_ticks_past_the_end_of_a_one_cycle_are_dropped():
     model, optimizer, _ = made()
     inner = OneCycleLR(optimizer.optimizer, max_lr=1.0, total_steps=5)
     scheduler = AcceleratedScheduler(inner, [optimizer], ticks=2)
-    with pytest.warns(UserWarning, match="for 5 ticks"):
+    with pytest.warns(UserWarning, match="after 5 scheduler steps"):
         updates(optimizer, scheduler, model, 4)
     assert inner.last_epoch == 5
 

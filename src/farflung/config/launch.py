@@ -14,7 +14,7 @@ from farflung.base.enums import DynamoBackend
 from farflung.base.errors import ConfigError, Unsupported, did_you_mean
 from farflung.base.words import counted
 from farflung.config import environ
-from farflung.config.outer import RECIPES, WORDS, OuterConfig, outer_config, renamed
+from farflung.config.outer import HELP, RECIPES, WORDS, OuterConfig, outer_config, renamed
 from farflung.config.rendezvous import check_rendezvous
 
 Value = int | float | bool | str | None
@@ -276,69 +276,27 @@ class LaunchSettings:
         flags=("--outer_recipe", "--outer"),
         choices=tuple(RECIPES),
     )
-    outer_every: int | None = setting(None, "Sync interval H: optimizer steps between two rounds.", told=True)
-    outer_rounds: int | None = setting(
-        None, "Planned number of rounds: below 100 the default momentum is lower.", told=True
-    )
-    outer_lr: float | None = setting(None, "Learning rate of the outer optimizer.", told=True)
-    outer_momentum: float | None = setting(None, "Momentum of the outer optimizer.", told=True)
-    outer_nesterov: bool | None = setting(
-        None, "Use Nesterov momentum in the outer optimizer (diloco only).", told=True
-    )
-    outer_alpha: float | None = setting(
-        None,
-        "quadratic: H = max(every, floor((alpha / lr)^2)). slowmo: learning rate of the outer optimizer. "
-        "streaming_diloco: weight of the local parameters when they are merged with the anchor, from 0 to 1.",
-        told=True,
-    )
-    outer_beta: float | None = setting(
-        None,
-        "slowmo: momentum of the outer optimizer. sparse_loco: decay of the error feedback in each round.",
-        told=True,
-    )
-    outer_fragments: int | None = setting(
-        None, "Number of fragments the model is split into (streaming_diloco only).", told=True
-    )
-    outer_delay: int | None = setting(
-        None, "Steps for which a fragment's exchange may overlap with training (streaming_diloco only).", told=True
-    )
-    outer_warmup: int | None = setting(
-        None, "Number of first steps in which gradients are averaged (post_local_sgd only).", told=True
-    )
-    outer_levels: str | None = setting(
-        None, "Which ranks are averaged after how many steps, such as 4:machine,64:all (hierarchical only).", told=True
-    )
-    outer_seconds: float | None = setting(
-        None, "Seconds between two rounds, instead of --outer_every (edit only).", told=True
-    )
-    outer_threshold: float | None = setting(
-        None, "Z-score of the pseudo-gradient's norm above which a replica is left out (edit only).", told=True
-    )
-    outer_temperature: float | None = setting(
-        None, "Softmax temperature for weighting replicas (edit only).", told=True
-    )
-    outer_longest: float | None = setting(None, "Maximum norm of the averaged pseudo-gradient (edit only).", told=True)
-    outer_codec: str | None = setting(
-        None, "Encoding of what is sent: a cast, quantization or top-k.", told=True, choices=WORDS["codec"]
-    )
-    outer_weigh_by: str | None = setting(
-        None,
-        "Weight replicas by the optimizer steps or the items (samples, tokens) they processed.",
-        told=True,
-        choices=WORDS["weigh_by"],
-    )
-    outer_anchor_on_cpu: bool | None = setting(
-        None, "Keep the anchor and the outer optimizer's state in host memory.", told=True
-    )
-    outer_inner: str | None = setting(
-        None, "What a round does with the inner optimizer's state.", told=True, choices=WORDS["inner"]
-    )
-    outer_bucket_bytes: int | None = setting(
-        None, "Bucket size: bytes sent at a time. [an eighth of the trainable parameters, 4 to 12.5 MiB]", told=True
-    )
-    outer_log: str | None = setting(
-        None, "Append one line of JSON per round to this file; with {rank} in the name, one file per rank.", told=True
-    )
+    outer_every: int | None = setting(None, HELP["every"], told=True)
+    outer_rounds: int | None = setting(None, HELP["rounds"], told=True)
+    outer_lr: float | None = setting(None, HELP["lr"], told=True)
+    outer_momentum: float | None = setting(None, HELP["momentum"], told=True)
+    outer_nesterov: bool | None = setting(None, HELP["nesterov"], told=True)
+    outer_alpha: float | None = setting(None, HELP["alpha"], told=True)
+    outer_beta: float | None = setting(None, HELP["beta"], told=True)
+    outer_fragments: int | None = setting(None, HELP["fragments"], told=True)
+    outer_delay: int | None = setting(None, HELP["delay"], told=True)
+    outer_warmup: int | None = setting(None, HELP["warmup"], told=True)
+    outer_levels: str | None = setting(None, HELP["levels"], told=True)
+    outer_seconds: float | None = setting(None, HELP["seconds"], told=True)
+    outer_threshold: float | None = setting(None, HELP["threshold"], told=True)
+    outer_temperature: float | None = setting(None, HELP["temperature"], told=True)
+    outer_longest: float | None = setting(None, HELP["longest"], told=True)
+    outer_codec: str | None = setting(None, HELP["codec"], told=True, choices=WORDS["codec"])
+    outer_weigh_by: str | None = setting(None, HELP["weigh_by"], told=True, choices=WORDS["weigh_by"])
+    outer_anchor_on_cpu: bool | None = setting(None, HELP["anchor_on_cpu"], told=True)
+    outer_inner: str | None = setting(None, HELP["inner"], told=True, choices=WORDS["inner"])
+    outer_bucket_bytes: int | None = setting(None, HELP["bucket_bytes"], told=True)
+    outer_log: str | None = setting(None, HELP["log"], told=True)
     debug: bool = setting(
         False,
         "Check that all ranks call matching collectives, and show the launcher's log.",

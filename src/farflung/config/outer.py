@@ -55,6 +55,32 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "weigh_by": ("steps", "items"),
     "inner": ("keep", "reset", "average"),
 }
+HELP: Mapping[str, str] = {
+    "every": "Sync interval H: optimizer steps between two rounds.",
+    "rounds": "Planned number of rounds: below 100 the default momentum is lower.",
+    "lr": "Learning rate of the outer optimizer.",
+    "momentum": "Momentum of the outer optimizer.",
+    "nesterov": "Use Nesterov momentum in the outer optimizer (diloco only).",
+    "alpha": (
+        "quadratic: H = max(every, floor((alpha / lr)^2)). slowmo: learning rate of the outer optimizer. "
+        "streaming_diloco: weight of the local parameters when they are merged with the anchor, from 0 to 1."
+    ),
+    "beta": "slowmo: momentum of the outer optimizer. sparse_loco: decay of the error feedback in each round.",
+    "fragments": "Number of fragments the model is split into (streaming_diloco only).",
+    "delay": "Steps for which a fragment's exchange may overlap with training (streaming_diloco only).",
+    "warmup": "Number of first steps in which gradients are averaged (post_local_sgd only).",
+    "levels": "Which ranks are averaged after how many steps, such as 4:machine,64:all (hierarchical only).",
+    "seconds": "Seconds between two rounds, instead of --outer_every (edit only).",
+    "threshold": "Z-score of the pseudo-gradient's norm above which a replica is left out (edit only).",
+    "temperature": "Softmax temperature for weighting replicas (edit only).",
+    "longest": "Maximum norm of the averaged pseudo-gradient (edit only).",
+    "codec": "Encoding of what is sent: a cast, quantization or top-k.",
+    "weigh_by": "Weight replicas by the optimizer steps or the items (samples, tokens) they processed.",
+    "anchor_on_cpu": "Keep the anchor and the outer optimizer's state in host memory.",
+    "inner": "What a round does with the inner optimizer's state.",
+    "bucket_bytes": "Bucket size: bytes sent at a time. [an eighth of the trainable parameters, 4 to 12.5 MiB]",
+    "log": "Append one line of JSON per round to this file; with {rank} in the name, one file per rank.",
+}  # what each option does, as its flag's help says it
 
 _WHOLE = {
     "every": 1,
