@@ -66,19 +66,19 @@ from farflung.tools.profile import profile
 
 
 class Accelerator(OuterWords, Checkpointing, ProcessControl):
-    """Trains the loop you have on as many processes as it was started with. Parameters are Accelerate's, and:
+    """Runs your training loop on as many processes as it was started with. Accelerate's parameters, and:
 
     Args:
-        gradient_accumulation_steps: None is what this process's first Accelerator has, or the launcher said, or 1.
-        scheduler_ticks: `per_process` lets a prepared scheduler tick `num_processes` times an optimizer step, as
+        gradient_accumulation_steps: None takes that of this process's first Accelerator, or the launcher's, or 1.
+        scheduler_ticks: `per_process` steps a prepared scheduler `num_processes` times per optimizer step, as
             scripts written for Accelerate expect; `per_update` once.
-        outer: lets replicas of each model that is prepared with its optimizer train alone and agree now and then; they
-            come together after each pass over the training data. A recipe's name, such as `"diloco"`, takes its
+        outer: trains replicas of each model that is prepared with its optimizer independently, with this recipe; they
+            are synchronized after each epoch of the training data too. A recipe's name, such as `"diloco"`, takes its
             defaults. None: as the launcher says (`--outer`).
 
     Raises:
-        ConfigError: settings that contradict each other or the process's first Accelerator.
-        Unsupported: an engine that Farflung does not have.
+        ConfigError: settings that contradict each other or those of the process's first Accelerator.
+        Unsupported: an engine that Farflung does not support.
     """
 
     def __init__(
@@ -245,17 +245,17 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether the first process reads and hands out; None: for iterable data sets."""
+        """Whether the main process reads batches and distributes them; None: for iterable datasets only."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether the last round is filled up, so that ranks get equally many batches."""
+        """Whether the last round is padded, so that all ranks get the same number of batches."""
         return self.dataloader_config.even_batches
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether shuffling follows a seed and the epoch's number alone."""
+        """Whether shuffling depends only on a seed and the epoch's number."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
@@ -276,12 +276,12 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
     # ---- making things ready
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Make models, optimizers, loaders and schedulers ready; they come back in the same order.
+        """Prepare models, optimizers, loaders and schedulers for training; returned in the same order.
 
-        Preparing the same object again returns the same wrapper. What is none of the four comes back as it is.
+        Preparing the same object again returns the same wrapper. Functions and other kinds of loaders are returned unchanged.
 
         Args:
-            device_placement: for each argument, whether it goes to the device; None follows the Accelerator's.
+            device_placement: for each argument, whether it is moved to the device; None: the Accelerator's setting.
         """
         prepared = self._preparer.prepare(args, device_placement)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -289,29 +289,29 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Make one model ready; in `evaluation_mode` it is not wrapped for training."""
+        """Prepare one model; in `evaluation_mode` it is not wrapped for training."""
         return self._preparer.model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Make one optimizer ready."""
+        """Prepare one optimizer."""
         return self._preparer.optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Make one scheduler ready."""
+        """Prepare one scheduler."""
         return self._preparer.scheduler(scheduler)
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> PreparedLoader:
-        """Make one loader ready; `slice_fn_for_dispatch` cuts a rank's share out of a dispatched batch."""
+        """Prepare one loader; `slice_fn_for_dispatch` slices a rank's share out of a dispatched batch."""
         return self._preparer.loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """Return a loader that leaves out the first `num_batches` of `dataloader`."""
+        """Return a loader that skips the first `num_batches` of `dataloader`."""
         return skip_first_batches(dataloader, num_batches)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """Return the module inside a prepared model. Talks to no other process.
+        """Return the module inside a prepared model. No communication.
 
         Args:
             keep_fp32_wrapper: False also undoes mixed precision's change to its forward pass.
@@ -327,12 +327,12 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
         return Accumulate(self._loop, models, self._strategy.no_sync if self._distributed else None)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which the gradients of `model` stay on this process."""
+        """Return a context manager in which the gradients of `model` are not synchronized."""
         check_type("no_sync: model", model, nn.Module, "an nn.Module")
         return self._strategy.no_sync(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a context that computes in the session's precision."""
+        """Return a context manager that computes in the session's precision."""
         check_type("autocast_handler", autocast_handler, (AutocastKwargs, NoneType), "an AutocastKwargs(enabled=...)")
         return self._precision.autocast(autocast_handler or self.autocast_handler)
 
@@ -370,7 +370,7 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
             raise
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip the gradients' common norm to `max_norm`; return the norm they had, as a 0-d tensor.
+        """Clip the gradients' total norm to `max_norm`; return the norm before clipping, as a 0-d tensor.
 
         Inside an accumulation window nothing is clipped and NaN is returned.
         """
@@ -392,7 +392,7 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
         )
 
     def unscale_gradients(self, optimizer: Optimizer | list[Optimizer] | None = None) -> None:
-        """Bring gradients to their true size under fp16, those of `optimizer` or of all; else do nothing."""
+        """Unscale the fp16 gradients of `optimizer`, or of all optimizers; does nothing without fp16."""
         chosen = self._registry.optimizers if optimizer is None else optimizer
         listed = chosen if isinstance(chosen, list) else [chosen]
         for one in listed:
@@ -443,7 +443,7 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
         return collectives.gather(self._joined.exchange, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather, then drop what is only padding in the batch that was handed out last.
+        """Gather, then drop the padding of the batch that was yielded last.
 
         Args:
             input_data: a tree of tensors, whose first dimensions may differ between ranks; or any picklable object.
@@ -475,7 +475,7 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
     # ---- keeping and ending
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget all that was prepared and free what nobody else holds; returns a None for each of `objects`."""
+        """Release everything that was prepared, and free unused memory; returns None for each of `objects`."""
         self._conductor.drop()
         self._registry.clear()
         self._loop.reset()
@@ -486,7 +486,7 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Leave the world when training is over and the last checkpoint is on the disk."""
+        """Wait for the last checkpoint to be written, then destroy the process group."""
         self._conductor.end()
         self._keeper.settle()
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -17,17 +17,17 @@ from farflung.outer.recipes import local_sgd
 
 
 class LocalSGD:
-    """A context around a training loop, in which weights are averaged every `local_sgd_steps` optimizer steps.
+    """A context manager around a training loop that averages weights every `local_sgd_steps` optimizer steps.
 
-    Steps are those that the optimizer completes, not the calls of `step`. When the block ends, ranks that have no more
-    data wait for the others and all average a last time; when an exception leaves it nothing is sent, and the other
-    ranks learn of it.
+    Completed optimizer steps count, not calls of `step`. When the block ends, ranks that have no more data wait for the
+    others and all average a last time; if an exception leaves the block nothing is sent, and the other ranks get an
+    error.
 
     Args:
         accelerator: the one that prepared `model` and its optimizer.
         model: the prepared model.
         local_sgd_steps: optimizer steps between two averagings.
-        enabled: False makes the context do nothing.
+        enabled: False makes the context manager do nothing.
 
     Raises:
         ConfigError: `local_sgd_steps` is no whole number above zero, or no prepared optimizer trains `model`.
@@ -52,7 +52,7 @@ class LocalSGD:
         return self
 
     def step(self) -> None:
-        """Average if the optimizer has completed `local_sgd_steps` steps since the last time; call it at any rate.
+        """Average if the optimizer has completed `local_sgd_steps` steps since the last time; call it after each step.
 
         Raises:
             StateError: outside the `with` block.

@@ -38,7 +38,7 @@ from farflung.outer.warmup import VOTE_BYTES, average_gradients
 
 
 class OuterLoop:
-    """Lets the replicas of a model train alone and agree now and then, in any torch loop.
+    """Trains replicas of a model independently and synchronizes them every H steps, in any torch loop.
 
         with OuterLoop(model, diloco(every=32)) as outer:
             for batch in loader:
@@ -46,35 +46,35 @@ class OuterLoop:
                 optimizer.step(); optimizer.zero_grad()
                 outer.step()                      # or once, before the loop: outer.attach(optimizer)
 
-    Building one, and leaving its block normally, are collectives: at the start every rank gets the trainable weights
-    and buffers of rank 0, at the end ranks that have no more data stay in the rounds (with weight 0) until all have
-    come, and a last round leaves all replicas with the same bits. An exception leaves the block without a collective;
-    the other ranks then get a `RankFailure` that names the one that left.
+    Creating it, and leaving its block normally, are collectives: at the start every rank gets the trainable weights and
+    buffers of rank 0; at the end ranks that have no more data stay in the rounds (with weight 0) until all ranks have
+    arrived, and a last round leaves all replicas bitwise equal. Leaving the block through an exception sends nothing;
+    the other ranks then get a `RankFailure` that names the rank.
 
-    In a round each rank counts by what it has really done since the last one. Weights that are not finite on any rank
-    make all ranks drop the round: they keep their own weights, and it is counted and warned of. A rank whose floating
-    buffers are not finite gets those of the others. Frozen parameters cost nothing; floating buffers are averaged,
-    integer ones take the maximum; `.grad` is never touched.
+    In a round each rank is weighted by the steps that it has completed since the last one. If the weights of any rank
+    are not finite, all ranks drop the round: they keep their own weights, and the round is counted, with a warning. A
+    rank whose floating buffers are not finite gets those of the others. Frozen parameters cost nothing; floating
+    buffers are averaged, integer buffers take the maximum; `.grad` is never touched.
 
-    The model may change between rounds, on all ranks alike: layers that are added or replaced, adapters, pruning,
-    parametrizations, parameters that are thawed, frozen or untied, another dtype. The next round is of what is there
-    then. The anchor of a new parameter begins at the mean of what the ranks have; those of the others go on.
+    The model may change between rounds, if it changes on all ranks in the same way: layers added or replaced, adapters,
+    pruning, parametrizations, parameters unfrozen, frozen or untied, another dtype. The next round uses the changed
+    model. The anchor of a new parameter starts at the mean over the ranks; the other anchors are kept.
 
     Args:
-        model: what is trained; plain, or wrapped in a way that keeps its parameters in place.
+        model: the model to train, either plain or wrapped in a way that keeps its parameters in place.
         recipe: from `farflung.outer`, such as `local_sgd(8)`; or the name of one, which takes its defaults.
-        group: the replicas. None: all ranks of `torch.distributed`, or this process alone where that is not in use.
-        inner: the optimizer that trains the model, for recipes that follow its learning rate or look after its state.
-        bucket_bytes: how much is copied and sent at a time; twice this is kept in memory, four times among more than
-            two ranks, or a whole fragment where it flies while training goes on. None: as the recipe says, else an
-            eighth of what is trained, but from 4 MB, which stay in a cache between copy and wire, to 12.5 MB. More pays
-            on a line that is both fast and long, such as 1 Gbit/s over 50 ms.
+        group: the replicas. None: all ranks of `torch.distributed`, or this process alone if it is not initialized.
+        inner: the inner optimizer, for recipes that use its learning rate or synchronize its state.
+        bucket_bytes: size of the buckets that are copied and sent. Two of them are kept in memory, four with more than
+            two ranks, or a whole fragment if its exchange overlaps with training. None: the recipe's value, or else an
+            eighth of the trainable parameters, at least 4 MB (small enough to stay in a cache) and at most 12.5 MB.
+            Larger buckets pay off on links with high bandwidth and high latency, such as 1 Gbit/s at 50 ms.
 
     Attributes:
-        listeners: functions that are called with the `Round` that has just ended.
+        listeners: functions that are called with each `Round` when it ends.
 
     Raises:
-        ConfigError: the model has no shapes yet, or is where its group can't send from, or the recipe does not fit it.
+        ConfigError: the model has no shapes yet, its group can't send from its device, or the recipe does not fit it.
         CollectiveMismatch: the ranks have different models or recipes.
         RankFailure: a rank left or died.
     """
@@ -122,16 +122,16 @@ class OuterLoop:
         self._know(inner)
 
     def count(self, done: bool = True, items: float = 0) -> None:
-        """Count one attempted optimizer step without exchanging anything.
+        """Count one attempted optimizer step, without communication.
 
         Args:
-            done: False for a step that was skipped, as fp16 gradients overflowed. It moves the schedule on, so that
+            done: False for a step that was skipped because fp16 gradients overflowed. It advances the schedule, so that
                 the ranks stay aligned, but adds no weight.
-            items: samples or tokens that went into it, for recipes that weigh by them.
+            items: number of samples or tokens in the step, for recipes that weight replicas by them.
 
         Raises:
             StateError: the loop has ended.
-            ConfigError: the recipe weighs by items, and none are given.
+            ConfigError: the recipe weights replicas by items, and none are given.
         """
         self._check_open()
         if not isinstance(items, (int, float)):
@@ -147,7 +147,7 @@ class OuterLoop:
             self.begin_here()
 
     def sync_if_due(self) -> None:
-        """Do what the schedule has asked for since the last call, once however often it asked.
+        """Run what the schedule has made due since the last call; a round that was due several times runs once.
 
         Raises:
             StateError: the loop has ended.
@@ -166,10 +166,10 @@ class OuterLoop:
                         self._rounds.apply(word.fragment)
 
     def step(self, items: float = 0) -> None:
-        """Count one completed optimizer step, and exchange what is due: call it after `optimizer.step()`.
+        """Count one completed optimizer step and run what is due; call it after each `optimizer.step()`.
 
         Raises:
-            StateError: the recipe begins with averaged gradients, and those of this step were not: call
+            StateError: the recipe averages gradients in its first steps, but those of this step were not averaged: call
                 `average_gradients` before `optimizer.step()`, or `attach` the optimizer.
         """
         if self.is_warming and self._averaged <= self._position and self._group.size > 1:
@@ -197,13 +197,13 @@ class OuterLoop:
             self._warm(finished=False)
 
     def attach(self, optimizer: Optimizer) -> OuterLoop:
-        """Call `step` by itself after each step of `optimizer`, until the loop ends. Returns the loop.
+        """Call `step` automatically after each step of `optimizer`, until the loop ends. Returns the loop.
 
-        A `GradScaler` does not call the optimizer when it skips a step, so say `count(done=False)` and `sync_if_due()`
-        yourself then.
+        A `GradScaler` does not call the optimizer when it skips a step; call `count(done=False)` and `sync_if_due()`
+        yourself in that case.
 
         Raises:
-            ConfigError: the optimizer trains nothing of the model, or the recipe weighs by items, which it can't know.
+            ConfigError: the optimizer trains nothing of the model, or the recipe weights replicas by items.
             StateError: the loop has ended, or an optimizer is attached already.
         """
         self._check_open()
@@ -224,13 +224,13 @@ class OuterLoop:
 
     @property
     def unsent(self) -> int:
-        """How many attempted steps there have been since the latest round was sent off."""
+        """Number of attempted steps since the latest round was launched."""
         return self._position - self._began
 
     def begin_here(self) -> None:
-        """Take the weights as they are for the agreed point, as after others were loaded. No collective.
+        """Take the current weights as the new anchor, for example after loading weights. No collective.
 
-        All ranks must do it, and have the same weights: at the end of the next round they look whether they had.
+        All ranks must call it, and with the same weights: the end of the next round checks that they were the same.
 
         Raises:
             StateError: the loop has ended.
@@ -241,10 +241,10 @@ class OuterLoop:
                 part.begin_here()
 
     def flush(self) -> None:
-        """Stay in the rounds until every rank has come here; then all replicas have the same bits.
+        """Stay in the rounds until every rank has called this; afterwards all replicas are bitwise equal.
 
-        The last round averages what was done since the one before; where no one has done anything no more than votes
-        and a bucket are exchanged. The schedule goes on afterwards, on all ranks from the furthest step of any.
+        The last round averages the steps since the previous one; if no rank has made any, only votes and one bucket are
+        exchanged. Afterwards the schedule continues on all ranks from the furthest step of any rank.
 
         Raises:
             StateError: the loop has ended.
@@ -269,10 +269,10 @@ class OuterLoop:
 
     @contextmanager
     def synced(self) -> Iterator[None]:
-        """Lend the model what the replicas agreed on last, for an evaluation; afterwards local weights are back.
+        """Put the last common weights into the model, for an evaluation; afterwards restore the local weights.
 
-        With an anchor nothing is sent. Recipes without one, or whose replicas have anchors of their own, average the
-        weights of all ranks for it: a collective.
+        With a common anchor nothing is sent. Recipes without an anchor, or with one per replica, average the weights of
+        all ranks for this: a collective.
         """
         self._check_open()
         has_anchor = self._recipe.agrees and self._recipe.optimizer is not None
@@ -294,30 +294,30 @@ class OuterLoop:
                     tensor.copy_(value)
 
     def close(self) -> None:
-        """Flush, and end the loop. It can't be used afterwards; closing it again does nothing."""
+        """Flush and end the loop. It can't be used afterwards; closing it again does nothing."""
         if self._open:
             self.flush()
             self._end()
             self._rounds.free()
 
     def drop(self) -> None:
-        """End the loop where it stands: nothing is exchanged, and every rank keeps the weights that it has."""
+        """End the loop without communication: every rank keeps its current weights."""
         if self._open:
             self._end()
 
     def stats(self) -> Stats:
-        """Return what the rounds have cost so far."""
+        """Return what the rounds have cost so far: bytes, seconds, and how many there were."""
         return self._meter.stats()
 
     def advice(self) -> str:
-        """Say what the figures so far suggest to change; empty when all is well."""
+        """Return what the statistics so far suggest to change; empty if nothing."""
         return self._meter.advice()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a run needs to go on bit by bit where this rank stands, also in mid-round and mid-flight.
+        """Return what this rank needs to resume bitwise, also in the middle of a round or of an exchange.
 
-        It holds the anchor and its optimizer, this rank's own trainable weights and buffers, error feedback, what is
-        under way (it is waited for), the schedule's position, the weight and the counters: each rank must save its own.
+        It holds the anchor and its optimizer, this rank's trainable weights and buffers, error feedback, the results of
+        exchanges in flight (it waits for them), schedule position, weight and counters. Each rank must save its own.
         """
         return {
             "description": self._rounds.description,
@@ -331,7 +331,7 @@ class OuterLoop:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` stood, with the model's weights too. No collective: each rank loads its own.
+        """Resume from `state_dict`'s result, including the model's weights. No collective: each rank loads its own.
 
         Raises:
             ConfigError: it is no such state, or of another model or recipe.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published methods as rows of one table: what to put into the engine for each."""
+"""Published methods as rows of one table: the parts of the engine that make up each."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _OFTEN, _SELDOM = 8, 32
 
 
 def local_sgd(every: int = _OFTEN, *, codec: Codec | str | None = None) -> Recipe:
-    """Train alone for `every` optimizer steps, then average: local <- mean(local).
+    """Train independently for `every` optimizer steps, then average: local <- mean(local).
 
     Args:
         every: optimizer steps between two averagings.
-        codec: how weights travel; None sends them as they are. Rounding them to 16 bits costs accuracy each round, as
-            it is the weights themselves that are rounded: `diloco` only rounds what changed.
+        codec: encoding of the weights; None sends them as they are. Rounding to 16 bits costs accuracy in each round,
+            because the weights themselves are rounded: `diloco` rounds only the pseudo-gradient.
 
     Raises:
-        ConfigError: `every` is no whole number above zero.
+        ConfigError: `every` is not a positive integer.
 
     It fails where replicas drift apart between rounds: with a large learning rate or many steps.
 
@@ -56,8 +56,8 @@ def local_sgd(every: int = _OFTEN, *, codec: Codec | str | None = None) -> Recip
 def post_local_sgd(warmup: int, every: int = _OFTEN, *, codec: Codec | str | None = None) -> Recipe:
     """Average gradients in each of the first `warmup` steps, then train as `local_sgd(every)`.
 
-    Under an `Accelerator` its gradient averaging stays on for so long; in a bare loop `attach` the optimizer, or call
-    `average_gradients` before each of its steps. It saves nothing in a run that is hardly longer than the warm-up.
+    Under an `Accelerator`, DDP averages gradients during the warm-up; in a plain loop `attach` the optimizer, or call
+    `average_gradients` before each of its steps. It saves nothing in a run hardly longer than the warm-up.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -69,16 +69,16 @@ def post_local_sgd(warmup: int, every: int = _OFTEN, *, codec: Codec | str | Non
 
 
 def hierarchical(levels: Mapping[int, int | None], *, codec: Codec | str | None = None) -> Recipe:
-    """Average often among neighbouring ranks and seldom among all: `hierarchical({4: 8, 64: None})`.
+    """Average often within groups of neighbouring ranks, less often over all ranks: `hierarchical({4: 8, 64: None})`.
 
     After a step at which several levels are due, the widest is taken: local <- mean over the ranks of that level.
 
     Args:
-        levels: from optimizer steps to how many neighbours average after them; None is all of them. Neighbours should
-            be the ranks of a machine, so a size that divides the number of ranks and is their number on each machine.
+        levels: maps a number of optimizer steps to how many neighbouring ranks average after it; None is all ranks.
+            Use the number of ranks on each machine, which must divide the number of all ranks.
 
     Raises:
-        ConfigError: the widest level is not all ranks, or not the most seldom one.
+        ConfigError: the widest level is not all ranks, or is not the least frequent one.
 
     It helps only where some links are much faster than others.
 
@@ -89,14 +89,14 @@ def hierarchical(levels: Mapping[int, int | None], *, codec: Codec | str | None 
 
 
 def quadratic(every: int, alpha: float, *, codec: Codec | str | None = None) -> Recipe:
-    """Average after H = max(every, floor((alpha / lr)**2)) steps, so rounds get longer as the learning rate decays.
+    """Average after H = max(every, floor((alpha / lr)**2)) steps: rounds get longer as the learning rate decays.
 
-    lr is the inner learning rate when the round begins, or the highest since then where it rises, as in a warm-up; the
-    loop must know the optimizer. The last round ends with the training.
+    lr is the inner learning rate at the start of the round, or its maximum since then if it rises, as in a warm-up; the
+    loop must know the inner optimizer. The last round ends with training.
 
     Args:
         every: steps in the shortest round.
-        alpha: of the size of the largest learning rate times sqrt(every); the paper tunes it.
+        alpha: on the order of the peak learning rate times sqrt(every); the paper tunes it.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -109,12 +109,12 @@ def quadratic(every: int, alpha: float, *, codec: Codec | str | None = None) -> 
 
 
 def slowmo(every: int = _SELDOM, *, alpha: float = 1.0, beta: float = 0.6, codec: Codec | str | None = None) -> Recipe:
-    """Average every `every` steps, then let a slow momentum go on in that direction.
+    """Average every `every` steps, then apply a slow momentum to the averaged change.
 
         u <- beta u + Delta / gamma;  anchor <- anchor - alpha gamma u;  local <- anchor
 
-    gamma is the inner learning rate; where it is constant this is heavy ball with lr alpha and momentum beta, which is
-    what is done here.
+    gamma is the inner learning rate; if it is constant, this is SGD with heavy-ball momentum (lr alpha, momentum beta),
+    which is what runs here.
 
     Args:
         alpha: slow learning rate; the paper keeps it at 1.
@@ -123,7 +123,7 @@ def slowmo(every: int = _SELDOM, *, alpha: float = 1.0, beta: float = 0.6, codec
     Raises:
         ConfigError: a number is out of its range.
 
-    Under a learning rate that changes much within a few rounds it is not the paper's method.
+    If the learning rate changes much within a few rounds, this differs from the paper's method.
 
     Source: SlowMo (arXiv:1910.00643).
     """
@@ -141,7 +141,7 @@ def diloco(
     nesterov: bool = True,
     codec: Codec | str | None = None,
 ) -> Recipe:
-    """Train alone for `every` steps; the mean way back to the anchor is the gradient of an outer SGD.
+    """Train independently for `every` steps; the mean pseudo-gradient then drives an outer SGD with momentum.
 
         Delta = mean(anchor - local);  m <- momentum * m + Delta;  anchor <- anchor - lr * (Delta + momentum * m);
         local <- anchor
@@ -149,16 +149,16 @@ def diloco(
     With `nesterov=False` the step is lr * m. One replica and momentum 0 make it Lookahead.
 
     The published lr 0.7 and momentum 0.9 were found on hundreds of rounds. In short runs that momentum is still
-    gathering speed when training ends: over 30 rounds a byte-level GPT ended at validation loss 2.05 with 0.6 and at
+    building up when training ends: over 30 rounds a byte-level GPT ended at validation loss 2.05 with 0.6 and at
     1.96 with 0.3, no worse than plain averaging. So the default depends on the number of rounds planned.
 
     Args:
         every: optimizer steps between two rounds.
-        rounds: how many rounds are planned, if known.
-        lr: of the outer optimizer.
-        momentum: of the outer optimizer. None: 0.9 for 100 rounds and more or an unknown number, else 0.3.
-        nesterov: look ahead along the momentum; without momentum it means nothing.
-        codec: how the way back travels; None sends it as it is.
+        rounds: planned number of rounds, if known.
+        lr: learning rate of the outer optimizer.
+        momentum: momentum of the outer optimizer. None: 0.3 for fewer than 100 planned rounds, else 0.9.
+        nesterov: use Nesterov momentum; without momentum it has no effect.
+        codec: encoding of the pseudo-gradient; None sends it as it is.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -181,26 +181,26 @@ def streaming_diloco(
     codec: Codec | str | None = None,
     cut: Cut | None = None,
 ) -> Recipe:
-    """`diloco` fragment by fragment, four bits a value, while training goes on.
+    """`diloco` fragment by fragment, with four bits per value, overlapped with training.
 
-    Fragment p is sent off every `every` steps at a time of its own, and applied `delay` steps later:
+    Fragment p is sent every `every` steps, each fragment at a different step, and applied `delay` steps later:
 
-        Delta_p = mean(Q(anchor_p - local_p)), taken when it is sent;  anchor_p <- outer_opt(anchor_p, Delta_p);
+        Delta_p = mean(Q(anchor_p - local_p)), computed when it is sent;  anchor_p <- outer_opt(anchor_p, Delta_p);
         local_p <- alpha * local_p + (1 - alpha) * anchor_p
 
     Args:
         every: steps between two rounds of the same fragment.
-        fragments: into how many the model is cut.
-        delay: steps that the exchange may take without anyone waiting for it.
-        alpha: how much of the steps during the exchange is kept.
-        rounds: how many rounds of each fragment are planned, if known.
+        fragments: number of fragments the model is split into.
+        delay: steps for which the exchange may overlap with training.
+        alpha: weight of the local parameters in the merge, from 0 (take the anchor) to 1 (keep local).
+        rounds: planned number of rounds of each fragment, if known.
         codec: None is E3M0, four bits without a mantissa.
         cut: None is `strided` where the model has enough layers, else `by_bytes`.
 
     Raises:
         ConfigError: a number is out of its range.
 
-    A delay that is not small against `every` costs loss: what is applied is late by so much.
+    A delay that is not small compared with `every` costs accuracy: updates are applied that many steps late.
 
     Source: Streaming DiLoCo (arXiv:2501.18512).
     """
@@ -221,11 +221,11 @@ def eager_diloco(
     momentum: float | None = None,
     codec: Codec | str | None = None,
 ) -> Recipe:
-    """`diloco` whose exchange takes a whole round, and is used with the rank's own part of it brought up to date.
+    """`diloco` whose exchange overlaps with a whole round; each rank replaces its own stale term by the current one.
 
         g_i(t) = mean(t-1) + (Delta_i(t) - Delta_i(t-1)) / M;  anchor_i <- outer_opt(anchor_i, g_i)
 
-    Every replica has an anchor of its own; at the end weights are averaged. Plain delay, without the correction, is not
+    Every replica has its own anchor; at the end weights are averaged. Plain delay, without the correction, is not
     offered: 500M parameters ended at 3.01 with it, at 2.69 with the correction and at 2.67 without any delay.
 
     Args:
@@ -235,7 +235,7 @@ def eager_diloco(
     Raises:
         ConfigError: a number is out of its range.
 
-    The equation is as the paper's abstract and figures tell it; its pseudocode was not at hand.
+    The equation follows the paper's abstract and figures; its pseudocode was not available.
 
     Source: eager updates (arXiv:2502.12996).
     """
@@ -250,23 +250,23 @@ def sparse_loco(
     beta: float = 0.95,
     codec: Codec | str | None = None,
 ) -> Recipe:
-    """Send the 64 largest of each 4096 values in 2 bits, keep the rest for later rounds: 146 times fewer bits.
+    """Send the 64 largest of every 4096 values in 2 bits, and the rest in later rounds: 146 times fewer bits.
 
         e <- beta e + Delta;  c = Q(TopK(e));  e <- e - c;  anchor <- anchor - lr * mean(clip(c))
 
-    `clip` scales a replica's c down to the median norm of all replicas'. There is no outer momentum: what is kept back
-    in e takes its place.
+    `clip` scales a replica's c down to the median norm of all replicas'. There is no outer momentum: the error
+    feedback e takes its place.
 
     Args:
         every: steps between two rounds, 15 to 30 in the paper.
         lr: of the outer SGD.
-        beta: how much of what was not sent is kept.
+        beta: decay of the error feedback e in each round.
         codec: None is TopK(64, 4096) with 2 bits a value.
 
     Raises:
         ConfigError: a number is out of its range.
 
-    Runs of few rounds are short of what is still kept back when they end.
+    In runs with few rounds, part of the update is still unsent at the end.
 
     Source: SparseLoCo (arXiv:2508.15706).
     """
@@ -287,16 +287,16 @@ def edit(
     longest: float = 10.0,
     codec: Codec | str | None = None,
 ) -> Recipe:
-    """`diloco` that leaves out replicas which moved unusually far, prefers those that moved little, and clips the mean.
+    """`diloco` that leaves out outlier replicas, gives those with small norms more weight, and clips the mean.
 
-        w_i = softmax(-|Delta_i| / T) over sound replicas;  g = sum_i w_i Delta_i;  g <- g * min(1, longest / |g|)
+        w_i = softmax(-|Delta_i| / T) over accepted replicas;  g = sum_i w_i Delta_i;  g <- g * min(1, longest / |g|)
 
     Args:
         every: steps between two rounds, 32 if neither is given; or
         seconds: between two rounds, in which fast replicas do more steps than slow ones.
-        threshold: deviations from a replica's own mean norm that make a movement unusual.
-        temperature: T; infinite weighs all sound replicas alike.
-        longest: norm of the mean.
+        threshold: z-score of a replica's norm, against its own history, above which it is left out.
+        temperature: T, softmax temperature; infinite weights all accepted replicas equally.
+        longest: maximum norm of the averaged pseudo-gradient.
 
     Raises:
         ConfigError: both `every` and `seconds`, or a number out of its range.
@@ -313,10 +313,10 @@ def edit(
 
 
 def gossip(every: int = _OFTEN, *, codec: Codec | str | None = None) -> Recipe:
-    """Every `every` steps average with one other rank, another one each time: local <- (local_i + local_j) / 2.
+    """Every `every` steps average with one other rank, a different one each time: local <- (local_i + local_j) / 2.
 
-    Replicas differ all along, and are averaged at the end. A rank sends its weights once a round, however many ranks
-    there are, where an all-reduce sends them nearly twice. The votes still go around all ranks.
+    Replicas differ throughout training, and are averaged at the end. A rank sends its weights once per round, however
+    many ranks there are; an all-reduce sends them nearly twice. Votes are still exchanged among all ranks.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -329,13 +329,13 @@ def gossip(every: int = _OFTEN, *, codec: Codec | str | None = None) -> Recipe:
 
 
 def noloco(every: int = _SELDOM, *, lr: float = 0.7, momentum: float = 0.5, codec: Codec | str | None = None) -> Recipe:
-    """`gossip` about the ways from local anchors, each of which has an outer momentum of its own.
+    """`gossip` with pseudo-gradients: each replica has its own anchor and its own outer momentum.
 
         Delta_i <- (Delta_i + Delta_j) / 2;  m_i <- momentum m_i + Delta_i;
         anchor_i <- anchor_i - lr (Delta_i + momentum m_i)
 
     NoLoCo also pulls the anchors of a pair towards each other within its momentum, which costs as many bytes again.
-    Here they only meet through what is exchanged, and in the average at the end.
+    Here anchors are only coupled through the exchanged pseudo-gradients, and by the average at the end.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -347,7 +347,7 @@ def noloco(every: int = _SELDOM, *, lr: float = 0.7, momentum: float = 0.5, code
 
 
 def by_layers(model: torch.nn.Module, count: int) -> list[Fragment]:
-    """Cut by `strided`, or by `by_bytes` where the model has fewer layers than fragments are asked for."""
+    """Split with `strided`, or with `by_bytes` if the model has fewer layers than fragments."""
     try:
         return strided(model, count)
     except ConfigError:
