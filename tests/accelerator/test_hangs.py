@@ -110,7 +110,7 @@ def comes_late(path, call, timeout_s=0.5):
 def test_a_late_rank_is_named_with_the_line_waited_in_and_the_line_it_is_at(call, tmp_path):
     first, _ = run_ranks(comes_late, 2, tmp_path, call, timeout_s=20)
     said, seconds = first
-    assert "rank 1 did not come to `" in said
+    assert "rank 1 did not reach `" in said
     assert "within 0.5 s" in said
     assert f"{__file__}:" in said.split("\n")[0]
     assert "in evaluates_alone" in said
@@ -119,7 +119,7 @@ def test_a_late_rank_is_named_with_the_line_waited_in_and_the_line_it_is_at(call
 
 def test_all_that_wait_are_told_and_the_late_rank_learns_it_when_it_comes(tmp_path):
     for said, seconds in run_ranks(comes_late, 4, tmp_path, gathers, 1.5, timeout_s=30):
-        assert "rank 1 did not come to `Accelerator.gather`" in said
+        assert "rank 1 did not reach `Accelerator.gather`" in said
         assert "`run.accelerator.gather(torch.ones(2))`) within 1.5 s" in said
         assert "FARFLUNG_HANG_TIMEOUT_S" in said
         assert seconds < 8
@@ -140,14 +140,14 @@ def test_torchs_own_collectives_end_too_and_the_report_is_printed(tmp_path):
     (tmp_path / "ranks").mkdir()
     (kind, printed), _ = run_ranks(reports_of_torchs_own, 2, tmp_path / "ranks", timeout_s=20)
     assert kind == "RuntimeError"
-    assert "rank 1 did not come to `all_reduce` (" in printed
+    assert "rank 1 did not reach `all_reduce` (" in printed
     assert "`dist.all_reduce(torch.ones(2))`)" in printed
     assert "in evaluates_alone" in printed
 
 
 def test_a_late_rank_is_named_in_backward(tmp_path):
     (said, seconds), _ = run_ranks(comes_late, 2, tmp_path, learns, timeout_s=20)
-    assert "rank 1 did not come to" in said
+    assert "rank 1 did not reach" in said
     assert seconds < 5
 
 
@@ -208,7 +208,7 @@ def comes_alone(path):
 
 def test_a_rank_that_never_makes_an_accelerator_is_named(tmp_path):
     (said, seconds), _ = run_ranks(comes_alone, 2, tmp_path, timeout_s=20, connect=False)
-    assert "Rank 1 did not come to `Accelerator()` within 0.5 s" in said
+    assert "Rank 1 did not reach `Accelerator()` within 0.5 s" in said
     assert seconds < 5
 
 

@@ -219,7 +219,7 @@ def test_options_of_no_recipe_are_refused():
 )
 def test_a_variable_that_nothing_reads_is_refused(name, meant):
     near = "" if meant is None else rf" Did you mean `{meant}`\?"
-    message = rf"^The environment variable {name} means nothing\.{near} Unset or correct it\.$"
+    message = rf"^The environment variable {name} is not a setting\.{near} Unset or correct it\.$"
     with environ.patched({name: "diloco"}):
         for reader in (launched_outer, lambda: resolve({}), lambda: Accelerator(cpu=True)):
             with pytest.raises(ConfigError, match=message):

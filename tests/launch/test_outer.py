@@ -141,7 +141,7 @@ if sys.argv[1] != "nothing":
     ("what", "words"),
     [
         ("nothing", "--outer diloco did nothing: the script made no `farflung.Accelerator`"),
-        ("model", "no model together with an optimizer that trains it"),
+        ("model", "the script did not prepare a model together with its optimizer"),
         ("short", "ended before the first round"),
         ("long", None),
     ],

@@ -94,7 +94,7 @@ def test_threads_share_the_cores_unless_somebody_says_otherwise(script, monkeypa
     [
         ({}, "nowhere.py", "'nowhere.py' does not exist"),
         ({"module": True}, "no_such_module.train", "no module 'no_such_module.train'"),
-        ({"no_python": True}, "no-such-program", "no program 'no-such-program'"),
+        ({"no_python": True}, "no-such-program", "no executable program 'no-such-program'"),
     ],
 )
 def test_a_script_that_is_not_there_is_missed_at_once(said, script, message, home):

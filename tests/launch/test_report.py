@@ -89,7 +89,7 @@ def test_what_torch_wrote_and_what_we_wrote_is_read():
 
 
 def test_a_machine_where_nothing_but_the_connection_failed_points_to_the_others():
-    assert "The cause lies on another machine" in explain([failed(0, LOST), failed(1, LOST)], num_machines=2)[1]
+    assert "The cause is on another machine" in explain([failed(0, LOST), failed(1, LOST)], num_machines=2)[1]
     assert "the report there" not in explain([failed(0, LOST), failed(1, "ValueError: x")], num_machines=2)[1]
     assert "another machine" not in explain([failed(0, LOST), failed(1, LOST)])[1]
 

@@ -65,7 +65,7 @@ def scenes(section: str) -> list[dict[str, str]]:
 
 def alike(text: str) -> str:
     """What a text says, whatever its numbers are and wherever it is wrapped; advice on speed is left out."""
-    text = re.sub(r"^\[RANK 0\] Training waited .*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^\[RANK 0\] Training spent .*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"answer for \d+ s", "answer for SECONDS", text)
     text = re.sub(r"[─╭╮╰╯│\s]+", " ", text)
     text = re.sub(r"The transport said: .*? (?=The cause)", "", text)  # gloo hears of it in one way or in another

@@ -53,8 +53,8 @@ WRONG = [
     ("launch -m ''", "no module ''"),
     ("launch -m ..x", "no module '..x'"),
     ("launch -m train.py", "no module 'train.py'"),
-    ("launch --no_python no-such-program", "no program 'no-such-program'"),
-    ("launch --no_python train.py", "no program 'train.py'"),
+    ("launch --no_python no-such-program", "no executable program 'no-such-program'"),
+    ("launch --no_python train.py", "no executable program 'train.py'"),
     ("launch --module --no_python train", "exclude each other"),
     # how many
     ("launch --cpu --num_processes 0 train.py", "num_processes is 0"),
@@ -65,7 +65,7 @@ WRONG = [
         "launch --cpu --num_processes 100000000 train.py",
         "100000000 processes on this machine's CPU, which has 2 usable",
     ),
-    ("launch --num_processes 100000000 train.py", "At most 16 a core may be started, which is 32 here"),
+    ("launch --num_processes 100000000 train.py", "At most 16 per core can be started, which is 32 here"),
     ("launch --cpu --num_processes 33 train.py", "asks for 33 processes"),
     ("launch --cpu --num_cpu_threads_per_process 0 train.py", "num_cpu_threads_per_process is 0"),
     ("launch --cpu --num_cpu_threads_per_process 100000000 train.py", "100000000 threads"),
@@ -101,9 +101,9 @@ WRONG = [
     ("launch --cpu --rdzv_conf tiemout=3 train.py", "rdzv_conf holds 'tiemout=3'"),
     # devices
     ("launch --cpu --multi_gpu train.py", "choose one"),
-    ("launch --multi_gpu train.py", "torch finds none here"),
+    ("launch --multi_gpu train.py", "torch finds none on this machine"),
     ("launch --cpu --gpu_ids 0,1 train.py", "gpu_ids is '0,1'"),
-    ("launch --gpu_ids 0,1 train.py", "torch finds none here"),
+    ("launch --gpu_ids 0,1 train.py", "torch finds none on this machine"),
     ("launch --gpu_ids 0,0 train.py", "gpu_ids is '0,0'"),
     ("launch --gpu_ids , train.py", "gpu_ids is ','"),
     ("launch --gpu_ids zero train.py", "gpu_ids is 'zero'"),
@@ -160,7 +160,7 @@ WRONG = [
     ("launch --config_file broken.json train.py", "broken.json:1"),
     ("launch --config_file list.yaml train.py", "list.yaml:1"),
     ("launch --config_file unknown.yaml train.py", "unknown.yaml:2: unknown key `num_proceses`. Did you mean"),
-    ("launch --config_file twice.yaml train.py", "twice.yaml:2: `debug` is stated twice"),
+    ("launch --config_file twice.yaml train.py", "twice.yaml:2: `debug` appears twice"),
     ("launch --config_file word.yaml train.py", "word.yaml:1: num_processes is 'two'"),
     ("launch --config_file block.yaml train.py", "block.yaml:1"),
     ("launch --config_file yes.yaml train.py", "yes.yaml:1: use_cpu is 'yes'"),
@@ -172,7 +172,7 @@ WRONG = [
     ("launch --config_file slip.yaml train.py", "`outer_evry`. Did you mean `outer_every`?"),
     # the other commands
     ("config nope", "No such command 'nope'"),
-    ("config --config_file x.yaml show", "--config_file belongs behind `show`"),
+    ("config --config_file x.yaml show", "--config_file must come after `show`"),
     ("config show --num_processes 0", "num_processes is 0"),
     ("config show --config_file nowhere.yaml", "nowhere.yaml"),
     ("config show extra", "extra"),
@@ -257,7 +257,7 @@ def test_the_table_is_long_enough():
         ("ACCELERATE_MIXED_PRECISION", "fp8", "ACCELERATE_MIXED_PRECISION is 'fp8'"),
         ("FARFLUNG_CONFIG_FILE", "nowhere.yaml", "nowhere.yaml"),
         ("FARFLUNG_OUTER_EVRY", "4", "Did you mean `FARFLUNG_OUTER_EVERY`?"),
-        ("FARFLUNG_GPU_IDS", "0,1", "torch finds none here"),
+        ("FARFLUNG_GPU_IDS", "0,1", "torch finds none on this machine"),
     ],
 )
 def test_a_wrong_variable_is_answered_by_one_sentence(variable, value, words, answer):

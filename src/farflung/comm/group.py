@@ -404,7 +404,7 @@ class TorchGroup:
             known = self.register.verdict() or self.register.call_roll()
         if known:
             self.break_off()
-            raise RankFailure(f"Rank {self.rank} waits in vain: {known}.")
+            raise RankFailure(f"Rank {self.rank} stopped waiting: {known}.")
 
     def failure(self, error: RuntimeError) -> RankFailure | CollectiveMismatch:
         """Say in one error what is known about the ranks of this group, in which a collective ended with `error`."""
@@ -415,7 +415,7 @@ class TorchGroup:
         known = self.register.verdict() or self.register.signed_out() or self.register.call_roll()
         self.break_off()
         said = _SOURCE_LINE.sub("", str(error).split(". ", 1)[0])
-        return RankFailure(f"A collective of rank {self.rank} broke off: {known}. The transport said: {said}.")
+        return RankFailure(f"A collective of rank {self.rank} failed: {known}. The transport said: {said}.")
 
     def break_off(self) -> None:
         """Close the connections: a gloo operation that can never end would hold up the exit of this process."""

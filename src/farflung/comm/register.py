@@ -114,7 +114,7 @@ class Register:
                 f"{self.describe(silent)} gave no sign of life for {_ROLL_CALL_S:g} s, so the process died, has ended "
                 "or is busy elsewhere"
             )
-        return "every rank is alive, so they brought different sizes to one collective, or the network broke down"
+        return "every rank is alive, so they passed different sizes to one collective, or the network failed"
 
     def least(self, number: int, name: str) -> int:
         """Write down `number` under `name`, wait for the other ranks that still live, and return the smallest."""

@@ -188,12 +188,11 @@ class LaunchSettings:
     )
     network_interface: str | None = setting(
         None,
-        "The network interface that leads to the other machines, such as eth0. [that of the route to main_process_ip]",
+        "Network interface to the other machines, such as eth0. [that of the route to main_process_ip]",
     )
     num_processes: int | None = setting(
         None,
-        "How many processes to start, on all machines together; on a CPU at most 16 for each core. [one for each "
-        "accelerator; one on the CPU]",
+        "Number of processes, on all machines; on CPUs at most 16 per core. [one per accelerator; one on the CPU]",
         question=_how_many,
     )
     multi_gpu: bool = setting(False, "Require GPUs: refuse to start without them.", in_file=False)
@@ -264,8 +263,8 @@ class LaunchSettings:
     )
     hang_timeout_s: float = setting(
         600.0,
-        "Seconds that a rank may wait in a collective for one that does not come, or whose machine does not answer, "
-        "before all that wait fail and name it. A script's own WatchdogKwargs count before it. 0: for ever.",
+        "Seconds that ranks wait in a collective for a rank that does not arrive, or whose machine does not answer, "
+        "before they fail and name it. WatchdogKwargs in the script take precedence. 0: no time-out.",
         told=True,
     )
     outer_recipe: str | None = setting(
@@ -406,7 +405,7 @@ class LaunchSettings:
         if gpus and self.use_cpu:
             raise ConfigError(f"Both the CPU (--cpu) and GPUs (gpu_ids is {self.gpu_ids!r}) are asked for; choose one.")
         if len(set(gpus)) < len(gpus) or not all(_GPU.fullmatch(gpu) for gpu in gpus):
-            raise ConfigError(f"gpu_ids is {self.gpu_ids!r}; use `all`, or different numbers with commas between them.")
+            raise ConfigError(f"gpu_ids is {self.gpu_ids!r}; use `all`, or distinct numbers separated by commas.")
         if gpus and self.num_local is not None and self.num_local > len(gpus):
             raise ConfigError(
                 f"gpu_ids names {counted(len(gpus), 'GPU')} ({self.gpu_ids}) for {self.num_local} processes on this "

@@ -73,7 +73,7 @@ def choose_interface(settings: LaunchSettings, host: str) -> Interface:
     found = next((one for one in there if one.address == here), None)
     if found is None:
         raise ConfigError(
-            f"The way from this machine to {host} begins at {here}, which belongs to none of its interfaces "
+            f"The route from this machine to {host} starts at {here}, which belongs to none of its interfaces "
             f"({listed}). Name one with --network_interface."
         )
     return found

@@ -89,7 +89,7 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -
         fit_for_cores(settings.num_cpu_threads_per_process, "num_cpu_threads_per_process", "thread")
     if settings.log_dir is not None and Path(settings.log_dir).exists() and not Path(settings.log_dir).is_dir():
         raise ConfigError(
-            f"log_dir is {settings.log_dir!r}, which is no folder. Name one, or one that is yet to be made."
+            f"log_dir is {settings.log_dir!r}, which is not a folder. Name a folder; it need not exist yet."
         )
     meeting = meet(settings)
     variables = rank_variables(settings)
@@ -131,7 +131,9 @@ def _count_processes(settings: LaunchSettings) -> tuple[int, bool]:
     if found == 0:
         if settings.multi_gpu or settings.gpu_list:
             asked = "multi_gpu" if settings.multi_gpu else f"gpu_ids {settings.gpu_ids}"
-            raise ConfigError(f"GPUs are asked for ({asked}), but torch finds none here. Use --cpu to train without.")
+            raise ConfigError(
+                f"GPUs are requested ({asked}), but torch finds none on this machine. Use --cpu to train without."
+            )
         return fit_for_cores(wanted or 1, "--num_processes"), (wanted or 1) * settings.num_machines > 1
     if wanted is not None and wanted > available:
         raise ConfigError(
@@ -155,7 +157,7 @@ def fit_for_cores(number: int, called: str, noun: str = "process") -> int:
     if number > MAX_PER_CORE * cores:
         raise ConfigError(
             f"{called} asks for {number} {plural(noun)} on this machine's CPU, which has "
-            f"{counted(cores, 'usable core')}. At most {MAX_PER_CORE} a core may be started, which is "
+            f"{counted(cores, 'usable core')}. At most {MAX_PER_CORE} per core can be started, which is "
             f"{MAX_PER_CORE * cores} here."
         )
     return number

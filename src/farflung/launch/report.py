@@ -124,8 +124,8 @@ def explain(failures: Sequence[Failure], finished: Sequence[int] = (), num_machi
             f"{numbered('rank', finished)} ended with exit code 0"
             + (" while others still needed it, which is the cause." if _distance(cause) == 2 else ".")
         )
-    elif _distance(cause) == 2 and num_machines > 1 and "waits in vain" not in (cause.message or ""):
-        others.append("The cause lies on another machine; the report there has it.")
+    elif _distance(cause) == 2 and num_machines > 1 and "stopped waiting" not in (cause.message or ""):
+        others.append("The cause is on another machine; see the report there.")
     if others:
         parts.append("\n".join(others))
     return f"rank {cause.rank} failed on {socket.gethostname()}: {cause.how}", "\n\n".join(parts)
@@ -135,8 +135,8 @@ def _without_traceback(cause: Failure) -> str:
     if cause.exit_code == -signal.SIGKILL:
         return "It was killed from outside. The operating system does this when memory runs out."
     if cause.exit_code < 0:
-        return "It ended by a signal, so there is no traceback."
-    return f"{cause.message or 'It left no traceback for the launcher.'} What it printed stands above."
+        return "It was ended by a signal, so there is no traceback."
+    return f"{cause.message or 'It left no traceback for the launcher.'} Its output is above."
 
 
 def _in_short(failure: Failure) -> str:

@@ -22,9 +22,9 @@ from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND
 
 _HELP = """Run SCRIPT in one or several distributed processes.
 
-What stands behind SCRIPT belongs to it. Each flag may be written with `_` or with `-`. A flag counts before an
-environment variable, a variable before the configuration file, and the file before the default. This also decides
-between the CPU (--cpu) and GPUs (--multi_gpu, --gpu_ids) where both are asked for.
+Arguments after SCRIPT are passed to it. Flags may be written with `_` or with `-`. A flag takes precedence over an
+environment variable, a variable over the configuration file, and the file over the default. The same order decides
+between the CPU (--cpu) and GPUs (--multi_gpu, --gpu_ids) if both are requested.
 """
 
 
@@ -92,9 +92,9 @@ def _warn_of_idle_outer(settings: LaunchSettings, notes: Collection[str]) -> Non
     if OUTER_ATTACHED in notes:
         why = "the script ended before the first round; try a smaller --outer_every"
     elif OUTER_ASKED in notes:
-        why = "the script gave `accelerator.prepare` no model together with an optimizer that trains it"
+        why = "the script did not prepare a model together with its optimizer (`accelerator.prepare`)"
     else:
-        why = "the script made no `farflung.Accelerator`"
+        why = "the script created no `farflung.Accelerator`"
     click.echo(f"farflung: warning: --outer {settings.outer_recipe} did nothing: {why}.", err=True)
 
 

@@ -30,7 +30,7 @@ def command_line(
     """
     if settings.no_python:
         if shutil.which(script) is None:
-            raise ConfigError(f"There is no program {script!r} that could be run (--no_python).")
+            raise ConfigError(f"There is no executable program {script!r} (--no_python).")
         return (script, *arguments)
     python = (sys.executable, "-u", *(RANK_STARTER if reported else ()))
     if settings.module:

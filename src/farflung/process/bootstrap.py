@@ -269,7 +269,7 @@ def _await_all(store: Store, rank: int, size: int, allowed_s: float) -> None:
         if not missing:
             raise
         raise RankFailure(
-            f"{numbered('rank', missing).capitalize()} did not come to `Accelerator()` within {allowed_s:g} s: the "
+            f"{numbered('rank', missing).capitalize()} did not reach `Accelerator()` within {allowed_s:g} s: the "
             "process has ended, hangs before it, or can't be reached. If it may take so long, allow more with "
             "--hang_timeout_s."
         ) from error

@@ -132,7 +132,7 @@ class Watchdog:
         self._halt.set()
         wait = self._current_wait()
         if wait is not None and wait.group == _TORCHS:
-            _publish(f"Rank {self._group.rank} waits in vain: {verdict}.")
+            _publish(f"Rank {self._group.rank} stopped waiting: {verdict}.")
             self._group.break_off()
 
     def _guard(self) -> None:
@@ -153,7 +153,7 @@ class Watchdog:
         there = [rank for rank in range(self._group.size) if hosts.get(rank) == hosts.get(0)] if hosts else [0]
         endpoint = f"{environ.text('MASTER_ADDR')}:{environ.text('MASTER_PORT')}"
         return (
-            f"Rank {self._group.rank} waits in vain: {self._register.describe(there)} ({endpoint}, where the run's "
+            f"Rank {self._group.rank} stopped waiting: {self._register.describe(there)} ({endpoint}, where the run's "
             f"store is) did not answer for {silent_s:.0f} s, so that machine or the line to it is gone. This rank was "
             f"in {describe_call(self._frame())}."
         )
@@ -204,7 +204,7 @@ class Watchdog:
         call = describe_call(self._frame())
         lines = []
         if late:
-            lines.append(f"{self._named(sorted(late))} did not come to {call} within {self._timeout_s:g} s")
+            lines.append(f"{self._named(sorted(late))} did not reach {call} within {self._timeout_s:g} s")
         else:
             lines.append(f"{call} has not ended for {self._timeout_s:g} s")
         for stack in dict.fromkeys(late.values()):
