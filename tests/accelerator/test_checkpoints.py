@@ -346,7 +346,7 @@ def test_new_ranks_and_a_pass_that_was_over_are_told_in_words(folder, capfd):
     run_ranks(taken_up, 4, folder, {})
     said = capfd.readouterr().err
     assert said.count("ranks 2 and 3 are new: their random numbers begin streams of their own") == 1
-    assert said.count("goes on after the last batch of epoch 0: the first loop over it ends at once") == 1
+    assert said.count("continues after the last batch of epoch 0: the first loop over it ends immediately") == 1
 
 
 def test_what_cannot_be_the_same_is_said_once(folder, capsys):

@@ -173,10 +173,10 @@ WRONG = [
         "alpha is 1.5; it must be a finite number from 0 to 1",
     ),
     ({"recipe": "edit", "every": 4, "seconds": 1.0}, "edit takes either every or seconds"),
-    ({"recipe": "hierarchical", "levels": "4:2"}, "all ranks .* must average too"),
-    ({"recipe": "hierarchical", "levels": "4:1,8:all"}, "say how many neighbours"),
-    ({"recipe": "hierarchical", "levels": "often"}, "say how many neighbours"),
-    ({"recipe": "hierarchical", "levels": {4: None, 8: 2}}, "most seldom"),
+    ({"recipe": "hierarchical", "levels": "4:2"}, "one level must be all ranks"),
+    ({"recipe": "hierarchical", "levels": "4:1,8:all"}, "map each number of steps to how many ranks"),
+    ({"recipe": "hierarchical", "levels": "often"}, "map each number of steps to how many ranks"),
+    ({"recipe": "hierarchical", "levels": {4: None, 8: 2}}, "least frequent"),
 ]
 
 

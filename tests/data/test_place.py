@@ -270,8 +270,8 @@ def test_a_loader_with_another_number_of_workers_says_that_it_draws_other_number
     for workers in (0, 1, 2):
         other = make(workers)
         other.load_state_dict(state)
-        word = f", with {counted(workers, 'worker')} in place of 2, which draw other random numbers"
-        assert other.whereabouts() == "goes on after batch 1 of 5 of epoch 0" + (word if workers != 2 else "")
+        word = f", with {counted(workers, 'worker')} instead of 2, which draw different random numbers"
+        assert other.whereabouts() == "continues after batch 1 of 5 of epoch 0" + (word if workers != 2 else "")
         assert [batch["x"][:, 0].tolist() for batch in other] == [[2, 3], [4, 5], [6, 7], [8]]
 
 

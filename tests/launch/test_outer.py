@@ -106,7 +106,7 @@ WRONG = [
     (("--outer", "dilocco", "--outer-every", "4"), "Did you mean `diloco`"),
     (("--outer", "diloco", "--outer-every", "4", "--outer-seconds", "2"), "diloco has no option seconds; it takes"),
     (("--outer", "diloco", "--outer-every", "0"), "--outer_every is 0; it must be a whole number"),
-    (("--outer-every", "4"), "of which one? Say it with --outer"),
+    (("--outer-every", "4"), "--outer-every needs a recipe: set --outer, for example --outer diloco"),
     (("--outer", "diloco", "--outer-every", "often"), "must be an integer"),
 ]
 

@@ -175,7 +175,7 @@ def test_ticks_past_the_end_of_a_one_cycle_are_dropped():
     model, optimizer, _ = made()
     inner = OneCycleLR(optimizer.optimizer, max_lr=1.0, total_steps=5)
     scheduler = AcceleratedScheduler(inner, [optimizer], ticks=2)
-    with pytest.warns(UserWarning, match="after 5 scheduler steps"):
+    with pytest.warns(UserWarning, match="after 5 steps"):
         updates(optimizer, scheduler, model, 4)
     assert inner.last_epoch == 5
 
@@ -334,7 +334,7 @@ def test_a_schedule_that_ends_before_the_data_is_said_aloud_once_with_the_number
     }[kind]()
     scheduler = AcceleratedScheduler(inner, [optimizer], ticks=2)
     updates(optimizer, scheduler, model, 2)
-    with pytest.warns(UserWarning, match="after 4 scheduler steps.*6 updates, which are 12 scheduler steps"):
+    with pytest.warns(UserWarning, match="after 4 steps.*6 updates, so 12 steps"):
         updates(optimizer, scheduler, model)
     updates(optimizer, scheduler, model)
 
@@ -348,7 +348,7 @@ def test_a_schedule_that_ends_before_a_stream_of_unknown_length_is_said_aloud_wi
     state.enter(Endless())
     scheduler = AcceleratedScheduler(CosineAnnealingLR(optimizer.optimizer, T_max=1), [optimizer])
     updates(optimizer, scheduler, model)
-    with pytest.warns(UserWarning, match=r"ticks once here\.$"):
+    with pytest.warns(UserWarning, match=r"steps it once here\.$"):
         updates(optimizer, scheduler, model)
 
 
@@ -377,7 +377,7 @@ def test_a_rate_below_zero_is_said_aloud_once_with_the_ticks_that_there_will_be(
     state.enter(Batches(range(6)))
     scheduler = AcceleratedScheduler(LambdaLR(optimizer.optimizer, lambda step: 1 - step / 4), [optimizer], ticks=2)
     updates(optimizer, scheduler, model, 2)
-    with pytest.warns(UserWarning, match=r"gives -0\.5 after 6 ticks, a rate below zero\. .*6 updates, so 12 ticks"):
+    with pytest.warns(UserWarning, match=r"gives -0\.5 after 6 steps, a rate below zero\. .*6 updates, so 12 steps"):
         updates(optimizer, scheduler, model)
     updates(optimizer, scheduler, model)
 

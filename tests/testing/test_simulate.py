@@ -264,7 +264,7 @@ def test_an_error_of_a_replica_is_raised_and_no_loss():
         ({"delays": {(-1, 1): 1.0}}, r"ranks \[-1\]"),
         ({"bandwidth_bps": 0}, "bandwidth_bps is 0"),
         ({"evaluate_every": 0}, "evaluate_every is 0"),
-        ({"recipe": Recipe(ByTime(1.0)), "evaluate_every": 2}, "by the clock"),
+        ({"recipe": Recipe(ByTime(1.0)), "evaluate_every": 2}, "with a schedule by time"),
     ],
 )
 def test_what_cannot_be_is_refused(settings, message):

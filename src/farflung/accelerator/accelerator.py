@@ -278,7 +278,7 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers for training; returned in the same order.
 
-        Preparing the same object again returns the same wrapper. Functions and other kinds of loaders are returned unchanged.
+        Preparing an object again returns the same wrapper. Functions and other kinds of loaders are returned unchanged.
 
         Args:
             device_placement: for each argument, whether it is moved to the device; None: the Accelerator's setting.

@@ -266,7 +266,9 @@ class Checkpointing:
             StateError: `busy` is `refuse`, and one is being written.
         """
         if save_model_func_kwargs:
-            raise Unsupported(f"save_state: {sorted(save_model_func_kwargs)} are for engines that are not done.")
+            raise Unsupported(
+                f"save_state: {sorted(save_model_func_kwargs)} are for engines that Farflung does not support."
+            )
         if output_dir is not None:
             check_path("save_state: output_dir", output_dir)
         check_word("save_state: busy", busy, get_args(Busy))

@@ -104,7 +104,9 @@ def extract_model_from_parallel(
         recursive: not done.
     """
     if recursive:
-        raise Unsupported("extract_model_from_parallel(recursive=True) is not done. Unwrap inner modules one by one.")
+        raise Unsupported(
+            "extract_model_from_parallel(recursive=True) is not supported. Unwrap inner modules one by one."
+        )
     check_type("extract_model_from_parallel: model", model, nn.Module, "an nn.Module")
     compiled: Any = None
     inner: Any = model

@@ -36,7 +36,9 @@ def regrouped(
         folder: a checkpoint of `old` ranks.
         total_batch_sizes: of the loaders here: samples of all ranks in one step.
     """
-    words = [f"it was written by {counted(old, 'process')} and goes on with {size}: steps see other numbers of samples"]
+    words = [
+        f"it was written by {counted(old, 'process')} and resumes with {size}: steps see a different number of samples"
+    ]
     if size > old:
         new = numbered("rank", range(old, size))
         words.append(

@@ -261,6 +261,6 @@ def _unfit(call: Call, leaf: Any) -> WrongType:
         return not_a_tensor(call[0], leaf)
     sort = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
     return WrongType(
-        f"{call[0]}: a {type(leaf).__name__} ({sort}, {leaf.dtype}, on {leaf.device}) can't travel as plain bytes. "
-        "Bring dense tensors (to_dense(), full_tensor(), dequantize()), or use gather_object or broadcast_object_list."
+        f"{call[0]}: a {type(leaf).__name__} ({sort}, {leaf.dtype}, on {leaf.device}) can't be sent as plain bytes. "
+        "Pass dense tensors (to_dense(), full_tensor(), dequantize()), or use gather_object or broadcast_object_list."
     )

@@ -116,7 +116,7 @@ class Method:
         if self.fragments > self.every:
             raise ConfigError(
                 f"{self.name}: {self.fragments} fragments in {counted(self.every, 'step')}. "
-                "At most one is launched after a step."
+                "At most one can be sent after each step."
             )
         if self.delay > self.every:
             raise ConfigError(
@@ -191,7 +191,7 @@ def cost_of(run: Run, method: Method) -> Cost:
     """
     if method.fragments > run.layers:
         raise ConfigError(
-            f"{method.name}: {method.fragments} fragments of {counted(run.layers, 'layer')}. Each needs a layer."
+            f"{method.name}: {method.fragments} fragments of {counted(run.layers, 'layer')}. Each needs at least one."
         )
     seconds = run.step_s + _exposed_s(run, method) / method.every
     # In a ring, and among pairs, each replica passes on as much as it gets.

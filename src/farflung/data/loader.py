@@ -265,11 +265,11 @@ class PreparedLoader(LoaderView):
         except TypeError:  # a stream that does not know its length
             total = ""
         if place.ended:
-            return f"goes on after the last batch of epoch {epochs.number}: the first loop over it ends at once"
-        where = f"goes on after batch {place.batches}{total} of epoch {epochs.number}"
+            return f"continues after the last batch of epoch {epochs.number}: the first loop over it ends immediately"
+        where = f"continues after batch {place.batches}{total} of epoch {epochs.number}"
         then, now = 0 if place.turns is None else len(place.turns["plan"]), self.base_dataloader.num_workers
         if then and then != now:
-            where += f", with {counted(now, 'worker')} in place of {then}, which draw other random numbers"
+            where += f", with {counted(now, 'worker')} instead of {then}, which draw different random numbers"
         return where
 
     def keep(self) -> Callable[[], None]:

@@ -242,5 +242,6 @@ def replay(batches: Iterator[Any], number: int, to_the_end: bool = False) -> Non
                 break
     if done < number and not to_the_end:
         raise ConfigError(
-            f"The data had {counted(number, 'batch')} when the checkpoint was written, and {done} now. Is it the same?"
+            f"The data had {counted(number, 'batch')} when the checkpoint was written, and {done} now. "
+            "Check that it is the same dataset."
         )

@@ -109,7 +109,7 @@ def split_shares(
     for batch in batches:
         if len(batch) > batch_size:
             raise ConfigError(
-                f"split_batches: the batch sampler says batch_size {batch_size} but made a batch of "
+                f"split_batches: the batch sampler has batch_size {batch_size} but yielded a batch of "
                 f"{counted(len(batch), 'sample')}. Let its batch_size be the size of its longest batch, or use "
                 "split_batches=False."
             )
@@ -175,7 +175,7 @@ def _refuse_varying(group: list[Batch], rest: Iterator[Batch], batch_size: int) 
         odd = lengths[-1:]
     if odd:
         raise ConfigError(
-            f"even_batches: the batch sampler says batch_size {batch_size} but made a batch of "
+            f"even_batches: the batch sampler has batch_size {batch_size} but yielded a batch of "
             f"{counted(odd[0], 'sample')} before its end, so ranks cannot get equal batches. Use "
             "even_batches=False for batches of varying size."
         )

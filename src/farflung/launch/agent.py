@@ -121,7 +121,9 @@ def run_agent(
             ) from error
         notes = frozenset(file.name for file in Path(log_dir).glob("*/attempt_*/*/*"))
     if len(returned) != num_local:
-        raise RankFailure(f"{num_local} processes were started, but only {len(returned)} of them reported their end.")
+        raise RankFailure(
+            f"{num_local} processes were started, but only {len(returned)} of them reported that they ended."
+        )
     return Outcome(notes=notes)
 
 

@@ -66,7 +66,7 @@ class AcceleratedScheduler:
                 if not optimizer.window_is_complete or (optimizer.step_was_skipped and not optimizer.in_lockstep):
                     return
             if self._horizon is not None and scheduler.last_epoch >= self._horizon:
-                self._warn(f"was made for {counted(self._horizon, 'tick')} and is over, but training goes on")
+                self._warn(f"ended after {counted(self._horizon, 'step')}, but training continues")
                 self._horizon = None
             for _ in range(self._ticks):
                 # A OneCycleLR raises past its end, and the ticks of the last update may reach over it.
@@ -78,7 +78,7 @@ class AcceleratedScheduler:
             rates = [rate for rate in getattr(scheduler, "_last_lr", ()) if isinstance(rate, float) and rate < 0]
             if rates:
                 self._was_below_zero = True
-                self._warn(f"gives {min(rates):.3g} after {counted(scheduler.last_epoch, 'tick')}, a rate below zero")
+                self._warn(f"gives {min(rates):.3g} after {counted(scheduler.last_epoch, 'step')}, a rate below zero")
 
     def _warn(self, what: str) -> None:
         """Say on the main process what is wrong with the schedule, and what length would fit."""
@@ -89,12 +89,12 @@ class AcceleratedScheduler:
         length = None if loop is None else _length_of(loop.current)
         if loop is not None and length is not None:
             updates = -(-length // loop.num_steps)
-            ticks = counted(updates * self._ticks, "tick")
-            advice = f" One pass over the loader is {counted(updates, 'update')}, so {ticks}: make it that long."
+            steps = counted(updates * self._ticks, "step")
+            advice = f" One epoch of the loader is {counted(updates, 'update')}, so {steps}: make it that long."
         times = "once" if self._ticks == 1 else f"{self._ticks} times"
-        per_update = "" if self._ticks == 1 else " (scheduler_ticks='per_update' makes that once)"
+        per_update = "" if self._ticks == 1 else " (once with scheduler_ticks='per_update')"
         warnings.warn(
-            f"The learning rate schedule {what}. Each update ticks {times} here{per_update}.{advice}", stacklevel=3
+            f"The learning rate schedule {what}. Each update steps it {times} here{per_update}.{advice}", stacklevel=3
         )
 
     def get_last_lr(self) -> list[Any]:

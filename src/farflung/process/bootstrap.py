@@ -105,7 +105,7 @@ def choose_device(place: Place, cpu: bool) -> torch.device:
     available = torch.accelerator.device_count()
     if place.local_rank >= available:
         raise ConfigError(
-            f"Local rank {place.local_rank} needs an accelerator of its own, but this machine shows {available}. "
+            f"Local rank {place.local_rank} needs its own accelerator, but this machine has {available}. "
             f"Start at most {counted(available, 'process')} on it, or train on the CPU with `--cpu`."
         )
     device = torch.device(accelerator.type, place.local_rank)

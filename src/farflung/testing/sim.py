@@ -151,7 +151,7 @@ class _SimWork:
         if not could:
             absent = [rank for rank in call.members if rank not in call.brought]
             why = f"waiting for something else: {numbered('rank', absent)}"
-        raise RankFailure(f"Rank {self._rank} waits in vain in {call.kind}: {why}.")
+        raise RankFailure(f"Rank {self._rank} is blocked in {call.kind}: {why}.")
 
 
 class SimGroup:
@@ -306,9 +306,7 @@ class SimGroup:
         if not stage.wait_until(
             self._me, lambda: all(stage.regroups[rank] >= age or rank in stage.exited for rank in absent)
         ):
-            raise RankFailure(
-                f"Rank {self.rank} waits in vain for {numbered('rank', absent)}, waiting for something else."
-            )
+            raise RankFailure(f"Rank {self.rank} is blocked by {numbered('rank', absent)}, waiting for something else.")
         return SimGroup(stage, self._me, tuple(rank for rank in self.members if stage.regroups[rank] >= age))
 
     def least(self, number: int, name: str) -> int:

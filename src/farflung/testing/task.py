@@ -57,8 +57,8 @@ class Task:
         meets = self.recipe.optimizer is None or not self.recipe.agrees
         if self.evaluate_every is not None and isinstance(self.recipe.schedule, ByTime) and meets:
             raise ConfigError(
-                "Evaluating this recipe means averaging the weights of all replicas, and by the clock they come to a "
-                "step at different times. Leave evaluate_every out, for one evaluation at the end."
+                "Evaluating this recipe averages the weights of all replicas, but with a schedule by time they reach a "
+                "step at different times. Leave out evaluate_every, and evaluate once at the end."
             )
 
     def _check_functions(self) -> None:
