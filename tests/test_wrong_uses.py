@@ -489,7 +489,7 @@ OUTER = [
     ("k.ready.outer(diloco(4), k.model)", "model", "recipe"),
     ("k.ready.outer(None, diloco(4))", "model", "None"),
     ("k.accelerator.outer(k.model, diloco(4))", "prepare"),
-    ("entered_twice(k)", "outer loop already"),
+    ("entered_twice(k)", "already has an outer loop"),
     ("OuterLoop(k.model, None)", "recipe", "None", "diloco("),
     ("OuterLoop(diloco(4), k.model)", "model", "recipe"),
     ("OuterLoop(None, diloco(4))", "model", "None"),

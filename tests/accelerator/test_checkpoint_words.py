@@ -91,7 +91,7 @@ def test_numbers_limits_and_the_newest(tmp_path, capsys):
     assert f"loaded {tmp_path / 'checkpoints' / 'checkpoint_2'}" in said
     other = Training(project=automatic(tmp_path))
     other.accelerator.project_configuration.iteration = 3
-    with pytest.raises(ConfigError, match="checkpoint_3 is there already"):
+    with pytest.raises(ConfigError, match="checkpoint_3 already exists"):
         other.accelerator.save_state()
     other.accelerator.project_configuration.iteration = 0
     other.accelerator.load_state()
@@ -204,7 +204,7 @@ def test_errors_of_saving_are_clear_and_training_goes_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(pieces, "write", full)
     for target in ("ckpt", "new"):
-        with pytest.raises(CheckpointError, match=r"Writing the checkpoint .* training can go on.*No space left"):
+        with pytest.raises(CheckpointError, match=r"Writing the checkpoint .* training can continue.*No space left"):
             training.accelerator.save_state(tmp_path / target)
     assert os.listdir(tmp_path) == ["ckpt"]
     assert {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir() if path.is_file()} == before

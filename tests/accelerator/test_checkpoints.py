@@ -353,5 +353,5 @@ def test_what_cannot_be_the_same_is_said_once(folder, capsys):
     run_ranks(written, 3, folder, {}, 1, "local_sgd")
     taken_up(folder, {})
     said = capsys.readouterr().err
-    assert said.count("it was written by 3 processes and goes on with 1") == 1
+    assert said.count("it was written by 3 processes and resumes with 1") == 1
     assert said.count("all take the mean of their weights") == 1

@@ -198,7 +198,10 @@ def test_a_rank_that_fails_is_named_to_those_with_and_without_data(fails):
 
 def refused():
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(ConfigError, match="a Linear is not under DDP"), accelerator.join_uneven_inputs([network()]):
+    with (
+        pytest.raises(ConfigError, match="a Linear is not wrapped in DDP"),
+        accelerator.join_uneven_inputs([network()]),
+    ):
         pass
 
 

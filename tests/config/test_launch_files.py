@@ -158,13 +158,13 @@ def test_null_says_nothing(home):
         ("config_file: other.yaml\n", r"train.yaml:1: unknown key `config_file`"),
         ("debug: true\nquiet: true\ndebug: false\n", r"train.yaml:3: `debug` appears twice, first in line 1"),
         ("dynamo_config:\n  mode: default\n  backnd: x\n", r"train.yaml:3: unknown key `dynamo_backnd`. Did you mean"),
-        ("dynamo_config: inductor\n", r"train.yaml:1: dynamo_config must be a block of keys"),
+        ("dynamo_config: inductor\n", r"train.yaml:1: dynamo_config must be a mapping"),
         (
             "dynamo_mode: default\ndynamo_config: {mode: default}\n",
             r"2: `dynamo_mode` appears twice",
         ),
         ("num_processes: many\n", r"train.yaml:1: num_processes is 'many'; it must be an integer"),
-        ("num_processes: [2]\n", r"train.yaml:1: num_processes must be one plain value"),
+        ("num_processes: [2]\n", r"train.yaml:1: num_processes must be a plain value"),
         ("debug: true\n- 1\n", r"train.yaml:\d: this is not YAML"),
         ("- 1\n", r"train.yaml:1: the file must be a mapping of `key: value` lines"),
         (
@@ -200,14 +200,17 @@ def test_what_can_not_be_understood_is_refused_with_its_line(home, text, message
     ("text", "message"),
     [
         ("distributed_type: FSDP\n", r"train.yaml:1: distributed_type is FSDP"),
-        ("distributed_type: DEEPSPEED\n", r"DEEPSPEED, which Farflung does not do"),
+        ("distributed_type: DEEPSPEED\n", r"DEEPSPEED, which Farflung does not support"),
         ("debug: false\nfsdp_config:\n  fsdp_version: 2\n", r"train.yaml:2: `fsdp_config` asks for sharding by FSDP"),
         ("deepspeed_config: {zero_stage: 2}\n", r"asks for DeepSpeed"),
         ("enable_cpu_affinity: true\n", r"numactl"),
         ("downcast_bf16: 'yes'\n", r"TPUs"),
         ("tpu_name: pod\n", r"TPUs"),
         ("base_job_name: x\ncompute_environment: AMAZON_SAGEMAKER\n", r"train.yaml:2: .* asks for SageMaker"),
-        ("mixed_precision: fp8\n", r"train.yaml:1: mixed_precision is 'fp8', which Farflung does not do. Use bf16"),
+        (
+            "mixed_precision: fp8\n",
+            r"train.yaml:1: mixed_precision is 'fp8', which Farflung does not support. Use bf16",
+        ),
     ],
 )
 def test_what_is_not_done_is_refused_with_what_to_use_instead(home, text, message):

@@ -140,7 +140,7 @@ if sys.argv[1] != "nothing":
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("nothing", "--outer diloco did nothing: the script made no `farflung.Accelerator`"),
+        ("nothing", "--outer diloco did nothing: the script created no `farflung.Accelerator`"),
         ("model", "the script did not prepare a model together with its optimizer"),
         ("short", "ended before the first round"),
         ("long", None),
