@@ -337,7 +337,7 @@ def test_one_rank_becomes_two_with_each_sample_once(folder, capfd):
     rest = [sample for epochs, *_ in after for step in epochs[0] for sample in step]
     assert sorted([*itertools.chain(*first), *rest]) == [float(k) for k in range(24)]
     said = capfd.readouterr().err
-    assert said.count("it was written by 1 process, and 2 go on") == 1
+    assert said.count("it was written by 1 process and resumes with 2") == 1
     assert said.count("rank 1 is new: its random numbers begin a stream of their own") == 1
 
 

@@ -34,16 +34,22 @@ def _late(module: str) -> Any:
 
 
 @click.command()
-@click.option("--steps", default=480, show_default=True, type=click.IntRange(min=1), help="Steps of each way.")
-@click.option("--processes", default=2, show_default=True, type=click.IntRange(min=2), help="How many train together.")
-@click.option("--size", default="small", show_default=True, type=click.Choice(list(SIZES)), help="Of the model.")
-@click.option("--data", metavar="FOLDER", help="Any folder of text.  [default: the standard library's sources]")
-@click.option("--output", default=DEFAULT_OUTPUT, show_default=True, metavar="FOLDER", help="For all that is made.")
-@click.option("--every", default=16, show_default=True, type=click.IntRange(min=1), help="Steps between exchanges.")
-@click.option("--batch", default=8, show_default=True, type=click.IntRange(min=1), help="Sequences a step and process.")
-@click.option("--seed", default=0, show_default=True, help="Fixes weights, order of the data, and generated text.")
-@click.option("--generate", metavar="TEXT", help="Train nothing; let the saved model go on from TEXT.")
-@click.option("--length", default=400, show_default=True, type=click.IntRange(min=1), help="Bytes to generate.")
+@click.option(
+    "--steps", default=480, show_default=True, type=click.IntRange(min=1), help="Optimizer steps of each run."
+)
+@click.option("--processes", default=2, show_default=True, type=click.IntRange(min=2), help="Number of processes.")
+@click.option("--size", default="small", show_default=True, type=click.Choice(list(SIZES)), help="Size of the model.")
+@click.option("--data", metavar="FOLDER", help="Folder of text to train on.  [default: the standard library's sources]")
+@click.option("--output", default=DEFAULT_OUTPUT, show_default=True, metavar="FOLDER", help="Folder for results.")
+@click.option("--every", default=16, show_default=True, type=click.IntRange(min=1), help="Sync interval H, in steps.")
+@click.option(
+    "--batch", default=8, show_default=True, type=click.IntRange(min=1), help="Sequences per step, per process."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of weights, data order and generated text.")
+@click.option("--generate", metavar="TEXT", help="Don't train; let the saved model continue TEXT.")
+@click.option(
+    "--length", default=400, show_default=True, type=click.IntRange(min=1), help="Number of bytes to generate."
+)
 def demo(generate: str | None, length: int, output: str, seed: int, **knobs: Any) -> None:
     """Train a small GPT on text in three ways, DDP, Local SGD and DiLoCo, and compare them.
 
