@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerate's `LocalSGD`: replicas train alone for a number of optimizer steps, then average their weights."""
+"""Accelerate's `LocalSGD`: replicas train independently for some optimizer steps, then average their weights."""
 
 from __future__ import annotations
 

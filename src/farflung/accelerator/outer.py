@@ -215,11 +215,11 @@ class OpenLoops:
 
 
 class Outer:
-    """A context in which the replicas of a prepared model train alone and agree as a recipe says.
+    """A context manager in which replicas of a prepared model train independently and are synchronized by a recipe.
 
-    Inside it gradients and buffers stay on their process. Entering gives the `OuterLoop`. Leaving it normally is a
-    collective: ranks that have no more data stay in the rounds until all have come, and average a last time. An
-    exception leaves without one, and the other ranks learn of it.
+    Inside it gradients and buffers are not synchronized. Entering returns the `OuterLoop`. Leaving it normally is a
+    collective: ranks that have no more data stay in the rounds until all have arrived, and average a last time. An
+    exception leaves without a collective, and the other ranks get an error.
 
     Args:
         model: a prepared model, which one of `optimizers` trains.
@@ -227,7 +227,7 @@ class Outer:
         loops: told of the loop while it is open.
 
     Raises:
-        ConfigError: none of the optimizers has parameters of the model, or it is in an outer loop already.
+        ConfigError: none of the optimizers has parameters of the model, or the model already has an outer loop.
     """
 
     def __init__(
@@ -276,9 +276,9 @@ class OuterWords:
     _open_loops: OpenLoops
 
     def outer(self, model: nn.Module, recipe: Recipe | OuterConfig | str) -> Outer:
-        """Return a context in which replicas of `model` train alone and agree as `recipe` says.
+        """Return a context manager in which replicas of `model` train independently, synchronized by `recipe`.
 
-        The prepared optimizer that owns the model's parameters drives it: there is nothing to call.
+        The prepared optimizer that owns the model's parameters drives the rounds: there is nothing to call.
 
         Args:
             recipe: from `farflung.outer`, such as `diloco(every=32)`; or an `OuterConfig`, or a recipe's name, such as

@@ -222,7 +222,7 @@ class DataLoaderConfiguration:
         use_seedable_sampler: shuffle by a seed and the epoch's number alone.
         data_seed: that seed; None takes torch's initial seed.
         non_blocking: copy to the device without waiting; useful with `pin_memory=True`.
-        use_stateful_dataloader: not done.
+        use_stateful_dataloader: not supported.
     """
 
     split_batches: bool = False

@@ -96,32 +96,31 @@ _FRACTIONS = ("momentum", "beta")
 
 @dataclass(frozen=True)
 class OuterConfig:
-    """Says how replicas train alone and agree now and then: `Accelerator(outer=OuterConfig("diloco", every=32))`.
+    """An outer loop by the names of its recipe and options: `Accelerator(outer=OuterConfig("diloco", every=32))`.
 
-    What is None is left to the recipe; the functions of `farflung.outer` that have the recipes' names say what each
-    option does and what it is then.
+    An option that is None takes the recipe's default; see the functions of `farflung.outer` with the recipes' names.
 
     Args:
         recipe: `local_sgd`, `post_local_sgd`, `hierarchical`, `quadratic`, `slowmo`, `diloco`, `streaming_diloco`,
             `eager_diloco`, `sparse_loco`, `edit`, `gossip` or `noloco`.
-        every: optimizer steps between two rounds.
-        rounds: how many rounds are planned, if known: defaults follow it.
-        warmup: first steps, in which gradients are averaged as usual.
-        levels: of `hierarchical`: from optimizer steps to how many neighbours average after them; `machine` stands for
-            the ranks of a machine, None for all: `{4: "machine", 64: None}`. As a text: `4:machine,64:all`.
-        seconds: between two rounds of `edit`, instead of `every`.
-        codec: how what is exchanged is written down: `none` (as it is), `bf16`, `fp16`, `int8`, `int4`, `fp8`, `e3m0`
+        every: sync interval H: optimizer steps between two rounds.
+        rounds: planned number of rounds, if known: below 100 the default momentum is lower.
+        warmup: number of first steps in which gradients are averaged as usual.
+        levels: of `hierarchical`: maps optimizer steps to how many neighbouring ranks average then; `machine` means
+            the ranks of a machine, None all ranks: `{4: "machine", 64: None}`. As a string: `4:machine,64:all`.
+        seconds: seconds between two rounds of `edit`, instead of `every`.
+        codec: encoding of what is sent: `none` (as it is), `bf16`, `fp16`, `int8`, `int4`, `fp8`, `e3m0`
             or `topk`.
-        weigh_by: what a rank's part of a round is weighed by: its `steps`, or the `items` in them, which are those that
-            `backward(num_items=)` is told of, or else the samples of its batches.
-        anchor_on_cpu: keep the agreed weights and the outer optimizer's state in the host's memory.
-        inner: what becomes of the inner optimizer's state in a round: `keep` (each rank its own), `reset`, `average`.
-        bucket_bytes: how much is copied and sent at a time; see `OuterLoop`. More pays on a line that is fast and long.
-        log: a file to which a line of JSON is added for each round, by the main process; with `{rank}` in its name
-            there is one for each rank.
+        weigh_by: weight replicas by their `steps`, or by the `items` in them: those passed to `backward(num_items=)`, or
+            else the samples of their batches.
+        anchor_on_cpu: keep the anchor and the outer optimizer's state in host memory.
+        inner: what a round does with the inner optimizer's state: `keep` (each rank its own), `reset`, `average`.
+        bucket_bytes: bucket size; see `OuterLoop`. Larger buckets pay off on fast links with high latency.
+        log: a file to which the main process appends a line of JSON for each round; with `{rank}` in its name, one
+            file per rank.
 
     Raises:
-        ConfigError: there is no such recipe, it lacks an option or has no such one, or a value can't be.
+        ConfigError: an unknown recipe, a missing or unknown option, or an invalid value.
     """
 
     recipe: str

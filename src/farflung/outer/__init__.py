@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outer loop: replicas that train alone and agree now and then."""
+"""The outer loop: replicas that train independently and synchronize every H steps."""
 
 from farflung.outer.aggregate import GatherMean, Gossip, Mean, ReduceScatterMean, TrimmedMean
 from farflung.outer.codec.base import Cast, Identity
