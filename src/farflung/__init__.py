@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the PyTorch loop you already have across far-flung machines, even over slow networks.
+"""Trains the loop you already have on far-flung machines, and talks as little as the network allows.
 
 Names are loaded when they are first used, so that `import farflung` itself costs nothing.
 """

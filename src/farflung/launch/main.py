@@ -47,7 +47,7 @@ class LazyGroup(click.Group):
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="farflung", prog_name="farflung")
 def farflung() -> None:
-    """Trains the PyTorch loop you already have across far-flung machines, even over slow networks."""
+    """Trains the loop you already have on far-flung machines, and talks as little as the network allows."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
