@@ -111,8 +111,8 @@ class OuterConfig:
         seconds: seconds between two rounds of `edit`, instead of `every`.
         codec: encoding of what is sent: `none` (as it is), `bf16`, `fp16`, `int8`, `int4`, `fp8`, `e3m0`
             or `topk`.
-        weigh_by: weight replicas by their `steps`, or by the `items` in them: those passed to `backward(num_items=)`, or
-            else the samples of their batches.
+        weigh_by: weight replicas by their `steps`, or by the `items` in them: those passed to `backward(num_items=)`,
+            or else the samples of their batches.
         anchor_on_cpu: keep the anchor and the outer optimizer's state in host memory.
         inner: what a round does with the inner optimizer's state: `keep` (each rank its own), `reset`, `average`.
         bucket_bytes: bucket size; see `OuterLoop`. Larger buckets pay off on fast links with high latency.
