@@ -6,8 +6,18 @@ import json
 import sys
 from pathlib import Path
 
+from farflung.cost.model import Run, cost_of
+from farflung.cost.recipes import method_of
+from farflung.demo.gpt import GPT
+from farflung.demo.line import seconds_on_line
+from farflung.demo.settings import SIZES
+from farflung.demo.train import DDP
+from farflung.outer import diloco, local_sgd, streaming_diloco
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+DEMO_PAGE = (ROOT / "docs" / "concepts" / "demo.md").read_text(encoding="utf-8")
+PARAMETERS = sum(parameter.numel() for parameter in GPT(SIZES["small"]).parameters())
 SLOW = ROOT / "benchmarks" / "results" / "slow_network.jsonl"
 
 
@@ -32,6 +42,26 @@ def test_the_page_of_recipes_has_the_times_over_a_slow_line():
     assert (run["megabits"], run["batch"]) == (20.0, 8)
     for name, one in run["figures"].items():
         assert row(name, one) in PAGE, row(name, one)
+
+
+def test_the_page_of_the_demo_says_how_real_lines_compare_with_what_the_demo_computes():
+    run = json.loads(SLOW.read_text(encoding="utf-8").splitlines()[-1])
+    recipes = {
+        "local_sgd(8)": local_sgd(8),
+        "diloco(32)": diloco(32),
+        "streaming_diloco(24, 3)": streaming_diloco(24, 3),
+    }
+    methods = {name: method_of(recipe, PARAMETERS, name=name) for name, recipe in recipes.items()}
+    tokens = run["batch"] * SIZES["small"].context
+    alone_s = tokens / run["figures"]["alone"]["tokens_per_s"]
+    numbers = {"layers": SIZES["small"].depth, "replicas": 2, "bandwidth_bps": 1e6 * run["megabits"]}
+    for name, method in {"ddp": DDP, **methods}.items():
+        sent = cost_of(Run(PARAMETERS, step_s=alone_s, **numbers), method).bytes_sent_per_step
+        computed = {"steps": 1, "computing_s": alone_s, "bytes_sent": sent, "parameters": PARAMETERS, **numbers}
+        real_s = tokens / run["figures"][name]["tokens_per_s"]
+        ratio = real_s / seconds_on_line(method, **computed)
+        assert f"{ratio:.2f} (`{name}`)" in " ".join(DEMO_PAGE.split())
+        assert 0.9 < ratio < 1.15
 
 
 def row(name, one):

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three ways see the same data from the same weights, and are judged when their processes agree."""
+"""The ways see the same data from the same weights, and are judged when their processes agree."""
 
+import dataclasses
 import os
 import stat
+from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
@@ -10,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis.strategies import integers
 from safetensors import safe_open
+from torch.utils.data import DataLoader
 
 from farflung import Accelerator
 from farflung.demo.settings import MODEL_FILE, DemoSettings
-from farflung.demo.train import Sequences, Spread, Trial, checkpoints, save_model
+from farflung.demo.train import WAYS, Sequences, Spread, Trial, checkpoints, compete, endless, save_model
 from farflung.testing.ranks import run_ranks
 
 TEXT = bytes(range(256)) * 40
@@ -45,41 +48,64 @@ def test_what_is_held_out_is_spread_over_the_whole_text():
     assert starts == [0, 20, 40, 60, 80]
 
 
-def batches_and_weights_of_two_trials():
+def settings_for(**changes):
+    numbers = {"steps": 4, "processes": 2, "every": 2, "batch": 3, "seed": 7, "bandwidth_bps": 20e6}
+    known = DemoSettings(size="tiny", data=None, output="unused", **numbers)
+    return dataclasses.replace(known, **changes)
+
+
+def weights(trial):
+    return torch.cat([parameter.detach().flatten() for parameter in trial.model.parameters()])
+
+
+class Noting(Trial):
+    """A trial that keeps what it learned from."""
+
+    seen = ()
+
+    def learn(self, batch):
+        super().learn(batch)
+        self.seen = (*self.seen, batch)
+
+
+def one_contest():
     accelerator = Accelerator(cpu=True)
-    settings = DemoSettings(steps=4, processes=2, size="tiny", data=None, output="unused", every=2, batch=3, seed=7)
-    train, held_out = Sequences(TEXT, 64), Spread(Sequences(TEXT, 64), 8)
-    trials = []
-    for _ in range(2):
-        trial = Trial(accelerator, settings, train, held_out)
-        weights = torch.cat([parameter.detach().flatten() for parameter in trial.model.parameters()])
-        batches = torch.stack(list(trial.batches))
-        trial.learn(batches[0])  # must leave no trace in the next trial
-        trials.append((weights, batches))
-        accelerator.free_memory()
-    return trials
+    settings = settings_for(steps=7)
+    loader, judges = accelerator.prepare(
+        DataLoader(Sequences(TEXT, 64), batch_size=3, shuffle=True, drop_last=True),
+        DataLoader(Spread(Sequences(TEXT, 64), 8), batch_size=2),
+    )
+    with ExitStack() as stack:
+        trials = [stack.enter_context(Noting(way, accelerator, settings)) for way in WAYS]
+        before = [weights(trial) for trial in trials]
+        compete(trials, endless(loader), judges, lambda trial: None)
+    return [
+        (start, weights(trial), torch.stack(trial.seen), trial.result())
+        for start, trial in zip(before, trials, strict=True)
+    ]
 
 
-def test_each_trial_starts_from_the_same_weights_and_sees_the_same_batches():
-    ranks = run_ranks(batches_and_weights_of_two_trials, 2, connect=False)
-    for (weights, batches), (weights_again, batches_again) in ranks:
-        assert torch.equal(weights, weights_again)
-        assert torch.equal(batches, batches_again)
-    assert torch.equal(ranks[0][0][0], ranks[1][0][0])  # all ranks start alike
-    seen = torch.cat([batches.flatten(0, 1) for (_, batches), _ in ranks])
-    starts = {tuple(sequence.tolist()) for sequence in seen}
-    assert len(seen) == len(Sequences(TEXT, 64)) // 6 * 6
-    assert len(starts) <= 4  # the text repeats every four sequences
+def test_all_ways_start_alike_see_the_same_batches_and_end_in_agreement():
+    first, second = run_ranks(one_contest, 2, connect=False)
+    start, _, batches, _ = first[0]
+    for here, there in zip(first, second, strict=True):
+        assert torch.equal(start, here[0])
+        assert torch.equal(start, there[0])  # all ranks start alike
+        assert torch.equal(here[1], there[1])
+        assert not torch.equal(start, here[1])
+        assert torch.equal(batches, here[2])
+        assert torch.equal(second[0][2], there[2])
+        assert [point.step for point in here[3].curve] == [2, 4, 6, 7]
+        assert [point.loss for point in here[3].curve] == [point.loss for point in there[3].curve]
+    assert not torch.equal(batches, second[0][2])  # each process has a share of its own
 
 
 def schedule_at_the_end():
-    accelerator = Accelerator(cpu=True)
-    settings = DemoSettings(steps=20, processes=2, size="tiny", data=None, output="unused", every=2, batch=3, seed=7)
-    trial = Trial(accelerator, settings, Sequences(TEXT, 64), Spread(Sequences(TEXT, 64), 8))
+    trial = Trial("DDP", Accelerator(cpu=True), settings_for(steps=20))
     rates = []
     for _ in range(20):
         rates.append(trial.optimizer.param_groups[0]["lr"])
-        trial.learn(next(iter(trial.batches)))
+        trial.learn(torch.zeros(3, 65, dtype=torch.uint8))
     return rates, trial.optimizer.param_groups[0]["lr"]
 
 
@@ -90,9 +116,7 @@ def test_the_learning_rate_rises_shortly_and_ends_at_zero():
 
 
 def test_its_weights_have_the_mode_of_any_other_file_and_can_be_loaded(tmp_path):
-    settings = DemoSettings(
-        steps=1, processes=1, size="tiny", data=None, output=str(tmp_path), every=1, batch=1, seed=0
-    )
+    settings = settings_for(output=str(tmp_path))
     before = os.umask(0o027)
     try:
         save_model(torch.nn.Linear(2, 1), settings, "DDP")

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `farflung demo`: three ways to train one small GPT on real text, and what each of them costs."""
+"""The command `farflung demo`: ways to train one small GPT on real text, and what each of them costs."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +19,8 @@ from rich.console import Console
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.config.launch import LaunchSettings
-from farflung.cost.units import in_bytes
-from farflung.demo.report import table_of
+from farflung.cost.units import in_bytes, in_rate, parse_rate
+from farflung.demo.report import table_of, verdicts
 from farflung.demo.settings import MODEL_FILE, PICTURE_FILE, SIZES, DemoSettings, Result, load_results
 from farflung.demo.text import Text, check_length, load_text
 from farflung.launch.plan import fit_for_cores, make_plan
@@ -45,21 +47,26 @@ def _late(module: str) -> Any:
 @click.option(
     "--batch", default=8, show_default=True, type=click.IntRange(min=1), help="Sequences per step, per process."
 )
+@click.option(
+    "--bandwidth", default="20Mbit", show_default=True, metavar="RATE", help="Line to compute times for: 100Mbit, 1Gbit."
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of weights, data order and generated text.")
 @click.option("--generate", metavar="TEXT", help="Don't train; let the saved model continue TEXT.")
 @click.option(
     "--length", default=400, show_default=True, type=click.IntRange(min=1), help="Number of bytes to generate."
 )
-def demo(generate: str | None, length: int, output: str, seed: int, **knobs: Any) -> None:
-    """Train a small GPT on text in three ways, DDP, Local SGD and DiLoCo, and compare them.
+def demo(generate: str | None, length: int, output: str, seed: int, bandwidth: str, **knobs: Any) -> None:
+    """Train a small GPT on text by DDP, Local SGD, DiLoCo and streaming DiLoCo, and compare them.
 
-    All three start from the same weights and see the same data in the same order. The output folder receives the
-    results, a picture of the loss against the bytes sent, and the best model.
+    All start from the same weights and see the same data in the same order. What they would take on a slow line is
+    computed from what was measured. The output folder receives the results, a picture of the loss against time and
+    against bytes, and the best model.
     """
     if generate is not None:
         click.echo(_late("generate").continued(Path(output), generate, length, seed))
     else:
-        run(DemoSettings(output=output, seed=seed, **knobs))
+        bandwidth_bps = parse_rate(bandwidth, "--bandwidth")
+        run(DemoSettings(output=output, seed=seed, bandwidth_bps=bandwidth_bps, **knobs))
 
 
 def run(settings: DemoSettings) -> None:
@@ -87,25 +94,42 @@ def run(settings: DemoSettings) -> None:
 def _introduce(settings: DemoSettings, text: Text) -> None:
     source = "the standard library's sources" if settings.data is None else settings.data
     size = in_bytes(len(text.train))
-    processes = counted(settings.processes, "process")
-    click.echo(f"{processes}, {counted(settings.steps, 'step')} of each way, on {size} of {source}")
+    processes, steps = counted(settings.processes, "process"), counted(settings.steps, "step")
+    click.echo(f"{processes} train a tiny byte-level GPT on {size} of {source}, in four ways that take turns:")
+    click.echo(f"{steps} each, on the same data, from the same weights.")
     if text.left_out:
         named = ", ".join(text.left_out[:5]) + (" ..." if len(text.left_out) > 5 else "")
         click.echo(f"{counted(len(text.left_out), 'file')} without UTF-8 text left out: {named}")
 
 
 def _conclude(settings: DemoSettings, results: Sequence[Result]) -> None:
+    rate = in_rate(settings.bandwidth_bps)
     click.echo()
-    Console().print(table_of(results, settings.steps))
+    Console().print(table_of(results, rate))
+    for line in verdicts(results, rate):
+        click.echo(line)
+    click.echo()
     picture = settings.path(PICTURE_FILE)
     if importlib.util.find_spec("matplotlib") is None:
         click.echo("No picture: matplotlib is not installed. Get it with `pip install 'farflung[plot]'`.")
     else:
-        processes = counted(settings.processes, "process")
-        title = f"What {processes} sent to learn the same text ({counted(settings.steps, 'step')})"
-        _late("picture").draw(results, picture, title)
+        processes, steps = counted(settings.processes, "process"), counted(settings.steps, "step")
+        title = f"The same GPT and text, {steps} by {processes}"
+        _late("picture").draw(results, picture, title, rate)
         click.echo(f"picture: {picture}")
     best = min(results, key=lambda result: result.loss)
-    click.echo(f"model:   {settings.path(MODEL_FILE)}, trained by {best.way}; let it write:")
+    click.echo(
+        f"model:   {settings.path(MODEL_FILE)}, trained by {best.way}. It is tiny and knows bytes alone: what it"
+    )
+    click.echo("         writes looks like Python from afar, and does not run. See a sample:")
     folder = [] if settings.output == DEFAULT_OUTPUT else ["--output", settings.output]
-    click.echo(shlex.join(["farflung", "demo", "--generate", PROMPT, *folder]))
+    click.echo(shlex.join([*own_name(), "demo", "--generate", PROMPT, *folder]))
+
+
+def own_name() -> list[str]:
+    """Return what to type in this folder to run this very command again."""
+    program = sys.argv[0]
+    found = shutil.which("farflung")
+    if found is not None and os.path.realpath(program) == os.path.realpath(found):
+        return ["farflung"]
+    return [program] if os.access(program, os.X_OK) else [sys.executable, "-m", "farflung"]

@@ -32,14 +32,15 @@ class DemoSettings:
     """One run of the demo.
 
     Args:
-        steps: optimizer steps of each of the three ways.
+        steps: optimizer steps of each of the four ways.
         processes: how many train together.
         size: a key of `SIZES`.
         data: a folder of text; None takes the sources of the standard library.
         output: where results, picture and model go.
-        every: inner steps between two synchronizations of Local SGD and DiLoCo.
+        every: steps between two synchronizations of Local SGD, DiLoCo and each fragment of streaming DiLoCo.
         batch: sequences that one process sees in one step.
         seed: fixes initial weights and the order of the data.
+        bandwidth_bps: bits a second of the slow line that times are computed for.
     """
 
     steps: int
@@ -50,6 +51,7 @@ class DemoSettings:
     every: int
     batch: int
     seed: int
+    bandwidth_bps: float
 
     @property
     def shape(self) -> Shape:
@@ -90,19 +92,30 @@ class Point:
 
 @dataclass
 class Result:
-    """What one way of training came to; seconds and bytes are those of rank 0, without the validation."""
+    """What one way of training came to; seconds and bytes are those of rank 0, without the validation.
+
+    Args:
+        curve: the last point is the end of the training.
+        seconds: on this machine, of which `waited_s` went by in waiting for the other processes and the network.
+        line_seconds: what the same training takes on the slow line, as computed by `demo/line.py`.
+    """
 
     way: str
     curve: list[Point]
-    tokens: int  # of all processes together
     seconds: float
-    bytes_sent: int
     waited_s: float
+    bytes_sent: int
+    line_seconds: float
 
     @property
     def loss(self) -> float:
         """The validation loss at the end, in nats a byte."""
         return self.curve[-1].loss
+
+    @property
+    def curve_seconds(self) -> list[float]:
+        """When each point of the curve is reached on the slow line."""
+        return [self.line_seconds * point.step / self.curve[-1].step for point in self.curve]
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Result:

@@ -1,36 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each process of the demo runs: the same model on the same data, by DDP, Local SGD and DiLoCo in turn."""
+"""What each process of the demo runs: the same model on the same data, by several ways in turns."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from typing import TypeAlias
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from itertools import islice
+from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from farflung import Accelerator
 from farflung.checkpoint.sink import Sink, write_safetensors
+from farflung.cost.model import Method
+from farflung.cost.recipes import method_of
 from farflung.demo.gpt import GPT, loss_per_sequence
+from farflung.demo.line import seconds_on_line
 from farflung.demo.meter import GradientMeter
 from farflung.demo.settings import MODEL_FILE, DemoSettings, Point, Result, save_results
 from farflung.demo.text import load_text
-from farflung.outer import Stats, diloco, local_sgd
+from farflung.outer import OuterLoop, Recipe, diloco, local_sgd, streaming_diloco
 from farflung.utils import set_seed
 
-WAYS = ("DDP", "Local SGD", "DiLoCo")
+WAYS = ("DDP", "Local SGD", "DiLoCo", "Streaming DiLoCo")
+DDP = Method("DDP", during_backward=True, bucket_bytes=25 * 2**20)  # torch's own size of a bucket
 NUM_POINTS = 12  # how often the validation loss is taken, about
 VALIDATION_SEQUENCES = 256
 WARMUP = 0.05  # of all steps
 PEAK_LR = 3e-3
 MAX_NORM = 1.0
-
-Traffic: TypeAlias = Callable[[], tuple[int, float]]  # bytes that this process sent, seconds that it waited, so far
 
 
 class Sequences(Dataset[Tensor]):
@@ -63,20 +66,33 @@ class Spread(Dataset[Tensor]):
 
 
 class Trial:
-    """A fresh model with all that it needs to learn and to be judged; each trial starts from the same numbers."""
+    """One way to train: a fresh model, and what it came to so far. All trials start from the same weights."""
 
-    def __init__(self, accelerator: Accelerator, settings: DemoSettings, train: Sequences, held_out: Spread) -> None:
+    def __init__(self, way: str, accelerator: Accelerator, settings: DemoSettings) -> None:
         set_seed(settings.seed)
         model = GPT(settings.shape)
         optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
         horizon = settings.steps * accelerator.num_processes  # a prepared scheduler counts the batches of all processes
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rise_and_fall(step / horizon))
-        batches = DataLoader(train, batch_size=settings.batch, shuffle=True, drop_last=True)
-        judges = DataLoader(held_out, batch_size=32)
+        self.way = way
         self.accelerator = accelerator
-        self.model, self.optimizer, self.schedule, self.batches, self.judges = accelerator.prepare(
-            model, optimizer, schedule, batches, judges
-        )
+        self.settings = settings
+        self.model, self.optimizer, self.schedule = accelerator.prepare(model, optimizer, schedule)
+        self.recipe = recipe_of(way, settings)
+        self.step = 0
+        self.seconds = self.cpu_seconds = 0.0
+        self.curve: list[Point] = []
+        self._open = ExitStack()
+        self._meter = GradientMeter(self.model) if self.recipe is None else None
+        self._loop: OuterLoop | None = None
+
+    def __enter__(self) -> Trial:
+        if self.recipe is not None:
+            self._loop = self._open.enter_context(self.accelerator.outer(self.model, self.recipe))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
 
     def learn(self, batch: Tensor) -> None:
         """Take one step on `batch` `[sequences, context + 1]`."""
@@ -86,62 +102,99 @@ class Trial:
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
+        self.step += 1
+
+    @contextmanager
+    def on_the_clock(self) -> Iterator[None]:
+        """Count the seconds of a block, from when all processes have come to it."""
+        self.accelerator.wait_for_everyone()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        yield
+        self.seconds += time.perf_counter() - start
+        self.cpu_seconds += time.process_time() - cpu_start
+
+    def finish(self) -> None:
+        """Average for the last time."""
+        with self.on_the_clock():
+            self._open.close()
+
+    def traffic(self) -> tuple[int, float]:
+        """Return the bytes that this process sent so far, and the seconds that it waited."""
+        if self._meter is not None:
+            return self._meter.bytes_sent, self._meter.waited_s
+        assert self._loop is not None
+        stats = self._loop.stats()
+        return stats.bytes_sent + stats.bytes_voting, stats.seconds_exposed
 
     @torch.no_grad()
-    def judge(self) -> float:
-        """Return the loss on the validation text, of all processes together."""
-        self.model.eval()
-        losses = [
-            self.accelerator.gather_for_metrics(loss_per_sequence(self.model(batch[:, :-1]), batch[:, 1:]))
-            for batch in self.judges
-        ]
-        self.model.train()
-        return torch.cat(losses).mean().item()
+    def judge(self, batches: Iterable[Tensor], *, at_the_end: bool = False) -> None:
+        """Note where the curve stands: the loss of what the processes agree on, on all of their `batches` together."""
+        bytes_sent, _ = self.traffic()
+        # What the replicas agree on is the anchor; without one they are equal at the end of a round.
+        lends = self._loop is not None and self.recipe is not None and self.recipe.optimizer is not None
+        with self._loop.synced() if self._loop and lends and not at_the_end else nullcontext():
+            self.model.eval()
+            losses = [
+                self.accelerator.gather_for_metrics(loss_per_sequence(self.model(batch[:, :-1]), batch[:, 1:]))
+                for batch in batches
+            ]
+            self.model.train()
+        self.curve.append(Point(self.step, bytes_sent, torch.cat(losses).mean().item()))
+
+    def result(self) -> Result:
+        """Return what the training came to, here and on the slow line."""
+        settings = self.settings
+        bytes_sent, waited_s = self.traffic()
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        line_seconds = seconds_on_line(
+            DDP if self.recipe is None else method_of(self.recipe, parameters, name=self.way),
+            steps=self.step,
+            computing_s=self.cpu_seconds,
+            bytes_sent=bytes_sent,
+            parameters=parameters,
+            layers=settings.shape.depth,
+            replicas=settings.processes,
+            bandwidth_bps=settings.bandwidth_bps,
+        )
+        return Result(self.way, self.curve, self.seconds, waited_s, bytes_sent, line_seconds)
 
 
-@contextmanager
-def on_the_wire(way: str, trial: Trial, settings: DemoSettings) -> Iterator[Traffic]:
-    """Let the processes of a trial talk to each other in one of `WAYS`, and tell what that costs."""
-    if way == "DDP":
-        meter = GradientMeter(trial.model)
-        yield lambda: (meter.bytes_sent, meter.waited_s)
-        return
-    every = settings.every
-    recipe = diloco(every, rounds=-(-settings.steps // every)) if way == "DiLoCo" else local_sgd(every)
-    with trial.accelerator.outer(trial.model, recipe) as outer:
-        yield lambda: _traffic_of(outer.stats())
+def recipe_of(way: str, settings: DemoSettings) -> Recipe | None:
+    """Return the recipe of one of `WAYS`; None for DDP, which has none."""
+    every, rounds = settings.every, -(-settings.steps // settings.every)
+    if way == "Local SGD":
+        return local_sgd(every)
+    if way == "DiLoCo":
+        return diloco(every, rounds=rounds)
+    if way == "Streaming DiLoCo":
+        return streaming_diloco(every, min(every, settings.shape.depth), rounds=rounds)
+    return None
 
 
-def _traffic_of(stats: Stats) -> tuple[int, float]:
-    return stats.bytes_sent + stats.bytes_voting, stats.seconds_exposed
-
-
-def run_trial(way: str, trial: Trial, settings: DemoSettings, show: Callable[[int, float], None]) -> Result:
-    """Train for `settings.steps` steps; `show(step, tokens_per_second)` is called after each."""
-    tokens_per_step = settings.batch * settings.shape.context * settings.processes
+def compete(
+    trials: Sequence[Trial], batches: Iterator[Tensor], judges: Iterable[Tensor], show: Callable[[Trial], None]
+) -> None:
+    """Train all trials on the same batches, in turns of a round each: so foreign load falls on all alike."""
+    settings = trials[0].settings
     judged_after = checkpoints(settings.steps, settings.every)
-    batches = endless(trial.batches)
-    curve: list[Point] = []
-    start, judging_s = time.perf_counter(), 0.0
-    with on_the_wire(way, trial, settings) as traffic:
-        for step in range(1, settings.steps + 1):
-            trial.learn(next(batches))
-            show(step, step * tokens_per_step / (time.perf_counter() - start - judging_s))
-            if step in judged_after:
-                paused = time.perf_counter()
-                curve.append(Point(step, traffic()[0], trial.judge()))
-                judging_s += time.perf_counter() - paused
-    seconds = time.perf_counter() - start - judging_s
-    batches.close()
-    bytes_sent, waited_s = traffic()
-    curve.append(Point(settings.steps, bytes_sent, trial.judge()))
-    return Result(way, curve, settings.steps * tokens_per_step, seconds, bytes_sent, waited_s)
+    for start in range(0, settings.steps, settings.every):
+        turn = list(islice(batches, min(settings.every, settings.steps - start)))
+        for trial in trials:
+            with trial.on_the_clock():
+                for batch in turn:
+                    trial.learn(batch)
+                    show(trial)
+            if trial.step in judged_after:
+                trial.judge(judges)
+    for trial in trials:
+        trial.finish()
+        trial.judge(judges, at_the_end=True)
 
 
 def checkpoints(steps: int, every: int) -> set[int]:
     """Return the steps before the last one to judge after: ends of rounds, for then the processes agree.
 
-    Their distance grows, because the picture's axis of bytes is logarithmic.
+    Their distance grows, because the picture's axes are logarithmic.
     """
     rounds = steps // every
     return {every * round(rounds ** (i / NUM_POINTS)) for i in range(NUM_POINTS)} - {steps, 0} if rounds else set()
@@ -158,18 +211,13 @@ def _rise_and_fall(done: float) -> float:
 
 
 @contextmanager
-def progress_bars(accelerator: Accelerator, steps: int) -> Iterator[Callable[[str], Callable[[int, float], None]]]:
-    """Draw one bar for each way on the main process; yield what makes the `show` of a way."""
-    columns = ("{task.description:10}", BarColumn(), MofNCompleteColumn(), "{task.fields[speed]}", TimeElapsedColumn())
-    with Progress(*columns, refresh_per_second=4, disable=not accelerator.is_main_process) as progress:
-        tasks = {way: progress.add_task(way, total=steps, start=False, speed="") for way in WAYS}
-
-        def shower(way: str) -> Callable[[int, float], None]:
-            task: TaskID = tasks[way]
-            progress.start_task(task)
-            return lambda step, rate: progress.update(task, completed=step, speed=f"{rate:,.0f} tokens/s")
-
-        yield shower
+def progress_bar(accelerator: Accelerator, steps: int) -> Iterator[Callable[[Trial], None]]:
+    """Draw a bar over the steps of all ways on the main process; yield what moves it on by a step of a trial."""
+    columns = ("{task.description:18}", BarColumn(), MofNCompleteColumn(), "steps", TimeElapsedColumn(), "so far,")
+    left = (TimeRemainingColumn(), "left")
+    with Progress(*columns, *left, refresh_per_second=4, disable=not accelerator.is_main_process) as progress:
+        task = progress.add_task("", total=len(WAYS) * steps)
+        yield lambda trial: progress.update(task, advance=1, description=trial.way)
 
 
 def save_model(model: nn.Module, settings: DemoSettings, way: str) -> None:
@@ -179,23 +227,24 @@ def save_model(model: nn.Module, settings: DemoSettings, way: str) -> None:
 
 
 def main(settings_file: str) -> None:
-    """Train in the three ways, and let the main process save what came of it: the results, and the best model."""
+    """Train in all ways, and let the main process save what came of it: the results, and the best model."""
     torch.set_num_threads(1)
     settings = DemoSettings.load(settings_file)
     accelerator = Accelerator(cpu=True)
     text = load_text(settings.data)
-    train = Sequences(text.train, settings.shape.context)
-    held_out = Spread(Sequences(text.validation, settings.shape.context), VALIDATION_SEQUENCES)
-    results: list[Result] = []
-    with progress_bars(accelerator, settings.steps) as shower:
-        for way in WAYS:
-            trial = Trial(accelerator, settings, train, held_out)
-            results.append(run_trial(way, trial, settings, shower(way)))
-            if accelerator.is_main_process and results[-1].loss == min(result.loss for result in results):
-                save_model(accelerator.unwrap_model(trial.model), settings, way)
-            accelerator.free_memory()
+    context = settings.shape.context
+    train = DataLoader(Sequences(text.train, context), batch_size=settings.batch, shuffle=True, drop_last=True)
+    held_out = DataLoader(Spread(Sequences(text.validation, context), VALIDATION_SEQUENCES), batch_size=32)
+    set_seed(settings.seed)
+    train, held_out = accelerator.prepare(train, held_out)
+    with ExitStack() as stack:
+        trials = [stack.enter_context(Trial(way, accelerator, settings)) for way in WAYS]
+        batches = stack.enter_context(closing(endless(train)))
+        compete(trials, batches, held_out, stack.enter_context(progress_bar(accelerator, settings.steps)))
     if accelerator.is_main_process:
-        save_results(settings, results)
+        save_results(settings, [trial.result() for trial in trials])
+        best = min(trials, key=lambda trial: trial.curve[-1].loss)
+        save_model(accelerator.unwrap_model(best.model), settings, best.way)
     accelerator.end_training()
 
 

@@ -19,7 +19,7 @@ COMMANDS = {
     "plan": ("farflung.cost.command:plan", "Forecast what each method costs on a network."),
     "env": ("farflung.launch.env:env", "Show versions, devices and the settings in use."),
     "checkpoint": ("farflung.launch.checkpoint:checkpoint", "List, verify, compare and convert checkpoints."),
-    "demo": ("farflung.demo.command:demo", "Train a small GPT in three ways and compare their costs."),
+    "demo": ("farflung.demo.command:demo", "Train a small GPT in four ways and compare their costs."),
 }
 
 
