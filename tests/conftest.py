@@ -1,20 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: GPU tests are skipped without a GPU, and no launcher's variables leak in from outside."""
+"""What all tests share: marks, time limits, and an environment without the variables of a launcher outside."""
+
+import inspect
+import multiprocessing
+import subprocess
+from types import FunctionType, ModuleType
 
 import pytest
 import torch
 
 from farflung.config import environ
+from farflung.testing.patience import patience
+from farflung.testing.ranks import run_ranks
 
 LAUNCHER_WORDS = ("RANK", "WORLD_SIZE", "MASTER_", "OMPI_", "PMI_", "SLURM_", "ACCELERATE_", "FARFLUNG_", "FSDP_")
+torch.set_num_threads(1)  # models are tiny, and threads of several pytest workers would wait for each other's cores
+STARTERS = (subprocess, multiprocessing, subprocess.run, subprocess.Popen, run_ranks)
 
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
+    """Mark what starts processes as `ranks`, and skip GPU tests without a GPU."""
+    known = {}
     for item in items:
-        if "gpu" in item.keywords:
+        fixtures = [definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values()]
+        if any(starts_processes(function, known) for function in (item.function, *fixtures)):
+            item.add_marker("ranks")
+        if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def starts_processes(function, known):
+    """Say whether a function of the tests uses one of `STARTERS`, itself or through others of the tests.
+
+    Args:
+        known: the answers so far, by code.
+    """
+    function = inspect.unwrap(getattr(getattr(function, "hypothesis", None), "inner_test", function))
+    code = getattr(function, "__code__", None)
+    if code is None or not function.__module__.startswith("tests"):
+        return False
+    if code not in known:
+        known[code] = False  # while it is being found out: functions may call each other
+        used = [inspect.unwrap(function.__globals__.get(name)) for name in names_in(code)]
+        known[code] = any(
+            value in STARTERS
+            if isinstance(value, ModuleType)
+            else value in STARTERS or any(starts_processes(each, known) for each in functions_of(value))
+            for value in used
+            if isinstance(value, (ModuleType, FunctionType, type))
+        )
+    return known[code]
+
+
+def names_in(code):
+    """The names that a piece of code and the functions inside it look up."""
+    inner = [each for each in code.co_consts if hasattr(each, "co_names")]
+    return {*code.co_names, *(name for each in inner for name in names_in(each))}
+
+
+def functions_of(value):
+    """A function itself, or the methods of a class."""
+    return [value] if isinstance(value, FunctionType) else [each for each in vars(value).values() if callable(each)]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    """Give each test more time on a slow or busy machine, unless `--timeout` says how much."""
+    if item.config.getoption("timeout") is None:
+        marked = item.get_closest_marker("timeout")
+        limit_s = marked.args[0] if marked else float(item.config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(patience(limit_s)), append=False)
+    return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from farflung import Accelerator, LocalSGD
 from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.outer import diloco, local_sgd
 from farflung.state import AcceleratorState
+from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 
 
@@ -138,7 +139,7 @@ def steps_of_different_number(counts, every, driven):
 
 @pytest.mark.parametrize("counts", [(7, 3), (0, 5), (4, 4), (2, 9), (3, 0, 6, 1)])
 def test_ranks_that_run_out_of_data_stay_in_the_rounds(counts):
-    (first, rounds, start), *others = run_ranks(steps_of_different_number, len(counts), counts, 2, True, timeout_s=30)
+    (first, rounds, start), *others = run_ranks(steps_of_different_number, len(counts), counts, 2, True)
     for other, also, _ in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
         assert rounds == also
@@ -160,7 +161,7 @@ def one_rank_raises():
 
 
 def test_an_exception_leaves_without_a_collective_and_the_others_learn_of_it():
-    (kind, message, took), (other, _, _) = run_ranks(one_rank_raises, 2, timeout_s=30)
+    (kind, message, took), (other, _, _) = run_ranks(one_rank_raises, 2)
     assert (kind, other) == ("RankFailure", "ValueError")
     assert "rank 1" in message
     assert "bad sample" in message
@@ -180,8 +181,8 @@ def one_rank_is_killed():
 def test_a_killed_rank_is_an_error_on_the_other_within_seconds():
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 0(.|\n)*RankFailure(.|\n)*exit code -9"):
-        run_ranks(one_rank_is_killed, 2, timeout_s=30)
-    assert time.monotonic() - started < 15
+        run_ranks(one_rank_is_killed, 2)
+    assert time.monotonic() - started < patience(15)
 
 
 def through_diloco():
@@ -258,7 +259,7 @@ def skipped_by_overflow():
 
 
 def test_a_step_that_fp16_skipped_keeps_the_ranks_aligned():
-    (first, rounds), (second, also) = run_ranks(skipped_by_overflow, 2, timeout_s=30)
+    (first, rounds), (second, also) = run_ranks(skipped_by_overflow, 2)
     assert rounds == also == 2
     assert torch.equal(first["out.weight"], second["out.weight"])
     assert torch.isfinite(first["out.weight"]).all()

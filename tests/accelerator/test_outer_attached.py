@@ -235,7 +235,7 @@ def uneven(samples, joined):
     ],
 )
 def test_ranks_with_different_numbers_of_batches_come_together(samples, joined, counts):
-    outcomes = run_ranks(uneven, 2, samples, joined, timeout_s=30)
+    outcomes = run_ranks(uneven, 2, samples, joined)
     assert tuple(found[0] for found in outcomes) == counts
     assert alike([found[1] for found in outcomes])
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from farflung.checkpoint import sink
 from farflung.checkpoint.sink import Sink, sums_of
+from farflung.testing.patience import patience
 
 _BLOCK = 4096
 
@@ -143,7 +144,10 @@ accelerator.save_state(sys.argv[1], block=False)
 
 def test_a_save_in_the_background_of_many_blocks_is_complete_when_the_script_ends_at_once(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", _LEAVES_EARLY, str(tmp_path / "last")], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", _LEAVES_EARLY, str(tmp_path / "last")],
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
     )
     assert done.returncode == 0, done.stderr
     checked = subprocess.run(

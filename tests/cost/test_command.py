@@ -25,6 +25,7 @@ from farflung.cost.units import (
     parse_rate,
     parse_seconds,
 )
+from farflung.testing.patience import patience
 
 USUAL = ["--parameters", "124M", "--step_seconds", "0.5", "--bandwidth", "1Gbit", "--replicas", "4", "--latency", "1ms"]
 RUN = Run(124_000_000, 24, 0.5, replicas=4, bandwidth_bps=1e9, latency_s=0.001)
@@ -225,7 +226,7 @@ def test_the_plan_needs_no_torch(tmp_path):
     (tmp_path / "numpy.py").write_text("raise ImportError('there is no numpy here')\n")
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from farflung.launch.main import main; main()"
     command = [sys.executable, "-c", code, str(tmp_path), "plan", *USUAL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == planned(*USUAL).output
 
@@ -237,6 +238,6 @@ def test_help_loads_no_more_than_it_needs(home):
         "farflung.main(['plan', '--help'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60))
     assert done.returncode == 0, done.stderr
     assert "--step_seconds" in done.stdout

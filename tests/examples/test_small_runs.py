@@ -6,11 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from farflung.testing.patience import patience
+
 FILE = Path(__file__).parents[2] / "examples" / "small_runs.py"
 
 
 def test_every_row_is_run():
-    ended = subprocess.run([sys.executable, str(FILE), "--steps", "6"], capture_output=True, text=True, timeout=90)
+    ended = subprocess.run(
+        [sys.executable, str(FILE), "--steps", "6"], capture_output=True, text=True, timeout=patience(90)
+    )
     assert ended.returncode == 0, ended.stderr
     rows = re.findall(r"^(.+?) +loss ([\d.]+) +([\d.]+) MB sent$", ended.stdout, re.MULTILINE)
     assert len(rows) == 8

@@ -43,7 +43,6 @@ def expected_steps(plan, size, split_batches):
     return plan["epochs"] * math.ceil(batches / plan["gradient_accumulation_steps"])
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("size", "split_batches"), [(1, False), (2, False), (4, False), (2, True)])
 def test_the_learning_rate_ends_at_zero(size, split_batches):
     counts = [1, 2, 3, 5]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from farflung.config.launch import FIELDS
+from farflung.testing.patience import patience
 
 
 @pytest.fixture
@@ -28,6 +29,6 @@ def farflung(home) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "farflung", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=90)
+        return subprocess.run(command, capture_output=True, text=True, timeout=patience(90))
 
     return run

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from farflung.base.errors import ConfigError
 from farflung.launch import main as command
+from farflung.testing.patience import patience
 
 
 def test_help_and_the_launcher_do_without_torch(home):
@@ -25,7 +26,7 @@ def test_help_and_the_launcher_do_without_torch(home):
         "farflung.main(['config', 'show'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, timeout=patience(60))
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in command.COMMANDS)
 

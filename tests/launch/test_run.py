@@ -15,6 +15,7 @@ from uuid import uuid4
 import pytest
 
 from farflung.config import environ
+from farflung.testing.patience import patience
 
 # Each rank writes what it sees, and the sum over all ranks of rank + 1, which only connected processes can know.
 CONNECTED = """
@@ -82,7 +83,7 @@ def none_left(mark: str) -> bool:
 
 
 def wait_for(*files: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     while not all(file.exists() for file in files):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -123,7 +124,7 @@ def test_two_machines_meet(home):
     common = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port, "--cpu"]
     command = [sys.executable, "-m", "farflung", "launch", *common, "--machine_rank"]
     machines = [subprocess.Popen([*command, rank, "train.py"], stderr=subprocess.PIPE, text=True) for rank in "01"]
-    said = [machine.communicate(timeout=90)[1] for machine in machines]
+    said = [machine.communicate(timeout=patience(90))[1] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0]
     # torch warns by itself where the machine that serves the store has ended before the other one says goodbye.
     ours = [line for text in said for line in text.splitlines() if line.startswith("farflung:")]
@@ -136,7 +137,7 @@ def test_two_machines_meet(home):
 def test_torchrun_does_just_as_well(home):
     (home / "train.py").write_text(CONNECTED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"]
-    assert subprocess.run(command, capture_output=True, timeout=90).returncode == 0
+    assert subprocess.run(command, capture_output=True, timeout=patience(90)).returncode == 0
     assert [seen_by(f"rank{rank}.json")["total"] for rank in (0, 1)] == [3, 3]
 
 
@@ -222,7 +223,7 @@ def test_a_signal_to_the_launcher_ends_all_quietly(number, code, home, mark):
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as launcher:
         wait_for(home / "up0", home / "up1")
         launcher.send_signal(number)
-        said = launcher.communicate(timeout=30)[1]
+        said = launcher.communicate(timeout=patience(30))[1]
     assert (launcher.returncode, said) == (code, "")
     assert none_left(mark), left_behind(mark)
 
@@ -265,7 +266,7 @@ def test_a_second_interrupt_ends_ranks_that_do_not_heed_the_first(home, mark):
         assert launcher.stderr is not None
         assert "press Ctrl-C again to kill them now" in launcher.stderr.readline()
         launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(timeout=10) == 130
+        assert launcher.wait(timeout=patience(10)) == 130
     assert none_left(mark), left_behind(mark)
 
 

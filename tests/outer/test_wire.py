@@ -31,6 +31,7 @@ from farflung.outer import (
     sparse_loco,
     streaming_diloco,
 )
+from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +96,7 @@ def measure():
 
 
 def main():
-    print(json.dumps(run_ranks(measure, RANKS, timeout_s=60)))
+    print(json.dumps(run_ranks(measure, RANKS)))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def measured():
     if subprocess.run([*into, "ip", "link", "set", "lo", "up"], capture_output=True).returncode:
         pytest.skip("this user may make no network namespace")
     program = f"ip link set lo up && exec {sys.executable} -c 'from tests.outer.test_wire import main; main()'"
-    ended = subprocess.run([*into, "sh", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90)
+    ended = subprocess.run([*into, "sh", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=patience(90))
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
 

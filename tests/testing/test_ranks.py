@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from farflung.base.errors import RankFailure
+from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 
 
@@ -41,9 +42,9 @@ def sleeps_on(rank):
 
 def test_a_rank_that_hangs_is_named_in_time():
     start = time.monotonic()
-    with pytest.raises(RankFailure, match=r"rank 2 did not return within 4 s"):
+    with pytest.raises(RankFailure, match=r"rank 2 did not return within \d[\d.]* s"):
         run_ranks(sleeps_on, 3, 2, timeout_s=4)  # in which they have to connect, on a busy machine too
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < patience(15)
 
 
 def dies_on(rank):

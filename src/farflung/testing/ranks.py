@@ -19,6 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from farflung.base.errors import RankFailure
 from farflung.base.words import numbered
 from farflung.config import environ
+from farflung.testing.patience import patience
 
 _GRACE_S = 3.0  # for the other ranks, once one has failed: they need a second to find out, and say what they know
 
@@ -33,7 +34,8 @@ def run_ranks(
 
     Args:
         function: picklable, so defined at the top of a module; its values must be picklable too.
-        timeout_s: how long all of them together may take.
+        timeout_s: how long all of them together may take on an idle machine; a slow or busy one gets more time
+            (`farflung.testing.patience`).
         connect: initialize the default process group first; False leaves that to `function`.
 
     Raises:
@@ -53,7 +55,8 @@ def run_ranks(
             there.close()
             workers.append(worker)
             pipes.append(here)
-        return _collect(workers, pipes, time.monotonic() + timeout_s, timeout_s)
+        limit_s = patience(timeout_s)
+        return _collect(workers, pipes, time.monotonic() + limit_s, limit_s)
     finally:
         for worker in workers:
             worker.kill()
@@ -101,7 +104,7 @@ def _collect(workers: list[BaseProcess], pipes: list[Connection], deadline: floa
         if not ready:
             if not errors:
                 late = sorted(pending)
-                raise RankFailure(f"{numbered('rank', late)} did not return within {timeout_s:g} s; the others had.")
+                raise RankFailure(f"{numbered('rank', late)} did not return within {timeout_s:.3g} s; the others had.")
             break
         for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
             try:
@@ -111,11 +114,11 @@ def _collect(workers: list[BaseProcess], pipes: list[Connection], deadline: floa
                 kind, value = "error", f"the process died with exit code {workers[rank].exitcode}"
             (values if kind == "value" else errors)[rank] = value
             if errors:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                deadline = min(deadline, time.monotonic() + patience(_GRACE_S))
     if errors:
         raise RankFailure("\n".join(f"rank {rank}: {errors[rank]}" for rank in sorted(errors)))
     for rank, worker in enumerate(workers):
         worker.join(timeout=max(0.0, deadline - time.monotonic()))
         if worker.exitcode is None:
-            raise RankFailure(f"rank {rank} returned its value but its process did not end within {timeout_s:g} s.")
+            raise RankFailure(f"rank {rank} returned its value but its process did not end within {timeout_s:.3g} s.")
     return [values[rank] for rank in range(len(workers))]

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time limits for tests that guard against hangs, not against slow or busy machines: they grow with both."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import lru_cache
+
+_LOOPS = 300_000
+_LOOPS_S = 0.03  # what they take one idle core of a server of 2023, with Python 3.11
+_VALID_S = 5.0
+
+
+def patience(seconds: float) -> float:
+    """Return how long to wait here and now for what takes up to `seconds` on an idle machine."""
+    return seconds * slowness()
+
+
+def slowness() -> float:
+    """Return how many times slower than an idle machine this one is now, 1 or more.
+
+    It is the larger of two measurements: how long a fixed piece of work takes at this moment, and how many processes
+    there have been for each core in the last minute.
+    """
+    return max(1.0, _work_s(int(time.monotonic() / _VALID_S)) / _LOOPS_S, _processes_per_core())
+
+
+@lru_cache(maxsize=1)
+def _work_s(moment: int) -> float:
+    """Measure the work once in a moment of `_VALID_S`, as tests ask often."""
+    start = time.perf_counter()
+    total = 0
+    for number in range(_LOOPS):
+        total += number * number % 7
+    return time.perf_counter() - start
+
+
+def _processes_per_core() -> float:
+    if not hasattr(os, "getloadavg"):  # Windows
+        return 1.0
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
