@@ -191,3 +191,60 @@ def test_sharded_tensors_are_recognized_in_one_place(name):
 def test_every_file_of_a_room_belongs_to_a_known_floor():
     folders = {p.name for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert folders - set(FLOORS) <= {"utils", "commands", "test_utils"}
+
+
+# ---- a recipe stands in several tables: in all of them or in none
+ROOT = SOURCE.parent.parent
+
+
+def recipes() -> dict[str, ast.FunctionDef]:
+    """The public functions that return a recipe, by name."""
+    found = [node for node in tree("outer/recipes.py").body if isinstance(node, ast.FunctionDef)]
+    return {node.name: node for node in found if node.name[0] != "_" and ast.unparse(node.returns or []) == "Recipe"}
+
+
+def table(file: Path, name: str) -> dict[str, ast.expr]:
+    """The dictionary that `file` calls `name`: the values' expressions by their keys."""
+    for node in ast.parse(file.read_text()).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if getattr(target, "id", "") == name and isinstance(node.value, ast.Dict):
+            return {ast.literal_eval(key): value for key, value in zip(node.value.keys, node.value.values, strict=True)}
+    raise AssertionError(f"{file} has no dictionary {name}")
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("src/farflung/config/outer.py", "RECIPES"),
+        ("src/farflung/accelerator/recipes.py", "MAKERS"),
+        ("tests/accelerator/test_outer_recipes.py", "EVERY_RECIPE"),
+        ("tests/outer/replicas.py", "RECIPES"),
+    ],
+)
+def test_each_recipe_is_a_row_of_each_table(file, name):
+    rows = {key.split()[0] for key in table(ROOT / file, name)}  # a recipe may be tested in several ways
+    assert rows == set(recipes()), f"{name} of {file}; see CONTRIBUTING.md"
+
+
+def test_each_recipe_is_exported_and_described():
+    exported = next(node.value for node in tree("outer/__init__.py").body if isinstance(node, ast.Assign))
+    config = next(node for node in tree("config/outer.py").body if getattr(node, "name", "") == "OuterConfig")
+    concepts, guide = ((ROOT / "docs" / page).read_text() for page in ("concepts/outer.md", "recipes.md"))
+    headings = " ".join(line for line in guide.splitlines() if line.startswith("## ")).split()
+    for name in recipes():
+        assert name in ast.literal_eval(exported), f"farflung.outer does not export {name}"
+        assert f"`{name}`" in (ast.get_docstring(config) or ""), f"OuterConfig does not speak of {name}"
+        assert f"\n| `{name}` (" in concepts, f"docs/concepts/outer.md has no row for {name}"
+        assert name in headings, f"docs/recipes.md has no section on {name}"
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_takes_the_options_that_its_row_names(name):
+    arguments = recipes()[name].args
+    needed = [arg.arg for arg in arguments.args[: len(arguments.args) - len(arguments.defaults)]]
+    others = [arg.arg for arg in (*arguments.args, *arguments.kwonlyargs) if arg.arg not in needed]
+    rows = table(SOURCE / "config" / "outer.py", "RECIPES")
+    assert name in rows
+    said_needed, said_possible, _ = (ast.literal_eval(value) for value in rows[name].args)
+    assert set(said_needed) == set(needed)
+    assert set(said_possible) == set(others) - {"cut"}  # a function, which no flag can say
