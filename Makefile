@@ -1,36 +1,52 @@
 # Each target makes the virtual environment first where it is missing; nothing else is needed but Python 3.10 or newer.
+# `make demo` installs what the demo needs and no more; the others add the tools for developers.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+# Where torch comes from, such as https://download.pytorch.org/whl/cpu on Linux; empty: where all else comes from.
+TORCH_INDEX ?=
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+DEMO_READY := $(VENV)/.ready-demo
+DEV_READY := $(VENV)/.ready-dev
 
-.PHONY: demo test check format package clean
-demo: $(READY)
+.PHONY: demo test test-fast check format package clean
+demo: $(DEMO_READY)
 	$(BIN)/farflung demo
 
-test: $(READY)
+test: $(DEV_READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-check: $(READY)
+test-fast: $(DEV_READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ranks and not slow"
+
+check: $(DEV_READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_house.py
 
-format: $(READY)
+format: $(DEV_READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 # Builds the wheel, and installs, runs and uninstalls it far from the checkout.
-package: $(READY)
+package: $(DEV_READY)
 	.ci/package $(BIN)/python
 
 # torch comes first and alone, so that the pinned build is there before anything asks for a range.
-$(READY): pyproject.toml constraints.txt
+$(DEMO_READY): pyproject.toml constraints.txt
+	@echo "== 1/3 A virtual environment in $(VENV) (seconds)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	touch $(READY)
+	@echo "== 2/3 torch: 200 MB for CPUs, gigabytes with CUDA (minutes, as fast as your line; README: Install)"
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@echo "== 3/3 Farflung and matplotlib (less than a minute)"
+	$(PIP) --editable '.[plot]'
+	@touch $(DEMO_READY)
+
+$(DEV_READY): $(DEMO_READY)
+	@echo "== Tools for developers: pytest, ruff, mypy, Accelerate, transformers (a minute or two)"
+	$(PIP) --editable '.[dev]'
+	@touch $(DEV_READY)
 
 clean:
 	rm -rf $(VENV)

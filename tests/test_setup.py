@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `make` installs, and in which order, as it says itself without doing it."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from farflung.testing.patience import patience
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+
+
+def steps(target, venv, *settings):
+    command = ["make", "--dry-run", target, f"VENV={venv}", *settings]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=patience(60)).stdout
+
+
+def test_the_demo_installs_what_it_needs_and_no_tools_for_developers(tmp_path):
+    said = steps("demo", tmp_path / "venv")
+    assert "'.[plot]'" in said
+    assert "dev]" not in said
+    assert said.splitlines()[-1] == f"{tmp_path}/venv/bin/farflung demo"
+
+
+@pytest.mark.parametrize("target", ["test", "test-fast", "check", "format", "package"])
+def test_tools_for_developers_come_on_top(target, tmp_path):
+    said = steps(target, tmp_path / "venv")
+    assert said.index("'.[plot]'") < said.index("'.[dev]'")
+
+
+def test_nothing_is_installed_twice(tmp_path):
+    for stamp in (".ready-demo", ".ready-dev"):
+        (tmp_path / stamp).touch()
+    assert "pip install" not in steps("demo", tmp_path) + steps("test", tmp_path)
+
+
+def test_torch_comes_from_the_index_that_is_asked_for(tmp_path):
+    line = next(line for line in steps("demo", tmp_path / "v", "TORCH_INDEX=URL").splitlines() if "pip" in line)
+    assert "--index-url URL torch" in line
+    assert "--index-url" not in steps("demo", tmp_path / "v", "TORCH_INDEX=")
+
+
+def test_each_step_says_what_it_does_and_how_long_it_takes(tmp_path):
+    said = [line for line in steps("test", tmp_path / "v").splitlines() if line.startswith('echo "==')]
+    assert len(said) == 4
+    assert all("minute" in line or "second" in line for line in said)
+    assert "--quiet" not in steps("test", tmp_path / "v")
