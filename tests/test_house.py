@@ -216,7 +216,7 @@ def table(file: Path, name: str) -> dict[str, ast.expr]:
     ("file", "name"),
     [
         ("src/farflung/config/outer.py", "RECIPES"),
-        ("src/farflung/accelerator/recipes.py", "MAKERS"),
+        ("src/farflung/outer/named.py", "MAKERS"),
         ("tests/accelerator/test_outer_recipes.py", "EVERY_RECIPE"),
         ("tests/outer/replicas.py", "RECIPES"),
     ],

@@ -48,7 +48,11 @@ def _late(module: str) -> Any:
     "--batch", default=8, show_default=True, type=click.IntRange(min=1), help="Sequences per step, per process."
 )
 @click.option(
-    "--bandwidth", default="20Mbit", show_default=True, metavar="RATE", help="Line to compute times for: 100Mbit, 1Gbit."
+    "--bandwidth",
+    default="20Mbit",
+    show_default=True,
+    metavar="RATE",
+    help="Line to compute times for: 100Mbit, 1Gbit.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of weights, data order and generated text.")
 @click.option("--generate", metavar="TEXT", help="Don't train; let the saved model continue TEXT.")
