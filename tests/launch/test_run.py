@@ -245,7 +245,7 @@ def test_what_failed_before_an_interrupt_is_still_said(home, mark):
         wait_for(home / "up0", home / "up1")
         time.sleep(1)
         launcher.send_signal(signal.SIGINT)
-        said = launcher.communicate(timeout=30)[1]
+        said = launcher.communicate(timeout=patience(30))[1]
     assert launcher.returncode == 130
     assert said.count("ValueError: bad value") == 1
     assert none_left(mark), left_behind(mark)

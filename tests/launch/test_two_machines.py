@@ -10,6 +10,7 @@ from threading import Thread
 
 import pytest
 
+from farflung.testing.patience import patience
 from tests.launch.machines import NAMES, Machines, two_machines, why_impossible
 
 PAGE = (Path(__file__).parents[2] / "docs" / "two-machines.md").read_text(encoding="utf-8")
@@ -155,7 +156,7 @@ def test_a_machine_that_dies_is_named_by_the_other_one(folder):
     text, code, seconds = said["node0"]
     assert code == 1
     assert "rank 1 on node1" in text
-    assert seconds < 30
+    assert seconds < patience(30)
 
 
 def test_a_cut_line_ends_both_machines_within_the_time(folder):
@@ -164,4 +165,4 @@ def test_a_cut_line_ends_both_machines_within_the_time(folder):
         text, code, seconds = said[name]
         assert code == 1
         assert f"on {other}" in text
-        assert seconds < 6 + 5 + 25  # the time allowed, the time to ask around, and a loaded machine
+        assert seconds < patience(6 + 5 + 25)  # the time allowed, the time to ask around, and to start
