@@ -114,7 +114,7 @@ class Keeper:
         if automatic is None:
             if output_dir is None:
                 raise ConfigError(
-                    "save_state() without a folder needs automatic_checkpoint_naming=True. Set it, or name a folder."
+                    "save_state() without a folder needs automatic_checkpoint_naming=True. Name a folder, or set it."
                 )
             return Order(Path(output_dir).expanduser(), None, facts)
         target = automatic / layout.checkpoint(project.iteration)
