@@ -56,7 +56,7 @@ time.sleep(300)
 @pytest.fixture
 def mark():
     """A variable that all processes of a test inherit, so that those left behind can be found."""
-    word = f"FARFLUNG_TEST_{uuid4().hex}"
+    word = f"LEFT_BEHIND_{uuid4().hex}"  # one that begins with FARFLUNG_ would be refused
     environ.export({word: "1"})
     yield word
     environ.remove(word)
