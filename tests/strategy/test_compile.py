@@ -262,7 +262,7 @@ def test_compile_regions_returns_a_twin_and_leaves_the_model_alone():
     assert torch.equal(model(x), before)
     assert extract_model_from_parallel(compiled) is compiled
     assert extract_model_from_parallel(compiled, keep_torch_compile=False) is model
-    with pytest.raises(ConfigError, match="compiled already"):
+    with pytest.raises(ConfigError, match="already compiled"):
         compile_regions(compiled)
 
 
