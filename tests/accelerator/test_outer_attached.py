@@ -467,7 +467,7 @@ def test_one_process_exchanges_nothing_and_its_outer_optimizer_works():
 
 def test_a_model_that_is_in_a_loop_already_is_put_into_no_other():
     accelerator, model, *_ = prepared(DILOCO)
-    with pytest.raises(ConfigError, match="in an outer loop already"):
+    with pytest.raises(ConfigError, match="already has an outer loop"):
         accelerator.outer(model, recipe_of(DILOCO, 1))
     AcceleratorState._reset_state()
     run_ranks(local_sgd_inside, 2)
@@ -475,7 +475,7 @@ def test_a_model_that_is_in_a_loop_already_is_put_into_no_other():
 
 def local_sgd_inside():
     accelerator, model, *_ = prepared(DILOCO)
-    with pytest.raises(ConfigError, match="in an outer loop already"):
+    with pytest.raises(ConfigError, match="already has an outer loop"):
         LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2)
 
 
