@@ -5,10 +5,11 @@ A program trains with dropout, noise from each source of random numbers, a sched
 checkpoint after each micro-batch; fresh processes then go on from each, and must see what the first one saw.
 """
 
+import io
 import itertools
 import random
 import tempfile
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 
 import numpy as np
@@ -331,20 +332,27 @@ def test_replicas_are_joined_at_their_anchor_and_its_momentum_stays(folder):
             assert weights == after[0][2]
 
 
-def test_one_rank_becomes_two_with_each_sample_once(folder, capfd):
+def taken_up_aloud(folder, settings):
+    """The same, and what the rank printed."""
+    printed = io.StringIO()
+    with redirect_stderr(printed):
+        outcome = taken_up(folder, settings)
+    return outcome, printed.getvalue()
+
+
+def test_one_rank_becomes_two_with_each_sample_once(folder):
     ((first, *_),) = run_ranks(written, 1, folder, {}, 4, None)
-    after = run_ranks(taken_up, 2, folder, {})
+    after, printed = zip(*run_ranks(taken_up_aloud, 2, folder, {}), strict=True)
     rest = [sample for epochs, *_ in after for step in epochs[0] for sample in step]
     assert sorted([*itertools.chain(*first), *rest]) == [float(k) for k in range(24)]
-    said = capfd.readouterr().err
+    said = "".join(printed)
     assert said.count("it was written by 1 process and resumes with 2") == 1
     assert said.count("rank 1 is new: its random numbers begin a stream of their own") == 1
 
 
-def test_new_ranks_and_a_pass_that_was_over_are_told_in_words(folder, capfd):
+def test_new_ranks_and_a_pass_that_was_over_are_told_in_words(folder):
     run_ranks(written, 2, folder, {}, 6, None)  # all batches of a pass
-    run_ranks(taken_up, 4, folder, {})
-    said = capfd.readouterr().err
+    said = "".join(printed for _, printed in run_ranks(taken_up_aloud, 4, folder, {}))
     assert said.count("ranks 2 and 3 are new: their random numbers begin streams of their own") == 1
     assert said.count("continues after the last batch of epoch 0: the first loop over it ends immediately") == 1
 
