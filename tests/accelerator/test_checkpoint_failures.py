@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills, full disks, folders that can't be written: the last checkpoint stays, and training can go on."""
+"""Kills, full disks, folders that can't be written: the last checkpoint stays, and training can continue."""
 
 import importlib.util
 import multiprocessing as mp
@@ -96,7 +96,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path, size, values):
         training.counter.seen = torch.zeros(values)
         words = go_on_after(training, disk / "ckpt", "a full disk")
         assert "No space left on device" in words
-        assert "training can go on" in words
+        assert "training can continue" in words
         assert sorted(path.name for path in (disk / "ckpt").iterdir()) == files
         training.accelerator.load_state(disk / "ckpt")
         assert training.counter.seen.numel() == 1
