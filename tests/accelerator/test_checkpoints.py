@@ -305,7 +305,7 @@ def taken_up_by_a_loop(folder):
         stats, state = outer.stats(), outer.state_dict()
         for batch in training.loader:
             training.step(batch)
-    (part,) = state["rounds"]["parts"]
+    (part,) = state["rounds"]["fragments"]
     return stats.rounds, part["agreed"], training.weights()[0]
 
 
@@ -316,7 +316,7 @@ def agreed_before(folder):
             training.step(batch)
             if number == 5:
                 training.accelerator.save_state(folder)
-                (part,) = outer.state_dict()["rounds"]["parts"]
+                (part,) = outer.state_dict()["rounds"]["fragments"]
                 return outer.stats().rounds, part["agreed"], None
 
 

@@ -34,8 +34,7 @@ from farflung.outer import (
     local_sgd,
     sparse_loco,
 )
-from farflung.outer.aggregate import Shares
-from farflung.outer.weigh import Memory
+from farflung.outer.weighting import Decision, NormHistory
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import Run, dyadic, linear, same, train, values
 
@@ -45,9 +44,9 @@ EXACT = TopK(k=16, chunk=16, bits=32)
 def aggregated(group, aggregator, codec, n, factors):
     """One bucket through an aggregator alone."""
     x = dyadic(n, seed=group.rank)
-    shares = Shares(factors, float(sum(factors)), group.rank, 1)
-    pending = aggregator.start(aggregator.prepare(x, codec, group, None), codec, group, shares)
-    return pending.wait() / pending.divisor
+    payload = replace(aggregator.prepare(x, codec, group, None), weight=factors[group.rank])
+    total, divisor = aggregator.start(payload, codec, group, 1).wait(Decision(factors, float(sum(factors))))
+    return total / divisor
 
 
 # Law 7.
@@ -94,7 +93,7 @@ def test_law_7_a_whole_run_with_an_exact_codec_is_one_without(size):
 def residuals(group, recipe):
     run = Run(group, recipe, linear, lr=2.0**-3, momentum=0.0)
     run.steps(0, 1)
-    return [r for part in run.outer._rounds.parts for r in part.weights.residuals]
+    return [r for part in run.outer._rounds.replica.fragments for r in part.weights._residuals]
 
 
 def test_law_7_a_top_k_of_density_one_leaves_nothing_over():
@@ -224,7 +223,7 @@ def test_a_trimmed_mean_of_the_last_that_have_data_still_ends():
 
 
 def test_a_long_way_is_clipped_to_the_median_of_all():
-    recipe = replace(diloco(1, lr=1.0, momentum=0.0), rule=ClippedToMedian(), aggregator=GatherMean())
+    recipe = replace(diloco(1, lr=1.0, momentum=0.0), policy=ClippedToMedian(), aggregator=GatherMean())
     # Moves of 1, 2 and 30 have the median 2: the last one counts 2.
     got = run_replicas(moved, 3, recipe, (1.0, 2.0, 30.0))
     assert torch.allclose(torch.tensor(got), torch.tensor((1.0 + 2.0 + 2.0) / 3))
@@ -283,8 +282,8 @@ def surprised(group, recipe, ways):
 
 
 def test_law_9_where_all_are_unusual_nothing_happens_until_that_is_what_is_usual():
-    rule = WithoutOutliers(patience=3, longest=math.inf)
-    recipe = replace(edit(1, lr=1.0, momentum=0.0), rule=rule)
+    policy = WithoutOutliers(patience=3, max_norm=math.inf)
+    recipe = replace(edit(1, lr=1.0, momentum=0.0), policy=policy)
     with pytest.warns(RuntimeWarning, match="unusual"):
         outcomes = run_replicas(surprised, 2, recipe, (1, 1, 1, 1, 50, 50, 50, 50))
     # Dropped rounds keep local steps. After three of them what was unusual is what is expected.
@@ -296,7 +295,7 @@ def judged(rule, memory, *norms):
 
 
 def test_law_9_what_was_refused_leaves_no_trace_in_the_statistics():
-    rule, memory = WithoutOutliers(patience=4), Memory()
+    rule, memory = WithoutOutliers(patience=4), NormHistory()
     for way in (1.0, 1.1, 0.9, 1.0, 1.05):
         assert judged(rule, memory, way, way).unfit == ()
     before = {rank: past[:3] for rank, past in memory.seen.items()}
@@ -307,7 +306,7 @@ def test_law_9_what_was_refused_leaves_no_trace_in_the_statistics():
     assert {rank: past[:3] for rank, past in memory.seen.items()} == before
     verdict = judged(rule, memory, 100.0, 1.0)  # after three outliers the next one is still seen
     assert verdict.factors == (0.0, 1.0)
-    assert Memory(**asdict(memory)) == memory
+    assert NormHistory(**asdict(memory)) == memory
 
 
 def kept_back(group):
@@ -319,7 +318,7 @@ def kept_back(group):
         with torch.no_grad():
             model[0].add_(torch.arange(8.0) + (math.nan if step == 1 and group.rank == 1 else 0))
         outer.step()
-    return values(model), [r.clone() for r in outer._rounds.parts[0].weights.residuals]
+    return values(model), [r.clone() for r in outer._rounds.replica.fragments[0].weights._residuals]
 
 
 def test_a_replica_that_was_refused_sends_nothing_of_that_later():

@@ -59,8 +59,8 @@ def test_what_all_agree_on_next_is_what_the_old_ranks_would_have_agreed_on(name,
     recipe = RECIPES[name]
     old = states_of(recipe, 3, 7)
     assert any(
-        not torch.equal(old[0]["rounds"]["parts"][0]["local"][key], value)
-        for key, value in old[1]["rounds"]["parts"][0]["local"].items()
+        not torch.equal(old[0]["rounds"]["fragments"][0]["local"][key], value)
+        for key, value in old[1]["rounds"]["fragments"][0]["local"].items()
     )
     before = ended_from(recipe, 3, lambda rank: old[rank])
     state = joined(old).state
@@ -72,12 +72,12 @@ def test_what_all_agree_on_next_is_what_the_old_ranks_would_have_agreed_on(name,
 def test_what_was_under_way_counts_as_not_sent():
     recipe = streaming_diloco(6, 2, delay=2)
     old = states_of(recipe, 2, 7)
-    (number,) = old[0]["rounds"]["air"]
+    (number,) = old[0]["rounds"]["open"]
     state = joined(old).state
-    assert state["rounds"]["air"] == {}
-    part, parts = state["rounds"]["parts"][number], [one["rounds"]["parts"][number] for one in old]
-    taken = [one["rounds"]["air"][number]["taken"][0] for one in old]
-    assert part["fresh"][0] == sum(one["fresh"][0] for one in parts) / 2 + sum(taken) / 2
+    assert state["rounds"]["open"] == {}
+    part, parts = state["rounds"]["fragments"][number], [one["rounds"]["fragments"][number] for one in old]
+    taken = [one["rounds"]["open"][number]["claimed_weight"][0] for one in old]
+    assert part["pending_weight"][0] == sum(one["pending_weight"][0] for one in parts) / 2 + sum(taken) / 2
     assert min(taken) > 0
     for chunk, before in zip(part["agreed"]["anchor"]["chunks"], parts[0]["agreed"]["anchor"]["chunks"], strict=True):
         assert torch.equal(chunk, before)
@@ -88,9 +88,9 @@ def test_what_was_under_way_counts_as_not_sent():
 def test_together_the_ranks_still_owe_what_error_feedback_has_kept_back():
     recipe = diloco(2, codec=ErrorFeedback(Int8()))
     old = states_of(recipe, 2, 5)
-    residuals = [one["rounds"]["parts"][0]["agreed"]["residuals"][0] for one in old]
+    residuals = [one["rounds"]["fragments"][0]["agreed"]["residuals"][0] for one in old]
     assert not torch.equal(*residuals)
-    (mean,) = joined(old).state["rounds"]["parts"][0]["agreed"]["residuals"]
+    (mean,) = joined(old).state["rounds"]["fragments"][0]["agreed"]["residuals"]
     torch.testing.assert_close(mean, (residuals[0] + residuals[1]) / 2)
 
 
@@ -98,7 +98,7 @@ def test_an_eager_loop_begins_anew_at_the_mean():
     old = states_of(eager_diloco(3), 2, 5)
     found = joined(old)
     assert found.state is None
-    local = [one["rounds"]["parts"][0]["local"] for one in old]
+    local = [one["rounds"]["fragments"][0]["local"] for one in old]
     assert not torch.equal(local[0]["0.weight"], local[1]["0.weight"])
     for key, value in found.weights.items():
         if value.is_floating_point():
@@ -107,7 +107,7 @@ def test_an_eager_loop_begins_anew_at_the_mean():
 
 def test_who_has_done_nothing_since_brings_nothing_not_even_a_nan():
     old = states_of(local_sgd(4), 2, 5)
-    parts = [one["rounds"]["parts"][0] for one in old]
-    assert [part["fresh"][0] for part in parts] == [1.0, 0.0]
+    parts = [one["rounds"]["fragments"][0] for one in old]
+    assert [part["pending_weight"][0] for part in parts] == [1.0, 0.0]
     parts[1]["local"]["0.weight"].fill_(torch.nan)
     assert torch.equal(joined(old).weights["0.weight"], parts[0]["local"]["0.weight"])

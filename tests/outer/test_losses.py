@@ -62,8 +62,8 @@ def survive(variables, name, phase, folder):
     except RankFailure as error:
         seconds = time.monotonic() - began
         state = outer.state_dict()
-        digests = [part.digest() for part in outer._rounds.parts]
-        ways = [way for part in outer._rounds.parts for way in moves(part, rank)]
+        digests = [part._checksums() for part in outer._rounds.replica.fragments]
+        ways = [way for part in outer._rounds.replica.fragments for way in moves(part, rank)]
         torch.save((str(error), seconds, digests, sorted(set(ways)), state, step), folder / str(rank))
         sys.exit(7)
 
@@ -72,7 +72,7 @@ def moves(part, rank):
     """How many steps each weight is away from what was agreed on."""
     lane = part.weights
     for k in range(len(lane.buckets)):
-        for piece, point in zip(lane.buckets.pieces(k), lane.anchor.views(k), strict=True):
+        for piece, point in zip(lane.buckets.pieces(k), lane._anchor.views(k), strict=True):
             yield from ((piece - point) / 2.0**rank).round(decimals=2).unique().tolist()
 
 
@@ -81,13 +81,13 @@ def die(*_):
 
 
 def die_in(phase, outer):
-    group, lane = outer._rounds._members[0].group, outer._rounds.parts[0].weights
+    group, lane = outer._rounds._members[0].group, outer._rounds.replica.fragments[0].weights
     if phase == "local phase":
         die()
     elif phase == "encode":
         dying(lane, "prepare", 3)
     elif phase == "apply":
-        dying(lane, "land", 2)
+        dying(lane, "apply", 2)
     elif phase == "vote":
         dying(group, "begin_meet", 1)
         dying(group, "all_reduce", 1)
@@ -126,7 +126,7 @@ def dying(of, name, count):
 
     def call(*arguments):
         calls.append(0)
-        if len(calls) == count and name in ("prepare", "land"):
+        if len(calls) == count and name in ("prepare", "apply"):
             die()
         result = kept(*arguments)
         if len(calls) == count:
@@ -183,7 +183,7 @@ def check(name, phase, told):
             assert name != "whole" or len(ways) == 1, phase
         again = OuterLoop(model_of_many_buckets(), recipe, SoloGroup(), bucket_bytes=1024)
         again.load_state_dict(state)
-        assert [part.digest() for part in again._rounds.parts] == mine
+        assert [part._checksums() for part in again._rounds.replica.fragments] == mine
         for _ in range(5):
             again.step()
     assert abs(step - last) <= recipe.schedule.delay

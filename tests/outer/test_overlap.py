@@ -128,7 +128,7 @@ def resumed_in_mid_flight():
             torch.save((run.outer.state_dict(), run.optimizer.state_dict()), file)
             file.seek(0)
             outer, inner = torch.load(file, weights_only=True)
-            air = len(outer["rounds"]["air"])
+            air = len(outer["rounds"]["open"])
             run = Run(TorchGroup(), recipe, bucket_bytes=64)
             run.outer.load_state_dict(outer)
             run.optimizer.load_state_dict(inner)

@@ -13,10 +13,10 @@ from torch import nn
 from farflung.base.errors import ConfigError
 from farflung.outer import Cast, Every, Identity, diloco, local_sgd
 from farflung.outer.fragments import whole, without_masks
-from farflung.outer.membership import Tally
-from farflung.outer.part import checksum
+from farflung.outer.replica import checksum
 from farflung.outer.schedule import Apply, Launch, Moment
-from farflung.outer.weigh import ByWork, Memory, Verdict
+from farflung.outer.vote import Tally
+from farflung.outer.weighting import ByWork, Decision, NormHistory
 
 
 @settings(max_examples=50, deadline=None)
@@ -25,7 +25,7 @@ def test_every_is_due_at_each_multiple_and_launches_before_it_applies(every, ste
     schedule = Every(every)
     due = [step for step in range(1, steps + 1) if schedule(Moment(step))]
     assert due == list(range(every, steps + 1, every))
-    assert all(list(schedule(Moment(step))) == [Launch(0), Apply(0)] for step in due)
+    assert all(list(schedule(Moment(step))) == [Launch(0, steps=every), Apply(0)] for step in due)
     assert schedule(Moment(every)) == schedule(Moment(every))
 
 
@@ -107,14 +107,14 @@ def judged(*weights, norms=None, largest=None, sound=None):
     tally = Tally(
         weights, norms or (0.0,) * size, largest or (0.0,) * size, sound or (True,) * size, False, 0, (-1,) * size
     )
-    return tally, ByWork()(tally.weights, tally.norms, Memory())
+    return tally, ByWork()(tally.weights, tally.norms, NormHistory())
 
 
-def test_equal_weights_count_as_one_and_others_as_they_are():
-    assert judged(4, 4, 0)[1] == Verdict((1, 1, 0), 2)
-    assert judged(4, 2, 0)[1] == Verdict((4, 2, 0), 6)
-    assert judged(7)[1] == Verdict((1,), 1)
-    assert judged(4, 2, 1, sound=(True, False, True))[0].of_buffers() == ((4, 0, 1), 5)
+def test_ranks_count_by_what_they_have_done_of_a_round():
+    assert judged(1, 0.5, 0)[1] == Decision((1, 0.5, 0), 1.5)
+    assert judged(0.25, 0.25, 0)[1] == Decision((1, 1, 0), 2)
+    assert judged(1)[1] == Decision((1,), 1)
+    assert judged(1, 0.5, 0.25, sound=(True, False, True))[0].sound_weights == (1, 0, 0.25)
 
 
 def test_ranks_that_spoil_a_sum_are_named():

@@ -29,7 +29,7 @@ def words(schedule, steps):
 def test_a_fragment_is_sent_once_in_every_steps_and_lands_delay_steps_later(schedule):
     said = words(schedule, 4 * schedule.every)
     for fragment in range(schedule.fragments):
-        sent = [step for step, word in said if word == Launch(fragment)]
+        sent = [step for step, word in said if isinstance(word, Launch) and word.fragment == fragment]
         landed = [step for step, word in said if word == Apply(fragment)]
         assert len(sent) == 4
         assert {later - earlier for earlier, later in pairwise(sent)} == {schedule.every}
@@ -85,7 +85,7 @@ def test_a_quadratic_round_has_the_steps_that_its_rate_asks_for(every, alpha, lr
     length = max(every, min(10_000, math.floor((alpha / lr) ** 2)))
     began = 7
     assert not rule(Moment(began + length - 1, began, lr=lr))
-    assert rule(Moment(began + length, began, lr=lr)) == (Launch(0), Apply(0))
+    assert rule(Moment(began + length, began, lr=lr)) == (Launch(0, steps=length), Apply(0))
 
 
 def test_a_quadratic_round_ends_where_the_rate_is_nothing():

@@ -23,7 +23,7 @@ from farflung.base.errors import ConfigError
 from farflung.config.outer import OuterConfig
 from farflung.loop.state import ActiveLoader, LoopState
 from farflung.outer.named import recipe_of
-from farflung.outer.report import Round
+from farflung.outer.stats import Round
 from farflung.process import world as slot
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND, leave_note
 from farflung.process.log import get_logger

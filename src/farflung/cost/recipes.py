@@ -13,7 +13,6 @@ from farflung.cost.model import Exchange, Method
 from farflung.outer.aggregate import Gossip, Mean, ReduceScatterMean
 from farflung.outer.codec.feedback import ErrorFeedback
 from farflung.outer.inner import Average
-from farflung.outer.merge import Correct
 from farflung.outer.recipe import Recipe
 from farflung.outer.schedule import Every, Levels, Quadratic, Schedule, Streaming, Warmup
 
@@ -60,7 +59,7 @@ def method_of(
         confirmed=True,
         anchor=recipe.optimizer is not None,
         outer_state=_outer_state(recipe),
-        feedback=isinstance(recipe.codec, ErrorFeedback) or isinstance(recipe.merge, Correct),
+        feedback=isinstance(recipe.codec, ErrorFeedback) or recipe.eager,
         bucket_bytes=bucket_bytes,
         state_bits=_state_bits(recipe, state_tensors),
         levels=tuple((steps, size) for steps, size in sorted(levels.items()) if size is not None),

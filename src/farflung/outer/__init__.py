@@ -10,7 +10,7 @@ from farflung.outer.engine import OuterLoop
 from farflung.outer.fragments import apart, blocks, by_bytes, strided, whole
 from farflung.outer.inner import Average, Keep, Reset
 from farflung.outer.joined import Joined, joined
-from farflung.outer.merge import Blend, Correct, Replace
+from farflung.outer.merge import Blend, Replace
 from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import (
     diloco,
@@ -26,9 +26,9 @@ from farflung.outer.recipes import (
     sparse_loco,
     streaming_diloco,
 )
-from farflung.outer.report import Round, Stats
 from farflung.outer.schedule import ByTime, Every, Levels, Quadratic, Streaming, Warmup
-from farflung.outer.weigh import ByWork, ClippedToMedian, WithoutOutliers
+from farflung.outer.stats import Round, Stats
+from farflung.outer.weighting import ByWork, ClippedToMedian, WithoutOutliers
 
 __all__ = [
     "E3M0",
@@ -38,7 +38,6 @@ __all__ = [
     "ByWork",
     "Cast",
     "ClippedToMedian",
-    "Correct",
     "ErrorFeedback",
     "Every",
     "Fp8",

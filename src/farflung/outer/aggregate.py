@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -13,34 +13,29 @@ from torch import Tensor
 from farflung.base.checks import check_whole
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.words import counted
-from farflung.comm.group import Group, Work
-from farflung.outer.codec.base import Codec
+from farflung.comm.bucket import Buckets
+from farflung.comm.group import Group, Op, Work
+from farflung.comm.sizes import CAP_BYTES
+from farflung.outer.codec.base import Codec, Identity
 from farflung.outer.codec.feedback import ErrorFeedback
+from farflung.outer.weighting import Decision
 
 
 @dataclass(frozen=True)
-class Shares:
-    """How much each rank's values count: by its factor, in a sum that is divided by `total` at the end.
+class Payload:
+    """What a rank brings of one bucket.
 
     Args:
-        rank: whose shares these are.
-        round: a number that all ranks agree on and that grows.
+        values: `[n]`. Under error feedback they have become the residual, once there is a wire.
+        wire: what goes on the wire, encoded. None: it is encoded when the exchange starts.
+        out: `[n]`, where the result goes; it may be `values`.
+        weight: how much it counts; 0 once it has been sent means that it is still to be sent.
     """
 
-    factors: tuple[float, ...]
-    total: float
-    rank: int
-    round: int = 0
-
-    @property
-    def mine(self) -> float:
-        """The factor of this rank."""
-        return self.factors[self.rank]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all ranks count alike, so that a sum may begin before anyone knows it."""
-        return self.total == len(self.factors) and all(factor == 1 for factor in self.factors)
+    values: Tensor
+    wire: Tensor | None
+    out: Tensor
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -48,63 +43,50 @@ class Pending:
     """A bucket on its way.
 
     Args:
-        decode: returns `[n]`, which holds `divisor` times the aggregate, the same bits on every rank.
+        decode: from how much each rank counts to `[n]`, the same bits on every rank, and the divisor that makes it the
+            aggregate.
         bytes_sent: what this rank puts on the wire for it.
         bytes_received: what comes to it.
     """
 
     work: Work
-    decode: Callable[[], Tensor]
-    divisor: float
+    decode: Callable[[Decision], tuple[Tensor, float]]
     bytes_sent: int
     bytes_received: int
 
-    def wait(self) -> Tensor:
-        """Return what came of it."""
+    def wait(self, decision: Decision) -> tuple[Tensor, float]:
+        """Return the sum over the ranks and what to divide it by."""
         self.work.wait()
-        return self.decode()
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """What a rank brings of one bucket: its values, and their wire where that does not depend on the shares.
-
-    Args:
-        values: `[n]`. Under error feedback they have become the residual, once there is a wire.
-        out: `[n]`, where the result goes; it may be `values`.
-        counts: whether this rank has a share in the result. Where it has none, what it sent is still to be sent.
-    """
-
-    values: Tensor
-    wire: Tensor | None
-    out: Tensor
-    counts: bool = True
+        return self.decode(decision)
 
 
 class Aggregator(Protocol):
-    """Starts the exchange of one bucket; all ranks call it with the same codec and shares."""
+    """Starts the exchange of one bucket; all ranks call it with the same codec.
+
+    A rank knows its own weight when it starts, and those of the others when it decodes: values travel beside the votes.
+    """
 
     @property
     def agrees(self) -> bool:
         """Whether all ranks get the same bits."""
 
-    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Parcel:
-        """Do with `x` `[n]` what does not need the shares."""
+    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
+        """Do with `x` `[n]` what does not need this rank's weight."""
 
-    def start(self, parcel: Parcel, codec: Codec, group: Group, shares: Shares) -> Pending:
-        """Send it off; it is used up."""
+    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
+        """Send it off; it is used up. `number` is the same on all ranks and grows from round to round."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """The weighted mean: wires are summed on the way, by one all-reduce.
+    """The weighted mean: each rank scales its values by its weight, and one all-reduce sums them on the way.
 
-    Equal shares are summed as they are and divided once, so that sums which fit into fp32 stay exact.
+    A weight of 1 scales nothing, so that sums which fit into fp32 stay exact.
     """
 
     agrees: ClassVar[bool] = True
 
-    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Parcel:
+    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
         """Leave it as it is.
 
         Raises:
@@ -112,15 +94,12 @@ class Mean:
         """
         if not codec.linear:
             raise Unsupported(f"Mean uses an all-reduce, but payloads of {codec} can't be summed. Use GatherMean().")
-        return Parcel(x, None, x)
+        return Payload(x, None, x)
 
-    def start(self, parcel: Parcel, codec: Codec, group: Group, shares: Shares) -> Pending:
+    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
         """Scale, encode and all-reduce."""
-        x = _scaled(parcel.values, shares.mine)
-        wire = codec.encode(x)
-        there_and_back = 2 * (group.size - 1) * wire.nbytes // group.size
-        work = group.all_reduce(wire)
-        return Pending(work, lambda: codec.decode(wire, parcel.out), shares.total, there_and_back, there_and_back)
+        wire = codec.encode(_scaled(payload.values, payload.weight))
+        return _all_reduced(wire, group, "sum", lambda decision: (codec.decode(wire, payload.out), decision.total))
 
 
 @dataclass(frozen=True)
@@ -129,22 +108,21 @@ class GatherMean:
 
     agrees: ClassVar[bool] = True
 
-    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Parcel:
+    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
         """Encode."""
         return _encoded(x, codec, residual)
 
-    def start(self, parcel: Parcel, codec: Codec, group: Group, shares: Shares) -> Pending:
+    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
         """All-gather."""
-        wires, work, one = _gathered(parcel, group)
 
-        def decode() -> Tensor:
-            out = parcel.out.zero_()
-            for factor, wire in zip(shares.factors, wires, strict=True):
+        def decode(wires: list[Tensor], decision: Decision) -> tuple[Tensor, float]:
+            out = payload.out.zero_()
+            for factor, wire in zip(decision.factors, wires, strict=True):
                 if factor:
                     codec.add(wire, out, factor)
-            return out
+            return out, decision.total
 
-        return Pending(work, decode, shares.total, (group.size - 1) * one, (group.size - 1) * one)
+        return _gathered(payload, group, decode)
 
 
 @dataclass(frozen=True)
@@ -156,7 +134,7 @@ class ReduceScatterMean:
 
     agrees: ClassVar[bool] = True
 
-    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Parcel:
+    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
         """Encode part by part.
 
         Raises:
@@ -176,18 +154,18 @@ class ReduceScatterMean:
         for row, part in zip(wire, wires, strict=True):  # the last parts may be shorter
             assert part is not None
             row[: part.nbytes] = part
-        return Parcel(x, wire.view(-1), x if residual is None else torch.empty_like(x))
+        return Payload(x, wire.view(-1), x if residual is None else torch.empty_like(x))
 
-    def start(self, parcel: Parcel, codec: Codec, group: Group, shares: Shares) -> Pending:
+    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
         """Transpose the parts; the second hop begins when the first is over."""
-        assert parcel.wire is not None
-        came = torch.empty_like(parcel.wire)
-        first = group.all_to_all(came, parcel.wire)
-        outs = _parts(parcel.out, group.size)
+        assert payload.wire is not None
+        came = torch.empty_like(payload.wire)
+        first = group.all_to_all(came, payload.wire)
+        outs = _parts(payload.out, group.size)
 
-        def decode() -> Tensor:
+        def decode(decision: Decision) -> tuple[Tensor, float]:
             mine = torch.zeros_like(outs[group.rank])
-            for factor, row in zip(shares.factors, came.view(group.size, -1), strict=True):
+            for factor, row in zip(decision.factors, came.view(group.size, -1), strict=True):
                 if factor:
                     codec.add(row[: codec.wire_bytes(mine.numel())], mine, factor)
             sent = torch.zeros_like(came[: len(came) // group.size])
@@ -196,10 +174,10 @@ class ReduceScatterMean:
             group.all_gather(came, sent).wait()
             for out, row in zip(outs, came.view(group.size, -1), strict=True):
                 codec.decode(row[: codec.wire_bytes(out.numel())], out)
-            return parcel.out
+            return payload.out, decision.total
 
-        hops = 2 * (group.size - 1) * len(parcel.wire) // group.size
-        return Pending(first, decode, shares.total, hops, hops)
+        hops = 2 * (group.size - 1) * len(payload.wire) // group.size
+        return Pending(first, decode, hops, hops)
 
 
 @dataclass(frozen=True)
@@ -219,11 +197,11 @@ class TrimmedMean:
     def __post_init__(self) -> None:
         check_whole("TrimmedMean: trim", self.trim, least=1)
 
-    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Parcel:
+    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
         """Encode."""
         return _encoded(x, codec, residual)
 
-    def start(self, parcel: Parcel, codec: Codec, group: Group, shares: Shares) -> Pending:
+    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
         """All-gather.
 
         Raises:
@@ -231,16 +209,15 @@ class TrimmedMean:
         """
         if group.size <= 2 * self.trim:
             raise ConfigError(f"TrimmedMean({self.trim}) of {counted(group.size, 'rank')} leaves nothing to average.")
-        present = [rank for rank, factor in enumerate(shares.factors) if factor]
-        trim = min(self.trim, (len(present) - 1) // 2)
-        wires, work, one = _gathered(parcel, group)
 
-        def decode() -> Tensor:
-            rows = torch.stack([codec.decode(wires[rank], torch.empty_like(parcel.out)) for rank in present])
+        def decode(wires: list[Tensor], decision: Decision) -> tuple[Tensor, float]:
+            present = [wire for factor, wire in zip(decision.factors, wires, strict=True) if factor]
+            trim = min(self.trim, (len(present) - 1) // 2)
+            rows = torch.stack([codec.decode(wire, torch.empty_like(payload.out)) for wire in present])
             kept = rows.sort(dim=0).values[trim : len(present) - trim]
-            return torch.sum(kept, dim=0, out=parcel.out)
+            return torch.sum(kept, dim=0, out=payload.out), len(present) - 2 * trim
 
-        return Pending(work, decode, len(present) - 2 * trim, (group.size - 1) * one, (group.size - 1) * one)
+        return _gathered(payload, group, decode)
 
 
 @dataclass(frozen=True)
@@ -258,7 +235,7 @@ class Gossip:
 
     agrees: ClassVar[bool] = False
 
-    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Parcel:
+    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
         """Encode.
 
         Raises:
@@ -266,21 +243,36 @@ class Gossip:
         """
         if residual is not None:
             raise Unsupported(f"Gossip has a different peer in each round, so it can't use {codec}.")
-        return Parcel(x, codec.encode(x), x)
+        return Payload(x, codec.encode(x), x)
 
-    def start(self, parcel: Parcel, codec: Codec, group: Group, shares: Shares) -> Pending:
+    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
         """Send to one, receive from one."""
-        assert parcel.wire is not None
-        wire = parcel.wire if parcel.wire is not parcel.values else parcel.wire.clone()
-        step = 1 << shares.round % max(1, (group.size - 1).bit_length())
+        assert payload.wire is not None
+        wire = payload.wire if payload.wire is not payload.values else payload.wire.clone()
+        step = 1 << number % max(1, (group.size - 1).bit_length())
         came = torch.empty_like(wire)
         work = group.swap(came, wire, (group.rank + step) % group.size, (group.rank - step) % group.size)
 
-        def decode() -> Tensor:
-            codec.add(wire, parcel.values, -0.5)
-            return codec.add(came, parcel.values, 0.5)
+        def decode(decision: Decision) -> tuple[Tensor, float]:
+            codec.add(wire, payload.values, -0.5)
+            return codec.add(came, payload.values, 0.5), 1
 
-        return Pending(work, decode, 1, wire.nbytes, wire.nbytes)
+        return Pending(work, decode, wire.nbytes, wire.nbytes)
+
+
+@dataclass(frozen=True)
+class Max:
+    """The largest value of each element, as of counters; no codec and no weight has a say in it."""
+
+    agrees: ClassVar[bool] = True
+
+    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
+        """Leave it as it is."""
+        return Payload(x, x, x)
+
+    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
+        """All-reduce."""
+        return _all_reduced(payload.values, group, "max", lambda decision: (payload.values, 1))
 
 
 def mean_of(codec: Codec) -> Aggregator:
@@ -288,43 +280,53 @@ def mean_of(codec: Codec) -> Aggregator:
     return Mean() if codec.linear else GatherMean()
 
 
-@dataclass(frozen=True)
-class _Highest:
-    """The largest value of each element."""
+def average(tensors: Sequence[Tensor], group: Group, decision: Decision, cap_bytes: int = CAP_BYTES) -> int:
+    """Replace `tensors` by their weighted mean over the ranks, at once: a collective outside of rounds.
 
-    agrees: ClassVar[bool] = True
+    Args:
+        tensors: floating ones of any shapes, the same on every rank.
+        cap_bytes: how much is copied and sent at a time.
 
-    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Parcel:
-        return Parcel(x, x, x)
+    Returns:
+        The bytes that this rank sent, which are as many as it received.
+    """
+    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    buckets, identity, sent = Buckets(tensors, dtype, cap_bytes=cap_bytes), Identity(), 0
+    for k in range(len(buckets)):
+        flat = buckets.pack(k)
+        pending = Mean().start(Payload(flat, None, flat, decision.factors[group.rank]), identity, group, 0)
+        buckets.unpack(k, pending.wait(decision)[1])
+        sent += pending.bytes_sent
+    return sent
 
-    def start(self, parcel: Parcel, codec: Codec, group: Group, shares: Shares) -> Pending:
-        x = parcel.values
-        there_and_back = 2 * (group.size - 1) * x.nbytes // group.size
-        return Pending(group.all_reduce(x, "max"), lambda: x, 1, there_and_back, there_and_back)
 
-
-HIGHEST: Aggregator = _Highest()
-
-
-def _scaled(x: Tensor, factor: float) -> Tensor:
-    if factor == 0:
+def _scaled(x: Tensor, weight: float) -> Tensor:
+    if weight == 0:
         return x.zero_()  # not a product, which would let a NaN through
-    return x if factor == 1 else x.mul_(factor)
+    return x if weight == 1 else x.mul_(weight)
 
 
-def _encoded(x: Tensor, codec: Codec, residual: Tensor | None) -> Parcel:
+def _encoded(x: Tensor, codec: Codec, residual: Tensor | None) -> Payload:
     if residual is None:
-        return Parcel(x, codec.encode(x), x)
+        return Payload(x, codec.encode(x), x)
     assert isinstance(codec, ErrorFeedback)
-    return Parcel(x, codec.encode_with(x, residual), torch.empty_like(x))
+    return Payload(x, codec.encode_with(x, residual), torch.empty_like(x))
 
 
-def _gathered(parcel: Parcel, group: Group) -> tuple[list[Tensor], Work, int]:
-    wire = parcel.wire
+def _all_reduced(wire: Tensor, group: Group, op: Op, decode: Callable[[Decision], tuple[Tensor, float]]) -> Pending:
+    there_and_back = 2 * (group.size - 1) * wire.nbytes // group.size
+    return Pending(group.all_reduce(wire, op), decode, there_and_back, there_and_back)
+
+
+def _gathered(
+    payload: Payload, group: Group, decode: Callable[[list[Tensor], Decision], tuple[Tensor, float]]
+) -> Pending:
+    wire = payload.wire
     assert wire is not None
     everyone = torch.empty(group.size * wire.numel(), dtype=wire.dtype, device=wire.device)
-    work = group.all_gather(everyone, wire)
-    return list(everyone.view(group.size, -1)), work, wire.nbytes
+    work, nbytes = group.all_gather(everyone, wire), (group.size - 1) * wire.nbytes
+    wires = list(everyone.view(group.size, -1))
+    return Pending(work, lambda decision: decode(wires, decision), nbytes, nbytes)
 
 
 def _parts(x: Tensor, count: int) -> list[Tensor]:

@@ -23,18 +23,21 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from farflung.base.checks import check_type
-from farflung.base.errors import ConfigError, StateError
+from farflung.base.errors import CollectiveMismatch, ConfigError, StateError
 from farflung.base.words import counted
 from farflung.comm.group import Group, SoloGroup, TorchGroup
 from farflung.comm.shards import local
 from farflung.comm.sizes import bucket_bytes_for
 from farflung.config.outer import OuterConfig
+from farflung.outer.aggregate import average
 from farflung.outer.asked import check_same, check_state, checked, one_number
 from farflung.outer.recipe import Recipe
-from farflung.outer.report import Meter, Round, Stats
 from farflung.outer.rounds import Rounds
 from farflung.outer.schedule import Apply, Launch, Moment, Word
-from farflung.outer.warmup import VOTE_BYTES, average_gradients
+from farflung.outer.stats import Meter, Round, Stats
+from farflung.outer.weighting import in_proportion
+
+_HALF = 2**24  # whole numbers below this are exact in fp32
 
 
 class OuterLoop:
@@ -117,7 +120,7 @@ class OuterLoop:
         self._hooks: list[RemovableHandle] = []
         self._open = True
         with torch.no_grad():
-            self._rounds = Rounds(model, recipe, group, bucket_bytes, self._meter, self._ended)
+            self._rounds = Rounds(model, recipe, group, bucket_bytes, self._meter, self.listeners)
         self._group = self._rounds.group
         self._know(inner)
 
@@ -141,7 +144,8 @@ class OuterLoop:
         self._position += 1
         self._meter.add("attempts")
         if done:
-            self._rounds.work(items if self._recipe.weigh_by == "items" else 1)
+            for fragment in self._rounds.replica.fragments:
+                fragment.count(items if self._recipe.weigh_by == "items" else 1)
             self._meter.add("steps")
         if self._position == self._recipe.warmup and self._are_alike:
             self.begin_here()
@@ -161,7 +165,7 @@ class OuterLoop:
             with self._meter.timed("exposed"), torch.no_grad():
                 for word in due:
                     if isinstance(word, Launch):
-                        self._rounds.launch(word.fragment, word.level, self._position, finished=False)
+                        self._rounds.launch(word, self._position, finished=False)
                     else:
                         self._rounds.apply(word.fragment)
 
@@ -237,8 +241,7 @@ class OuterLoop:
         """
         self._check_open()
         with torch.no_grad():
-            for part in self._rounds.parts:
-                part.begin_here()
+            self._rounds.replica.reset()
 
     def flush(self) -> None:
         """Stay in the rounds until every rank has called this; afterwards all replicas are bitwise equal.
@@ -256,14 +259,15 @@ class OuterLoop:
         with self._meter.timed("exposed"), torch.no_grad():
             last = self._walk_on()
             self._rounds.apply_all()
-            for number in range(len(self._rounds.parts)):
+            for number in range(len(self._rounds.replica.fragments)):
                 if number != last:
-                    self._rounds.launch(number, 0, self._position, finished=True)
+                    self._rounds.launch(Launch(number), self._position, finished=True)
                     self._rounds.apply(number)
-            if not self._recipe.agrees:
+            if self._recipe.agrees:
+                self._rounds.replica.adopt()
+            else:
                 self._rounds.average()
-            for part in self._rounds.parts:
-                part.settle(self._recipe.agrees)
+                self._rounds.replica.reset_anchor()
         self._synced = self._began = self._position
         self._are_alike = True
 
@@ -279,18 +283,17 @@ class OuterLoop:
         with torch.no_grad():
             if not has_anchor and self._group.size > 1:
                 self._rounds.agree_on_changes()
-            kept = [part.local_values() for part in self._rounds.parts]
+            kept = self._rounds.replica.copies()
         try:
             with torch.no_grad():
                 if has_anchor:
-                    for part in self._rounds.parts:
-                        part.adopt()
+                    self._rounds.replica.adopt()
                 elif self._group.size > 1:
                     self._rounds.average()
             yield
         finally:
             with torch.no_grad():
-                for tensor, value in (pair for pairs in kept for pair in pairs):
+                for tensor, value in kept:
                     tensor.copy_(value)
 
     def close(self) -> None:
@@ -320,7 +323,7 @@ class OuterLoop:
         exchanges in flight (it waits for them), schedule position, weight and counters. Each rank must save its own.
         """
         return {
-            "description": self._rounds.description,
+            "description": self._rounds.replica.description,
             "position": self._position,
             "synced": self._synced,
             "began": self._began,
@@ -339,7 +342,7 @@ class OuterLoop:
         """
         self._check_open()
         check_state("load_state_dict", state)
-        check_same(state["description"], self._rounds.description)
+        check_same(state["description"], self._rounds.replica.description)
         self._rounds.load_state_dict(state["rounds"])
         self._position, self._synced, self._began = state["position"], state["synced"], state["began"]
         self._began_at = self._clock() - state["seconds"]
@@ -379,14 +382,32 @@ class OuterLoop:
         return words
 
     def _warm(self, finished: bool) -> bool:
-        """Average gradients; return False where no rank has any more data."""
+        """Average in place the gradients of all ranks that still have data; return False where none has.
+
+        Raises:
+            CollectiveMismatch: the ranks train different numbers of values.
+        """
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        numel = sum(parameter.numel() for parameter in trained)
+        ballot = torch.tensor([float(not finished), *map(float, divmod(numel, _HALF))], dtype=torch.float32)
         with self._meter.timed("exposed"), torch.no_grad():
-            travelled = average_gradients(self._model, self._group, finished)
-        self._meter.add("bytes_voting", (self._group.size - 1) * VOTE_BYTES)
-        if travelled is None:
-            return False
-        sent, all_took_part = travelled
-        self._are_alike = self._are_alike and all_took_part
+            flags, *sizes = self._group.meet(ballot).T.tolist()
+            self._meter.add("bytes_voting", (self._group.size - 1) * ballot.nbytes)
+            numels = [int(high) * _HALF + int(low) for high, low in zip(*sizes, strict=True)]
+            if len(set(numels)) > 1:
+                raise CollectiveMismatch(
+                    f"The ranks have different numbers of trainable values: {numels}. Change the model in the same way "
+                    "on all ranks."
+                )
+            decision = in_proportion(flags)
+            if not decision.total:
+                return False
+            if not finished:
+                for parameter in trained:
+                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients = [p.grad for p in trained if p.grad is not None and not finished]
+            sent = average(gradients or [torch.zeros_like(p) for p in trained], self._group, decision)
+        self._are_alike = self._are_alike and all(flags)
         self._meter.add("bytes_sent", sent)
         self._meter.add("bytes_received", sent)
         return True
@@ -403,15 +424,11 @@ class OuterLoop:
                 if isinstance(word, Apply):
                     self._rounds.apply(word.fragment)
                     continue
-                self._rounds.launch(word.fragment, word.level, self._position, finished=True)
-                tally = self._rounds.is_finished(word.fragment)
+                self._rounds.launch(word, self._position, finished=True)
+                tally = self._rounds.finished_tally(word.fragment)
                 if tally is not None:
                     self._position = tally.position
                     return word.fragment
-
-    def _ended(self, this: Round) -> None:
-        for listener in self.listeners:
-            listener(this)
 
     def _check_open(self) -> None:
         if not self._open:

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from farflung.base.checks import check_type, check_whole
 from farflung.base.errors import ConfigError
 from farflung.comm.group import Group
-from farflung.outer.aggregate import Shares
-from farflung.outer.average import average
+from farflung.outer.aggregate import average
+from farflung.outer.weighting import Decision
 
 _COUNTER = "step"  # torch.optim keeps it as a float tensor, which has the shape of a parameter that is a scalar
 
@@ -29,7 +29,7 @@ class Inner(Protocol):
         """Whether the loop has to know the inner optimizer."""
 
     def __call__(
-        self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, shares: Shares
+        self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, decision: Decision
     ) -> int:
         """Do it for `parameters`, after `rounds` rounds; return the bytes that this rank sent."""
 
@@ -41,7 +41,7 @@ class Keep:
     needs_optimizer = False
 
     def __call__(
-        self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, shares: Shares
+        self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, decision: Decision
     ) -> int:
         """Do nothing."""
         return 0
@@ -54,7 +54,7 @@ class Reset:
     needs_optimizer = True
 
     def __call__(
-        self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, shares: Shares
+        self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, decision: Decision
     ) -> int:
         """Drop what the optimizer keeps of each parameter."""
         assert optimizer is not None
@@ -86,7 +86,7 @@ class Average:
             check_whole(name, period, least=1)
 
     def __call__(
-        self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, shares: Shares
+        self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, decision: Decision
     ) -> int:
         """Average what is due, unless the ranks' optimizers keep different tensors: one that never stepped has none.
 
@@ -100,7 +100,7 @@ class Average:
         marks = group.meet(torch.tensor([float(mark)], dtype=torch.float64))
         if not due or len(set(marks.flatten().tolist())) != 1:
             return 0
-        return average(due, group, shares)
+        return average(due, group, decision)
 
     def _due(self, optimizer: Optimizer, parameters: Sequence[Tensor], rounds: int) -> list[Tensor]:
         states = [(parameter, optimizer.state[parameter]) for parameter in parameters if parameter in optimizer.state]

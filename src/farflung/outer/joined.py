@@ -51,34 +51,36 @@ def joined(states: Sequence[dict[str, Any]]) -> Joined:
         raise wrong_type("joined: states", states, "a list of what state_dict() returned on each of the old ranks")
     for state in states:
         check_state("joined", state)
-    columns = list(zip(*(state["rounds"]["parts"] for state in states), strict=True))
+    columns = list(zip(*(state["rounds"]["fragments"] for state in states), strict=True))
     parts = [_joined_part(column, number, states) for number, column in enumerate(columns)]
     weights = {name: value for part in parts for name, value in part["local"].items()}
     if any("sent" in (part["agreed"] or {}) for part in parts):
         return Joined(weights, None)
     furthest = max(states, key=lambda state: state["position"])
-    rounds = {**furthest["rounds"], "digests": [-1] * len(parts), "air": {}, "parts": parts}
+    rounds = {**furthest["rounds"], "open": {}, "fragments": parts}
     return Joined(weights, {**furthest, "rounds": rounds})
 
 
 def _joined_part(column: Sequence[dict[str, Any]], number: int, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    fresh = [_all_fresh(part, state["rounds"]["air"].get(number)) for part, state in zip(column, states, strict=True)]
+    fresh = [_all_fresh(part, state["rounds"]["open"].get(number)) for part, state in zip(column, states, strict=True)]
     most = max(done[0] for done in fresh)
     by_work = [done[0] / most if most else 1.0 for done in fresh]  # all 1 where all did alike
     agreed = None if column[0]["agreed"] is None else _mean([part["agreed"] for part in column], [1.0] * len(column))
     return {
         "local": _mean([part["local"] for part in column], by_work),
         "agreed": agreed,
-        "fresh": [sum(done) / len(fresh) for done in zip(*fresh, strict=True)],
-        "memory": {"seen": {}},  # of ranks that are others now
+        "pending_weight": [sum(done) / len(fresh) for done in zip(*fresh, strict=True)],
+        "history": {"seen": {}},  # of ranks that are others now
+        "num_rounds": max(part["num_rounds"] for part in column),
+        "digest": -1,
     }
 
 
 def _all_fresh(part: dict[str, Any], trip: dict[str, Any] | None) -> list[float]:
     """What a rank has done since it was agreed on, with what it had sent off."""
     if trip is None:
-        return list(part["fresh"])
-    return [done + sent for done, sent in zip(part["fresh"], trip["taken"], strict=True)]
+        return list(part["pending_weight"])
+    return [done + sent for done, sent in zip(part["pending_weight"], trip["claimed_weight"], strict=True)]
 
 
 def _mean(trees: Sequence[Any], factors: Sequence[float]) -> Any:

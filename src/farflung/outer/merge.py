@@ -54,15 +54,3 @@ class Blend:
         elif self.alpha < 1:
             blended = [piece.to(point.dtype) for piece, point in zip(local, anchor, strict=True)]
             torch._foreach_copy_(local, torch._foreach_lerp(list(anchor), blended, self.alpha))  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Correct:
-    """local <- anchor, which every replica moves by the last mean with its own part of it brought up to date.
-
-    Source: eager updates (arXiv:2502.12996).
-    """
-
-    def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
-        """Copy."""
-        torch._foreach_copy_(local, anchor)  # type: ignore[arg-type]

@@ -19,9 +19,9 @@ from farflung.outer.codec.feedback import ErrorFeedback
 from farflung.outer.codec.named import codec_of
 from farflung.outer.fragments import Cut, whole
 from farflung.outer.inner import Inner, Keep
-from farflung.outer.merge import Blend, Correct, Merge, Replace
+from farflung.outer.merge import Blend, Merge, Replace
 from farflung.outer.schedule import Levels, Schedule, Streaming, Warmup, check_schedule
-from farflung.outer.weigh import ByWork, Rule
+from farflung.outer.weighting import ByWork, Policy
 
 Work: TypeAlias = Literal["steps", "items"]
 
@@ -35,11 +35,13 @@ class Recipe:
     Args:
         codec: how what is exchanged is written down for the wire.
         aggregator: from the wires of all ranks to one result.
-        rule: how much each rank counts in it.
+        policy: how much each rank counts in it.
         weigh_by: what a rank's work is counted in: `steps`, or the `items` (samples, tokens) that `count` is told of.
         optimizer: makes the outer optimizer of the anchor's parameters, from `torch.optim`. None keeps no anchor: the
             weights themselves are averaged, which gives their exact mean (anchor - mean(anchor - local) does not).
         merge: how local weights take over the anchor.
+        eager: a rank's own newest move goes into its anchor at once, and the others' when they have arrived (a round
+            later), so each rank has an anchor of its own.
         fragments: cuts a model into as many fragments as the schedule speaks of.
         anchor_on_cpu: keep anchor and outer optimizer state in the host's memory.
         inner: what becomes of the inner optimizer's state in a round.
@@ -53,10 +55,11 @@ class Recipe:
     schedule: Schedule
     codec: Codec = field(default_factory=Identity)
     aggregator: Aggregator = field(default_factory=Mean)
-    rule: Rule = field(default_factory=ByWork)
+    policy: Policy = field(default_factory=ByWork)
     weigh_by: Work = "steps"
     optimizer: MakeOptimizer | None = None
     merge: Merge = field(default_factory=Replace)
+    eager: bool = False
     fragments: Cut = whole
     anchor_on_cpu: bool = False
     inner: Inner = field(default_factory=Keep)
@@ -66,18 +69,17 @@ class Recipe:
         self._check_kinds()
         if self.optimizer is None:
             self._check_without_anchor()
-        is_eager = isinstance(self.merge, Correct)
         inside = self.schedule.then if isinstance(self.schedule, Warmup) else self.schedule
         fits = isinstance(inside, Streaming) and inside.fragments == 1 and inside.delay == inside.every
-        if is_eager and not fits:
-            raise ConfigError("Correct() needs a schedule with one fragment and a delay equal to every.")
-        if is_eager and isinstance(self.aggregator, (Gossip, TrimmedMean)):
-            raise ConfigError(f"Correct() replaces this rank's term in a mean, which {self.aggregator} has not.")
+        if self.eager and not fits:
+            raise ConfigError("eager needs a schedule with one fragment and a delay equal to every.")
+        if self.eager and isinstance(self.aggregator, (Gossip, TrimmedMean)):
+            raise ConfigError(f"eager replaces this rank's term in a mean, and {self.aggregator} is no such mean.")
         # What the aggregator would say of the codec in the first round.
         residual = torch.zeros(1) if isinstance(self.codec, ErrorFeedback) else None
         self.aggregator.prepare(torch.zeros(1), self.codec, SoloGroup(), residual)
-        if is_eager and isinstance(self.codec, ErrorFeedback):
-            raise ConfigError("Correct() replaces this rank's stale term, part of which ErrorFeedback() has not sent.")
+        if self.eager and isinstance(self.codec, ErrorFeedback):
+            raise ConfigError("eager replaces this rank's stale term, part of which ErrorFeedback() has not sent.")
         if self.inner != Keep() and self.schedule.delay:
             raise ConfigError(f"{self.inner} needs rounds that block training, so it can't be used with a delay.")
 
@@ -85,7 +87,7 @@ class Recipe:
         check_schedule("schedule", self.schedule)
         object.__setattr__(self, "codec", codec_of(self.codec))
         check_protocol("aggregator", self.aggregator, ("prepare", "start", "agrees"), "an aggregator, such as Mean()")
-        check_protocol("rule", self.rule, ("norm", "longest"), "a rule, such as ByWork()")
+        check_protocol("policy", self.policy, ("norm", "max_norm"), "a policy, such as ByWork()")
         check_word("weigh_by", self.weigh_by, ("steps", "items"))
         if self.optimizer is not None:
             check_callable("optimizer", self.optimizer, "functools.partial(torch.optim.Adam, lr=1e-3)")
@@ -94,6 +96,7 @@ class Recipe:
             raise wrong_type("merge", self.merge, "a merge, such as Replace() or Blend(0.5)")
         check_callable("fragments", self.fragments, "farflung.outer.strided")
         check_flag("anchor_on_cpu", self.anchor_on_cpu)
+        check_flag("eager", self.eager)
         if self.bucket_bytes is not None:
             check_whole("bucket_bytes", self.bucket_bytes, least=1)
         check_protocol("inner", self.inner, ("needs_optimizer",), "one of Keep(), Reset() and Average()")
@@ -104,29 +107,33 @@ class Recipe:
                 f"delay={self.schedule.delay}: weights that are averaged late would undo the steps since. Give the "
                 "recipe an outer optimizer, so that pseudo-gradients are exchanged instead of weights."
             )
-        if isinstance(self.codec, ErrorFeedback) or isinstance(self.merge, (Blend, Correct)):
+        if isinstance(self.codec, ErrorFeedback) or isinstance(self.merge, Blend):
             raise ConfigError(f"{self.codec} with {self.merge} needs an anchor: give the recipe an outer optimizer.")
-        if self.rule.norm != "none":
-            raise ConfigError(f"{self.rule} needs the replicas' pseudo-gradients: give the recipe an outer optimizer.")
+        if self.eager:
+            raise ConfigError("eager needs an anchor: give the recipe an outer optimizer.")
+        if self.policy.norm != "none":
+            raise ConfigError(
+                f"{self.policy} needs the replicas' pseudo-gradients: give the recipe an outer optimizer."
+            )
 
     @property
     def is_whole(self) -> bool:
         """Whether a fragment must be in its buffers as a whole: as it flies while training goes on, or is clipped."""
-        return bool(self.schedule.delay) or self.rule.norm == "sent" or self.rule.longest < math.inf
+        return bool(self.schedule.delay) or self.policy.norm == "sent" or self.policy.max_norm < math.inf
 
     @property
     def votes_first(self) -> bool:
         """Whether nothing is sent before the votes are in.
 
-        They decide what to send; or ranks may differ in the sizes of it, where some have met in a smaller group since
-        the model changed.
+        They decide what to send; or the round goes on beside training, which has no need to hurry; or ranks may differ
+        in the sizes of it, where some have met in a smaller group since the model changed.
         """
-        return self.is_whole or self.rule.norm != "none" or bool(self.levels)
+        return self.is_whole or self.policy != ByWork() or bool(self.levels)
 
     @property
     def agrees(self) -> bool:
         """Whether a round leaves all replicas with the same anchor."""
-        return self.aggregator.agrees and not isinstance(self.merge, Correct)
+        return self.aggregator.agrees and not self.eager
 
     @property
     def warmup(self) -> int:

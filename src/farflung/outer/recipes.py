@@ -20,10 +20,10 @@ from farflung.outer.codec.base import Codec
 from farflung.outer.codec.feedback import ErrorFeedback
 from farflung.outer.codec.named import codec_of
 from farflung.outer.fragments import Cut, Fragment, by_bytes, strided
-from farflung.outer.merge import Blend, Correct
+from farflung.outer.merge import Blend
 from farflung.outer.recipe import Recipe
 from farflung.outer.schedule import ByTime, Every, Levels, Quadratic, Schedule, Streaming, Warmup
-from farflung.outer.weigh import ClippedToMedian, WithoutOutliers
+from farflung.outer.weighting import ClippedToMedian, WithoutOutliers
 
 # Below this many rounds an outer momentum of 0.9 has no time to pay back. A byte-level GPT (385k parameters, 30 rounds
 # of 16 steps, two replicas) ended at validation loss 2.14 with momentum 0.8, at 2.05 with 0.6, at 1.96 with 0.3 (which
@@ -240,7 +240,7 @@ def eager_diloco(
     Source: eager updates (arXiv:2502.12996).
     """
     optimizer = _sgd(lr, _momentum(momentum, rounds), nesterov=True)
-    return _anchored(Streaming(every, 1, every), codec, optimizer, usual="int8", merge=Correct())
+    return _anchored(Streaming(every, 1, every), codec, optimizer, usual="int8", eager=True)
 
 
 def sparse_loco(
@@ -273,7 +273,7 @@ def sparse_loco(
     check_number("beta", beta, above=0, most=1)
     inside = codec_of(codec, "topk")
     inside = inside if isinstance(inside, ErrorFeedback) else ErrorFeedback(inside, beta)
-    return _anchored(Every(every), inside, _sgd(lr, 0.0, nesterov=False), rule=ClippedToMedian())
+    return _anchored(Every(every), inside, _sgd(lr, 0.0, nesterov=False), policy=ClippedToMedian())
 
 
 def edit(
@@ -308,8 +308,8 @@ def edit(
     if every is not None and seconds is not None:
         raise ConfigError(f"edit: every is {every!r} and seconds is {seconds!r}; give one of them.")
     schedule: Schedule = ByTime(seconds) if seconds is not None else Every(_SELDOM if every is None else every)
-    rule = WithoutOutliers(threshold=threshold, temperature=temperature, longest=longest)
-    return _anchored(schedule, codec, _sgd(lr, momentum, nesterov=True), rule=rule)
+    policy = WithoutOutliers(threshold=threshold, temperature=temperature, max_norm=longest)
+    return _anchored(schedule, codec, _sgd(lr, momentum, nesterov=True), policy=policy)
 
 
 def gossip(every: int = _OFTEN, *, codec: Codec | str | None = None) -> Recipe:

@@ -18,10 +18,12 @@ class Launch:
 
     Args:
         level: among which ranks; 0 are all of them, others are those of `Levels.sizes`.
+        steps: of a full round of it, which a rank's weight in it is relative to.
     """
 
     fragment: int
     level: int = 0
+    steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Every(_AtOnce):
 
     def __call__(self, now: Moment) -> Sequence[Word]:
         """Launch and apply at once when the step is a multiple of `every`."""
-        return (Launch(0), Apply(0)) if now.step % self.every == 0 else ()
+        return (Launch(0, steps=self.every), Apply(0)) if now.step % self.every == 0 else ()
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class Streaming:
         """Apply what was sent `delay` steps ago, then launch; at once where there is no delay."""
         landing = now.step if self.delay == self.every else now.step - self.delay
         applied = tuple(Apply(p) for p in self._sent(landing))
-        launched = tuple(Launch(p) for p in self._sent(now.step))
+        launched = tuple(Launch(p, steps=min(self.every, now.step)) for p in self._sent(now.step))
         return launched + applied if self.delay == 0 else applied + launched
 
     def _sent(self, step: int) -> list[int]:
@@ -213,7 +215,7 @@ class Quadratic(_AtOnce):
             )
         ratio = self.alpha / now.lr if now.lr > 0 else math.inf
         steps = max(self.every, math.floor(min(self.longest, ratio * ratio)))
-        return (Launch(0), Apply(0)) if now.step - now.began >= steps else ()
+        return (Launch(0, steps=now.step - now.began), Apply(0)) if now.step - now.began >= steps else ()
 
 
 @dataclass(frozen=True)
@@ -274,11 +276,11 @@ class Levels(_AtOnce):
 
     def __call__(self, now: Moment) -> Sequence[Word]:
         """Launch and apply on the widest level that is due."""
-        due = [self.sizes[every] for every in sorted(self.sizes) if now.step % every == 0]
+        due = [every for every in sorted(self.sizes) if now.step % every == 0]
         if not due:
             return ()
-        widest = due[-1]
-        return Launch(0, 0 if widest is None else self.groups.index(widest) + 1), Apply(0)
+        widest = self.sizes[due[-1]]
+        return Launch(0, 0 if widest is None else self.groups.index(widest) + 1, due[-1]), Apply(0)
 
 
 def check_schedule(name: str, schedule: object) -> None:

@@ -110,8 +110,8 @@ def describe(recipe: Recipe, fragments: Sequence[Fragment], cap_bytes: int) -> t
         tensors.append(f"{place.name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
     numel = sum(local(place.get()).numel() for fragment in fragments for place in fragment.parameters)
     description = (
-        f"{recipe.schedule}, {recipe.codec}, {recipe.aggregator}, {recipe.rule}, by {recipe.weigh_by}, {recipe.merge}, "
-        f"{recipe.inner}, outer optimizer {outer}; "
+        f"{recipe.schedule}, {recipe.codec}, {recipe.aggregator}, {recipe.policy}, by {recipe.weigh_by}, "
+        f"{recipe.merge}, {'eager, ' if recipe.eager else ''}{recipe.inner}, outer optimizer {outer}; "
         f"{counted(len(fragments), 'fragment')} of {counted(len(places), 'tensor')} "
         f"with {counted(numel, 'trainable value')} "
         f"(layout {layout.hexdigest()}), buckets of {cap_bytes} bytes"

@@ -21,7 +21,7 @@ from farflung.outer.engine import OuterLoop
 from farflung.outer.named import chosen_recipe
 from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import post_local_sgd
-from farflung.outer.report import Round, Stats
+from farflung.outer.stats import Round, Stats
 from farflung.testing.bar import Bar
 from farflung.testing.sim import SimGroup, run_replicas
 from farflung.testing.task import Loss, Task
@@ -386,10 +386,10 @@ class _Replica:
         missing = set(members) - set(self._group.members)
         if not missing or not missing <= self._task.gone:
             raise failure
-        for part in state["rounds"]["parts"]:  # what a rule remembers of ranks, which have other numbers now
-            seen = part["memory"]["seen"]
+        for part in state["rounds"]["fragments"]:  # what a rule remembers of ranks, which have other numbers now
+            seen = part["history"]["seen"]
             old = [members.index(member) for member in self._group.members]
-            part["memory"]["seen"] = {rank: seen[before] for rank, before in enumerate(old) if before in seen}
+            part["history"]["seen"] = {rank: seen[before] for rank, before in enumerate(old) if before in seen}
         self._failures.append(str(failure))
         self._optimizer.zero_grad()  # of a step that ended while gradients were averaged
         self._outer = self._loop()

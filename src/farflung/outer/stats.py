@@ -104,6 +104,11 @@ class Meter:
         finally:
             self._figures[f"seconds_{name}"] += time.perf_counter() - start
 
+    def absorb(self, other: Meter) -> None:
+        """Add what the meter of one round has counted."""
+        for name, amount in other._figures.items():
+            self._figures[name] += amount
+
     def note(self, this: Round, rank: int) -> None:
         """Take over what a round says of itself."""
         self.add("dropped_rounds" if this.dropped else "rounds")

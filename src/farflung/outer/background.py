@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets flights go on beside the training: on a thread, and on CUDA a stream, of their own."""
+"""Lets rounds go on beside the training: on a thread, and on CUDA a stream, of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from farflung.comm.group import Group
 
 
-class Errand:
+class Job:
     """A job under way.
 
     Attributes:
@@ -60,7 +60,7 @@ class Errand:
         return time.perf_counter() - start
 
 
-class Courier:
+class Worker:
     """Runs jobs one after the other, in the order in which they are given.
 
     Args:
@@ -76,19 +76,19 @@ class Courier:
         on_gpu = group is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
 
-    def send(self, job: Callable[[], None]) -> Errand:
+    def submit(self, call: Callable[[], None]) -> Job:
         """Take a job."""
-        errand = Errand(job, self._device, None if self._group is None else self._group.hand_over())
+        job = Job(call, self._device, None if self._group is None else self._group.hand_over())
         if self._pool is None:
-            errand.future = Future()
+            job.future = Future()
             try:
-                errand.run(None)
-                errand.future.set_result(None)
+                job.run(None)
+                job.future.set_result(None)
             except BaseException as error:  # handed on by `wait`
-                errand.future.set_exception(error)
+                job.future.set_exception(error)
         else:
-            errand.future = self._pool.submit(errand.run, self._stream)
-        return errand
+            job.future = self._pool.submit(job.run, self._stream)
+        return job
 
     def stop(self) -> None:
         """Take no more jobs."""

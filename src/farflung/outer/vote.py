@@ -14,7 +14,6 @@ from torch import Tensor
 from farflung.base.errors import CollectiveMismatch
 from farflung.base.words import numbered
 from farflung.comm.group import Group
-from farflung.outer.weigh import alike_as_one
 
 _TENSORS_SHOWN = 5  # that ranks differ in, in an error
 
@@ -25,7 +24,8 @@ class Ballot:
 
     Args:
         number: of the vote; ranks that are not in the same one must not reduce together.
-        weight: what was really done since this rank's values were last agreed on.
+        weight: what was really done since this rank's values were last agreed on, as a part of what a full round has.
+            A number of fp32, as all ranks must take it for the same.
         norm: of what it brings; finite if and only if its values are. 0 where they are weights, and finite.
         largest: their largest magnitude where the codec has a limit, else 0.
         sound: this rank's floating buffers are finite. A batch that fp16 could not hold spoils statistics for ever.
@@ -46,8 +46,7 @@ class Ballot:
 
 _HALF = 2**24  # whole numbers below this are exact in fp32
 _LARGEST = 3e38  # stands for a norm that is finite, but not in fp32
-BALLOT_SIZE = 13  # numbers of a ballot on the wire, each of which is exact in fp32
-BALLOT_BYTES = 4 * BALLOT_SIZE
+BALLOT_BYTES = 4 * 13  # on the wire: so many numbers, each of which is exact in fp32
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,13 @@ class Tally:
             () if sum(parts) <= limit else tuple(rank for rank, part in enumerate(parts) if part > limit / len(parts))
         )
 
-    def of_buffers(self) -> tuple[tuple[float, ...], float]:
-        """Return factors and total of the ranks whose floating buffers are finite; the others get what these have."""
-        return alike_as_one([weight * sound for weight, sound in zip(self.weights, self.sound, strict=True)])
+    @property
+    def sound_weights(self) -> tuple[float, ...]:
+        """The weights of the ranks whose floating buffers are finite, 0 for the others, which get what these have."""
+        return tuple(weight * sound for weight, sound in zip(self.weights, self.sound, strict=True))
 
 
-class Static:
+class FixedMembership:
     """The ranks of one group, all of them in every round.
 
     Args:
@@ -96,23 +96,22 @@ class Static:
         self._fingerprint = _halves(int.from_bytes(digest, "big"))
 
     def begin(self, ballot: Ballot) -> Callable[[], Tally]:
-        """Begin to gather the ballots of all ranks; calling what is returned waits for them."""
-        ballots = self.group.begin_meet(torch.tensor(self.row(ballot)))
-        return lambda: self.count(ballots(), ballot)
+        """Begin to gather the ballots of all ranks; calling what is returned waits for them, and may raise an error.
 
-    def row(self, ballot: Ballot) -> list[float]:
-        """Return `BALLOT_SIZE` numbers that say what the ballot says."""
+        Raises:
+            CollectiveMismatch: the ranks differ in their descriptions, or in the number of the vote.
+        """
+        ballots = self.group.begin_meet(torch.tensor(self._row(ballot), dtype=torch.float32))
+        return lambda: self._count(ballots(), ballot)
+
+    def _row(self, ballot: Ballot) -> list[float]:
+        """Return the ballot as numbers that are exact in fp32."""
         norm = ballot.norm if not math.isfinite(ballot.norm) else min(ballot.norm, _LARGEST)
         values = [ballot.weight, norm, ballot.largest, ballot.sound, ballot.finished]
         whole = [*_halves(ballot.number), *_halves(ballot.position), *_halves(ballot.digest)]
         return [*self._fingerprint, *whole, *map(float, values)]
 
-    def count(self, rows: Tensor, ballot: Ballot) -> Tally:
-        """Read the rows of all ranks, `[size, BALLOT_SIZE]`, of which this rank's is from `ballot`.
-
-        Raises:
-            CollectiveMismatch: the ranks differ in their descriptions, or in the number of the vote.
-        """
+    def _count(self, rows: Tensor, ballot: Ballot) -> Tally:
         listed = rows.tolist()
         mine = [*self._fingerprint, *_halves(ballot.number)]
         if any(row[:4] != mine for row in listed):

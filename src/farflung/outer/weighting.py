@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol
 
 from farflung.base.checks import check_number, check_whole
@@ -15,8 +15,8 @@ Norm = Literal["none", "local", "sent"]
 
 
 @dataclass
-class Memory:
-    """What a rule remembers of the replicas' norms, by rank.
+class NormHistory:
+    """What a policy remembers of the replicas' norms, by rank.
 
     Args:
         seen: count, mean and mean square of those it took for sound, and how many it has refused since the last one.
@@ -26,7 +26,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """Factors by rank, what their sum of values is divided by, and the ranks whose values nobody can use."""
 
     factors: tuple[float, ...]
@@ -34,19 +34,27 @@ class Verdict:
     unfit: tuple[int, ...] = ()
 
 
-class Rule(Protocol):
-    """From the ballots of a round to factors: the same on every rank, as all of them have the same ballots."""
+class Policy(Protocol):
+    """From the ballots of a round to factors: the same on every rank, as all of them have the same ballots.
+
+    Under any policy but `ByWork()` nothing is sent before the votes are in.
+    """
 
     @property
     def norm(self) -> Norm:
         """Which norms it looks at: of what the replicas moved by, or of what is left of that on the wire."""
 
     @property
-    def longest(self) -> float:
+    def max_norm(self) -> float:
         """The largest norm that the aggregate may have; it is scaled down to that."""
 
-    def __call__(self, weights: Sequence[float], norms: Sequence[float], memory: Memory) -> Verdict:
-        """Judge. A weight is what a rank has done since the last round; without a finite norm its values aren't."""
+    def __call__(self, weights: Sequence[float], norms: Sequence[float], history: NormHistory) -> Decision:
+        """Decide.
+
+        Args:
+            weights: what each rank has done since the last round, as a part of what a full round has.
+            norms: of each rank; one that is not finite means that its values aren't.
+        """
 
 
 @dataclass(frozen=True)
@@ -54,11 +62,11 @@ class ByWork:
     """Each replica counts by what it has done; one with values that are not finite makes everyone drop the round."""
 
     norm: ClassVar[Norm] = "none"
-    longest: ClassVar[float] = math.inf
+    max_norm: ClassVar[float] = math.inf
 
-    def __call__(self, weights: Sequence[float], norms: Sequence[float], memory: Memory) -> Verdict:
-        """Return the weights; equal ones as 1, so that sums of exact values stay exact."""
-        return Verdict(*alike_as_one(weights), unfit=_not_finite(norms))
+    def __call__(self, weights: Sequence[float], norms: Sequence[float], history: NormHistory) -> Decision:
+        """Take the weights as factors."""
+        return in_proportion(weights, _not_finite(norms))
 
 
 @dataclass(frozen=True)
@@ -69,20 +77,21 @@ class ClippedToMedian:
     """
 
     norm: ClassVar[Norm] = "sent"
-    longest: ClassVar[float] = math.inf
+    max_norm: ClassVar[float] = math.inf
 
-    def __call__(self, weights: Sequence[float], norms: Sequence[float], memory: Memory) -> Verdict:
+    def __call__(self, weights: Sequence[float], norms: Sequence[float], history: NormHistory) -> Decision:
         """Scale the factors, not the sum of weights: a clipped replica moves the mean less."""
         unfit = _not_finite(norms)
-        factors, total = alike_as_one(weights)
+        decision = in_proportion(weights, unfit)
         at_work = [norm for norm, weight in zip(norms, weights, strict=True) if weight]
         if unfit or not at_work:
-            return Verdict(factors, total, unfit)
+            return decision
         middle = statistics.median(at_work)
         clipped = [
-            factor * middle / norm if norm > middle else factor for factor, norm in zip(factors, norms, strict=True)
+            factor * middle / norm if norm > middle else factor
+            for factor, norm in zip(decision.factors, norms, strict=True)
         ]
-        return Verdict(tuple(clipped), total)
+        return replace(decision, factors=tuple(clipped))
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,7 @@ class WithoutOutliers:
     Args:
         threshold: deviations above the mean from which a norm is an outlier.
         temperature: T; an infinite one gives sound replicas equal weights.
-        longest: the largest norm of the aggregate.
+        max_norm: the largest norm of the aggregate.
         decay: of the statistics.
         patience: rounds of a replica before any of its finite norms can be an outlier; after as many outliers in a row
             its history begins anew, as they are what is usual now.
@@ -109,7 +118,7 @@ class WithoutOutliers:
 
     threshold: float = 3.0
     temperature: float = 1.0
-    longest: float = 10.0
+    max_norm: float = 10.0
     decay: float = 0.98
     patience: int = 10
     norm: ClassVar[Norm] = "local"
@@ -117,27 +126,27 @@ class WithoutOutliers:
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, above=0, finite=False)
         check_number("temperature", self.temperature, above=0, finite=False)
-        check_number("longest", self.longest, above=0, finite=False)
+        check_number("max_norm", self.max_norm, above=0, finite=False)
         check_number("decay", self.decay, above=0, below=1)
         check_whole("patience", self.patience, least=1)
 
-    def __call__(self, weights: Sequence[float], norms: Sequence[float], memory: Memory) -> Verdict:
+    def __call__(self, weights: Sequence[float], norms: Sequence[float], history: NormHistory) -> Decision:
         """Judge each replica at work by its own past, then remember the sound ones."""
         present = [rank for rank, weight in enumerate(weights) if weight and math.isfinite(norms[rank])]
-        sound = [rank for rank in present if not self._is_outlier(norms[rank], memory.seen.get(rank))]
+        sound = [rank for rank in present if not self._is_outlier(norms[rank], history.seen.get(rank))]
         for rank in set(present).difference(sound):
-            memory.seen[rank][3] += 1
-            if memory.seen[rank][3] >= self.patience:  # it is no outlier any more but how this replica moves now
-                del memory.seen[rank]
+            history.seen[rank][3] += 1
+            if history.seen[rank][3] >= self.patience:  # it is no outlier any more but how this replica moves now
+                del history.seen[rank]
         if not sound:
-            return Verdict((0.0,) * len(norms), 0.0, tuple(rank for rank, weight in enumerate(weights) if weight))
+            return Decision((0.0,) * len(norms), 0.0, tuple(rank for rank, weight in enumerate(weights) if weight))
         for rank in sound:
-            self._remember(norms[rank], memory.seen.setdefault(rank, [0.0] * 4))
+            self._remember(norms[rank], history.seen.setdefault(rank, [0.0] * 4))
         shortest = min(norms[rank] for rank in sound)
         scores = [
             math.exp((shortest - norm) / self.temperature) if rank in sound else 0.0 for rank, norm in enumerate(norms)
         ]
-        return Verdict(*alike_as_one(scores))
+        return in_proportion(scores)
 
     def _is_outlier(self, norm: float, past: list[float] | None) -> bool:
         if past is None or past[0] < self.patience:
@@ -154,12 +163,10 @@ class WithoutOutliers:
         past[2] += rate * (norm * norm - past[2])
 
 
-def alike_as_one(weights: Sequence[float]) -> tuple[tuple[float, ...], float]:
-    """Return factors and their sum. Weights that are all equal or 0 become 1 or 0: sums of exact values stay so."""
-    at_work = [weight for weight in weights if weight]
-    if len(set(at_work)) <= 1:
-        return tuple(1.0 if weight else 0.0 for weight in weights), float(len(at_work))
-    return tuple(map(float, weights)), float(sum(at_work))
+def in_proportion(weights: Sequence[float], unfit: tuple[int, ...] = ()) -> Decision:
+    """Let each rank count by its weight. Equal weights become 1, so that sums of exact values stay exact."""
+    scale = max(weights) if len(set(weights) - {0}) == 1 else 1.0
+    return Decision(tuple(weight / scale for weight in weights), float(sum(weights)) / scale, unfit)
 
 
 def _not_finite(norms: Sequence[float]) -> tuple[int, ...]:

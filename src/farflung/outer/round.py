@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds: a vote, an exchange, and then all of it is applied or nothing.
+
+Bucket after bucket is copied while others are on the wire, and the first ones travel beside the votes: a rank scales
+what it sends by its own weight, and all divide by the sum of weights that the votes bring. A bucket is applied only
+when every rank is known to have received it, so ranks that survive another one's death in the middle of a round have
+moved the same buckets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.outer.aggregate import Payload, Pending
+from farflung.outer.background import Job
+from farflung.outer.recipe import Recipe
+from farflung.outer.replica import BoundFragment
+from farflung.outer.stats import Meter, Round
+from farflung.outer.vote import BALLOT_BYTES, Ballot, FixedMembership, Tally
+from farflung.outer.weighting import Decision, in_proportion
+
+_AHEAD = 2  # buckets on the wire at a time
+_LAG = 2  # of two buckets that follow each other so, the second is sent only after the first has arrived
+
+
+class OpenRound:
+    """A round of one fragment that has not been applied yet.
+
+    Args:
+        ballot: of this rank.
+        step: this rank's, when the fragment was sent off.
+        claimed: what was done since the last round, by level.
+    """
+
+    def __init__(
+        self,
+        fragment: BoundFragment,
+        members: FixedMembership,
+        recipe: Recipe,
+        ballot: Ballot,
+        step: int,
+        level: int,
+        claimed: list[float],
+    ) -> None:
+        self.ballot, self.step, self.level = ballot, step, level
+        self._claimed = claimed
+        self.job: Job | None = None
+        self.meter = Meter()
+        self.tally: Tally | None = None
+        self.decision = self._of_buffers = Decision((), 0.0)
+        self._fragment = fragment
+        self._members = members
+        self._group = members.group
+        self._recipe = recipe
+        self._votes_first = recipe.votes_first or self._group.size == 1
+        self._is_sent = False
+        self._encoded: dict[int, Payload] = {}  # of the weights, before the vote
+        self._squares: list[Tensor] = []  # of the weights' aggregate, by bucket
+        self._queue: deque[tuple[str, int, float]] = deque()  # kind of values, bucket, this rank's weight
+        self._under_way: deque[tuple[str, int, Payload, Pending]] = deque()
+        self._arrived: deque[tuple[str, int, Payload, Tensor, float]] = deque()
+        self._num_arrived = self._num_applied = 0
+        self._is_confirmed = False
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether nothing may be made of it, as some rank's values were unfit."""
+        return bool(self.decision.unfit)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody had anything to bring."""
+        return not self.is_dropped and self.decision.total == 0
+
+    @property
+    def norm(self) -> float:
+        """The norm of what the replicas agreed to move by; 0 where weights have no anchor."""
+        return math.sqrt(float(torch.stack(self._squares).sum())) if self._squares else 0.0
+
+    def start(self) -> None:
+        """Vote, and send the first buckets off.
+
+        They go beside the votes, unless these decide what to send. A rank that has no more data hears first whether the
+        others still have some, and then sends what they expect.
+        """
+        if self._recipe.policy.norm == "sent":
+            self._encode_all()
+        votes = self._begin_vote()
+        if not self._votes_first and not self.ballot.finished:
+            self._send(self.ballot.weight, self.ballot.weight * self.ballot.sound)
+        with self.meter.timed("voting"):
+            self.tally = votes()
+        if not self._votes_first and not self.tally.finished and not self._is_sent:
+            self._send(self.ballot.weight, self.ballot.weight * self.ballot.sound)
+        self.decision = self._decide(self.tally)
+        if self.is_dropped or self.is_empty:
+            self._discard()
+        elif not self._is_sent:
+            rank = self._group.rank
+            self._send(self.decision.factors[rank], self._of_buffers.factors[rank])
+
+    def wait(self) -> None:
+        """Wait for all buckets, and for every rank to have all of them. The model is not touched."""
+        while self._under_way:
+            self._receive()
+            self._fill()
+        if self._arrived and not self._is_confirmed and self._group.size > 2:
+            mark = torch.zeros(1)
+            self._group.meet(mark)
+            self.meter.add("bytes_voting", (self._group.size - 1) * mark.nbytes)
+            self._is_confirmed = True
+
+    def apply(self) -> None:
+        """Bring everything into the model.
+
+        Raises:
+            RankFailure: a rank left or died.
+        """
+        with self.meter.timed("landing"):
+            while self._under_way and not self._recipe.is_whole:
+                self._receive()
+                # Where one of two ranks dies the other one has nobody to differ from.
+                if self._group.size == 2 or len(self._arrived) > _LAG:
+                    self._apply_one()
+                self._fill()
+            self.wait()
+            self._clip()
+            while self._arrived:
+                self._apply_one()
+
+    def give_back(self) -> None:
+        """Nothing comes of it: what was done counts as not sent. (An eager anchor has moved by it already.)"""
+        if not self._fragment.weights.is_eager:
+            self._fragment.give_back(self._claimed)
+
+    def abort(self) -> None:
+        """End as a rank has died, in the same state as the survivors: they agree on how many buckets to apply."""
+        if self._fragment.weights.is_eager:
+            return
+        all_or_nothing = self._recipe.is_whole and (self._under_way or self._queue)
+        complete = 0 if all_or_nothing else self._num_arrived
+        common = self._group.least(complete, f"round {self.ballot.number}")
+        with torch.no_grad():
+            if common:
+                self._clip()
+            while self._arrived and self._num_applied < common:
+                self._apply_one()
+        if not self._num_applied:
+            self.give_back()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has arrived, as copies."""
+        return {
+            "ballot": asdict(self.ballot),
+            "step": self.step,
+            "level": self.level,
+            "claimed_weight": list(self._claimed),
+            "tally": None if self.tally is None else asdict(self.tally),
+            "decision": asdict(self.decision),
+            "stats": asdict(replace(self.meter.stats(), seconds_total=0.0)),
+            "arrived": [
+                (kind, k, payload.weight, payload.values.clone(), result.clone(), divisor)
+                for kind, k, payload, result, divisor in self._arrived
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned: a round that has arrived."""
+        self.decision = Decision(**state["decision"])
+        self.tally = None if state["tally"] is None else Tally(**state["tally"])
+        self.meter.load(state["stats"])
+        for kind, k, weight, values, result, divisor in state["arrived"]:
+            flat = self._fragment.agreements[kind].buckets.flat(k).copy_(values)
+            result = result.to(flat.device)
+            self._take(kind, k, Payload(flat, None, result, weight), result, divisor)
+        self._is_confirmed = True
+
+    def record(self, number: int, waited: float | None, hidden: float) -> Round:
+        """Say what happened in it.
+
+        Args:
+            number: the fragment's.
+            waited: seconds that training waited for it; None where it was busy with it all the time.
+            hidden: seconds that it took beside training.
+        """
+        assert self.tally is not None
+        decision, stats = self.decision, self.meter.stats()
+        busy = stats.seconds_voting + stats.seconds_encoding + stats.seconds_landing
+        return Round(
+            number=self.ballot.number,
+            step=self.step,
+            fragment=number,
+            dropped=self.is_dropped,
+            weights=tuple(factor / decision.total for factor in decision.factors) if decision.total else (),
+            norms=self.tally.norms,
+            norm=self.norm,
+            cosine=self._cosine(self.tally.norms),
+            bytes_sent=stats.bytes_sent,
+            bytes_received=stats.bytes_received,
+            seconds_exposed=busy if waited is None else waited,
+            seconds_hidden=hidden,
+        )
+
+    def _begin_vote(self) -> Callable[[], Tally]:
+        with self.meter.timed("voting"):
+            votes = self._members.begin(self.ballot)
+        self.meter.add("bytes_voting", (self._group.size - 1) * BALLOT_BYTES)
+        return votes
+
+    def _decide(self, tally: Tally) -> Decision:
+        decision = self._recipe.policy(tally.weights, tally.norms, self._fragment.history)
+        self._of_buffers = in_proportion(tally.sound_weights)
+        if self._is_sent:  # before weights could be compared
+            decision = replace(decision, factors=tally.weights, total=sum(tally.weights))
+            self._of_buffers = Decision(tally.sound_weights, sum(tally.sound_weights))
+        too_large = tally.too_large(decision.factors, self._recipe.codec.limit)
+        return replace(decision, unfit=too_large) if too_large and not decision.unfit else decision
+
+    def _encode_all(self) -> None:
+        """Encode all weights, and put the norm of what the other ranks will decode into the ballot."""
+        weights, total = self._fragment.weights, 0.0
+        if math.isfinite(self.ballot.norm):
+            with self.meter.timed("encoding"):
+                for k in range(len(weights.buckets)):
+                    payload = self._encoded[k] = weights.prepare(k, self._group)
+                    assert payload.wire is not None
+                    sent = weights.codec.decode(payload.wire, torch.empty_like(payload.values))
+                    total += float(torch.dot(sent, sent))
+            self.ballot = replace(self.ballot, norm=math.sqrt(total))
+
+    def _send(self, weight: float, of_buffers: float) -> None:
+        """Queue all buckets, to count by these weights; with nobody else to talk to, those of the weights."""
+        self._is_sent = True
+        mine = {"weights": weight, "buffers": of_buffers, "counters": 1.0}
+        for kind, agreement in self._fragment.agreements.items():
+            if kind == "weights" or self._group.size > 1:
+                self._queue.extend((kind, k, mine[kind]) for k in range(len(agreement.buckets)))
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._queue and len(self._under_way) < _AHEAD:
+            with self.meter.timed("encoding"):
+                kind, k, weight = self._queue.popleft()
+                agreement = self._fragment.agreements[kind]
+                payload = self._encoded.pop(k, None) if kind == "weights" else None
+                payload = replace(payload or agreement.prepare(k, self._group), weight=weight)
+                pending = agreement.aggregator.start(payload, agreement.codec, self._group, self.ballot.number)
+            self._under_way.append((kind, k, payload, pending))
+            self.meter.add("bytes_sent", pending.bytes_sent)
+            self.meter.add("bytes_received", pending.bytes_received)
+
+    def _discard(self) -> None:
+        """Wait for the buckets that were sent early, and discard them."""
+        self._queue.clear()
+        while self._under_way:
+            self._under_way.popleft()[3].work.wait()
+
+    def _receive(self) -> None:
+        kind, k, payload, pending = self._under_way.popleft()
+        result, divisor = pending.wait(self._of_buffers if kind == "buffers" else self.decision)
+        if divisor:  # else no rank has floating buffers that can be used, and each keeps its own
+            self._take(kind, k, payload, result, divisor)
+
+    def _take(self, kind: str, k: int, payload: Payload, result: Tensor, divisor: float) -> None:
+        self._arrived.append((kind, k, payload, result, divisor))
+        self._num_arrived += 1
+        if kind == "weights" and self._fragment.weights.is_anchored:
+            self._squares.append(torch.dot(result, result) / divisor**2)
+
+    def _apply_one(self) -> None:
+        kind, k, payload, result, divisor = self._arrived.popleft()
+        self._fragment.agreements[kind].apply(k, payload, result, divisor)
+        self._num_applied += 1
+
+    def _clip(self) -> None:
+        max_norm = self._recipe.policy.max_norm
+        if self._recipe.is_whole and max_norm < math.inf and self.norm > max_norm:
+            for kind, _, _, result, _ in self._arrived:
+                if kind == "weights":
+                    result.mul_(max_norm / self.norm)
+
+    def _cosine(self, norms: tuple[float, ...]) -> float:
+        """From |sum f_i d_i|^2 = sum f_i^2 |d_i|^2 + the products of different replicas."""
+        ways = [factor * norm for factor, norm in zip(self.decision.factors, norms, strict=True) if factor]
+        squares = sum(way * way for way in ways)
+        between = sum(ways) ** 2 - squares
+        return ((self.norm * self.decision.total) ** 2 - squares) / between if between > 0 else 0.0
