@@ -42,14 +42,13 @@ class BoundFragment:
         pending_weight: by level, what was done since values were last sent.
         num_rounds: that were applied.
         digest: of what the last round agreed on, where it is to be compared with that of other ranks; else -1.
-        is_idle: there is nothing to exchange, as this is the only replica and nothing is done without others.
     """
 
     def __init__(self, fragment: Fragment, recipe: Recipe, group: Group, cap_bytes: int, is_new: bool = True) -> None:
         self.history = NormHistory()
         self.pending_weight = [0.0] * (1 + len(recipe.levels))
         self.num_rounds, self.digest = 0, -1
-        self.is_idle = group.size == 1 and recipe.optimizer is None
+        self._is_idle = group.size == 1 and recipe.optimizer is None  # nothing to do without other replicas
         self._is_whole = recipe.is_whole
         num_buffers = None if recipe.is_whole else num_buffers_among(group.size)
         parameters = _buckets(fragment.parameters, cap_bytes, num_buffers)
@@ -88,7 +87,7 @@ class BoundFragment:
         """
         for agreement in self.agreements.values():
             agreement.forget()
-        if self.is_idle or not must_look:
+        if self._is_idle or not must_look:
             return 0.0, 0.0, True
         norm, largest = self.weights.measure()
         sound = math.isfinite(self.buffers.measure()[0])

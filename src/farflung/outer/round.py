@@ -236,11 +236,11 @@ class OpenRound:
             self.ballot = replace(self.ballot, norm=math.sqrt(total))
 
     def _send(self, weight: float, of_buffers: float) -> None:
-        """Queue all buckets, to count by these weights; with nobody else to talk to, those of the weights."""
+        """Queue all buckets, to count by these weights; alone only those that an outer optimizer waits for."""
         self._is_sent = True
         mine = {"weights": weight, "buffers": of_buffers, "counters": 1.0}
         for kind, agreement in self._fragment.agreements.items():
-            if kind == "weights" or self._group.size > 1:
+            if self._group.size > 1 or agreement.is_anchored:
                 self._queue.extend((kind, k, mine[kind]) for k in range(len(agreement.buckets)))
         self._fill()
 
