@@ -192,7 +192,7 @@ def through_diloco():
             one_step(accelerator, model, optimizer, batch)
     with accelerator.outer(model, local_sgd(2)):
         pass
-    return weights(accelerator, model), outer.stats(), optimizer.listeners
+    return weights(accelerator, model), outer.stats(), optimizer.attached
 
 
 def through_local_sgd():
@@ -205,12 +205,12 @@ def through_local_sgd():
 
 def test_diloco_with_a_neutral_outer_optimizer_is_local_sgd():
     plain = run_ranks(through_local_sgd, 2)[0]
-    for outcome, stats, listeners in run_ranks(through_diloco, 2):
+    for outcome, stats, attached in run_ranks(through_diloco, 2):
         for name in plain:
             assert torch.allclose(outcome[name], plain[name], atol=1e-6), name
         assert stats.rounds == 3
         assert stats.steps == 6
-        assert listeners == []  # nothing goes on counting after the block
+        assert attached == []  # nothing goes on counting after the block
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "8"])

@@ -140,7 +140,7 @@ def weights_of_replicas(shares, weigh_by):
     model = accelerator.prepare(network())
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     apart = []
-    optimizer.listeners.append(lambda done: apart.append(model.module.weight.detach().clone()))
+    optimizer.register_step_post_hook(lambda *_: apart.append(model.module.weight.detach().clone()))
     with accelerator.outer(model, replace(local_sgd(2), weigh_by=weigh_by)):
         for window in range(2):
             for number, count in enumerate(sizes):

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from farflung import Accelerator, GradScalerKwargs, OuterConfig
+from farflung import Accelerator, GradScalerKwargs, OuterConfig, utils
 from farflung.base.errors import ConfigError
+from farflung.comm import collectives
 from farflung.local_sgd import LocalSGD
 from farflung.outer.named import recipe_of
 from farflung.process import world
-from farflung.state import AcceleratorState
+from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration
 
@@ -169,6 +170,55 @@ def test_replicas_come_together_with_the_last_batch_or_where_all_ranks_are_after
     assert [found[0] for found in outcomes] == [apart, apart]
     assert alike([found[1] for found in outcomes]) is (leave_at != 6)
     assert [found[2] for found in outcomes] == [False, False]
+
+
+def doors(accelerator):
+    """What all ranks call together, by name."""
+    one = torch.ones(1)
+
+    def first():
+        with accelerator.main_process_first():
+            pass
+
+    return {
+        "gather": lambda: accelerator.gather(one),
+        "gather_for_metrics": lambda: accelerator.gather_for_metrics(one),
+        "reduce": lambda: accelerator.reduce(one),
+        "pad_across_processes": lambda: accelerator.pad_across_processes(one),
+        "check_trigger": accelerator.check_trigger,
+        "wait_for_everyone": accelerator.wait_for_everyone,
+        "main_process_first": first,
+        "PartialState.wait_for_everyone": PartialState().wait_for_everyone,
+        "utils.gather": lambda: utils.gather(one),
+        "utils.gather_object": lambda: utils.gather_object([1]),
+        "utils.broadcast": lambda: utils.broadcast(one),
+        "utils.broadcast_object_list": lambda: utils.broadcast_object_list([1]),
+        "utils.reduce": lambda: utils.reduce(one),
+        "utils.pad_across_processes": lambda: utils.pad_across_processes(one),
+        "utils.wait_for_everyone": utils.wait_for_everyone,
+    }
+
+
+def rounds_at_the_doors(folder):
+    """How many rounds there were in each call after a pass that was broken off; and in a collective of a lower room."""
+    accelerator, model, optimizer, loader = prepared(OuterConfig("local_sgd", every=100))
+    (loop,) = accelerator.outer_loops
+    found = {}
+    for name, call in {**doors(accelerator), "save_state": lambda: accelerator.save_state(folder)}.items():
+        for batch in loader:
+            one_step(accelerator, model, optimizer, batch)
+            break
+        counts = [loop.stats().rounds]
+        for step in (lambda: collectives.wait_for_everyone(world.joined().exchange), call):
+            step()
+            counts.append(loop.stats().rounds)
+        found[name] = (counts[1] - counts[0], counts[2] - counts[1])
+    return found
+
+
+def test_a_pass_that_was_left_is_made_up_for_by_what_a_script_calls_and_by_no_lower_room(tmp_path):
+    for found in run_ranks(rounds_at_the_doors, 2, tmp_path):
+        assert found == dict.fromkeys(found, (0, 1))
 
 
 # ---- one rank alone
@@ -413,7 +463,7 @@ def said_at_the_end(how):
             break
     accelerator.outer_loops[0].advice = lambda: "Exchange less often."
     if how == "nothing more":
-        accelerator._conductor.farewell()  # what the end of the process does
+        accelerator._controller.exit_report()  # what the end of the process does
     else:
         accelerator.end_training()
     return said

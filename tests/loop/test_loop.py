@@ -99,7 +99,7 @@ def test_sync_each_batch_synchronizes_inside_the_window_too():
 def test_the_optimizer_waits_for_its_window():
     model, optimizer, state = made(num_steps=2)
     told = []
-    optimizer.listeners.append(told.append)
+    optimizer.attached.append(SimpleNamespace(step_attempted=told.append))
     for _ in range(2):
         state.advance()
         model(torch.ones(1, 2)).sum().backward()

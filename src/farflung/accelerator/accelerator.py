@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 
 from farflung.accelerator import session as slot
 from farflung.accelerator.checkpoints import Checkpointing, Keeper
-from farflung.accelerator.conductor import Conductor
 from farflung.accelerator.contents import Run
+from farflung.accelerator.control import ProcessControl
+from farflung.accelerator.controller import OuterController
 from farflung.accelerator.join import join_uneven_inputs
 from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics, release_memory
 from farflung.accelerator.outer import OpenLoops, OuterWords
@@ -59,7 +60,6 @@ from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks
 from farflung.precision.amp import choose_precision
 from farflung.process.bootstrap import join_world
-from farflung.process.control import ProcessControl
 from farflung.process.world import World
 from farflung.strategy.choose import choose_strategy
 from farflung.tools.profile import profile
@@ -148,8 +148,9 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
         self._strategy = choose_strategy(self._joined, self.ddp_handler)
         self._distributed = self._joined.size > 1
         self._registry = Registry()
-        self._open_loops = OpenLoops()
-        self._conductor = Conductor(asked, self._joined, self._strategy, self._loop, self._registry, self._open_loops)
+        self._open_loops = loops = OpenLoops()
+        self._controller = OuterController(asked, self._joined, self._strategy, self._loop, self._registry, loops)
+        slot.flush_with(self._controller)
         self._preparer = Preparer(
             world=self._joined,
             strategy=self._strategy,
@@ -162,7 +163,6 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
             device_placement=device_placement,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scheduler_ticks=scheduler_ticks,
-            attach=self._conductor.attach,
         )
         run = Run(self._joined, self._loop, self._precision, self._strategy, self._registry, self._open_loops, [])
         self._keeper = Keeper(run, self.project_configuration)
@@ -284,17 +284,22 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
             device_placement: for each argument, whether it is moved to the device; None: the Accelerator's setting.
         """
         prepared = self._preparer.prepare(args, device_placement)
+        self._controller.attach()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare one model; in `evaluation_mode` it is not wrapped for training."""
-        return self._preparer.model(model, device_placement, evaluation_mode)
+        prepared = self._preparer.model(model, device_placement, evaluation_mode)
+        self._controller.attach()
+        return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Prepare one optimizer."""
-        return self._preparer.optimizer(optimizer, device_placement)
+        prepared = self._preparer.optimizer(optimizer, device_placement)
+        self._controller.attach()
+        return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare one scheduler."""
@@ -374,22 +379,11 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
 
         Inside an accumulation window nothing is clipped and NaN is returned.
         """
-        return clip.clip_grad_norm_(
-            parameters,
-            max_norm,
-            norm_type,
-            precision=self._precision,
-            state=self._loop,
-        )
+        return clip.clip_grad_norm_(parameters, max_norm, norm_type, precision=self._precision, state=self._loop)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each gradient's elements to `[-clip_value, clip_value]`; inside a window do nothing."""
-        clip.clip_grad_value_(
-            parameters,
-            clip_value,
-            precision=self._precision,
-            state=self._loop,
-        )
+        clip.clip_grad_value_(parameters, clip_value, precision=self._precision, state=self._loop)
 
     def unscale_gradients(self, optimizer: Optimizer | list[Optimizer] | None = None) -> None:
         """Unscale the fp16 gradients of `optimizer`, or of all optimizers; does nothing without fp16."""
@@ -440,7 +434,7 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
         Raises:
             CollectiveMismatch: on every rank, when structures, shapes or dtypes differ.
         """
-        return collectives.gather(self._joined.exchange, tensor)
+        return collectives.gather(slot.flushed(self._joined.exchange), tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, then drop the padding of the batch that was yielded last.
@@ -449,16 +443,17 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
             input_data: a tree of tensors, whose first dimensions may differ between ranks; or any picklable object.
             use_gather_object: gather as pickled objects even where all leaves are tensors.
         """
-        loop = self._loop
-        return gather_for_metrics(self._joined.exchange, input_data, loop.remainder, use_gather_object, loop.place)
+        loop, exchange = self._loop, slot.flushed(self._joined.exchange)
+        return gather_for_metrics(exchange, input_data, loop.remainder, use_gather_object, loop.place)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or average each tensor of a tree over all processes, and multiply by `scale`."""
-        return collectives.reduce(self._joined.exchange, tensor, reduction, scale)
+        return collectives.reduce(slot.flushed(self._joined.exchange), tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad each tensor of a tree along `dim` to the longest of all processes."""
-        return collectives.pad_across_processes(self._joined.exchange, tensor, dim, pad_index, pad_first)
+        exchange = slot.flushed(self._joined.exchange)
+        return collectives.pad_across_processes(exchange, tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
         """Set a flag on this process that `check_trigger` sees on all."""
@@ -467,7 +462,7 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
     def check_trigger(self) -> bool:
         """Whether any process has called `set_trigger` since the last True; every process must ask."""
         mine = self.flag_tensor if self.flag_tensor is not None else torch.zeros(1)
-        if collectives.reduce(self._joined.exchange, mine, "sum").item() < 1:
+        if collectives.reduce(slot.flushed(self._joined.exchange), mine, "sum").item() < 1:
             return False
         self.flag_tensor = None
         return True
@@ -476,7 +471,7 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Release everything that was prepared, and free unused memory; returns None for each of `objects`."""
-        self._conductor.drop()
+        self._controller.drop()
         self._registry.clear()
         self._loop.reset()
         return release_memory(*objects)
@@ -487,7 +482,7 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
 
     def end_training(self) -> None:
         """Wait for the last checkpoint to be written, then destroy the process group."""
-        self._conductor.end()
+        self._controller.end()
         self._keeper.settle()
         AcceleratorState._reset_state(reset_partial_state=True)
 

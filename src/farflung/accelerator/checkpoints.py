@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from farflung.accelerator import contents
 from farflung.accelerator.contents import Loaded, Run
 from farflung.accelerator.operations import extract_model_from_parallel
+from farflung.accelerator.session import flushed
 from farflung.base.checks import check_callable, check_path, check_protocol, check_type, check_word
 from farflung.base.errors import CheckpointError, ConfigError, FarflungError, Unsupported
 from farflung.base.former_name import FORMER_NAME
@@ -84,6 +85,7 @@ class Keeper:
 
     def save(self, output_dir: Path_ | None, safe: bool, block: bool, busy: Busy) -> Path:
         """Write a checkpoint and return its folder; see `Checkpointing.save_state`."""
+        flushed(self._run.world.exchange)
         saver = self.saver
         saver.settle(busy)
         order = self._order(output_dir)
@@ -149,6 +151,7 @@ class Keeper:
 
     def load(self, input_dir: Path_ | None, strict: bool) -> None:
         """Read a checkpoint and go on from it; see `Checkpointing.load_state`."""
+        flushed(self._run.world.exchange)
         saver, run = self.saver, self._run
         saver.settle()
         crew, doing = saver.crew, "Loading a checkpoint"

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from threading import Thread
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
@@ -25,6 +23,7 @@ from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm import collectives
 from farflung.comm.group import TorchGroup
 from farflung.data.samplers import BatchSamplerShard
+from farflung.loop.joined import JoinedRanks
 from farflung.loop.state import LoopState
 from farflung.process.world import World
 
@@ -66,65 +65,29 @@ def join_uneven_inputs(
         if even_batches is not None:
             for loader in registry.loaders:
                 stack.enter_context(_overridden(loader, even_batches))
-        joinables = [one for one in joinables if not outers.tied(one)]
+        joinables = [one for one in joinables if not outers.has(one)]
         if not joinables:
             yield
             return
-        company = stack.enter_context(_joined(world, loop))
-        witness = _Witness(joinables)
-        with Join([*joinables, witness]):
+        ranks = stack.enter_context(_joined(world, loop))
+        probe = _JoinProbe(joinables)
+        with Join([*joinables, probe]):
             yield
-            company.retire()
+            ranks.respond()
         Join(joinables, enable=False)  # else the models would go on asking who has joined before each forward pass
-        _catch_up(witness, world, registry, scaler)
-
-
-class _Company:
-    """Ranks that sum two numbers each: a value, and whether they have data."""
-
-    def __init__(self, group: TorchGroup, everyone: TorchGroup) -> None:
-        self.group = group
-        self._everyone = everyone
-        self._answering = Thread(target=self._answer, name="farflung shadow", daemon=True)
-
-    def any(self, mine: bool) -> bool:
-        return self._sums(float(mine), 1.0)[0] > 0
-
-    def sum(self, mine: float) -> float:
-        return self._sums(mine, 1.0)[0]
-
-    def retire(self) -> None:
-        """Answer the others from now on, until none of them has data."""
-        self._answering.start()
-
-    def part(self) -> None:
-        """Return when there is nothing more to answer."""
-        if self._answering.ident is not None:
-            self._answering.join()
-
-    def _answer(self) -> None:
-        try:
-            while self._sums(0.0, 0.0)[1]:
-                pass
-        except RankFailure:
-            self._everyone.break_off()  # or this rank would wait in torch's `Join` for ranks that will not come
-
-    def _sums(self, value: float, has_data: float) -> list[float]:
-        both = torch.tensor([value, has_data], dtype=torch.float64)
-        self.group.all_reduce(both).wait()
-        return both.tolist()
+        _catch_up(probe, world, registry, scaler)
 
 
 @contextmanager
-def _joined(world: World, loop: LoopState) -> Iterator[_Company]:
+def _joined(world: World, loop: LoopState) -> Iterator[JoinedRanks]:
     """Have `loop` agree with the other ranks. All enter; none waits for one that leaves by an exception."""
     everyone = world.group
     assert isinstance(everyone, TorchGroup)
     group = TorchGroup(dist.new_group(backend="gloo"), everyone.ranks, in_background=True)
-    before, loop.company = loop.company, _Company(group, everyone)
-    company = loop.company
+    before, loop.joined = loop.joined, JoinedRanks(group, everyone)
+    ranks = loop.joined
     try:
-        yield company
+        yield ranks
     except BaseException as error:
         cause = _explained(error, everyone)
         everyone.leave(f"{type(cause).__name__}: {cause}"[:500])
@@ -133,8 +96,8 @@ def _joined(world: World, loop: LoopState) -> Iterator[_Company]:
             raise cause from error
         raise
     finally:
-        company.part()
-        loop.company = before
+        ranks.wait()
+        loop.joined = before
         dist.destroy_process_group(group.pg)
 
 
@@ -148,7 +111,7 @@ def _explained(error: BaseException, group: TorchGroup) -> BaseException:
     return error
 
 
-class _Witness(Joinable):
+class _JoinProbe(Joinable):
     """Learns whether this rank was among those that trained longest."""
 
     def __init__(self, models: list[Any]) -> None:
@@ -157,7 +120,7 @@ class _Witness(Joinable):
         self.came_last = False
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return _Note(self)
+        return _JoinProbeHook(self)
 
     @property
     def join_device(self) -> Any:
@@ -168,29 +131,29 @@ class _Witness(Joinable):
         return self.models[0].join_process_group
 
 
-class _Note(JoinHook):
-    def __init__(self, witness: _Witness) -> None:
-        self._witness = witness
+class _JoinProbeHook(JoinHook):
+    def __init__(self, probe: _JoinProbe) -> None:
+        self._probe = probe
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self._witness.came_last = is_last_joiner
+        self._probe.came_last = is_last_joiner
 
 
-def _catch_up(witness: _Witness, world: World, registry: Registry, scaler: Any) -> None:
+def _catch_up(probe: _JoinProbe, world: World, registry: Registry, scaler: Any) -> None:
     """Give the ranks that took fewer steps what the others' optimizers, schedulers and loss scale have become.
 
     torch's `Join` gives them the weights alone: replicas would train on with other moments and learning rates.
     """
-    last = collectives.gather_object(world.exchange, [witness.came_last])
+    last = collectives.gather_object(world.exchange, [probe.came_last])
     if all(last):
         return
-    parameters = [parameter for model in witness.models for parameter in model.parameters()]
+    parameters = [parameter for model in probe.models for parameter in model.parameters()]
     optimizers = [optimizer for optimizer in registry.optimizers if optimizer.owns(parameters)]
     schedulers = [one for one in registry.schedulers if any(other in optimizers for other in one.optimizers)]
     keepers: list[Any] = [*optimizers, *schedulers, *([] if scaler is None else [scaler])]
     states = [keeper.state_dict() for keeper in keepers]
     collectives.broadcast_object_list(world.exchange, states, max(rank for rank, came in enumerate(last) if came))
-    if not witness.came_last:
+    if not probe.came_last:
         for keeper, state in zip(keepers, states, strict=True):
             keeper.load_state_dict(state)
 

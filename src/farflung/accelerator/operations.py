@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from farflung.accelerator.session import flushed
 from farflung.base.checks import check_type
 from farflung.base.errors import Unsupported
 from farflung.base.optional import compare_versions, is_available
@@ -24,14 +25,18 @@ from farflung.strategy.compile import is_optimized, without_compile
 _PARALLEL = (DistributedDataParallel, DataParallel)
 
 
+def _flushed() -> Exchange:
+    return flushed(join_world().exchange)
+
+
 def gather(tensor: Any) -> Any:
     """Concatenate each tensor of a tree over all processes, in rank order, along the first dimension."""
-    return collectives.gather(join_world().exchange, tensor)
+    return collectives.gather(_flushed(), tensor)
 
 
 def gather_object(object: Any) -> Any:
     """Gather picklable objects: each process's list, joined in rank order."""
-    return collectives.gather_object(join_world().exchange, object)
+    return collectives.gather_object(_flushed(), object)
 
 
 def gather_for_metrics(
@@ -69,27 +74,27 @@ def _holds_tensors_alone(data: Any) -> bool:
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Give every process the tensors of one."""
-    return collectives.broadcast(join_world().exchange, tensor, from_process)
+    return collectives.broadcast(_flushed(), tensor, from_process)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Overwrite the items of `object_list` on every process with those of one, and return it."""
-    return collectives.broadcast_object_list(join_world().exchange, object_list, from_process)
+    return collectives.broadcast_object_list(_flushed(), object_list, from_process)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Sum or average each tensor of a tree over all processes, and multiply by `scale`."""
-    return collectives.reduce(join_world().exchange, tensor, reduction, scale)
+    return collectives.reduce(_flushed(), tensor, reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
     """Pad each tensor of a tree along `dim` to the longest of all processes."""
-    return collectives.pad_across_processes(join_world().exchange, tensor, dim, pad_index, pad_first)
+    return collectives.pad_across_processes(_flushed(), tensor, dim, pad_index, pad_first)
 
 
 def wait_for_everyone() -> None:
     """Return when every process has come here."""
-    collectives.wait_for_everyone(join_world().exchange)
+    collectives.wait_for_everyone(_flushed())
 
 
 def extract_model_from_parallel(

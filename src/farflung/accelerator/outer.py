@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from farflung.accelerator.epoch_tracker import EpochTracker
 from farflung.accelerator.prepare import Registry
 from farflung.base.errors import ConfigError
 from farflung.config.outer import OuterConfig
@@ -25,8 +26,8 @@ from farflung.process.world import World
 from farflung.strategy.base import Strategy
 
 
-class Tie:
-    """An outer loop, tied to a prepared model and to the optimizer whose steps it counts. Making one is a collective.
+class AttachedLoop:
+    """An outer loop that is attached to a prepared model and to the optimizer whose steps it counts: a collective.
 
     In the first steps of a recipe that begins with averaged gradients the model's strategy averages them as usual.
     After that gradients and buffers stay on their process.
@@ -38,6 +39,7 @@ class Tie:
     Attributes:
         loop: the outer loop.
         optimizer: the one that has most of the model's parameters.
+        epochs: flushes the loop after each pass over the training data; None: nothing does.
 
     Raises:
         ConfigError: none of the optimizers has parameters of the model.
@@ -63,12 +65,13 @@ class Tie:
         self._alone: ExitStack | None = None
         bare = self.optimizer.optimizer
         self.loop = OuterLoop(strategy.unwrap(model), recipe, group=strategy.replicas, inner=bare)
+        self.epochs: EpochTracker | None = None
         self._is_new = True
         self._hook: RemovableHandle = bare.register_step_pre_hook(lambda *_: self._begin_where_it_is())
-        self.optimizer.listeners.append(self._attempted)
+        self.optimizer.attached.append(self)
         if recipe.weigh_by == "items":
             self.optimizer.loop_state.counts_samples = True
-        self._choose_company()
+        self._choose_who_averages()
 
     @property
     def has_anchor(self) -> bool:
@@ -82,7 +85,7 @@ class Tie:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the loop of another run stood."""
         self.loop.load_state_dict(state)
-        self._choose_company()
+        self._choose_who_averages()
 
     def end(
         self,
@@ -91,7 +94,7 @@ class Tie:
         trace: TracebackType | None = None,
     ) -> None:
         """End the loop as the end of its `with` block would: a collective, unless there is an error."""
-        self._untie()
+        self._detach()
         try:
             self.loop.__exit__(kind, error, trace)
         finally:
@@ -99,16 +102,19 @@ class Tie:
 
     def drop(self) -> None:
         """End the loop where it stands. Nothing is exchanged."""
-        self._untie()
+        self._detach()
         self.loop.drop()
         self._join()
 
-    def _attempted(self, done: bool) -> None:
+    def step_attempted(self, done: bool) -> None:
+        """After an attempted step: count it, run the rounds that are due, and flush on the last batch of the data."""
         items = self._items_of_step() if self.recipe.weigh_by == "items" else 0
         self.loop.count(done, items)
         if self._each_step:
             self.loop.sync_if_due()
-        self._choose_company()
+        self._choose_who_averages()
+        if self.epochs is not None:
+            self.epochs.step_attempted(self.around())
 
     def _items_of_step(self) -> float:
         """Return what `backward(num_items=)` said of this step's window, else how many samples came since the last."""
@@ -135,7 +141,7 @@ class Tie:
             if stats.steps == 0 and stats.rounds == 0:
                 self.loop.begin_here()
 
-    def _choose_company(self) -> None:
+    def _choose_who_averages(self) -> None:
         """Let gradients be averaged as long as the recipe says so, and stay at home from then on."""
         if self.loop.is_warming:
             self._join()
@@ -152,9 +158,9 @@ class Tie:
             self._alone.close()
             self._alone = None
 
-    def _untie(self) -> None:
-        if self._attempted in self.optimizer.listeners:
-            self.optimizer.listeners.remove(self._attempted)
+    def _detach(self) -> None:
+        if self in self.optimizer.attached:
+            self.optimizer.attached.remove(self)
         self._hook.remove()
 
 
@@ -162,44 +168,44 @@ class OpenLoops:
     """The outer loops of one Accelerator that are open, in the order of their opening.
 
     Attributes:
-        ties: those, and what they are tied to.
+        attached: those, with their models and optimizers.
         waiting: states that were loaded before the loops were opened that they belong to.
     """
 
     def __init__(self) -> None:
-        self.ties: list[Tie] = []
+        self.attached: list[AttachedLoop] = []
         self.waiting: list[dict[str, Any]] = []
 
     @property
     def live(self) -> list[OuterLoop]:
         """The loops alone."""
-        return [tie.loop for tie in self.ties]
+        return [attached.loop for attached in self.attached]
 
     @property
     def can_begin_here(self) -> bool:
         """Whether there are open loops, and none has done a step: they begin where the model is at the first one."""
-        return bool(self.ties) and all(tie.loop.stats().attempts == 0 for tie in self.ties)
+        return bool(self.attached) and all(attached.loop.stats().attempts == 0 for attached in self.attached)
 
-    def opened(self, tie: Tie) -> None:
+    def opened(self, attached: AttachedLoop) -> None:
         """Take in a loop, which goes on from the state that waits for it, if one does."""
         if self.waiting:
-            tie.load_state_dict(self.waiting.pop(0))
-        self.ties.append(tie)
+            attached.load_state_dict(self.waiting.pop(0))
+        self.attached.append(attached)
 
-    def closed(self, tie: Tie) -> None:
+    def closed(self, attached: AttachedLoop) -> None:
         """Forget a loop."""
-        self.ties = [other for other in self.ties if other is not tie]
+        self.attached = [other for other in self.attached if other is not attached]
 
     def load(self, states: Sequence[dict[str, Any]]) -> None:
         """Give the open loops their states, in order; those that are left wait for loops that will be opened."""
         self.waiting = list(states)
-        for tie in self.ties:
+        for attached in self.attached:
             if self.waiting:
-                tie.load_state_dict(self.waiting.pop(0))
+                attached.load_state_dict(self.waiting.pop(0))
 
-    def tied(self, model: nn.Module) -> bool:
+    def has(self, model: nn.Module) -> bool:
         """Say whether an open loop is over parameters of `model`."""
-        return any(_share(tie.model, model) for tie in self.ties)
+        return any(_share(attached.model, model) for attached in self.attached)
 
     def state_of(self, module: nn.Module) -> dict[str, Any]:
         """Return the state dict of a model with the weights that all ranks agreed on, where there are such.
@@ -207,9 +213,9 @@ class OpenLoops:
         Nothing is exchanged. Agreed weights come as copies, others as the model's own tensors, as torch gives them.
         """
         with ExitStack() as lent:
-            lenders = [tie for tie in self.ties if tie.has_anchor and _share(tie.model, module)]
-            for tie in lenders:
-                lent.enter_context(tie.loop.synced())
+            lenders = [attached for attached in self.attached if attached.has_anchor and _share(attached.model, module)]
+            for attached in lenders:
+                lent.enter_context(attached.loop.synced())
             state: dict[str, Any] = module.state_dict()
             return copy.deepcopy(state) if lenders else state
 
@@ -240,7 +246,7 @@ class Outer:
         loops: OpenLoops | None = None,
     ) -> None:
         self._loops = loops or OpenLoops()
-        if self._loops.tied(model):
+        if self._loops.has(model):
             raise ConfigError(
                 "This model already has an outer loop: Accelerator(outer=), --outer or FARFLUNG_OUTER_RECIPE opened "
                 "one when it was prepared, or a `with` block around this one has. Leave one of them out."
@@ -251,20 +257,20 @@ class Outer:
         self._strategy = strategy
         self._optimizers = optimizers
         self._each_step = each_step
-        self._tie: Tie | None = None
+        self._attached: AttachedLoop | None = None
 
     def __enter__(self) -> OuterLoop:
-        self._tie = Tie(self._model, self._recipe, self._strategy, self._optimizers, self._each_step)
-        self._loops.opened(self._tie)
-        return self._tie.loop
+        self._attached = AttachedLoop(self._model, self._recipe, self._strategy, self._optimizers, self._each_step)
+        self._loops.opened(self._attached)
+        return self._attached.loop
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tie, self._tie = self._tie, None
-        if tie is not None:
-            self._loops.closed(tie)
-            tie.end(kind, error, trace)
+        attached, self._attached = self._attached, None
+        if attached is not None:
+            self._loops.closed(attached)
+            attached.end(kind, error, trace)
 
 
 class OuterWords:

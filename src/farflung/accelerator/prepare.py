@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Real
 from types import GeneratorType
@@ -65,11 +65,7 @@ class Registry:
 
 @dataclass(frozen=True)
 class Preparer:
-    """Makes things ready for one Accelerator. Every decision is taken here, so that the loop need take none.
-
-    Attributes:
-        attach: called when models or optimizers were made ready, which may complete a pair of them.
-    """
+    """Makes things ready for one Accelerator. Every decision is taken here, so that the loop need take none."""
 
     world: World
     strategy: Strategy
@@ -82,7 +78,6 @@ class Preparer:
     device_placement: bool
     step_scheduler_with_optimizer: bool
     scheduler_ticks: Ticks
-    attach: Callable[[], None]
 
     def prepare(self, things: Sequence[Any], device_placement: Sequence[bool | None] | None) -> list[Any]:
         """Prepare `things`, in the same order; loaders and schedulers of other kinds than torch's come back unchanged.
@@ -104,7 +99,6 @@ class Preparer:
             else thing
             for thing, place in zip(things, placements, strict=True)
         ]
-        self.attach()
         # Schedulers last, for they follow prepared optimizers.
         kinds = (LRScheduler, AcceleratedScheduler)
         return [self.scheduler(thing) if isinstance(thing, kinds) else thing for thing in first]
@@ -112,9 +106,7 @@ class Preparer:
     def model(self, model: nn.Module, place: bool | None, evaluation_mode: bool = False) -> nn.Module:
         """Prepare one model: device, precision, compiling, and the strategy's wrapper unless it is only evaluated."""
         check_type("prepare_model: model", model, nn.Module, "an nn.Module")
-        prepared = self._model(model, place, [], evaluation_mode)
-        self.attach()
-        return prepared
+        return self._model(model, place, [], evaluation_mode)
 
     def _model(
         self, model: nn.Module, place: bool | None, optimizers: list[Optimizer], evaluation_mode: bool = False
@@ -141,9 +133,7 @@ class Preparer:
     def optimizer(self, optimizer: Optimizer, place: bool | None) -> AcceleratedOptimizer:
         """Prepare one optimizer."""
         check_type("prepare_optimizer: optimizer", optimizer, Optimizer, "a torch optimizer")
-        prepared = self._optimizer(optimizer, place)
-        self.attach()
-        return prepared
+        return self._optimizer(optimizer, place)
 
     def _optimizer(self, optimizer: Optimizer, place: bool | None) -> AcceleratedOptimizer:
         known = self.registry.find(optimizer)

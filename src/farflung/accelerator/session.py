@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from farflung.base.errors import ConfigError, StateError
+from farflung.comm.exchange import Exchange
 from farflung.config import environ
 from farflung.config.handlers import GradientAccumulationPlugin
 from farflung.loop.state import LoopState
 from farflung.process.world import World
+
+if TYPE_CHECKING:
+    from farflung.accelerator.controller import OuterController
 
 
 @dataclass
@@ -20,12 +26,14 @@ class Session:
         mixed_precision: `no`, `bf16` or `fp16`.
         plugin, loop: how gradients are accumulated, and where that stands; an Accelerator that asks for another
             accumulation gets a loop of its own, and `GradientState` shows the latest.
+        controllers: of the Accelerators that have outer loops of their own accord.
     """
 
     world: World
     mixed_precision: str
     plugin: GradientAccumulationPlugin
     loop: LoopState
+    controllers: list[weakref.ref[OuterController]] = field(default_factory=list)
 
 
 _slot: Session | None = None
@@ -68,6 +76,26 @@ def open_or_join(world: World, mixed_precision: str | None, plugin: GradientAccu
         _slot.plugin = plugin
         _slot.loop = new_loop(plugin)
     return _slot
+
+
+def flush_with(controller: OuterController) -> None:
+    """Let `flushed` flush the outer loops of `controller`, as long as it exists."""
+    controllers = opened().controllers
+    controllers.append(weakref.ref(controller, controllers.remove))
+
+
+def flushed(exchange: Exchange) -> Exchange:
+    """Flush the outer loops that are owed it, before a collective of all ranks that a script calls.
+
+    Returns:
+        `exchange`, for that collective.
+    """
+    if exchange.size > 1 and _slot is not None and _slot.world.exchange is exchange:
+        for reference in tuple(_slot.controllers):
+            controller = reference()
+            if controller is not None:
+                controller.flush_owed()
+    return exchange
 
 
 def new_loop(plugin: GradientAccumulationPlugin) -> LoopState:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from farflung.accelerator import session as slot
+from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.settings import check_init
 from farflung.base.checks import check_flag, check_type, check_word
 from farflung.base.enums import PrecisionType
 from farflung.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
 from farflung.process import world as world_slot
 from farflung.process.bootstrap import join_world, leave_world
-from farflung.process.control import ProcessControl
 from farflung.process.world import World
 
 

@@ -119,7 +119,7 @@ def broadcast(exchange: Exchange, tree: Any, from_process: int = 0, within: str 
 
     Args:
         tree: nested tensors, with the same structure, shapes and dtypes on all ranks.
-        within: what this is a part of, such as `iter(loader)`; the errors name that, and nothing is settled before it.
+        within: what this is a part of, such as `iter(loader)`; the errors name that.
 
     Returns:
         `tree` built anew with the same tensors; alone, `tree` itself.
@@ -135,7 +135,7 @@ def broadcast(exchange: Exchange, tree: Any, from_process: int = 0, within: str 
     if within:
         call = (within,)
     limit = MAX_CAPACITY if exchange.rank == from_process else 0
-    parcel = exchange.share(exchange.form(call, leaves, spec, limit), leaves, settles=within is None)
+    parcel = exchange.share(exchange.form(call, leaves, spec, limit), leaves)
     require_alike(
         parcel.forms, "Every rank must pass tensors of the sender's shapes and dtypes, which are overwritten."
     )

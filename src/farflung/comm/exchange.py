@@ -9,7 +9,7 @@ chooses; by then every rank has every header, so that all of them choose alike, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -101,16 +101,12 @@ class Exchange:
     """Swaps nested values between the ranks of a group; whoever owns the group owns one of these.
 
     Not for use by several threads at a time.
-
-    Attributes:
-        before: called before each swap, on all ranks, for what else is due where all of them are.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.size = group.size
         self.rank = group.rank
-        self.before: list[Callable[[], None]] = []
         self._boards: dict[int, Board] = {}
         self._sizes = deque([MIN_CAPACITY], maxlen=_MEMORY)
         self._forms: dict[Any, Form] = {}  # of our own calls, by call, structure and kinds of leaves
@@ -150,16 +146,13 @@ class Exchange:
             form.carried = num_bytes if fits and self.wire(leaves).type == "cpu" else 0
         return form
 
-    def share(self, form: Form, leaves: list[Tensor], settles: bool = True) -> Parcel:
+    def share(self, form: Form, leaves: list[Tensor]) -> Parcel:
         """Swap packets with all ranks.
-
-        Args:
-            settles: do what `before` says first.
 
         Raises:
             CollectiveMismatch: a rank failed, or made another call; every rank raises.
         """
-        parcel = self._swap(form, leaves, settles)
+        parcel = self._swap(form, leaves)
         if not parcel.same:
             for rank, other in enumerate(parcel.forms):
                 if other.failed is not None:
@@ -203,13 +196,11 @@ class Exchange:
             form = self._known[header] = Form(header)
         return form
 
-    def _swap(self, form: Form, leaves: list[Tensor], settles: bool = True) -> Parcel:
+    def _swap(self, form: Form, leaves: list[Tensor]) -> Parcel:
         if len(self._forms) + len(self._known) > _MAX_FORMS:
             self._forms.clear()
             self._known.clear()
             self._boards.clear()
-        for call in self.before if settles else ():
-            call()
         board = self._board()
         board.write(form, leaves)
         self._gather(board.everyone, board.mine)

@@ -131,7 +131,7 @@ def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Gr
         return loss * window.scale
     total = window.items
     if group is not None and group.size > 1:
-        everyones = state.company.sum(total) if state.company is not None else _summed(total, group)
+        everyones = state.joined.sum(total) if state.joined is not None else _summed(total, group)
         total = everyones / group.size  # DDP averages: the sum over ranks is `size` times what it leaves
     scale = 1.0 / total if total > 0 else 0.0
     if window.scale is not None:

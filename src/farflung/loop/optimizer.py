@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,13 @@ from torch.optim import Optimizer
 from farflung.base.tree import send_to_device
 from farflung.loop.state import LoopState, Window
 from farflung.precision.base import Closure, Precision
+
+
+class StepCounter(Protocol):
+    """What follows the steps of an optimizer."""
+
+    def step_attempted(self, done: bool) -> None:
+        """Called after each attempted step; it was skipped unless `done`."""
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -27,7 +34,7 @@ class AcceleratedOptimizer(Optimizer):
         finished: how many backward passes there had been at its last attempted step or clearing.
         completed_steps: since the run began, over resumes too; None: a checkpoint was loaded that does not say them.
         step_was_skipped: the last attempted step was skipped because gradients overflowed.
-        listeners: called after each attempted step with True when it was done, False when it was skipped.
+        attached: outer loops that count its steps. They are told after each attempt, in the order of their opening.
     """
 
     def __init__(
@@ -38,7 +45,7 @@ class AcceleratedOptimizer(Optimizer):
         self.loop_state = state
         self.precision = precision
         self.step_was_skipped = False
-        self.listeners: list[Callable[[bool], None]] = []
+        self.attached: list[StepCounter] = []
         self.window: Window | None = None
         self.in_lockstep = False
         self.is_own = False
@@ -57,8 +64,8 @@ class AcceleratedOptimizer(Optimizer):
         self.step_was_skipped = not done
         if done and self.completed_steps is not None:
             self.completed_steps += 1
-        for listener in self.listeners:
-            listener(done)
+        for outer in self.attached:
+            outer.step_attempted(done)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients when the window is complete, else do nothing."""
@@ -147,7 +154,7 @@ class AcceleratedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "listeners": []}
+        return {**self.__dict__, "attached": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farflung.base.tree import find_batch_size
+from farflung.loop.joined import JoinedRanks
 
 
 class ActiveLoader(Protocol):
@@ -23,23 +25,13 @@ class ActiveLoader(Protocol):
 
 
 class Observer(Protocol):
-    """Somebody who wants to know where iterations of prepared loaders begin and end."""
+    """What is told where iterations of prepared loaders start and end; all ranks may be there."""
 
-    def begins(self, loader: Any) -> None:
-        """Hear that an iteration of `loader` is about to begin."""
+    def iteration_starts(self, loader: Any) -> None:
+        """Called when an iteration of `loader` starts, before it draws or reads anything."""
 
-    def left(self, iteration: ActiveLoader, at_end: bool) -> None:
-        """Hear that an iteration is over: it came to its end, or was broken off."""
-
-
-class Company(Protocol):
-    """The ranks that train a model together while some of them may have run out of data."""
-
-    def any(self, mine: bool) -> bool:
-        """Say whether it is so for any rank that has data."""
-
-    def sum(self, mine: float) -> float:
-        """Return the sum over the ranks that have data."""
+    def iteration_ended(self, iteration: ActiveLoader, at_end: bool) -> None:
+        """Called when an iteration is over: it came to its end, or was left early."""
 
 
 class Follower(Protocol):
@@ -119,8 +111,7 @@ class LoopState:
 
     Attributes:
         window: the one that was entered last.
-        company: the ranks to agree with, inside `join_uneven_inputs`; else None.
-        observers: hear where iterations begin and end.
+        joined: the ranks to agree with, inside `join_uneven_inputs`; else None.
         counts_samples: `samples_of` is wanted.
         backwards: how many backward passes there have been; what an optimizer has not stepped on since is unfinished.
     """
@@ -131,8 +122,8 @@ class LoopState:
         self.sync_each_batch = sync_each_batch
         self.loaders: list[ActiveLoader] = []
         self.optimizers: list[Follower] = []
-        self.company: Company | None = None
-        self.observers: list[Observer] = []
+        self.joined: JoinedRanks | None = None
+        self._observers: list[weakref.ref[Observer]] = []
         self.counts_samples = False
         self.backwards = 0
         self.reset()
@@ -204,10 +195,18 @@ class LoopState:
         """Which batch is in hand, where ranks may have different numbers of batches."""
         return self.loaders[-1].place if self.loaders else None
 
+    def observe(self, observer: Observer) -> None:
+        """Tell `observer` where iterations start and end, after those that came before it, as long as it exists."""
+        self._observers.append(weakref.ref(observer, self._observers.remove))
+
+    def _observed_by(self) -> list[Observer]:
+        found = [reference() for reference in self._observers]
+        return [observer for observer in found if observer is not None]
+
     def begin(self, loader: Any) -> None:
-        """Tell that an iteration of `loader` is about to begin."""
-        for observer in tuple(self.observers):
-            observer.begins(loader)
+        """Tell observers that an iteration of `loader` starts."""
+        for observer in self._observed_by():
+            observer.iteration_starts(loader)
 
     def enter(self, loader: ActiveLoader, batch: Any = None) -> None:
         """Take `loader` as the current one: it starts, or it hands out a batch."""
@@ -225,8 +224,8 @@ class LoopState:
         self._latest.pop(id(loader), None)
         self._samples.pop(id(loader), None)
         self.loaders = [other for other in self.loaders if other is not loader]
-        for observer in tuple(self.observers):
-            observer.left(loader, at_end)
+        for observer in self._observed_by():
+            observer.iteration_ended(loader, at_end)
 
     def samples_of(self, loader: ActiveLoader) -> int:
         """Return how many samples an iteration under way has handed out on this process, if they are counted."""
@@ -294,9 +293,9 @@ class LoopState:
         window.step += 1
         source = self.around(window)
         ends = self.sync_with_dataloader and source is not None and source.end_of_dataloader
-        if self.company is not None and num_steps > 1:
+        if self.joined is not None and num_steps > 1:
             # All ranks synchronize or none does, so where one rank's data end the windows of all are complete.
-            ends = self.company.any(ends or window.step % num_steps == 0)
+            ends = self.joined.any(ends or window.step % num_steps == 0)
         if ends:
             window.step = 0
             window.divisor = min(window.size, num_steps)  # a short last window is the mean of what is in it

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from farflung.accelerator import session as slot
 from farflung.base.checks import check_callable, shown, wrong_type
 from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError
@@ -75,7 +76,7 @@ class ProcessControl:
 
     def wait_for_everyone(self) -> None:
         """Return when every process has come here; raise CollectiveMismatch when one makes another call instead."""
-        collectives.wait_for_everyone(self._world.exchange)
+        collectives.wait_for_everyone(slot.flushed(self._world.exchange))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the first process of each machine."""

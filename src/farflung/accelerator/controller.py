@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outer loops that a setting asks for: attached by `prepare`, driven by the optimizer, flushed after each epoch."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import sys
+import weakref
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from farflung.accelerator.epoch_tracker import EpochTracker
+from farflung.accelerator.outer import AttachedLoop, OpenLoops
+from farflung.accelerator.prepare import Registry
+from farflung.base.errors import ConfigError
+from farflung.config.outer import OuterConfig
+from farflung.loop.state import ActiveLoader, LoopState
+from farflung.outer.named import recipe_of
+from farflung.outer.stats import Round
+from farflung.process import world as slot
+from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND, leave_note
+from farflung.process.log import get_logger
+from farflung.process.world import World
+from farflung.strategy.base import Strategy
+
+RANK = "{rank}"
+
+
+class OuterController:
+    """Attaches an outer loop to each model that is trained, as one setting says, and follows them to their end.
+
+    Args:
+        config: the setting; None: there is nothing to do.
+    """
+
+    def __init__(
+        self,
+        config: OuterConfig | None,
+        world: World,
+        strategy: Strategy,
+        loop: LoopState,
+        registry: Registry,
+        open_loops: OpenLoops,
+    ) -> None:
+        self._config = config
+        self._world = world
+        self._strategy = strategy
+        self._registry = registry
+        self._open_loops = open_loops
+        self._attached: dict[AttachedLoop, EpochTracker] = {}
+        if config is None:
+            return
+        self._recipe = recipe_of(config, world.local_size)
+        leave_note(OUTER_ASKED)
+        self._log = self._opened_log(config.log)
+        loop.observe(self)
+        atexit.register(_at_exit, weakref.ref(self))
+
+    def attach(self) -> None:
+        """Open a loop over each prepared model that a prepared optimizer trains and that has none yet: a collective."""
+        if self._config is None:
+            return
+        for model in self._registry.models:
+            owners = [one for one in self._registry.optimizers if one.owns(model.parameters())]
+            trains = any(parameter.requires_grad for parameter in model.parameters())
+            if not owners or not trains or self._open_loops.has(model):
+                continue
+            attached = AttachedLoop(model, self._recipe, self._strategy, self._registry.optimizers, each_step=True)
+            self._open_loops.opened(attached)
+            leave_note(OUTER_ATTACHED)
+            attached.loop.listeners.append(_RoundLog(self._log, len(self._attached)))
+            attached.epochs = self._attached[attached] = EpochTracker(attached.loop)
+
+    def iteration_starts(self, loader: Any) -> None:
+        """Called when an iteration of a prepared loader starts."""
+        for epochs in self._attached.values():
+            epochs.iteration_starts(loader)
+
+    def iteration_ended(self, iteration: ActiveLoader, at_end: bool) -> None:
+        """Called when an iteration of a prepared loader is over."""
+        for epochs in self._attached.values():
+            epochs.iteration_ended(iteration, at_end)
+
+    def flush_owed(self) -> None:
+        """Flush the loops that are owed it: a collective of all ranks."""
+        for epochs in self._attached.values():
+            epochs.flush_owed()
+
+    def end(self) -> None:
+        """End all loops: a collective, unless an error is on its way through the caller."""
+        error = sys.exc_info()
+        for attached in self._detach():
+            attached.end(*error)
+            _advise(attached)
+
+    def drop(self) -> None:
+        """End all loops where they stand. Nothing is exchanged."""
+        for attached in self._detach():
+            attached.drop()
+            _advise(attached)
+
+    def exit_report(self) -> None:
+        """Say at the end of the process what is left to say."""
+        if slot.current() is None or getattr(sys, "last_value", None) is not None:
+            return
+        for attached, epochs in self._attached.items():
+            _advise(attached)
+            unsent = attached.loop.unsent
+            steps = "step was" if unsent == 1 else f"{unsent} steps were"
+            if epochs.is_behind and unsent and self._world.size > 1:
+                get_logger(__name__).warning(
+                    f"The last {steps} averaged with nobody, as the loop over the data was left early. "
+                    "Call accelerator.wait_for_everyone() or accelerator.end_training() after it."
+                )
+
+    def _detach(self) -> list[AttachedLoop]:
+        ended, self._attached = list(self._attached), {}
+        for attached in ended:
+            self._open_loops.closed(attached)
+        return ended
+
+    def _opened_log(self, name: str | None) -> Path | None:
+        """Return the file for this rank's rounds, made sure that it can be written; None where it writes none."""
+        if name is None or (RANK not in name and not self._world.is_main):
+            return None
+        path = Path(name.replace(RANK, str(self._world.rank)))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            raise ConfigError(f"The log of the outer loop, {path}, can't be written: {error.strerror}.") from error
+        return path
+
+
+def _advise(attached: AttachedLoop) -> None:
+    advice = attached.loop.advice()
+    if advice:
+        get_logger(__name__).warning(advice)
+
+
+class _RoundLog:
+    """Notes that there are rounds, and adds a line of JSON to a file for each, unless `path` is None."""
+
+    def __init__(self, path: Path | None, model: int) -> None:
+        self._path = path
+        self._model = model
+
+    def __call__(self, this: Round) -> None:
+        leave_note(OUTER_ROUND)
+        if self._path is None:
+            return
+        line = json.dumps({"model": self._model, **_finite(asdict(this))}, allow_nan=False)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """Put None where a number is none, or infinite: JSON has no word for it."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _at_exit(reference: weakref.ref[OuterController]) -> None:
+    controller = reference()
+    if controller is not None:
+        controller.exit_report()
