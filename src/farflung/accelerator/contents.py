@@ -17,6 +17,7 @@ from farflung.accelerator.outer import OpenLoops
 from farflung.accelerator.prepare import Registry
 from farflung.accelerator.regroup import joined_loops, regrouped
 from farflung.base.errors import CheckpointError
+from farflung.base.torch_internals import COMPILED_FROM, changes_what_it_loads
 from farflung.base.words import counted
 from farflung.checkpoint import layout, rng
 from farflung.checkpoint.pieces import Piece, Staging
@@ -389,7 +390,7 @@ def fitted(model: nn.Module, weights: dict[str, Any], path: Path, strict: bool) 
         twin = places.get(_place(value)) if isinstance(value, Tensor) else None
         if name not in named and twin is not None:
             named[name] = named[twin]
-    hooked = any(module._load_state_dict_pre_hooks for module in model.modules())
+    hooked = any(changes_what_it_loads(module) for module in model.modules())
     missing, odd = own.keys() - named.keys(), named.keys() - own.keys()
     if strict and not hooked and (missing or odd):
         raise CheckpointError(
@@ -406,7 +407,7 @@ def fitted(model: nn.Module, weights: dict[str, Any], path: Path, strict: bool) 
 
 def _core(name: str) -> str:
     """Return a weight's name without those of wrappers: DDP's `module.`, torch.compile's `_orig_mod.`."""
-    core = name.replace("_orig_mod.", "")
+    core = name.replace(f"{COMPILED_FROM}.", "")
     return core.removeprefix("module.")
 
 

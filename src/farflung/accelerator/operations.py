@@ -15,12 +15,13 @@ from farflung.accelerator.session import flushed
 from farflung.base.checks import check_type
 from farflung.base.errors import Unsupported
 from farflung.base.optional import compare_versions, is_available
+from farflung.base.torch_internals import compiled_again, compiled_from
 from farflung.base.tree import leaves_of, rebuilt, recursively_apply
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
 from farflung.precision.amp import restore_forward
 from farflung.process.bootstrap import join_world
-from farflung.strategy.compile import is_optimized, without_compile
+from farflung.strategy.compile import without_compile
 
 _PARALLEL = (DistributedDataParallel, DataParallel)
 
@@ -115,11 +116,11 @@ def extract_model_from_parallel(
     check_type("extract_model_from_parallel: model", model, nn.Module, "an nn.Module")
     compiled: Any = None
     inner: Any = model
-    while isinstance(inner, _PARALLEL) or is_optimized(inner):
-        if is_optimized(inner):
-            compiled, inner = inner, inner._orig_mod
-        else:
+    while isinstance(inner, _PARALLEL) or compiled_from(inner) is not None:
+        if isinstance(inner, _PARALLEL):
             inner = inner.module
+        else:
+            compiled, inner = inner, compiled_from(inner)
     if not keep_fp32_wrapper:
         restore_forward(inner)
     if not keep_torch_compile:
@@ -127,7 +128,7 @@ def extract_model_from_parallel(
     if compiled is None:
         return inner
     # Where DDP itself was compiled, compile what it holds in the same way.
-    return compiled if compiled._orig_mod is inner else type(compiled)(inner, compiled.dynamo_ctx)
+    return compiled if compiled_from(compiled) is inner else compiled_again(compiled, inner)
 
 
 def release_memory(*objects: Any) -> list[None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import StateError, Unsupported
+from farflung.base.torch_internals import foreach_copy_
 from farflung.comm.shards import addresses, local
 from farflung.comm.sizes import CAP_BYTES
 
@@ -115,7 +116,7 @@ class Buckets:
         if self._is_plain[k]:
             torch.cat(self._outside[k], out=flat)  # half the time of the other for many small tensors
         else:
-            torch._foreach_copy_(self._inside[k], self._outside[k])
+            foreach_copy_(self._inside[k], self._outside[k])
         return flat
 
     def unpack(self, k: int, divisor: float = 1) -> None:
@@ -128,7 +129,7 @@ class Buckets:
                     apply(part, factor, out=target)
                 return
             apply(self.flat(k), factor, out=self.flat(k))
-        torch._foreach_copy_(self._outside[k], self._inside[k])
+        foreach_copy_(self._outside[k], self._inside[k])
 
     def by_tensor(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return the values of each tensor, `[numel]`, from one flat tensor `[sizes[k]]` a bucket."""

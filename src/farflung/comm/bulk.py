@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from farflung.base.torch_internals import foreach_copy_
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Op
 from farflung.comm.packet import Form, Layout
@@ -31,10 +32,10 @@ def gather(exchange: Exchange, leaves: Sequence[Tensor]) -> list[Tensor]:
         layout = _layout_of([leaves[k] for k in shared])
         mine = exchange.scratch("mine", layout.nbytes, wire)
         everyone = exchange.scratch("everyone", size * layout.nbytes, wire)
-        torch._foreach_copy_(layout.views(mine), [leaves[k] for k in shared])
+        foreach_copy_(layout.views(mine), [leaves[k] for k in shared])
         group.all_gather(everyone, mine).wait()
         stacks = layout.views(everyone.view(size, layout.nbytes))
-        torch._foreach_copy_([outputs[k].view(x.shape) for k, x in zip(shared, stacks, strict=True)], stacks)
+        foreach_copy_([outputs[k].view(x.shape) for k, x in zip(shared, stacks, strict=True)], stacks)
     for work in works:
         work.wait()
     return [output.to(leaf.device) for output, leaf in zip(outputs, leaves, strict=True)]
@@ -47,7 +48,7 @@ def gather_apart(exchange: Exchange, forms: Sequence[Form], leaves: Sequence[Ten
     longest = max(form.layout.nbytes for form in forms)
     mine = exchange.scratch("mine", longest, wire)
     everyone = exchange.scratch("everyone", exchange.size * longest, wire)
-    torch._foreach_copy_(_layout_of(leaves).views(mine), list(leaves))
+    foreach_copy_(_layout_of(leaves).views(mine), list(leaves))
     exchange.group.all_gather(everyone, mine).wait()
     rows = everyone.view(exchange.size, longest).unbind()
     return [form.layout.views(row) for form, row in zip(forms, rows, strict=True)]
@@ -60,16 +61,16 @@ def reduce(exchange: Exchange, leaves: Sequence[Tensor], dtypes: Sequence[torch.
     alone, shared = _split(leaves)
     outputs = [torch.empty(x.shape, dtype=dtype, device=wire) for x, dtype in zip(leaves, dtypes, strict=True)]
     if alone:
-        torch._foreach_copy_([outputs[k] for k in alone], [leaves[k] for k in alone])
+        foreach_copy_([outputs[k] for k in alone], [leaves[k] for k in alone])
     works = [group.all_reduce(outputs[k], op) for k in alone]
     for dtype in sorted({dtypes[k] for k in shared}, key=str):
         members = [k for k in shared if dtypes[k] is dtype]
         layout = Layout([leaves[k].shape for k in members], [dtype] * len(members))
         flat = exchange.scratch("mine", layout.nbytes, wire).zero_()  # the gaps between leaves are reduced too
         places = layout.views(flat)
-        torch._foreach_copy_(places, [leaves[k] for k in members])
+        foreach_copy_(places, [leaves[k] for k in members])
         group.all_reduce(flat.view(dtype), op).wait()
-        torch._foreach_copy_([outputs[k] for k in members], places)
+        foreach_copy_([outputs[k] for k in members], places)
     for work in works:
         work.wait()
     return outputs
@@ -88,7 +89,7 @@ def broadcast(exchange: Exchange, leaves: Sequence[Tensor], src: int) -> None:
         flat = exchange.scratch("mine", layout.nbytes, wire)
         places = layout.views(flat)
         if sends:
-            torch._foreach_copy_(places, members)
+            foreach_copy_(places, members)
         group.broadcast(flat, src).wait()
         if not sends:
             overwrite(members, places)

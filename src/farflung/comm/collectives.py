@@ -19,6 +19,7 @@ from torch import Tensor
 
 from farflung.base.checks import check_number, shown, wrong_type
 from farflung.base.errors import ConfigError, WrongType
+from farflung.base.torch_internals import foreach_add, foreach_add_, foreach_div_, foreach_maximum, foreach_mul_
 from farflung.base.tree import unflatten
 from farflung.comm import bulk
 from farflung.comm.exchange import MAX_CAPACITY, Exchange, Parcel
@@ -220,9 +221,9 @@ def reduce(exchange: Exchange, tree: Any, reduction: str = "mean", scale: float 
     reduced = _reduced(parcel, dtypes, op) if all(parcel.came) else bulk.reduce(exchange, leaves, dtypes, op)
     with torch.no_grad():
         if reduction == "mean" and reduced:
-            torch._foreach_div_(reduced, exchange.size)
+            foreach_div_(reduced, exchange.size)
         if factor != 1 and reduced:
-            torch._foreach_mul_(reduced, factor)
+            foreach_mul_(reduced, factor)
         return unflatten(spec, [x.to(leaf.device, leaf.dtype) for x, leaf in zip(reduced, leaves, strict=True)])
 
 
@@ -296,16 +297,12 @@ def _reduced(parcel: Parcel, dtypes: list[torch.dtype], op: Op) -> list[Tensor]:
 
     if not dtypes:
         return []
-    total = (
-        torch._foreach_add(computed(0), computed(1))
-        if op == "sum"
-        else torch._foreach_maximum(computed(0), computed(1))
-    )
+    total = foreach_add(computed(0), computed(1)) if op == "sum" else foreach_maximum(computed(0), computed(1))
     for rank in range(2, len(parcel.forms)):
         if op == "sum":
-            torch._foreach_add_(total, computed(rank))
+            foreach_add_(total, computed(rank))
         else:
-            total = torch._foreach_maximum(total, computed(rank))
+            total = foreach_maximum(total, computed(rank))
     return list(total)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import CollectiveMismatch, WrongType
+from farflung.base.torch_internals import foreach_copy_
 from farflung.base.tree import Spec, flatten, not_a_tensor
 from farflung.comm.group import Group
 from farflung.comm.mismatch import called, calls_differ
@@ -55,7 +56,7 @@ class Board:
             self._form = form
         if form.carried and form.payload_at + form.carried <= self.capacity:
             with torch.no_grad():
-                torch._foreach_copy_(self._seen(form, "mine", self.mine), leaves)
+                foreach_copy_(self._seen(form, "mine", self.mine), leaves)
 
     def stacked(self, form: Form) -> list[Tensor]:
         """Return each leaf's place in the packets of all ranks, `[size, *shape]`, where all are of `form`."""

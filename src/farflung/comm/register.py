@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from farflung.base.torch_internals import default_store
 from farflung.base.words import numbered
 
 _SETTLE_S = 5.0  # how long they wait for what the living ones have to say
@@ -36,7 +37,7 @@ class Register:
         self._has_called_roll = False
         self.hosts: dict[int, str] = {}
         # torch 2.6 cannot clone a store: there a thread that blocks in it blocks the others too.
-        self._clone = getattr(_default_store(), "clone", lambda: None)() if own_connection else None
+        self._clone = getattr(default_store(), "clone", lambda: None)() if own_connection else None
 
     # ---- being on a machine
 
@@ -194,11 +195,7 @@ class Register:
 
     @property
     def _store(self) -> Any:
-        return self._clone or _default_store()
+        return self._clone or default_store()
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self.prefix, *parts)))
-
-
-def _default_store() -> Any:
-    return dist.distributed_c10d._get_default_store()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import RankFailure
+from farflung.base.torch_internals import foreach_copy_
 from farflung.base.tree import Spec, flatten, unflatten
 from farflung.comm.exchange import carrier
 from farflung.comm.group import Group, Work
@@ -214,7 +215,7 @@ def _write(
     content[objects_at : objects_at + len(objects)] = objects
     if tensors:
         with torch.no_grad():
-            torch._foreach_copy_(layout.views(part[payload_at:]), list(tensors))
+            foreach_copy_(layout.views(part[payload_at:]), list(tensors))
 
 
 def _rounded(num_bytes: int) -> int:

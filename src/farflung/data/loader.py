@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from farflung.base.errors import StateError
+from farflung.base.torch_internals import expect_batches, forget_workers, has_live_workers, is_exhausted
 from farflung.base.tree import send_to_device
 from farflung.base.words import counted
 from farflung.config.handlers import DataLoaderConfiguration
@@ -304,7 +305,7 @@ class PreparedLoader(LoaderView):
             dataset=dataset,
             warm=one.warm,
             turns=None if one.log is None else one.log.turns(one.skip + one.num_batches).to_dict(),
-            exhausted=bool(getattr(getattr(one.source, "_dataset_fetcher", None), "ended", False)),
+            exhausted=is_exhausted(one.source),
         )
 
     def _keeper(self) -> Any:
@@ -322,7 +323,7 @@ class PreparedLoader(LoaderView):
     def _is_warm(self) -> bool:
         """Whether persistent workers are there, or would be had the run not been interrupted."""
         base = self.base_dataloader
-        return bool(base.persistent_workers and (base._iterator is not None or self._epochs.warm))
+        return bool(base.persistent_workers and (has_live_workers(base) or self._epochs.warm))
 
     def _opened(self, base: DataLoader[Any], one: Pass, **replaced: Any) -> Iterator[Any]:
         """Start the base loader, or a copy of it, without drawing a seed for workers that would be there already.
@@ -331,7 +332,7 @@ class PreparedLoader(LoaderView):
             replaced: attributes that workers which are started now see instead of the loader's own.
         """
         is_warm = self._is_warm if one.resumption is None else one.resumption.place.warm
-        if is_warm and base._iterator is None:
+        if is_warm and not has_live_workers(base):
             replaced["generator"] = torch.Generator()
         kept = {name: getattr(base, name) for name in replaced}
         base.__dict__.update(replaced)
@@ -412,12 +413,13 @@ class DataLoaderShard(PreparedLoader):
         """Start workers whose random numbers are noted, and go on where they were left."""
         epochs, base = self._epochs, self.base_dataloader
         if epochs.is_loaded:  # those that are there have drawn for another run
-            base._iterator, epochs.is_loaded = None, False
+            forget_workers(base)
+            epochs.is_loaded = False
         number, stay = base.num_workers, base.persistent_workers
         saved = None if one.resumption is None else one.resumption.place.turns
         if saved is not None and len(saved["plan"]) == number:
             turns = Turns.from_dict(saved)
-        elif base._iterator is not None:
+        elif has_live_workers(base):
             turns = Turns.begun(number, one.skip, epochs.drawn or [None] * number)
         else:
             drawn = plain(epochs.drawn) or []
@@ -458,7 +460,7 @@ def _num_batches(loader: DataLoader[Any]) -> int:
     if not isinstance(stream, IterableDatasetShard):
         stream = IterableDatasetShard(stream, loader.batch_size or 1, loader.drop_last)
     length = stream.num_batches(loader.num_workers)
-    loader._IterableDataset_len_called = length  # type: ignore[assignment]  # torch says None
+    expect_batches(loader, length)
     return length
 
 

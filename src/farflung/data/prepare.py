@@ -287,9 +287,7 @@ def _with_seedable_sampler(loader: DataLoader[Any], data_seed: int | None) -> Da
     sampler = _sampler_of(loader)
     if not isinstance(sampler, RandomSampler) or isinstance(sampler, SeedableRandomSampler):
         return loader
-    seedable = SeedableRandomSampler(
-        sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, data_seed=data_seed
-    )
+    seedable = SeedableRandomSampler.of(sampler, data_seed)
     source: Any = index_source(loader)
     if source is sampler:
         return with_indices(loader, seedable)

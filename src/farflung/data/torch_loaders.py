@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from farflung.base.errors import ConfigError
+from farflung.base.torch_internals import copied_loader
 from farflung.data.place import samplers_of
 from farflung.data.samplers import SkipBatchSampler
 
@@ -64,9 +64,7 @@ def altered(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
             f"A {type(loader).__name__} cannot be sharded across ranks: prepare the loader first, then call "
             "skip_first_batches on what comes back."
         )
-    other = copy.copy(loader)
-    other.__dict__.update(attributes, _iterator=None, _IterableDataset_len_called=None)
-    return other
+    return copied_loader(loader, attributes)
 
 
 def with_indices(loader: DataLoader[Any], source: Iterable[Any], **attributes: Any) -> DataLoader[Any]:

@@ -157,8 +157,7 @@ class Log:
 
 def can_be_noted(loader: DataLoader[Any]) -> bool:
     """Say whether the batches of a loader come from workers that take turns, and through nothing but torch's own."""
-    own = type(loader)
-    is_plain = own.__iter__ is DataLoader.__iter__ and own._get_iterator is DataLoader._get_iterator
+    is_plain = type(loader).__iter__ is DataLoader.__iter__
     return reads_indices(loader) and loader.num_workers > 0 and loader.in_order and is_plain
 
 

@@ -5,7 +5,6 @@ import time
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,7 +34,7 @@ class GradientMeter:
         return self._waited_s
 
     # torch wants these two types, and not as text: no `from __future__ import annotations` in this file.
-    def _average(self, _: object, bucket: GradBucket) -> Future[Tensor]:
+    def _average(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         if bucket.index() == 0:
             self._settle()
         gradients = bucket.buffer().div_(self._size)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from farflung.base.checks import check_number, shown, wrong_type
 from farflung.base.errors import ConfigError, StateError
+from farflung.base.torch_internals import foreach_mul_
 from farflung.comm.group import Group
 from farflung.loop.state import LoopState, Window
 
@@ -157,4 +158,4 @@ def rescale(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply the gradients of `parameters` by `factor`, in place."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, factor)
+        foreach_mul_(gradients, factor)

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from farflung.base.torch_internals import sequence_of
 from farflung.base.words import counted
 from farflung.loop.optimizer import AcceleratedOptimizer
 
@@ -57,6 +58,7 @@ class AcceleratedScheduler:
         self._horizon = horizon_of(scheduler)
         self._speaks = speaks
         self._was_below_zero = False
+        self._rates = getattr(scheduler, "get_last_lr", list)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Tick when the accumulation window is complete and no optimizer skipped its step, else do nothing."""
@@ -70,12 +72,12 @@ class AcceleratedScheduler:
                 self._horizon = None
             for _ in range(self._ticks):
                 # A OneCycleLR raises past its end, and the ticks of the last update may reach over it.
-                if self._total is None or scheduler._step_count <= self._total:
+                if self._total is None or scheduler.last_epoch < self._total:
                     scheduler.step(*args, **kwargs)
         else:
             scheduler.step(*args, **kwargs)
         if not self._was_below_zero:
-            rates = [rate for rate in getattr(scheduler, "_last_lr", ()) if isinstance(rate, float) and rate < 0]
+            rates = [rate for rate in self._rates() if isinstance(rate, float) and rate < 0]
             if rates:
                 self._was_below_zero = True
                 self._warn(f"gives {min(rates):.3g} after {counted(scheduler.last_epoch, 'step')}, a rate below zero")
@@ -133,8 +135,9 @@ def horizon_of(scheduler: Any) -> int | None:
     if isinstance(scheduler, LinearLR):  # where it rises it is a warm-up, after which training goes on at full rate
         return int(scheduler.total_iters) if scheduler.end_factor < scheduler.start_factor else None
     if isinstance(scheduler, SequentialLR):
-        last = horizon_of(scheduler._schedulers[-1])
-        return None if last is None else int(scheduler._milestones[-1]) + last
+        schedulers, milestones = sequence_of(scheduler)
+        last = horizon_of(schedulers[-1])
+        return None if last is None else int(milestones[-1]) + last
     if isinstance(scheduler, LambdaLR):
         told = _variables(scheduler.lr_lambdas[0]).get("num_training_steps")  # as transformers' schedules call it
         return told if isinstance(told, int) else None

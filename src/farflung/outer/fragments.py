@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from farflung.base.checks import check_callable, check_type, check_whole, wrong_type
 from farflung.base.errors import ConfigError
+from farflung.base.torch_internals import own_buffers, own_parameters, passing_buffers
 from farflung.base.words import counted
 from farflung.comm.shards import local
 
@@ -220,19 +221,19 @@ def _bytes(place: Place) -> int:
 
 def _parameters(model: nn.Module) -> Iterator[Place]:
     for path, module in model.named_modules():
-        for key, parameter in module._parameters.items():
+        for key, parameter in own_parameters(module).items():
             name = f"{path}.{key}" if path else key
             if is_lazy(parameter):
                 raise ConfigError(f"The parameter {name} has no shape yet. Run one batch through the model first.")
             if parameter is not None:
-                yield Place(name, module._parameters, key)
+                yield Place(name, own_parameters(module), key)
 
 
 def _buffers(model: nn.Module) -> Iterator[Place]:
     for path, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield Place(f"{path}.{key}" if path else key, module._buffers, key)
+        for key, buffer in own_buffers(module).items():
+            if buffer is not None and key not in passing_buffers(module):
+                yield Place(f"{path}.{key}" if path else key, own_buffers(module), key)
 
 
 def _once(places: Iterator[Place]) -> Iterator[Place]:

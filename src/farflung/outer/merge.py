@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from farflung.base.checks import check_number
+from farflung.base.torch_internals import foreach_copy_, foreach_lerp
 
 
 class Merge(Protocol):
@@ -26,7 +26,7 @@ class Replace:
 
     def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
         """Copy."""
-        torch._foreach_copy_(local, anchor)  # type: ignore[arg-type]
+        foreach_copy_(local, anchor)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Blend:
     def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
         """Interpolate in fp32, and round once; with alpha 0 or 1 copy or leave alone."""
         if self.alpha == 0:
-            torch._foreach_copy_(local, anchor)  # type: ignore[arg-type]
+            foreach_copy_(local, anchor)
         elif self.alpha < 1:
             blended = [piece.to(point.dtype) for piece, point in zip(local, anchor, strict=True)]
-            torch._foreach_copy_(local, torch._foreach_lerp(list(anchor), blended, self.alpha))  # type: ignore[arg-type]
+            foreach_copy_(local, foreach_lerp(list(anchor), blended, self.alpha))

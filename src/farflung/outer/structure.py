@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farflung.base.torch_internals import own_buffers, own_parameters, passing_buffers
 from farflung.base.words import counted
 from farflung.comm.shards import addresses, local
 from farflung.outer.fragments import Fragment, Place, without_masks
@@ -41,14 +42,14 @@ class Structure:
         parameters, modules = [], list(self._model.modules())
         seen: list[Any] = []
         for module in modules:
-            for key, parameter in module._parameters.items():
+            for key, parameter in own_parameters(module).items():
                 if parameter is not None:
                     parameters.append(parameter)
                     seen.append(
                         (id(module), key, id(parameter), parameter.requires_grad, parameter.dtype, parameter.shape)
                     )
-            passing = module._non_persistent_buffers_set
-            for key, buffer in module._buffers.items():
+            passing = passing_buffers(module)
+            for key, buffer in own_buffers(module).items():
                 if buffer is not None and key not in passing:
                     seen.append((id(module), key, buffer.dtype, buffer.shape))
         first: dict[int, int] = {}

@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.torch_internals import overflowed, ready_scaler, scaler_stages
 from farflung.base.tree import convert_to_fp32
 from farflung.config.handlers import AutocastKwargs, GradScalerKwargs
 from farflung.precision.base import Closure, Full, Precision
@@ -98,7 +99,7 @@ class ScaledFp16(Autocast):
         self.scaler.step(optimizer)
         self._stepped.add(id(optimizer))
         # A fused optimizer's step is called even after an overflow, so the call itself says nothing.
-        return not any(found.item() for found in self.scaler._found_inf_per_device(optimizer).values())
+        return not overflowed(self.scaler, optimizer)
 
     def _settle(self) -> None:
         """Let the scale change between two losses, never between two optimizers that step on gradients of one scale."""
@@ -120,7 +121,7 @@ class ScaledFp16(Autocast):
         self.scaler.load_state_dict(state["scaler"])
         self._unscaled.clear()
         self._stepped.clear()
-        self.scaler._per_optimizer_states.clear()
+        scaler_stages(self.scaler).clear()
         for optimizer, saved in zip(optimizers, per_optimizer, strict=False):
             if saved["unscaled"]:
                 self._unscaled.add(id(optimizer))
@@ -128,13 +129,13 @@ class ScaledFp16(Autocast):
                 self._stepped.add(id(optimizer))
             if saved["found_inf"] is not None:
                 device = torch.device(self._device_type)
-                self.scaler._lazy_init_scale_growth_tracker(device)
+                ready_scaler(self.scaler, device)
                 found = {device: saved["found_inf"].to(device)}
                 stage = OptState[saved["stage"]]
-                self.scaler._per_optimizer_states[id(optimizer)] = {"stage": stage, "found_inf_per_device": found}
+                scaler_stages(self.scaler)[id(optimizer)] = {"stage": stage, "found_inf_per_device": found}
 
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        known = self.scaler._per_optimizer_states.get(id(optimizer))
+        known = scaler_stages(self.scaler).get(id(optimizer))
         found = [] if known is None else [x.cpu() for x in known["found_inf_per_device"].values()]
         return {
             "unscaled": id(optimizer) in self._unscaled,
@@ -150,10 +151,10 @@ class ScaledFp16(Autocast):
             return state
         later = torch.amp.GradScaler(self._device_type)
         later.load_state_dict(state)
-        later._lazy_init_scale_growth_tracker(torch.device(self._device_type))
-        for key, known in self.scaler._per_optimizer_states.items():
+        ready_scaler(later, torch.device(self._device_type))
+        for key, known in scaler_stages(self.scaler).items():
             found = {device: x.clone() for device, x in known["found_inf_per_device"].items()}
-            later._per_optimizer_states[key] = {**known, "found_inf_per_device": found}
+            scaler_stages(later)[key] = {**known, "found_inf_per_device": found}
         later.update()
         return later.state_dict()
 

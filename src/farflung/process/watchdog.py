@@ -27,6 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from farflung.base.errors import ConfigError, RankFailure, StateError
+from farflung.base.torch_internals import num_collectives
 from farflung.comm.group import TorchGroup
 from farflung.comm.register import Register
 from farflung.comm.waits import TORCH, Wait, describe_call
@@ -168,8 +169,7 @@ class Watchdog:
         return None
 
     def _entered_torchs(self) -> int:
-        pg: Any = self._group.pg
-        return int(pg._get_sequence_number_for_group()) if self._is_gloo else 0
+        return num_collectives(self._group.pg) if self._is_gloo else 0
 
     def _frame(self) -> FrameType | None:
         return sys._current_frames().get(self._watched)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that Farflung takes from inside torch: names that torch does not promise to keep, each with what it is for.
+
+Nothing else in the package uses a private name of torch (a test looks), and a test holds that each name here exists.
+No version of torch is asked for: a name is used where it exists, and where it does not, `Unsupported` says so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from farflung.base.errors import Unsupported
+
+_Loader = TypeVar("_Loader", bound=DataLoader[Any])
+
+
+def taken(owner: Any, name: str, use: str) -> Any:
+    """Return the attribute `name` of something of torch's.
+
+    Raises:
+        Unsupported: there is none in this release of torch.
+    """
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        what = getattr(owner, "__name__", type(owner).__name__)
+        raise Unsupported(
+            f"torch {torch.__version__} has no {what}.{name}, which Farflung uses to {use}. Install another release of "
+            "torch, such as 2.13."
+        ) from None
+
+
+# ---- many tensors in one call: 500 copies of 100 numbers take 0.25 ms, one by one 0.45 ms
+
+foreach_add = taken(torch, "_foreach_add", "add many tensors in one call")
+foreach_add_ = taken(torch, "_foreach_add_", "add many tensors in one call")
+foreach_copy_ = taken(torch, "_foreach_copy_", "copy many tensors in one call")
+foreach_div_ = taken(torch, "_foreach_div_", "divide many tensors in one call")
+foreach_lerp = taken(torch, "_foreach_lerp", "blend many tensors in one call")
+foreach_maximum = taken(torch, "_foreach_maximum", "compare many tensors in one call")
+foreach_mul_ = taken(torch, "_foreach_mul_", "scale many tensors in one call")
+
+
+# ---- modules: what they hold is read in place, because names and tensors of a module may change between two rounds
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the live dictionary of the parameters of `module` itself: `named_parameters` leaves out tied ones."""
+    found: dict[str, Any] = taken(module, "_parameters", "read a module's parameters")
+    return found
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the live dictionary of the buffers of `module` itself."""
+    found: dict[str, Tensor | None] = taken(module, "_buffers", "read a module's buffers")
+    return found
+
+
+def passing_buffers(module: nn.Module) -> set[str]:
+    """Return the names of the buffers of `module` itself that are not part of its state dict."""
+    found: set[str] = taken(module, "_non_persistent_buffers_set", "leave out buffers that are not saved")
+    return found
+
+
+def changes_what_it_loads(module: nn.Module) -> bool:
+    """Say whether `module` has hooks of its own that change a state dict before it is loaded."""
+    return bool(taken(module, "_load_state_dict_pre_hooks", "check a state dict before it is loaded"))
+
+
+def copied_module(module: nn.Module, children: Mapping[str, nn.Module | None]) -> nn.Module:
+    """Return a copy of `module` that is not compiled and has these children; its tensors are the same objects."""
+    new = module.__class__.__new__(module.__class__)
+    new.__dict__.update(module.__dict__)
+    new.__dict__.update(_modules=dict(children), _compiled_call_impl=None)
+    return new
+
+
+def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the children of `module` by name, also where one stands twice or a name stands for none."""
+    found: dict[str, nn.Module | None] = taken(module, "_modules", "copy a module")
+    return found
+
+
+# ---- compiling in place, so that names and classes stay the model's. `Module.compile` compiles nothing, and says
+# nothing, where a class is torch's own, such as `Sequential`
+
+COMPILED_FROM = "_orig_mod"  # where the module that `torch.compile(model)` returns keeps the model
+
+
+def compiled_from(module: nn.Module) -> nn.Module | None:
+    """Return the model inside what `torch.compile(model)` returned, None where `module` is something else."""
+    return child_slots(module).get(COMPILED_FROM)
+
+
+def compiled_again(compiled: nn.Module, model: nn.Module) -> nn.Module:
+    """Compile `model` in the way in which `torch.compile` made `compiled`."""
+    made: nn.Module = type(compiled)(model, taken(compiled, "dynamo_ctx", "compile a model as another one was"))
+    return made
+
+
+def calls_compiled(module: nn.Module) -> bool:
+    """Say whether calls of `module` run code that was compiled for them."""
+    return taken(module, "_compiled_call_impl", "find compiled modules") is not None
+
+
+def set_compiled_call(module: nn.Module, call: Any) -> None:
+    """Let calls of `module` go to `call`, which is made of `plain_call`."""
+    calls_compiled(module)
+    module._compiled_call_impl = call
+
+
+def plain_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call `module`, with its hooks, past what was compiled for it."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+# ---- loaders
+
+
+def copied_loader(loader: _Loader, attributes: Mapping[str, Any]) -> _Loader:
+    """Return a copy of a loader with other attributes, which torch refuses to set; nothing of it is under way."""
+    other = copy.copy(loader)
+    other.__dict__.update(attributes, _iterator=None, _IterableDataset_len_called=None)
+    return other
+
+
+def has_live_workers(loader: DataLoader[Any]) -> bool:
+    """Say whether a loader keeps persistent workers from an earlier iteration."""
+    return taken(loader, "_iterator", "know whether workers will draw a seed") is not None
+
+
+def forget_workers(loader: DataLoader[Any]) -> None:
+    """Let the next iteration of a loader start workers of its own."""
+    loader._iterator = None
+
+
+def expect_batches(loader: DataLoader[Any], number: int) -> None:
+    """Let torch warn when a stream has more batches than this, not than its own count, which leaves out workers."""
+    loader._IterableDataset_len_called = number  # type: ignore[assignment]  # torch says None
+
+
+def is_exhausted(iterator: Any) -> bool:
+    """Say whether an iterator of a loader over a stream has come to the stream's end. Others never say so."""
+    return bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))
+
+
+# ---- the loss scaler of fp16: torch tells nobody whether a fused optimizer's step was skipped
+
+
+def overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether gradients of `optimizer` overflowed in its latest step."""
+    found: dict[Any, Tensor] = taken(scaler, "_found_inf_per_device", "see overflows")(optimizer)
+    return any(one.item() for one in found.values())
+
+
+def scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
+    """Return the live dictionary of what a scaler knows of each optimizer (by id) since its latest `update`."""
+    found: dict[int, dict[str, Any]] = taken(scaler, "_per_optimizer_states", "save a scaler between two updates")
+    return found
+
+
+def ready_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> None:
+    """Make the tensors that a scaler makes when it first scales a loss."""
+    taken(scaler, "_lazy_init_scale_growth_tracker", "load a scaler between two updates")(device)
+
+
+# ---- schedulers
+
+
+def sequence_of(scheduler: torch.optim.lr_scheduler.SequentialLR) -> tuple[list[Any], list[int]]:
+    """Return the schedulers that follow each other, and after how many steps each of them but the first begins."""
+    schedulers: list[Any] = taken(scheduler, "_schedulers", "find the end of a schedule")
+    milestones: list[int] = taken(scheduler, "_milestones", "find the end of a schedule")
+    return schedulers, milestones
+
+
+# ---- process groups
+
+
+def default_store() -> Any:
+    """Return the store of the default process group, through which ranks tell each other that one has left."""
+    return taken(dist.distributed_c10d, "_get_default_store", "tell ranks that one has left")()
+
+
+def num_collectives(group: dist.ProcessGroup) -> int:
+    """Return how many collectives this rank has started in a gloo group, also those that DDP or the script started."""
+    return int(taken(group, "_get_sequence_number_for_group", "find ranks that are late")())
