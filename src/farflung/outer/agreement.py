@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from farflung.base.torch_internals import foreach_copy_
 from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group
 from farflung.outer.aggregate import Aggregator, Payload
@@ -161,7 +162,7 @@ class Anchored(Averaged):
     def adopt(self) -> None:
         """local <- anchor."""
         for k in range(len(self.buckets)):
-            torch._foreach_copy_(self.buckets.pieces(k), self._anchor.views(k))
+            foreach_copy_(self.buckets.pieces(k), self._anchor.views(k))
 
     def reset_anchor(self) -> None:
         """anchor <- local."""
