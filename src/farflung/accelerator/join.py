@@ -83,7 +83,7 @@ def _joined(world: World, loop: LoopState) -> Iterator[JoinedRanks]:
     """Have `loop` agree with the other ranks. All enter; none waits for one that leaves by an exception."""
     everyone = world.group
     assert isinstance(everyone, TorchGroup)
-    group = TorchGroup(dist.new_group(backend="gloo"), everyone.ranks, in_background=True)
+    group = TorchGroup(dist.new_group(backend="gloo"), everyone.shared, in_background=True)
     before, loop.joined = loop.joined, JoinedRanks(group, everyone)
     ranks = loop.joined
     try:

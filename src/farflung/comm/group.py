@@ -27,7 +27,7 @@ import torch.distributed.nn.functional  # while there is no group: its default a
 from torch import Tensor
 
 from farflung.base.errors import CollectiveMismatch, ConfigError, RankFailure, StateError
-from farflung.comm.register import Register
+from farflung.comm.presence import PresenceStore
 from farflung.comm.waits import Wait, Waits
 
 Op = Literal["sum", "max", "min"]
@@ -229,42 +229,42 @@ class SoloGroup:
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """What a process group and its duplicates have in common.
+class SharedState:
+    """What a process group shares with its duplicates.
 
     Attributes:
-        register: where the ranks write down what they need to know of each other beside their collectives.
+        presence: what the ranks tell each other beside their collectives.
         waits: what this process has entered, and waits for.
         spare: groups that were made of it and given back, by what they are.
     """
 
-    register: Register
+    presence: PresenceStore
     waits: Waits
     spare: dict[tuple[int | bool, ...], list[TorchGroup]] = field(default_factory=dict)
 
 
 @cache
-def _ranks_of(group: weakref.ref[dist.ProcessGroup]) -> Ranks:
+def _shared_state_of(group: weakref.ref[dist.ProcessGroup]) -> SharedState:
     """Return the one object for a process group, whoever asks; a reference to a group that is gone equals no other."""
     pg = group()
     assert pg is not None
-    register = Register(f"farflung/{pg.group_name}", dist.get_rank(pg), dist.get_world_size(pg))
-    return Ranks(register, Waits(register))
+    presence = PresenceStore(f"farflung/{pg.group_name}", dist.get_rank(pg), dist.get_world_size(pg))
+    return SharedState(presence, Waits(presence))
 
 
 class TorchGroup:
     """The ranks of a c10d process group (the default one when none is given).
 
     Args:
-        ranks: of the group that this is a duplicate of. None: of this process group.
+        shared: of the group that this is a duplicate of. None: of this process group.
         in_background: only threads use it that work on behalf of others.
 
     Attributes:
-        register, waits: see `Ranks`; duplicates share them.
+        presence, waits: see `SharedState`.
     """
 
     def __init__(
-        self, pg: dist.ProcessGroup | None = None, ranks: Ranks | None = None, in_background: bool = False
+        self, pg: dist.ProcessGroup | None = None, shared: SharedState | None = None, in_background: bool = False
     ) -> None:
         group = pg if pg is not None else dist.group.WORLD
         assert group is not None, "TorchGroup needs torch.distributed to be initialized"
@@ -276,8 +276,8 @@ class TorchGroup:
         backends = dict(part.split(":") for part in str(dist.get_backend_config(self.pg)).split(","))
         # gloo moves tensors from a GPU too, but not in every collective.
         self._spoken = {device for device, backend in backends.items() if device == "cpu" or backend != "gloo"}
-        self.ranks = ranks or _ranks_of(self._pg)
-        self.register, self.waits = self.ranks.register, self.ranks.waits
+        self.shared = shared or _shared_state_of(self._pg)
+        self.presence, self.waits = self.shared.presence, self.shared.waits
         self.in_background = in_background
         self._name = self.pg.group_name
         self._spare: list[TorchGroup] | None = None  # where it goes when it is given back
@@ -348,7 +348,7 @@ class TorchGroup:
     is_concurrent = True
 
     def duplicate(self, in_background: bool = False) -> Group:
-        return self._among(dist.get_process_group_ranks(self.pg), self.ranks, in_background)
+        return self._among(dist.get_process_group_ranks(self.pg), self.shared, in_background)
 
     def free(self) -> None:
         if self._spare is not None:
@@ -360,9 +360,9 @@ class TorchGroup:
 
         def end(future: Future[None]) -> None:
             if wait_for([future], _WATCH_S).not_done:
-                with self.waits.noted(wait) as look:
+                with self.waits.noted(wait) as check:
                     while wait_for([future], _WATCH_S).not_done:
-                        look()  # what it publishes ends the other thread's wait, and so this one
+                        check()  # what it publishes ends the other thread's wait, and so this one
 
         return end
 
@@ -373,46 +373,46 @@ class TorchGroup:
         begin = self.rank - self.rank % size
         return self._among(dist.get_process_group_ranks(self.pg)[begin : begin + size], None, False)
 
-    def _among(self, members: list[int], ranks: Ranks | None, in_background: bool) -> TorchGroup:
+    def _among(self, members: list[int], shared: SharedState | None, in_background: bool) -> TorchGroup:
         """Return a group that was given back; or make one, once all ranks have come: that wait would never look up."""
-        spare = self.ranks.spare.setdefault((*members, ranks is None, in_background), [])
+        spare = self.shared.spare.setdefault((*members, shared is None, in_background), [])
         if spare:
             return spare.pop()
         self.barrier()
         backend = str(dist.get_backend_config(self.pg))
         made = TorchGroup(
-            dist.new_group(members, backend=backend, use_local_synchronization=True), ranks, in_background
+            dist.new_group(members, backend=backend, use_local_synchronization=True), shared, in_background
         )
         made._spare = spare
         return made
 
     def least(self, number: int, name: str) -> int:
-        return self.register.least(number, name)
+        return self.presence.least(number, name)
 
     def leave(self, reason: str, for_good: bool = False) -> None:
-        self.register.sign_out(reason)
+        self.presence.mark_left(reason)
         if for_good:
             self.break_off()
 
     def raise_if_broken(self) -> None:
-        known = self.register.signed_out()
-        if not known and self.register.alarmed():
-            mismatch = self.register.mismatch()
+        known = self.presence.describe_left()
+        if not known and self.presence.has_alarm():
+            mismatch = self.presence.mismatch()
             if mismatch:
                 self.break_off()
                 raise CollectiveMismatch(mismatch)
-            known = self.register.verdict() or self.register.call_roll()
+            known = self.presence.hang_report() or self.presence.check_alive()
         if known:
             self.break_off()
             raise RankFailure(f"Rank {self.rank} stopped waiting: {known}.")
 
     def failure(self, error: RuntimeError) -> RankFailure | CollectiveMismatch:
         """Say in one error what is known about the ranks of this group, in which a collective ended with `error`."""
-        mismatch = self.register.mismatch()
+        mismatch = self.presence.mismatch()
         if mismatch:
             self.break_off()
             return CollectiveMismatch(mismatch)
-        known = self.register.verdict() or self.register.signed_out() or self.register.call_roll()
+        known = self.presence.hang_report() or self.presence.describe_left() or self.presence.check_alive()
         self.break_off()
         said = _SOURCE_LINE.sub("", str(error).split(". ", 1)[0])
         return RankFailure(f"A collective of rank {self.rank} failed: {known}. The transport said: {said}.")
@@ -440,13 +440,13 @@ class TorchGroup:
             work.wait()
 
     def _look_out(self, wait: Wait, work: Any) -> None:
-        looked, look = time.monotonic(), None
+        looked, check = time.monotonic(), None
         with ExitStack() as noted:
             while not work.is_completed():
                 time.sleep(_NAP_S)
                 if time.monotonic() - looked > _WATCH_S:
-                    look = look or noted.enter_context(self.waits.noted(wait, self.in_background))
-                    look()
+                    check = check or noted.enter_context(self.waits.noted(wait, self.in_background))
+                    check()
                     self.raise_if_broken()
                     looked = time.monotonic()
 
@@ -470,9 +470,9 @@ class _Watched:
     def _wait_on(self) -> None:
         group = self._group
         try:
-            with group.waits.noted(self._wait, group.in_background) as look:
+            with group.waits.noted(self._wait, group.in_background) as check:
                 while not self._work.is_completed():
-                    look()
+                    check()
                     group.raise_if_broken()
                     with suppress(RuntimeError):
                         self._work.wait(timedelta(seconds=_WATCH_S))

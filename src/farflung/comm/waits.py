@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from farflung.comm.mismatch import waits_differ
-from farflung.comm.register import Register
+from farflung.comm.presence import PresenceStore
 
 _REMEMBERED = 16  # collectives of a group whose kinds are known; ranks are rarely further apart
-_FIRST_LOOK_S = 1.0  # how long a thread waits before it compares its wait with those of other ranks
+_FIRST_CHECK_S = 1.0  # how long a thread waits before it compares its wait with those of other ranks
 
 _OURS = str(Path(__file__).parent.parent)
 TORCH = str(Path(torch.__file__).parent)
@@ -52,11 +52,11 @@ class Waits:
         waiting: what each thread has been waiting for, since a moment at least, by the thread.
     """
 
-    def __init__(self, register: Register) -> None:
+    def __init__(self, presence: PresenceStore) -> None:
         self.entered: defaultdict[str, int] = defaultdict(int)
         self.kinds: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self.waiting: dict[int, Wait] = {}
-        self._register = register
+        self._presence = presence
 
     def enter(self, group: str, kind: str) -> Wait:
         """Count a collective of `group` that this rank starts, and return what a wait for it is."""
@@ -65,30 +65,30 @@ class Waits:
         return Wait(group, self.entered[group], kind)
 
     @contextmanager
-    def noted(self, wait: Wait, in_background: bool = False) -> Iterator[Look]:
+    def noted(self, wait: Wait, in_background: bool = False) -> Iterator[DeadlockCheck]:
         """Note that the calling thread waits, for the length of a block.
 
         Args:
             in_background: the thread only waits on behalf of another one, which may go on meanwhile.
         """
-        look = Look(self, self._register, wait, in_background)
+        check = DeadlockCheck(self, self._presence, wait, in_background)
         self.waiting[get_ident()] = wait
         try:
-            yield look
+            yield check
         finally:
             self.waiting.pop(get_ident(), None)
-            look.end()
+            check.end()
 
 
-class Look:
+class DeadlockCheck:
     """Compares one wait with those of the other ranks, when it is called now and then."""
 
-    def __init__(self, waits: Waits, register: Register, wait: Wait, in_background: bool) -> None:
+    def __init__(self, waits: Waits, presence: PresenceStore, wait: Wait, in_background: bool) -> None:
         self._waits = waits
-        self._register = register
+        self._presence = presence
         self._wait = wait
         self._began = time.monotonic()
-        self._due_s = float("inf") if in_background else _FIRST_LOOK_S
+        self._due_s = float("inf") if in_background else _FIRST_CHECK_S
         self._is_posted = False
 
     def __call__(self) -> None:
@@ -103,17 +103,17 @@ class Look:
             "doing": describe_call(sys._getframe()),
         }
         with suppress(dist.DistError):  # without a store the wait itself ends with an error
-            self._register.post_wait(json.dumps(mine))
+            self._presence.post_wait(json.dumps(mine))
             self._is_posted = True
-            posts = {rank: json.loads(text) for rank, text in self._register.posted_waits().items()}
+            posts = {rank: json.loads(text) for rank, text in self._presence.posted_waits().items()}
             if any(_exclude(mine, post) for post in posts.values()):
-                self._register.publish_mismatch(waits_differ({rank: post["doing"] for rank, post in posts.items()}))
+                self._presence.publish_mismatch(waits_differ({rank: post["doing"] for rank, post in posts.items()}))
 
     def end(self) -> None:
         """Take back what was written down."""
         if self._is_posted:
             with suppress(dist.DistError):
-                self._register.post_wait("")
+                self._presence.post_wait("")
 
 
 def _exclude(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

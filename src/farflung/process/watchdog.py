@@ -29,7 +29,7 @@ import torch.distributed as dist
 from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.base.torch_internals import num_collectives
 from farflung.comm.group import TorchGroup
-from farflung.comm.register import Register
+from farflung.comm.presence import PresenceStore
 from farflung.comm.waits import TORCH, Wait, describe_call
 from farflung.config import environ
 from farflung.process.failure import has_report, record_failure
@@ -82,10 +82,12 @@ class Watchdog:
             return
         self._timeout_s, self._is_default = timeout_s, is_default
         self._watched = threading.get_ident()
-        self._register = Register(self._group.register.prefix, self._group.rank, self._group.size, own_connection=True)
-        self._register.hosts = self._group.register.hosts
-        self._register.introduce(socket.gethostname())
-        self._seen = self._register.asked()
+        self._presence = PresenceStore(
+            self._group.presence.prefix, self._group.rank, self._group.size, own_connection=True
+        )
+        self._presence.hosts = self._group.presence.hosts
+        self._presence.publish_host(socket.gethostname())
+        self._seen = self._presence.asked()
         self._beat = time.monotonic()  # when the store last answered
         self._heard_at = -float("inf")  # when any rank last asked
         self._wait: Wait | None = None
@@ -109,31 +111,31 @@ class Watchdog:
     def _run(self) -> None:
         with suppress(dist.DistError, StateError):  # without a store or a group there is nothing to watch over
             while not self._halt.wait(_TICK_S):
-                self._listen()
-                self._register.learn_hosts()
+                self._answer()
+                self._presence.read_hosts()
                 self._beat = now = time.monotonic()
                 wait = self._current_wait()
                 if wait != self._wait:
                     self._wait, self._since = wait, now
                 elif wait is not None and now - self._since > self._timeout_s and now - self._heard_at > 2 * _ANSWER_S:
-                    self._inquire(wait)
+                    self._ask_all(wait)
                     self._since = time.monotonic()
 
-    def _listen(self) -> None:
-        """Answer what was asked since the last look; obey a verdict, after which there is nothing more to watch."""
-        asked = self._register.asked()
+    def _answer(self) -> None:
+        """Answer what was asked since the last look; obey a report, after which there is nothing more to watch."""
+        asked = self._presence.asked()
         if asked == self._seen:
             return
         self._seen, self._heard_at = asked, time.monotonic()
-        verdict = self._register.verdict()
-        if not verdict:
+        report = self._presence.hang_report()
+        if not report:
             entered = self._waits.entered | {_TORCHS: self._entered_torchs()}
-            self._register.answer(json.dumps({"question": asked, "entered": entered, "stack": _stack(self._frame())}))
+            self._presence.answer(json.dumps({"question": asked, "entered": entered, "stack": _stack(self._frame())}))
             return
         self._halt.set()
         wait = self._current_wait()
         if wait is not None and wait.group == _TORCHS:
-            _publish(f"Rank {self._group.rank} stopped waiting: {verdict}.")
+            _publish(f"Rank {self._group.rank} stopped waiting: {report}.")
             self._group.break_off()
 
     def _guard(self) -> None:
@@ -150,11 +152,11 @@ class Watchdog:
 
     def _loss(self, silent_s: float) -> str:
         """Say which machine was lost."""
-        hosts = self._register.hosts
+        hosts = self._presence.hosts
         there = [rank for rank in range(self._group.size) if hosts.get(rank) == hosts.get(0)] if hosts else [0]
         endpoint = f"{environ.text('MASTER_ADDR')}:{environ.text('MASTER_PORT')}"
         return (
-            f"Rank {self._group.rank} stopped waiting: {self._register.describe(there)} ({endpoint}, where the run's "
+            f"Rank {self._group.rank} stopped waiting: {self._presence.describe(there)} ({endpoint}, where the run's "
             f"store is) did not answer for {silent_s:.0f} s, so that machine or the line to it is gone. This rank was "
             f"in {describe_call(self._frame())}."
         )
@@ -174,33 +176,33 @@ class Watchdog:
     def _frame(self) -> FrameType | None:
         return sys._current_frames().get(self._watched)
 
-    def _inquire(self, wait: Wait) -> None:
+    def _ask_all(self, wait: Wait) -> None:
         """Find out who has not entered the collective that this rank waits in, and tell all."""
-        question = self._register.ask()
+        question = self._presence.ask()
         deadline = time.monotonic() + _ANSWER_S
         answers: dict[int, Any] = {}
         missing = set(range(self._group.size))
         while missing and time.monotonic() < deadline and not self._halt.wait(_TICK_S / 5):
-            self._listen()  # and give this rank's own answer
-            came = {rank: json.loads(text) for rank, text in self._register.answers(missing).items()}
+            self._answer()  # and give this rank's own answer
+            came = {rank: json.loads(text) for rank, text in self._presence.answers(missing).items()}
             answers |= {rank: answer for rank, answer in came.items() if answer["question"] >= question}
             missing -= answers.keys()
             self._beat = time.monotonic()
         late = {rank: a["stack"] for rank, a in answers.items() if a["entered"].get(wait.group, 0) < wait.number}
         if (late or missing) and self._current_wait() == wait and not self._halt.is_set():
-            self._register.pronounce(self._verdict(late, sorted(missing)))
+            self._presence.publish_hang(self._hang_report(late, sorted(missing)))
 
     def _named(self, ranks: list[int]) -> str:
-        return self._register.describe(ranks)
+        return self._presence.describe(ranks)
 
     def _is_machine(self, ranks: list[int]) -> bool:
         """Say whether `ranks` are all those of other machines."""
-        hosts = self._register.hosts
+        hosts = self._presence.hosts
         lost = {hosts.get(rank) for rank in ranks}
         rest = {hosts.get(rank) for rank in range(self._group.size) if rank not in ranks}
         return None not in lost and not lost & rest
 
-    def _verdict(self, late: dict[int, str], silent: list[int]) -> str:
+    def _hang_report(self, late: dict[int, str], silent: list[int]) -> str:
         call = describe_call(self._frame())
         lines = []
         if late:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a group write down for each other beside their collectives: who left, who is alive, who is late."""
+"""What the ranks of a group tell each other beside their collectives: who left, who is alive, who is late."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch.distributed as dist
 from farflung.base.torch_internals import default_store
 from farflung.base.words import numbered
 
-_SETTLE_S = 5.0  # how long they wait for what the living ones have to say
-_ROLL_CALL_S = 1.0  # how long the ranks of a broken group wait for each other's sign of life
+_AGREE_WAIT_S = 5.0  # how long `least` waits for ranks that are alive
+_ALIVE_WAIT_S = 1.0  # how long the ranks of a broken group wait for each other's sign of life
 
 
-class Register:
-    """Notes of one group, in the store of the default process group.
+class PresenceStore:
+    """What the ranks of one group publish for each other, in the store of the default process group.
 
-    Where the store is gone, `ask`, `asked`, `answer`, `answers` and `pronounce` raise a `DistError`; the others take it
-    as one more thing that is known of a broken group.
+    Where the store is gone, `ask`, `asked`, `answer`, `answers` and `publish_hang` raise a `DistError`; for the others
+    that is one more thing that is known about a broken group.
 
     Args:
         own_connection: talk to the store apart from everybody else in this process, who may be waiting in it.
@@ -34,19 +34,19 @@ class Register:
         self.prefix = prefix
         self._rank = rank
         self._size = size
-        self._has_called_roll = False
+        self._has_checked_alive = False
         self.hosts: dict[int, str] = {}
         # torch 2.6 cannot clone a store: there a thread that blocks in it blocks the others too.
         self._clone = getattr(default_store(), "clone", lambda: None)() if own_connection else None
 
     # ---- being on a machine
 
-    def introduce(self, host: str) -> None:
-        """Write down the name of this rank's machine."""
+    def publish_host(self, host: str) -> None:
+        """Publish the name of this rank's machine."""
         self.hosts[self._rank] = host
         self._store.set(self._key("host", self._rank), host)
 
-    def learn_hosts(self) -> None:
+    def read_hosts(self) -> None:
         """Read the names of the other ranks' machines, as soon as all of them are there."""
         keys = {rank: self._key("host", rank) for rank in range(self._size) if rank not in self.hosts}
         if keys and self._store.check(list(keys.values())):
@@ -63,15 +63,15 @@ class Register:
 
     # ---- leaving
 
-    def sign_out(self, reason: str) -> None:
-        """Write down that this rank will not come to what the others wait for."""
+    def mark_left(self, reason: str) -> None:
+        """Publish that this rank will not come to what the others wait for."""
         # A rank may leave, come back and leave again. Only those that left more often than this one are gone.
         with suppress(dist.DistError):  # where the store is gone, there is nobody to tell
             times = self._store.add(self._key("left", self._rank), 1)
             self._store.set(self._key("left", self._rank, times), reason)
             self._store.set(self._key("left", "any", times), "")
 
-    def signed_out(self) -> str:
+    def describe_left(self) -> str:
         """Name the ranks that have left more often than this one, with their reasons; empty when there is none."""
         with suppress(dist.DistError):  # without a store the collective itself ends with an error
             store = self._store
@@ -84,25 +84,25 @@ class Register:
                 return "; ".join(f"rank {rank} left ({reason})" for rank, reason in first.items())
         return ""
 
-    # ---- breaking off
+    # ---- what can not end
 
-    def alarmed(self) -> bool:
-        """Say whether a rank has called the roll or pronounced a verdict, because a collective can not end."""
+    def has_alarm(self) -> bool:
+        """Say whether a rank has checked who is alive, or published a report, because a collective can not end."""
         with suppress(dist.DistError):
             return bool(self._store.check([self._key("alarm")]))
         return False
 
-    def call_roll(self) -> str:
+    def check_alive(self) -> str:
         """Give a sign of life, wait a moment for those of the other ranks, and name those that gave none."""
-        self._has_called_roll = True
+        self._has_checked_alive = True
         try:
             store = self._store
             store.set(self._key("alarm"), "")
             store.set(self._key("alive", self._rank), "")
             silent = [rank for rank in range(self._size) if rank != self._rank]
-            deadline = time.monotonic() + _ROLL_CALL_S
+            deadline = time.monotonic() + _ALIVE_WAIT_S
             while silent and time.monotonic() < deadline:
-                time.sleep(_ROLL_CALL_S / 50)
+                time.sleep(_ALIVE_WAIT_S / 50)
                 silent = [rank for rank in silent if not store.check([self._key("alive", rank)])]
         except dist.DistError:
             others = self.describe(rank for rank in range(self._size) if rank != self._rank)
@@ -112,26 +112,26 @@ class Register:
             )
         if silent:
             return (
-                f"{self.describe(silent)} gave no sign of life for {_ROLL_CALL_S:g} s, so the process died, has ended "
+                f"{self.describe(silent)} gave no sign of life for {_ALIVE_WAIT_S:g} s, so the process died, has ended "
                 "or is busy elsewhere"
             )
         return "every rank is alive, so they passed different sizes to one collective, or the network failed"
 
     def least(self, number: int, name: str) -> int:
-        """Write down `number` under `name`, wait for the other ranks that still live, and return the smallest."""
+        """Publish `number` under `name`, wait for the other ranks that still live, and return the smallest."""
         try:
             store = self._store
             store.set(self._key("alive", self._rank), "")
             store.set(self._key("least", name, self._rank), str(number))
             keys = {rank: self._key("least", name, rank) for rank in range(self._size)}
             began = time.monotonic()
-            patience = 0.0 if self._has_called_roll else _ROLL_CALL_S  # then all that live have given a sign already
-            while time.monotonic() < began + _SETTLE_S:
+            patience = 0.0 if self._has_checked_alive else _ALIVE_WAIT_S  # then all that live have given a sign already
+            while time.monotonic() < began + _AGREE_WAIT_S:
                 silent = [rank for rank, key in keys.items() if not store.check([key])]
                 is_late = time.monotonic() > began + patience
                 if not silent or (is_late and not any(store.check([self._key("alive", rank)]) for rank in silent)):
                     break
-                time.sleep(_ROLL_CALL_S / 50)
+                time.sleep(_ALIVE_WAIT_S / 50)
             return min(int(store.get(key)) for key in keys.values() if store.check([key]))
         except dist.DistError:
             return number
@@ -139,17 +139,17 @@ class Register:
     # ---- waiting for each other
 
     def post_wait(self, text: str) -> None:
-        """Write down what this rank waits for, in place of what it said before."""
+        """Publish what this rank waits for, in place of what it said before."""
         self._store.set(self._key("wait", self._rank), text)
 
     def posted_waits(self) -> dict[int, str]:
-        """Return what each rank that waits has written down."""
+        """Return what each rank that waits has published."""
         keys = {rank: self._key("wait", rank) for rank in range(self._size)}
         posts = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
         return {rank: text for rank, text in posts.items() if text}
 
     def publish_mismatch(self, text: str) -> None:
-        """Write down that ranks wait for each other in different calls, for all that wait. The first text stays."""
+        """Publish that ranks wait for each other in different calls. The first text stays."""
         if self._store.add(self._key("mismatches"), 1) == 1:
             self._store.set(self._key("mismatch"), text)
             self._store.set(self._key("alarm"), "")
@@ -168,11 +168,11 @@ class Register:
         return int(self._store.add(self._key("questions"), 1))
 
     def asked(self) -> int:
-        """Return the number of the latest question; a verdict counts as one too."""
+        """Return the number of the latest question; a report counts as one too."""
         return int(self._store.add(self._key("questions"), 0))
 
     def answer(self, text: str) -> None:
-        """Write down where this rank is, in place of what it said before."""
+        """Publish where this rank is, in place of what it said before."""
         self._store.set(self._key("answer", self._rank), text)
 
     def answers(self, ranks: Iterable[int]) -> dict[int, str]:
@@ -180,17 +180,17 @@ class Register:
         keys = {rank: self._key("answer", rank) for rank in ranks}
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
-    def pronounce(self, verdict: str) -> None:
-        """Write down which ranks are late, for all that wait."""
-        self._store.set(self._key("verdict"), verdict)
+    def publish_hang(self, report: str) -> None:
+        """Publish which ranks are late, for all that wait."""
+        self._store.set(self._key("hang"), report)
         self._store.set(self._key("alarm"), "")
         self.ask()
 
-    def verdict(self) -> str:
-        """Return what was pronounced, or an empty string."""
+    def hang_report(self) -> str:
+        """Return what was published of a hang, or an empty string."""
         with suppress(dist.DistError):
-            if self._store.check([self._key("verdict")]):
-                return str(self._store.get(self._key("verdict")).decode())
+            if self._store.check([self._key("hang")]):
+                return str(self._store.get(self._key("hang")).decode())
         return ""
 
     @property
