@@ -23,7 +23,7 @@ from farflung.base.tree import leaves_of
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration
-from tests.data.test_place import Noisy, NoisyStream, Stateful
+from tests.data.test_position import Noisy, NoisyStream, Stateful
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,7 @@ def prepared(loader: DataLoader, group: Any = None, state: LoopState | None = No
     return prepare_loader(
         loader,
         exchange=Exchange(SoloGroup() if group is None or is_seat else group),
-        seat=group if is_seat else None,
+        fixed_rank=group if is_seat else None,
         device=settings.pop("device", CPU),
         state=state or LoopState(),
         config=DataLoaderConfiguration(**settings),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from farflung.data.batches import Samples, extended, joined
+from farflung.data.batches import BatchView, concatenated, extended
 
 
 class Pair(NamedTuple):
@@ -36,7 +36,7 @@ def same(one, other):
 
 
 def test_cutting_takes_entries_of_samples_and_keeps_what_belongs_to_all():
-    part = Samples(batch(0, 4)).cut(slice(1, 3))
+    part = BatchView(batch(0, 4)).cut(slice(1, 3))
     assert same(part, batch(1, 3))
     assert part["scale"] == 2.0
     assert part["weights"].shape == (99,)
@@ -44,33 +44,33 @@ def test_cutting_takes_entries_of_samples_and_keeps_what_belongs_to_all():
 
 def test_joining_undoes_cutting():
     whole = batch(0, 5)
-    parts = [Samples(Samples(whole).cut(cut)) for cut in (slice(0, 2), slice(2, 3), slice(3, 5))]
-    assert same(joined(parts).whole(), whole)
-    assert joined(parts).length == 5
+    parts = [BatchView(BatchView(whole).cut(cut)) for cut in (slice(0, 2), slice(2, 3), slice(3, 5))]
+    assert same(concatenated(parts).whole(), whole)
+    assert concatenated(parts).length == 5
 
 
 def test_the_length_is_that_of_the_first_tensor_or_of_a_list():
-    assert Samples({"a": torch.tensor(1.0), "b": torch.zeros(3, 2)}).length == 3
-    assert Samples(["a", "b"]).length == 2
-    assert Samples({"a": 1, "b": torch.tensor(2)}).length is None
-    assert Samples(["a", "b", "c"]).cut(slice(1, 3)) == ["b", "c"]
+    assert BatchView({"a": torch.tensor(1.0), "b": torch.zeros(3, 2)}).length == 3
+    assert BatchView(["a", "b"]).length == 2
+    assert BatchView({"a": 1, "b": torch.tensor(2)}).length is None
+    assert BatchView(["a", "b", "c"]).cut(slice(1, 3)) == ["b", "c"]
 
 
 def test_batches_fit_when_only_their_lengths_differ():
-    here = Samples((torch.zeros(2, 3), ["a", "b"]))
-    assert here.fits(Samples((torch.zeros(5, 3), ["a"] * 5)))
-    assert not here.fits(Samples((torch.zeros(2, 4), ["a", "b"])))
-    assert not here.fits(Samples((torch.zeros(2, 3, dtype=torch.int), ["a", "b"])))
-    assert not here.fits(Samples([torch.zeros(2, 3), ["a", "b"]]))
-    assert not here.fits(Samples((torch.zeros(2, 3), torch.zeros(2))))
+    here = BatchView((torch.zeros(2, 3), ["a", "b"]))
+    assert here.fits(BatchView((torch.zeros(5, 3), ["a"] * 5)))
+    assert not here.fits(BatchView((torch.zeros(2, 4), ["a", "b"])))
+    assert not here.fits(BatchView((torch.zeros(2, 3, dtype=torch.int), ["a", "b"])))
+    assert not here.fits(BatchView([torch.zeros(2, 3), ["a", "b"]]))
+    assert not here.fits(BatchView((torch.zeros(2, 3), torch.zeros(2))))
 
 
 def test_missing_samples_come_from_the_source_or_else_from_the_batch():
-    wide = Samples(torch.tensor([[5, 5]]))
-    assert extended(wide, Samples(torch.tensor([[1, 1], [2, 2]])), 3).whole().tolist() == [
+    wide = BatchView(torch.tensor([[5, 5]]))
+    assert extended(wide, BatchView(torch.tensor([[1, 1], [2, 2]])), 3).whole().tolist() == [
         [5, 5],
         [1, 1],
         [2, 2],
         [1, 1],
     ]
-    assert extended(wide, Samples(torch.tensor([[1]])), 1).whole().tolist() == [[5, 5], [5, 5]]
+    assert extended(wide, BatchView(torch.tensor([[1]])), 1).whole().tolist() == [[5, 5], [5, 5]]

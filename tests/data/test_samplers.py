@@ -196,11 +196,11 @@ def test_skipped_samples_are_left_out_whatever_hands_them_out(source, length, sk
 
 def test_skipping_a_random_order_leaves_its_generator_where_reading_it_does():
     for settings_ in ({}, {"num_samples": 25}):
-        drawn, read = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
-        sampler = RandomSampler(range(10), generator=drawn, **settings_)
+        worker_states, read = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+        sampler = RandomSampler(range(10), generator=worker_states, **settings_)
         rest = list(batches_after(BatchSampler(sampler, 2, False), 4))
         assert rest == list(BatchSampler(RandomSampler(range(10), generator=read, **settings_), 2, False))[4:]
-        assert torch.equal(drawn.get_state(), read.get_state())
+        assert torch.equal(worker_states.get_state(), read.get_state())
 
 
 @given(st.lists(st.integers(), max_size=20), st.integers(1, 6))

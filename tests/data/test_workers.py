@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from farflung.checkpoint import rng
 from farflung.data import workers
-from farflung.data.workers import Log, Noting, Turns, can_be_noted
+from farflung.data.workers import RecordingCollate, WorkerHistory, WorkerPlan, can_record
 
 
 def draw(samples):
@@ -25,10 +25,10 @@ def draw(samples):
 class Worker:
     """A worker process, as far as its random numbers go. It reads its clock once for each batch."""
 
-    def __init__(self, number, seed, noting, clock):
-        self.number, self.noting, self.clock = number, pickle.loads(pickle.dumps(noting)), clock
+    def __init__(self, number, seed, recording, clock):
+        self.number, self.recording, self.clock = number, pickle.loads(pickle.dumps(recording)), clock
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-        self.noting.start(number)
+        self.recording.start(number)
         self.states = rng.read_host()
 
     def make(self, batch):
@@ -38,16 +38,16 @@ class Worker:
             mock.patch.object(workers.time, "perf_counter", side_effect=self.clock),
         ):
             rng.write_host(self.states)
-            made = self.noting(batch)
+            made = self.recording(batch)
             self.states = rng.read_host()
         return made
 
 
-def crew(turns, number, gaps, chance, seed=7):
+def crew(worker_plan, number, gaps, chance, seed=7):
     """Workers that note something when their clocks, which tick in steps of `gaps` by chance, say so."""
-    noting = Noting(draw, None, turns.plan)
+    recording = RecordingCollate(draw, None, worker_plan.workers)
     clocks = [iter(np.cumsum([0.0, *chance.choices(gaps, k=60)]).tolist()) for _ in range(number)]
-    return [Worker(k, seed + k, noting, clock) for k, clock in enumerate(clocks)]
+    return [Worker(k, seed + k, recording, clock) for k, clock in enumerate(clocks)]
 
 
 def arriving(crew, first):
@@ -68,37 +68,37 @@ def arriving(crew, first):
 def test_a_run_that_goes_on_any_number_of_times_draws_what_the_whole_run_draws(number, skip, stops, gaps, seed):
     before, chance = rng.read_host(), random.Random(seed)
     try:
-        begun = Turns.begun(number, skip)
-        whole = Log(begun).hand_out(arriving(crew(begun, number, (1.0,), chance), skip), skip)
-        turns, wanted = begun, skip
+        begun = WorkerPlan.begun(number, skip)
+        whole = WorkerHistory(begun).hand_out(arriving(crew(begun, number, (1.0,), chance), skip), skip)
+        worker_plan, wanted = begun, skip
         for stop in stops:
-            turns = Turns.from_dict(turns.to_dict())
-            log = Log(turns)
-            source = log.hand_out(arriving(crew(turns, number, gaps, chance), turns.start), wanted)
-            ahead = next(source)
+            worker_plan = WorkerPlan.from_dict(worker_plan.to_dict())
+            history = WorkerHistory(worker_plan)
+            source = history.hand_out(arriving(crew(worker_plan, number, gaps, chance), worker_plan.start), wanted)
+            prefetched = next(source)
             for _ in range(stop):  # one is read ahead, and made once more by those who go on
-                assert ahead == next(whole)
-                ahead = next(source)
+                assert prefetched == next(whole)
+                prefetched = next(source)
             wanted += stop
-            turns = log.turns(wanted)
-            assert turns.start <= wanted
+            worker_plan = history.worker_plan(wanted)
+            assert worker_plan.start <= wanted
     finally:
         rng.write_host(before)
 
 
 def test_what_is_not_known_is_not_made_up():
-    log = Log(Turns.begun(2, 0, [None, None]))
-    source = log.hand_out(iter(["not noted", workers.Drawn("noted", None), "not noted", "not noted"]), 0)
+    history = WorkerHistory(WorkerPlan.begun(2, 0, [None, None]))
+    source = history.hand_out(iter(["not noted", workers.RecordedBatch("noted", None), "not noted", "not noted"]), 0)
     assert next(source) == "not noted"
-    assert log.turns(0).to_dict() is None
+    assert history.worker_plan(0).to_dict() is None
     assert list(source) == ["noted", "not noted", "not noted"]
-    assert log.turns(4).to_dict() is None
+    assert history.worker_plan(4).to_dict() is None
 
 
-@pytest.mark.parametrize("damage", [{}, {"start": 0, "plan": [(0, "other")]}, {"start": 0, "plan": [(0, {})]}])
+@pytest.mark.parametrize("damage", [{}, {"start": 0, "workers": [(0, "other")]}, {"start": 0, "workers": [(0, {})]}])
 def test_a_damaged_word_about_workers_is_an_error(damage):
     with pytest.raises((KeyError, TypeError, ValueError)):
-        Turns.from_dict(damage)
+        WorkerPlan.from_dict(damage)
 
 
 def test_only_workers_that_take_turns_over_indices_are_noted():
@@ -110,8 +110,8 @@ def test_only_workers_that_take_turns_over_indices_are_noted():
         def __iter__(self):
             return iter(range(4))
 
-    assert can_be_noted(DataLoader(range(4), num_workers=2))
-    assert not can_be_noted(DataLoader(range(4)))
-    assert not can_be_noted(DataLoader(range(4), num_workers=2, in_order=False))
-    assert not can_be_noted(Mine(range(4), num_workers=2))
-    assert not can_be_noted(DataLoader(Stream(), num_workers=2))
+    assert can_record(DataLoader(range(4), num_workers=2))
+    assert not can_record(DataLoader(range(4)))
+    assert not can_record(DataLoader(range(4), num_workers=2, in_order=False))
+    assert not can_record(Mine(range(4), num_workers=2))
+    assert not can_record(DataLoader(Stream(), num_workers=2))

@@ -444,7 +444,7 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
             use_gather_object: gather as pickled objects even where all leaves are tensors.
         """
         loop, exchange = self._loop, slot.flushed(self._joined.exchange)
-        return gather_for_metrics(exchange, input_data, loop.remainder, use_gather_object, loop.place)
+        return gather_for_metrics(exchange, input_data, loop.remainder, use_gather_object, loop.position)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or average each tensor of a tree over all processes, and multiply by `scale`."""

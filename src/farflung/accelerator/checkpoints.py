@@ -223,7 +223,9 @@ class Keeper:
             lines.append(f"it was written when this package was called {FORMER_NAME}")
         loaders = self._run.registry.loaders
         if found.own is not None:
-            lines += [f"loader {k + 1} of {len(loaders)} {loader.whereabouts()}" for k, loader in enumerate(loaders)]
+            lines += [
+                f"loader {k + 1} of {len(loaders)} {loader.describe_position()}" for k, loader in enumerate(loaders)
+            ]
         elif loaders:
             lines.append(
                 "it does not record the position in the data: loops start at the beginning, or use skip_first_batches"

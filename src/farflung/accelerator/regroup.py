@@ -23,7 +23,7 @@ from farflung.base.words import counted, numbered
 from farflung.checkpoint import layout
 from farflung.checkpoint.regular import is_file
 from farflung.checkpoint.source import read_torch
-from farflung.data.place import FROM_ITS_START
+from farflung.data.position import NOTHING_READ
 from farflung.outer.joined import Joined, joined
 
 
@@ -96,21 +96,21 @@ def _mean_gradients(owns: list[dict[str, Any]], words: list[str]) -> list[Any] |
 
 
 def _moved(state: dict[str, Any], old: int, size: int, total: int | None, words: list[str]) -> dict[str, Any]:
-    """Return a loader's state with its place after as many samples, in steps of another size."""
-    place = state["place"]
-    if place is None:
-        return {**state, "drawn": None}
+    """Return a loader's state with its position after as many samples, in steps of another size."""
+    position = state["position"]
+    if position is None:
+        return {**state, "worker_states": None}
     before = state["total_batch_size"]
-    samples = place["batches"] * (old if before is None or total is None else before)
+    samples = position["batches"] * (old if before is None or total is None else before)
     step = size if before is None or total is None else total
     batches, rest = divmod(samples, step)
-    if place["ended"]:
+    if position["ended"]:
         batches += old + size  # past the end, whatever the last steps are like
     elif rest:
         words.append(
             f"the last {counted(rest, 'sample')} before it will be seen again, as {samples} is no multiple of {step}"
         )
-    return {**state, "drawn": None, "place": {**place, **FROM_ITS_START, "batches": batches}}
+    return {**state, "worker_states": None, "position": {**position, **NOTHING_READ, "batches": batches}}
 
 
 def _random_states(folder: Path, old: int, rank: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from farflung.base.tree import flatten, is_container, is_namedtuple, rebuilt, unflatten
 
 
-class _Texts:
+class _ListLeaf:
     """A list or tuple of plain values, such as strings: one leaf, with an entry a sample."""
 
     def __init__(self, items: Sequence[Any]) -> None:
@@ -21,11 +21,11 @@ class _Texts:
     def __len__(self) -> int:
         return len(self.items)
 
-    def __getitem__(self, part: slice) -> _Texts:
-        return _Texts(self.items[part])
+    def __getitem__(self, part: slice) -> _ListLeaf:
+        return _ListLeaf(self.items[part])
 
 
-class Samples:
+class BatchView:
     """A batch taken apart. Each leaf has an entry a sample in its first dimension, or belongs to all of them.
 
     Attributes:
@@ -44,14 +44,14 @@ class Samples:
         """Return the batch."""
         return self._with(self._leaves)
 
-    def fits(self, other: Samples) -> bool:
-        """Say whether `other` could be joined to this one: the same structure, and entries of the same shapes."""
+    def fits(self, other: BatchView) -> bool:
+        """Say whether `other` can be concatenated with this one: the same structure, and entries of equal shapes."""
         return self._spec == other._spec and all(map(self._fit, self._leaves, other._leaves))
 
     def _has_entries(self, leaf: Any) -> bool:
         if isinstance(leaf, Tensor):
             return leaf.dim() > 0 and leaf.shape[0] == self.length
-        return isinstance(leaf, _Texts) and len(leaf) == self.length
+        return isinstance(leaf, _ListLeaf) and len(leaf) == self.length
 
     def _fit(self, mine: Any, other: Any) -> bool:
         if isinstance(mine, Tensor) and isinstance(other, Tensor):
@@ -60,7 +60,7 @@ class Samples:
 
     def _with(self, leaves: list[Any]) -> Any:
         batch = unflatten(self._spec, leaves)
-        return _ungrouped(batch) if any(isinstance(leaf, _Texts) for leaf in leaves) else batch
+        return _ungrouped(batch) if any(isinstance(leaf, _ListLeaf) for leaf in leaves) else batch
 
 
 def length_of(batch: Any) -> int | None:
@@ -69,13 +69,13 @@ def length_of(batch: Any) -> int | None:
     entries = batch.values() if kind is dict else batch if kind is list or kind is tuple else (batch,)
     for entry in entries:
         if type(entry) is not Tensor:
-            return Samples(batch).length
+            return BatchView(batch).length
         if entry.dim() > 0:
             return entry.shape[0]  # the common case: there is no need to take the batch apart
     return None
 
 
-def joined(parts: Sequence[Samples]) -> Samples:
+def concatenated(parts: Sequence[BatchView]) -> BatchView:
     """Join batches that fit together, sample after sample; what belongs to all samples is taken from the first."""
     first = parts[0]
     if len(parts) == 1:
@@ -88,20 +88,20 @@ def joined(parts: Sequence[Samples]) -> Samples:
             leaves.append(torch.cat(column))
         else:
             kind = type(column[0].items)
-            leaves.append(_Texts(kind(item for texts in column for item in texts.items)))
-    return Samples(first._with(leaves))
+            leaves.append(_ListLeaf(kind(item for texts in column for item in texts.items)))
+    return BatchView(first._with(leaves))
 
 
-def extended(batch: Samples, source: Samples, count: int) -> Samples:
+def extended(batch: BatchView, source: BatchView, count: int) -> BatchView:
     """Add the first `count` samples of `source` to `batch`, from its beginning again where it has too few."""
     fitting = source if source.length and batch.fits(source) else batch
     length = fitting.length
     assert length, "a batch that needs samples has one at least"
     parts = [batch]
     while count > 0:
-        parts.append(Samples(fitting.cut(slice(0, min(count, length)))))
+        parts.append(BatchView(fitting.cut(slice(0, min(count, length)))))
         count -= length
-    return joined(parts)
+    return concatenated(parts)
 
 
 def _first_length(leaves: list[Any]) -> int | None:
@@ -109,15 +109,15 @@ def _first_length(leaves: list[Any]) -> int | None:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
-    return next((len(leaf) for leaf in leaves if isinstance(leaf, _Texts)), None)
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, _ListLeaf)), None)
 
 
 def _grouped(node: Any) -> Any:
-    """Replace each list and tuple of plain values by one `_Texts`."""
+    """Replace each list and tuple of plain values by one `_ListLeaf`."""
     if not is_container(node):
         return node
     if isinstance(node, (list, tuple)) and node and not is_namedtuple(node) and not any(map(_is_node, node)):
-        return _Texts(node)
+        return _ListLeaf(node)
     return rebuilt(node, _grouped)
 
 
@@ -126,6 +126,6 @@ def _is_node(item: Any) -> bool:
 
 
 def _ungrouped(node: Any) -> Any:
-    if isinstance(node, _Texts):
+    if isinstance(node, _ListLeaf):
         return node.items
     return rebuilt(node, _ungrouped) if is_container(node) else node

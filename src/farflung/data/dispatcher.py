@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 from farflung.base.errors import ConfigError
 from farflung.comm.group import Group
 from farflung.comm.scatter import Scatter
-from farflung.data.batches import Samples, extended, joined, length_of
-from farflung.data.epochs import NOTHING, Pass
+from farflung.data.batches import BatchView, concatenated, extended, length_of
+from farflung.data.iteration import NOTHING, Iteration
 from farflung.data.loader import PreparedLoader
-from farflung.data.place import plain_or_none, replay
+from farflung.data.position import plain_or_none, replay
 from farflung.data.samplers import filled
 from farflung.data.torch_loaders import keeper_of, reads_indices, without_first
 
@@ -70,13 +70,13 @@ class DataLoaderDispatcher(PreparedLoader):
         whole, left = divmod(len(self.base_dataloader), self._per_round)
         return max(0, whole + (left > 0 and not self._drop_last) - self.skip_batches)
 
-    def _stream(self, one: Pass) -> Iterator[tuple[Any, bool, int]]:
+    def _stream(self, one: Iteration) -> Iterator[tuple[Any, bool, int]]:
         move = self._move
         for kind, part, real in self._sent(one) if self._group.rank == 0 else self._received(one):
             if kind != _NO_PART:
                 yield part if move is None else move(part), kind == _LAST_PART, real
 
-    def _received(self, one: Pass) -> Iterator[tuple[int, Any, int]]:
+    def _received(self, one: Iteration) -> Iterator[tuple[int, Any, int]]:
         # A loader draws its workers' seed when its iteration starts: draw it here too, so that ranks whose random
         # numbers are alike stay alike.
         torch.empty((), dtype=torch.int64).random_(generator=self.base_dataloader.generator)
@@ -87,45 +87,47 @@ class DataLoaderDispatcher(PreparedLoader):
             more, kind, part, real = self._scatter.receive()
             yield kind, part, real
 
-    def _sent(self, one: Pass) -> Iterator[tuple[int, Any, int]]:
+    def _sent(self, one: Iteration) -> Iterator[tuple[int, Any, int]]:
         """Send round after round. A rank's part is its last one when no round that follows has a part for it."""
         ranks = range(self._group.size)
-        rounds, ahead = self._guarded(self._begun_rounds, one)
-        one.ahead = ahead
+        rounds, prefetched = self._guarded(self._begun_rounds, one)
+        one.prefetched = prefetched
         at_end = more = False
         while more or not at_end:
-            while not at_end and not all(_gets_part(rank, ahead[1:]) for rank in ranks):
+            while not at_end and not all(_gets_part(rank, prefetched[1:]) for rank in ranks):
                 following = self._guarded(next, rounds, None)
                 at_end = following is None
-                ahead += [] if following is None else [following]
-            parts, real = ahead.pop(0) if ahead else ([_NOTHING for _ in ranks], 0)
-            more = bool(ahead)
+                prefetched += [] if following is None else [following]
+            parts, real = prefetched.pop(0) if prefetched else ([_NOTHING for _ in ranks], 0)
+            more = bool(prefetched)
             words = []
             for rank, part in enumerate(parts):
-                kind = _PART if _gets_part(rank, ahead) else _LAST_PART
+                kind = _PART if _gets_part(rank, prefetched) else _LAST_PART
                 words.append((more, _NO_PART, None, 0) if part is _NOTHING else (more, kind, part, real))
             _, kind, part, real = self._scatter.send(words)  # it leaves while the next round is read
             if not more:
                 self._scatter.flush()
             yield kind, part, real
 
-    def _begun_rounds(self, one: Pass) -> tuple[Iterator[_Round], list[_Round]]:
+    def _begun_rounds(self, one: Iteration) -> tuple[Iterator[_Round], list[_Round]]:
         """Start reading, and return with it the rounds that have been read but not handed out, where it goes on."""
         if one.resumption is None:
             return self._rounds(one), []
-        place = one.resumption.place
+        position = one.resumption.position
         rounds = self._rounds(one)
-        ahead = list(islice(rounds, 0 if place.dataset is not None else max(1, place.num_ahead)))
-        if place.ahead is not None:
-            ahead = [([_NOTHING if part is None else part[0] for part in parts], real) for parts, real in place.ahead]
+        prefetched = list(islice(rounds, 0 if position.dataset is not None else max(1, position.num_prefetched)))
+        if position.prefetched is not None:
+            prefetched = [
+                ([_NOTHING if part is None else part[0] for part in parts], real) for parts, real in position.prefetched
+            ]
         one.resumption.arrive()
-        return rounds, ahead
+        return rounds, prefetched
 
     def _keeper(self) -> Any:
         return super()._keeper() if self._group.rank == 0 else None
 
-    def _read_ahead(self, one: Pass) -> tuple[int, Any]:
-        rounds = [] if one.ahead is NOTHING else one.ahead
+    def _prefetched(self, one: Iteration) -> tuple[int, Any]:
+        rounds = [] if one.prefetched is NOTHING else one.prefetched
         parts = [([None if part is _NOTHING else [part] for part in parts], real) for parts, real in rounds]
         return len(rounds), plain_or_none(parts)
 
@@ -137,24 +139,24 @@ class DataLoaderDispatcher(PreparedLoader):
             self._scatter.fail(f"its data loader raised {error!r}")
             raise
 
-    def _rounds(self, one: Pass) -> Iterator[_Round]:
+    def _rounds(self, one: Iteration) -> Iterator[_Round]:
         """Start to read; the iterator that comes back shares out all rounds but those that are skipped."""
         per_round, drop = self._per_round, one.skip
         base = self.base_dataloader
-        place = None if one.resumption is None else one.resumption.place
+        position = None if one.resumption is None else one.resumption.position
         first: list[Any] | None = None
-        if place is not None and place.dataset is not None:
-            drop, first = 0, place.first
-            if place.is_read:
+        if position is not None and position.dataset is not None:
+            drop, first = 0, position.first
+            if position.is_read:
                 return iter(())
-            keeper_of(base).load_state_dict(place.dataset)
+            keeper_of(base).load_state_dict(position.dataset)
         elif drop and reads_indices(base):
             drop = 1 if self._needs_first else 0  # the first round is read for its padding
             base = without_first(base, one.skip * per_round, keep=drop * per_round)
         one.source = batches = self._opened(base, one)
-        if place is not None and drop > 1:
+        if position is not None and drop > 1:
             first = list(islice(batches, per_round))
-            replay(batches, (drop - 1) * per_round, to_the_end=place.ended)
+            replay(batches, (drop - 1) * per_round, to_the_end=position.ended)
             drop = 0
         return self._shared_out(one, batches, first, drop)
 
@@ -163,7 +165,9 @@ class DataLoaderDispatcher(PreparedLoader):
         """Whether samples of the first round may complete the last one."""
         return bool(self.even_batches and not self._drop_last)
 
-    def _shared_out(self, one: Pass, batches: Iterator[Any], first: list[Any] | None, drop: int) -> Iterator[_Round]:
+    def _shared_out(
+        self, one: Iteration, batches: Iterator[Any], first: list[Any] | None, drop: int
+    ) -> Iterator[_Round]:
         per_round = self._per_round
         while group := list(islice(batches, per_round)):
             if len(group) < per_round and self._drop_last:
@@ -190,10 +194,10 @@ class DataLoaderDispatcher(PreparedLoader):
                 )
         elif len(group) == self._group.size and len(set(lengths)) == 1 and self.slice_fn is None:
             return group, 0
-        batches = [Samples(batch) for batch in group]
+        batches = [BatchView(batch) for batch in group]
         if None in lengths or not all(batches[0].fits(batch) for batch in batches):
             return self._dealt_whole(group, lengths)
-        return self._cut(joined(batches), first)
+        return self._cut(concatenated(batches), first)
 
     def _dealt_whole(self, group: list[Any], lengths: list[int | None]) -> _Round:
         """Give each rank a whole batch, again from the first one on where there are too few."""
@@ -204,7 +208,7 @@ class DataLoaderDispatcher(PreparedLoader):
             return group + [_NOTHING] * missing, 0
         return filled(group, group, self._group.size), sum(1 if length is None else length for length in lengths)
 
-    def _cut(self, batch: Samples, first: list[Any]) -> _Round:
+    def _cut(self, batch: BatchView, first: list[Any]) -> _Round:
         """Cut a round's batch into one part for each rank, completed with samples of the first round where it must."""
         size, length = self._group.size, batch.length
         assert length is not None
@@ -212,13 +216,13 @@ class DataLoaderDispatcher(PreparedLoader):
         missing = part * size - length
         real = 0
         if missing and self.even_batches:
-            source = [other for other in map(Samples, first) if batch.fits(other)]
-            batch, real = extended(batch, joined(source) if source else batch, missing), length
+            source = [other for other in map(BatchView, first) if batch.fits(other)]
+            batch, real = extended(batch, concatenated(source) if source else batch, missing), length
             length += missing
         cuts = [slice(rank * part, min((rank + 1) * part, length)) for rank in range(size)]
         return [self._taken(batch, cut, rank) for rank, cut in enumerate(cuts)], real
 
-    def _taken(self, batch: Samples, cut: slice, rank: int) -> Any:
+    def _taken(self, batch: BatchView, cut: slice, rank: int) -> Any:
         if cut.start >= cut.stop:
             return _NOTHING
         if self.slice_fn is None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset, default_convert
 
 from farflung.base.tree import find_batch_size
-from farflung.data.place import plain_or_none, state_of
+from farflung.data.position import plain_or_none, state_of
 from farflung.data.samplers import check_split, rounds
 
 

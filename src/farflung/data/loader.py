@@ -17,12 +17,12 @@ from farflung.base.torch_internals import expect_batches, forget_workers, has_li
 from farflung.base.tree import send_to_device
 from farflung.base.words import counted
 from farflung.config.handlers import DataLoaderConfiguration
-from farflung.data.epochs import NOTHING, Epochs, Pass
 from farflung.data.iterable import IterableDatasetShard, Marked
-from farflung.data.place import (
-    Place,
+from farflung.data.iteration import NOTHING, Epochs, Iteration
+from farflung.data.position import (
+    Position,
+    RandomStates,
     Resumption,
-    Start,
     generators_of,
     plain_or_none,
     replay,
@@ -32,7 +32,7 @@ from farflung.data.place import (
 )
 from farflung.data.samplers import SeedableRandomSampler
 from farflung.data.torch_loaders import LoaderView, announce, keeper_of, reads_indices, without_first
-from farflung.data.workers import Log, Noting, Turns, can_be_noted, checked, plain
+from farflung.data.workers import RecordingCollate, WorkerHistory, WorkerPlan, can_record, checked, plain
 from farflung.loop.state import LoopState
 
 _Prepared = TypeVar("_Prepared", bound="PreparedLoader")
@@ -172,42 +172,43 @@ class PreparedLoader(LoaderView):
             self._epochs.finish(epoch)
             state.leave(under_way, at_end=True)
         finally:
-            under_way.ahead = under_way.source = None  # workers end with it
+            under_way.prefetched = under_way.source = None  # workers end with it
             state.leave(under_way)
             around = state.current
-            if isinstance(around, Pass) and around.loader is self:
+            if isinstance(around, Iteration) and around.loader is self:
                 self._show(around)
 
-    def _begun(self) -> Pass:
-        """Start an iteration, or go on with the one whose place was loaded."""
+    def _begun(self) -> Iteration:
+        """Start an iteration, or go on with the one whose position was loaded."""
         epochs, base, skip = self._epochs, self.base_dataloader, self.skip_batches
-        place, epochs.place = epochs.place, None
-        if place is not None and place.ended and (epochs.chosen is not None or self._is_told(skip < place.batches)):
-            self._run_out(place)
-            place = None
+        position, epochs.position = epochs.position, None
+        is_chosen = epochs.chosen is not None
+        if position is not None and position.ended and (is_chosen or self._is_told(skip < position.batches)):
+            self._run_out(position)
+            position = None
         resumption = None
-        if place is not None:
-            skip = skip if self._is_told() else place.batches
-            resumption = Resumption(place if skip == place.batches else place.moved(skip))
+        if position is not None:
+            skip = skip if self._is_told() else position.batches
+            resumption = Resumption(position if skip == position.batches else position.moved(skip))
             resumption.begin(base)
-        start = Start.of(base) if place is None else place.start
+        start = RandomStates.of(base) if position is None else position.start
         if self._agree is not None:
             self._agree()
-        epoch = epochs.start(goes_on=place is not None)
+        epoch = epochs.start(goes_on=position is not None)
         announce(epoch, base)
-        under_way = epochs.newest = Pass(self, epoch, skip, start, resumption)
-        under_way.warm = self._is_warm if place is None else place.warm
+        under_way = epochs.newest = Iteration(self, epoch, skip, start, resumption)
+        under_way.has_workers = self._has_workers if position is None else position.has_workers
         return under_way
 
     def _is_told(self, something: bool = True) -> bool:
-        """Whether `skip_first_batches` said how many to leave out, whatever place was loaded."""
+        """Whether `skip_first_batches` said how many to leave out, whatever position was loaded."""
         return self._is_copy and something
 
-    def _run_out(self, place: Place) -> None:
+    def _run_out(self, position: Position) -> None:
         """Come to the end of an iteration of which nothing is left, so that its generators are where it leaves them."""
         epochs = self._epochs
         chosen, epochs.chosen = epochs.chosen, None
-        epochs.place = place
+        epochs.position = position
         whole = copy.copy(self)
         whole.__dict__.update(skip_batches=0, _is_copy=False)
         for _ in whole:
@@ -216,22 +217,22 @@ class PreparedLoader(LoaderView):
             epochs.choose(chosen)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this loader stands: the epoch, and in the middle of an iteration the place in it.
+        """Return where this loader stands: the epoch, and in the middle of an iteration the position in it.
 
         Each rank has its own. It is plain data: tensors, numbers, texts and their lists and dictionaries.
         """
         epochs, base = self._epochs, self.base_dataloader
         one = epochs.newest
-        is_live = one is not None and epochs.place is None and any(one is other for other in self._state.loaders)
-        place = self._place_of(one) if is_live else epochs.place
+        is_live = one is not None and epochs.position is None and any(one is other for other in self._state.loaders)
+        position = self._position_of(one) if is_live else epochs.position
         return {
             "epoch": epochs.number,
             "under_way": epochs.under_way,
-            "place": None if place is None else place.to_dict(),
+            "position": None if position is None else position.to_dict(),
             "generators": [generator.get_state() for generator in generators_of(base)],
             "seeds": [sampler.initial_seed for sampler in _seeded(base)],
-            "warm": self._is_warm,
-            "drawn": plain(epochs.drawn),
+            "has_workers": self._has_workers,
+            "worker_states": plain(epochs.worker_states),
             "total_batch_size": self.total_batch_size,
         }
 
@@ -243,32 +244,33 @@ class PreparedLoader(LoaderView):
         """
         epochs, base = self._epochs, self.base_dataloader
         saved = dict(state_dict)
-        place = None if saved["place"] is None else Place.from_dict(saved["place"])
-        if place is not None and place.turns is not None:
-            Turns.from_dict(place.turns)
-        number, under_way, warm = int(saved["epoch"]), bool(saved["under_way"]), bool(saved["warm"])
-        drawn = checked(saved.get("drawn"))
+        position = None if saved["position"] is None else Position.from_dict(saved["position"])
+        if position is not None and position.worker_plan is not None:
+            WorkerPlan.from_dict(position.worker_plan)
+        number, under_way, has_workers = int(saved["epoch"]), bool(saved["under_way"]), bool(saved["has_workers"])
+        worker_states = checked(saved.get("worker_states"))
         samplers = _seeded(base)
         set_generators(base, saved["generators"])
         for sampler, seed in zip(samplers, saved["seeds"], strict=False):
             sampler.initial_seed = seed
         epochs.choose(number)
-        epochs.under_way, epochs.warm, epochs.place, epochs.chosen = under_way, warm, place, None
-        epochs.drawn, epochs.is_loaded = drawn, True
+        epochs.under_way, epochs.has_workers, epochs.position, epochs.chosen = under_way, has_workers, position, None
+        epochs.worker_states, epochs.is_loaded = worker_states, True
 
-    def whereabouts(self) -> str:
+    def describe_position(self) -> str:
         """Say in a few words where the next iteration goes on."""
-        epochs, place = self._epochs, self._epochs.place
-        if place is None:
+        epochs, position = self._epochs, self._epochs.position
+        if position is None:
             return f"starts epoch {epochs.number + epochs.under_way}"
         try:
             total = f" of {len(self)}"
         except TypeError:  # a stream that does not know its length
             total = ""
-        if place.ended:
+        if position.ended:
             return f"continues after the last batch of epoch {epochs.number}: the first loop over it ends immediately"
-        where = f"continues after batch {place.batches}{total} of epoch {epochs.number}"
-        then, now = 0 if place.turns is None else len(place.turns["plan"]), self.base_dataloader.num_workers
+        where = f"continues after batch {position.batches}{total} of epoch {epochs.number}"
+        now = self.base_dataloader.num_workers
+        then = 0 if position.worker_plan is None else len(position.worker_plan["workers"])
         if then and then != now:
             where += f", with {counted(now, 'worker')} instead of {then}, which draw different random numbers"
         return where
@@ -288,51 +290,51 @@ class PreparedLoader(LoaderView):
 
         return undo
 
-    def _place_of(self, one: Pass) -> Place:
-        num_ahead, ahead = self._read_ahead(one)
+    def _position_of(self, one: Iteration) -> Position:
+        num_prefetched, prefetched = self._prefetched(one)
         keeper = self._keeper()
         first, dataset = None, None
-        if keeper is not None and (num_ahead == 0 or ahead is not None):
+        if keeper is not None and (num_prefetched == 0 or prefetched is not None):
             first = plain_or_none(one.first)
             dataset = state_of(keeper) if one.first is None or first is not None else None
-        return Place(
+        return Position(
             batches=one.skip + one.num_batches,
             ended=one.end_of_dataloader,
             start=one.start,
-            num_ahead=num_ahead,
-            ahead=ahead,
+            num_prefetched=num_prefetched,
+            prefetched=prefetched,
             first=first,
             dataset=dataset,
-            warm=one.warm,
-            turns=None if one.log is None else one.log.turns(one.skip + one.num_batches).to_dict(),
+            has_workers=one.has_workers,
+            worker_plan=None if one.history is None else one.history.worker_plan(one.skip + one.num_batches).to_dict(),
             exhausted=is_exhausted(one.source),
         )
 
     def _keeper(self) -> Any:
         return keeper_of(self.base_dataloader)
 
-    def _read_ahead(self, one: Pass) -> tuple[int, Any]:
-        """Return how much was read ahead, and that as plain data, None where it is none."""
-        if one.ahead is NOTHING:
+    def _prefetched(self, one: Iteration) -> tuple[int, Any]:
+        """Return how much was prefetched, and that as plain data, None where it is none."""
+        if one.prefetched is NOTHING:
             return 0, None
-        batch, real = one.ahead if type(one.ahead) is Marked else (one.ahead, 0)
+        batch, real = one.prefetched if type(one.prefetched) is Marked else (one.prefetched, 0)
         content = plain_or_none(batch)
         return 1, None if content is None else {"content": content, "real": real}
 
     @property
-    def _is_warm(self) -> bool:
+    def _has_workers(self) -> bool:
         """Whether persistent workers are there, or would be had the run not been interrupted."""
         base = self.base_dataloader
-        return bool(base.persistent_workers and (has_live_workers(base) or self._epochs.warm))
+        return bool(base.persistent_workers and (has_live_workers(base) or self._epochs.has_workers))
 
-    def _opened(self, base: DataLoader[Any], one: Pass, **replaced: Any) -> Iterator[Any]:
+    def _opened(self, base: DataLoader[Any], one: Iteration, **replaced: Any) -> Iterator[Any]:
         """Start the base loader, or a copy of it, without drawing a seed for workers that would be there already.
 
         Args:
             replaced: attributes that workers which are started now see instead of the loader's own.
         """
-        is_warm = self._is_warm if one.resumption is None else one.resumption.place.warm
-        if is_warm and not has_live_workers(base):
+        has_workers = self._has_workers if one.resumption is None else one.resumption.position.has_workers
+        if has_workers and not has_live_workers(base):
             replaced["generator"] = torch.Generator()
         kept = {name: getattr(base, name) for name in replaced}
         base.__dict__.update(replaced)
@@ -341,11 +343,11 @@ class PreparedLoader(LoaderView):
         finally:
             base.__dict__.update(kept)
 
-    def _show(self, one: Pass) -> None:
+    def _show(self, one: Iteration) -> None:
         """Let this loader's attributes be those of one of its iterations."""
         self.end_of_dataloader, self.remainder = one.end_of_dataloader, one.remainder
 
-    def _stream(self, one: Pass) -> Iterator[tuple[Any, bool, int]]:
+    def _stream(self, one: Iteration) -> Iterator[tuple[Any, bool, int]]:
         """Yield batches on the device, whether each is the last, and how much of its round is no padding (0: all)."""
         raise NotImplementedError
 
@@ -368,7 +370,7 @@ class DataLoaderShard(PreparedLoader):
     def __len__(self) -> int:
         return max(0, _num_batches(self.base_dataloader) - self.skip_batches)
 
-    def _stream(self, one: Pass) -> Iterator[tuple[Any, bool, int]]:
+    def _stream(self, one: Iteration) -> Iterator[tuple[Any, bool, int]]:
         move, marked = self._move, self._marked
         held, held_real, real = NOTHING, 0, 0
         for batch in self._batches(one):
@@ -376,68 +378,68 @@ class DataLoaderShard(PreparedLoader):
                 batch, real = batch if type(batch) is Marked else (batch, 0)
             if move is not None:
                 batch = move(batch)
-            one.ahead = Marked(batch, real) if real else batch
+            one.prefetched = Marked(batch, real) if real else batch
             if held is not NOTHING:
                 yield held, False, held_real
             held, held_real = batch, real
-        one.ahead = NOTHING
+        one.prefetched = NOTHING
         if held is not NOTHING:
             count = self._count
             yield held, True, held_real if count is None else count(held)
 
-    def _batches(self, one: Pass) -> Iterator[Any]:
+    def _batches(self, one: Iteration) -> Iterator[Any]:
         base, resumption = self.base_dataloader, one.resumption
         reads = reads_indices(base)
-        if can_be_noted(base):
-            one.source = self._noted(one)
+        if can_record(base):
+            one.source = self._recorded(one)
         elif resumption is None or reads:
             one.source = self._opened(without_first(base, one.skip) if one.skip and reads else base, one)
         if resumption is None:
             return one.source if reads else islice(one.source, one.skip, None)
-        place = resumption.place
+        position = resumption.position
         first: list[Any] = []
-        if not reads and place.dataset is not None:
-            one.source = iter(()) if place.is_read else self._told(place)
+        if not reads and position.dataset is not None:
+            one.source = iter(()) if position.is_read else self._told(position)
         else:
             if not reads:
                 one.source = self._opened(base, one)
-                replay(one.source, place.batches)
-            first = list(islice(one.source, 1))  # of those that were read ahead; orders are drawn with it
-        if place.ahead is not None:
-            content, real = place.ahead["content"], place.ahead["real"]
+                replay(one.source, position.batches)
+            first = list(islice(one.source, 1))  # of those that were prefetched; orders are drawn with it
+        if position.prefetched is not None:
+            content, real = position.prefetched["content"], position.prefetched["real"]
             first = [Marked(content, real) if real else content]
         resumption.arrive()
         return chain(first, one.source)
 
-    def _noted(self, one: Pass) -> Iterator[Any]:
-        """Start workers whose random numbers are noted, and go on where they were left."""
+    def _recorded(self, one: Iteration) -> Iterator[Any]:
+        """Start workers whose random states are recorded, and go on where they were left."""
         epochs, base = self._epochs, self.base_dataloader
         if epochs.is_loaded:  # those that are there have drawn for another run
             forget_workers(base)
             epochs.is_loaded = False
         number, stay = base.num_workers, base.persistent_workers
-        saved = None if one.resumption is None else one.resumption.place.turns
-        if saved is not None and len(saved["plan"]) == number:
-            turns = Turns.from_dict(saved)
+        saved = None if one.resumption is None else one.resumption.position.worker_plan
+        if saved is not None and len(saved["workers"]) == number:
+            worker_plan = WorkerPlan.from_dict(saved)
         elif has_live_workers(base):
-            turns = Turns.begun(number, one.skip, epochs.drawn or [None] * number)
+            worker_plan = WorkerPlan.begun(number, one.skip, epochs.worker_states or [None] * number)
         else:
-            drawn = plain(epochs.drawn) or []
-            turns = Turns.begun(number, one.skip, drawn if len(drawn) == number else None)
-        one.log = Log(turns)
-        loader = without_first(base, turns.start) if turns.start else base
-        noting = Noting(loader.collate_fn, loader.worker_init_fn, turns.plan, each=stay)
-        arriving = self._opened(loader, one, collate_fn=noting, worker_init_fn=noting.start)
-        epochs.drawn = [None] * number if stay else None
-        return self._handed_out(one.log, arriving, one.skip)
+            worker_states = plain(epochs.worker_states) or []
+            worker_plan = WorkerPlan.begun(number, one.skip, worker_states if len(worker_states) == number else None)
+        one.history = WorkerHistory(worker_plan)
+        loader = without_first(base, worker_plan.start) if worker_plan.start else base
+        recording = RecordingCollate(loader.collate_fn, loader.worker_init_fn, worker_plan.workers, each=stay)
+        arriving = self._opened(loader, one, collate_fn=recording, worker_init_fn=recording.start)
+        epochs.worker_states = [None] * number if stay else None
+        return self._handed_out(one.history, arriving, one.skip)
 
-    def _handed_out(self, log: Log, arriving: Iterator[Any], wanted: int) -> Iterator[Any]:
-        yield from log.hand_out(arriving, wanted)
+    def _handed_out(self, history: WorkerHistory, arriving: Iterator[Any], wanted: int) -> Iterator[Any]:
+        yield from history.hand_out(arriving, wanted)
         if self.base_dataloader.persistent_workers:
-            self._epochs.drawn = log.newest
+            self._epochs.worker_states = history.newest
 
-    def _told(self, place: Place) -> Iterator[Any]:
-        keeper_of(self.base_dataloader).load_state_dict(place.dataset)
+    def _told(self, position: Position) -> Iterator[Any]:
+        keeper_of(self.base_dataloader).load_state_dict(position.dataset)
         return iter(self.base_dataloader)
 
 

@@ -40,7 +40,7 @@ def prepare_loader(
     config: DataLoaderConfiguration,
     rng_types: Iterable[str],
     slice_fn: SliceFn | None = None,
-    seat: Group | None = None,
+    fixed_rank: Group | None = None,
 ) -> DataLoaderShard | DataLoaderDispatcher:
     """Make a loader that gives each rank its share; one that is prepared already comes back as it is.
 
@@ -51,7 +51,7 @@ def prepare_loader(
         rng_types: the random states that all ranks take from rank 0 at the start of each iteration; `generator` is that
             of the sampler or of the iterable data set.
         slice_fn: see `DataLoaderDispatcher`.
-        seat: a place among ranks that this one does not talk to, in place of its own.
+        fixed_rank: a rank and a size to take in place of those of `exchange`; nothing is exchanged then.
 
     Raises:
         ConfigError: settings that do not fit the loader.
@@ -64,7 +64,7 @@ def prepare_loader(
         loader = _with_seedable_sampler(loader, config.data_seed)
     common: dict[str, Any] = {"state": state, "device": device, "non_blocking": config.non_blocking}
     batch_size = _batch_size(loader)
-    group = seat or exchange.group
+    group = fixed_rank or exchange.group
     if group.size == 1:
         return DataLoaderShard(loader, total_batch_size=batch_size, **common)
     _refuse_unshareable(loader)
@@ -135,7 +135,7 @@ def prepare_data_loader(
     world = slot.current()
     group: Group = SoloGroup() if world is None else world.group
     exchange = Exchange(group) if world is None else world.exchange
-    seat = None
+    fixed_rank = None
     size = group.size if num_processes is None else num_processes
     rank = group.rank if process_index is None else process_index
     check_whole("num_processes", size, least=1)
@@ -146,7 +146,7 @@ def prepare_data_loader(
                 f"dispatch_batches=True for process {rank} of {size}, but this is {group.rank} of {group.size}. Leave "
                 "num_processes and process_index out, or use dispatch_batches=False."
             )
-        seat, exchange, dispatch_batches = _Seat(rank, size), Exchange(SoloGroup()), False
+        fixed_rank, exchange, dispatch_batches = _FixedRankGroup(rank, size), Exchange(SoloGroup()), False
     config = DataLoaderConfiguration(
         split_batches=split_batches,
         dispatch_batches=dispatch_batches,
@@ -159,7 +159,7 @@ def prepare_data_loader(
     return prepare_loader(
         dataloader,
         exchange=exchange,
-        seat=seat,
+        fixed_rank=fixed_rank,
         device=device if put_on_device else None,
         state=LoopState(),
         config=config,
@@ -168,8 +168,8 @@ def prepare_data_loader(
     )
 
 
-class _Seat(SoloGroup):
-    """A place among processes that this one does not talk to."""
+class _FixedRankGroup(SoloGroup):
+    """A rank and a size without any other rank to talk to."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from farflung.base.errors import ConfigError
 from farflung.base.torch_internals import copied_loader
-from farflung.data.place import samplers_of
+from farflung.data.position import samplers_of
 from farflung.data.samplers import SkipBatchSampler
 
 

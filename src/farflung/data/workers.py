@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The random numbers that worker processes draw: noted now and then, so that another run's workers go on with them.
+"""The random states of worker processes: recorded now and then, so that another run's workers go on with them.
 
 Workers take turns: each makes one batch of a turn. They draw as long as they live, and when a state is taken they have
 drawn for batches that nobody has seen. So batches come with their worker's random states after them; who goes on in the
@@ -19,111 +19,111 @@ from torch.utils.data import DataLoader, get_worker_info
 from farflung.checkpoint import rng
 from farflung.data.torch_loaders import reads_indices
 
-_NOTED_EVERY_S = 0.005  # reading all states takes 60 us, and as much as this is made again
+_RECORD_EVERY_S = 0.005  # reading all states takes 60 us, and as much as this is made again
 _FRESH = "fresh"  # what a worker has when it starts by itself
 
 # The random states of a worker: bytes as they come from it, a dictionary as in a checkpoint, _FRESH, None: not known.
 States = bytes | dict[str, Any] | str | None
 
 
-class Drawn(NamedTuple):
-    """A batch, and the random states of its worker after it, if they were noted."""
+class RecordedBatch(NamedTuple):
+    """A batch, and the random states of its worker after it, if they were recorded."""
 
     content: Any
     states: bytes | None
 
 
-class Noting:
+class RecordingCollate:
     """A collate function that adds its worker's random states to a batch, and with `start` what begins a worker.
 
     Args:
         collate_fn, init_fn: the script's own.
-        plan: for each worker, after how many batches it is given which states.
-        each: note every batch, not one every few milliseconds.
+        workers: for each, after how many batches it is given which states.
+        each: record every batch, not one every few milliseconds.
     """
 
     def __init__(
         self,
         collate_fn: Callable[[Any], Any],
         init_fn: Callable[[int], None] | None,
-        plan: list[tuple[int, States]],
+        workers: list[tuple[int, States]],
         each: bool = False,
     ) -> None:
         self._collate_fn = collate_fn
         self._init_fn = init_fn
-        self._plan = plan
+        self._workers = workers
         self._num_made = 0
-        self._every_s = 0.0 if each else _NOTED_EVERY_S
-        self._noted_at = -self._every_s
+        self._every_s = 0.0 if each else _RECORD_EVERY_S
+        self._recorded_at = -self._every_s
 
     def start(self, worker: int) -> None:
         """Begin a worker, as `worker_init_fn`."""
         if self._init_fn is not None:
             self._init_fn(worker)
-        self._draw_on(worker)
+        self._restore(worker)
 
-    def __call__(self, samples: Any) -> Drawn:
+    def __call__(self, samples: Any) -> RecordedBatch:
         content = self._collate_fn(samples)
         worker = get_worker_info().id  # type: ignore[union-attr]
         self._num_made += 1
-        self._draw_on(worker)
+        self._restore(worker)
         now = time.perf_counter()
-        if self._num_made < self._plan[worker][0] or now - self._noted_at < self._every_s:
-            return Drawn(content, None)
-        self._noted_at = now
-        return Drawn(content, rng.pack_host())  # bytes, which are not pinned one by one either
+        if self._num_made < self._workers[worker][0] or now - self._recorded_at < self._every_s:
+            return RecordedBatch(content, None)
+        self._recorded_at = now
+        return RecordedBatch(content, rng.pack_host())  # bytes, which are not pinned one by one either
 
-    def _draw_on(self, worker: int) -> None:
-        number, states = self._plan[worker]
+    def _restore(self, worker: int) -> None:
+        number, states = self._workers[worker]
         if number == self._num_made and isinstance(states, dict):
             rng.write_host(states)
 
 
 @dataclass(frozen=True)
-class Turns:
+class WorkerPlan:
     """Where the workers of an iteration begin.
 
     Attributes:
         start: the batch that the first worker makes first.
-        plan: for each worker, after how many batches it is to have which states.
+        workers: for each, after how many batches it is to have which states.
     """
 
     start: int
-    plan: list[tuple[int, States]]
+    workers: list[tuple[int, States]]
 
     @classmethod
-    def begun(cls, number: int, start: int, states: list[States] | None = None) -> Turns:
+    def begun(cls, number: int, start: int, states: list[States] | None = None) -> WorkerPlan:
         """Let `number` workers begin with `states`, None: as they start by themselves."""
         return cls(start, [(0, one) for one in states or [_FRESH] * number])
 
     @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Turns:
+    def from_dict(cls, saved: dict[str, Any]) -> WorkerPlan:
         """Build what `to_dict` returned; KeyError, TypeError or ValueError where it is something else."""
-        plan = [(int(number), states) for number, states in saved["plan"]]
-        checked([states for _, states in plan])
-        return cls(int(saved["start"]), plan)
+        workers = [(int(number), states) for number, states in saved["workers"]]
+        checked([states for _, states in workers])
+        return cls(int(saved["start"]), workers)
 
     def to_dict(self) -> dict[str, Any] | None:
         """Return it as plain data, None where states are not known."""
-        states = plain([states for _, states in self.plan])
+        states = plain([states for _, states in self.workers])
         if states is None:
             return None
         return {
             "start": self.start,
-            "plan": [(number, one) for (number, _), one in zip(self.plan, states, strict=True)],
+            "workers": [(number, one) for (number, _), one in zip(self.workers, states, strict=True)],
         }
 
 
-class Log:
+class WorkerHistory:
     """What is known of the workers of one iteration."""
 
-    def __init__(self, begun: Turns) -> None:
+    def __init__(self, begun: WorkerPlan) -> None:
         self._begun = begun
-        self._number = len(begun.plan)
+        self._number = len(begun.workers)
         # Of each worker, the newest states, and the batch after which it has them: next to it, those before.
-        self._noted = [
+        self._recorded = [
             deque([(begun.start + worker + (made - 1) * self._number, states)], maxlen=2)
-            for worker, (made, states) in enumerate(begun.plan)
+            for worker, (made, states) in enumerate(begun.workers)
         ]
         self._arrived = begun.start
 
@@ -131,32 +131,32 @@ class Log:
         """Yield the batches that arrive, from number `wanted` on."""
         for item in arriving:
             batch, self._arrived = self._arrived, self._arrived + 1
-            is_noted = type(item) is Drawn
-            if not is_noted or item.states is not None:
-                self._noted[self._worker(batch)].append((batch, item.states if is_noted else None))
+            is_recorded = type(item) is RecordedBatch
+            if not is_recorded or item.states is not None:
+                self._recorded[self._worker(batch)].append((batch, item.states if is_recorded else None))
             if batch >= wanted:
-                yield item.content if is_noted else item
+                yield item.content if is_recorded else item
 
     @property
     def newest(self) -> list[States]:
-        """What the workers have after their last batch, where each of theirs was noted."""
-        return [noted[-1][1] for noted in self._noted]
+        """What the workers have after their last batch, where each of theirs was recorded."""
+        return [recorded[-1][1] for recorded in self._recorded]
 
-    def turns(self, batch: int) -> Turns:
+    def worker_plan(self, batch: int) -> WorkerPlan:
         """Return where workers begin that are to make `batch`, the newest one that has arrived or the one after it."""
         turn = batch - self._worker(batch)
-        known = [next((b, states) for b, states in reversed(noted) if b < turn) for noted in self._noted]
+        known = [next((b, states) for b, states in reversed(recorded) if b < turn) for recorded in self._recorded]
         begin = [b + self._number - worker for worker, (b, _) in enumerate(known)]  # the first turn after it
         start = min(begin)
-        plan = [((own - start) // self._number, states) for own, (_, states) in zip(begin, known, strict=True)]
-        return Turns(start, plan)
+        workers = [((own - start) // self._number, states) for own, (_, states) in zip(begin, known, strict=True)]
+        return WorkerPlan(start, workers)
 
     def _worker(self, batch: int) -> int:
         return (batch - self._begun.start) % self._number
 
 
-def can_be_noted(loader: DataLoader[Any]) -> bool:
-    """Say whether the batches of a loader come from workers that take turns, and through nothing but torch's own."""
+def can_record(loader: DataLoader[Any]) -> bool:
+    """Say whether the batches of a loader come from workers that take turns, and through torch's own iterator."""
     is_plain = type(loader).__iter__ is DataLoader.__iter__
     return reads_indices(loader) and loader.num_workers > 0 and loader.in_order and is_plain
 

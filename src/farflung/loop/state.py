@@ -19,7 +19,7 @@ class ActiveLoader(Protocol):
 
     loader: Any  # the one that is iterated
     num_batches: int  # that it has handed out
-    place: str | None  # which batch is in hand, where ranks may have different numbers of them
+    position: str | None  # which batch is in hand, where ranks may have different numbers of them
     end_of_dataloader: bool  # the batch handed out last was the final one
     remainder: int  # samples of the final global batch that are no padding; 0: all of them, -1: not known
 
@@ -191,9 +191,9 @@ class LoopState:
         return self.loaders[-1].remainder if self.loaders else -1
 
     @property
-    def place(self) -> str | None:
+    def position(self) -> str | None:
         """Which batch is in hand, where ranks may have different numbers of batches."""
-        return self.loaders[-1].place if self.loaders else None
+        return self.loaders[-1].position if self.loaders else None
 
     def observe(self, observer: Observer) -> None:
         """Tell `observer` where iterations start and end, after those that came before it, as long as it exists."""

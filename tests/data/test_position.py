@@ -83,8 +83,8 @@ def tolist(batch):
 
 def step(batch, loader):
     """What a step of training sees: the batch, random numbers after it, the end and the remainder."""
-    drawn = (torch.rand(()).item(), random.random(), np.random.rand())
-    return tolist(batch), drawn, loader.end_of_dataloader, loader.remainder
+    worker_states = (torch.rand(()).item(), random.random(), np.random.rand())
+    return tolist(batch), worker_states, loader.end_of_dataloader, loader.remainder
 
 
 def in_one_go(make, epochs=3):
@@ -271,7 +271,7 @@ def test_a_loader_with_another_number_of_workers_says_that_it_draws_other_number
         other = make(workers)
         other.load_state_dict(state)
         word = f", with {counted(workers, 'worker')} instead of 2, which draw different random numbers"
-        assert other.whereabouts() == "continues after batch 1 of 5 of epoch 0" + (word if workers != 2 else "")
+        assert other.describe_position() == "continues after batch 1 of 5 of epoch 0" + (word if workers != 2 else "")
         assert [batch["x"][:, 0].tolist() for batch in other] == [[2, 3], [4, 5], [6, 7], [8]]
 
 
@@ -286,7 +286,7 @@ def test_loaders_whose_batches_take_another_way_are_left_as_they_are():
         assert sum(len(batch["x"]) for batch in prepared(raw)) == 5
 
 
-def test_skipping_replaces_the_place_and_never_adds_to_it():
+def test_skipping_replaces_the_position_and_never_adds_to_it():
     def make():
         return prepared(shuffled())
 
@@ -340,7 +340,7 @@ def test_after_a_break_the_next_epoch_is_next():
     for _ in loader:
         break
     state = through_a_file(loader.state_dict())
-    assert state["place"] is None
+    assert state["position"] is None
     other = make()
     other.load_state_dict(state)
     assert [tolist(b)[0][0] for b in other] == [tolist(b)[0][0] for b in loader]
@@ -350,7 +350,7 @@ def test_after_a_break_the_next_epoch_is_next():
 def test_a_state_of_something_else_changes_nothing():
     loader = prepared(shuffled())
     before = through_a_file(loader.state_dict())
-    for bad in ({}, {**before, "place": {"batches": 3}}, {**before, "place": 3}):
+    for bad in ({}, {**before, "position": {"batches": 3}}, {**before, "position": 3}):
         with pytest.raises((KeyError, TypeError)):
             loader.load_state_dict(bad)
     assert str(loader.state_dict()) == str(before)

@@ -3,7 +3,7 @@
 
 An iteration draws random numbers when it starts (an order, the seed of its workers) and reads ahead of the training
 loop. To go on in its middle, the start is repeated with the random states of then, what was handed out is left out, and
-what had been read ahead is taken from the checkpoint, since it was made with random numbers that are spent.
+what had been prefetched is taken from the checkpoint, since it was made with random numbers that are spent.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class NotPlain(Exception):
 
 
 @dataclass(frozen=True)
-class Start:
+class RandomStates:
     """The random states in which an iteration began: the process's own, and those of the loader's generators."""
 
     host: dict[str, Any]
     generators: list[Tensor]
 
     @classmethod
-    def of(cls, loader: DataLoader[Any]) -> Start:
+    def of(cls, loader: DataLoader[Any]) -> RandomStates:
         """Read the states that are there now."""
         return cls(rng.read_host(), [generator.get_state() for generator in generators_of(loader)])
 
-    def again(self, loader: DataLoader[Any]) -> None:
+    def restore(self, loader: DataLoader[Any]) -> None:
         """Make the states those of then."""
         rng.write(self.host)
         set_generators(loader, self.generators)
@@ -53,44 +53,44 @@ class Start:
             rng.write(self.host)
 
 
-# Of a place after so many batches of which nothing else is known.
-FROM_ITS_START: dict[str, Any] = {
-    "num_ahead": 0,
-    "ahead": None,
+# Of a position after so many batches, of which nothing else is known.
+NOTHING_READ: dict[str, Any] = {
+    "num_prefetched": 0,
+    "prefetched": None,
     "first": None,
     "dataset": None,
     "exhausted": False,
-    "turns": None,
+    "worker_plan": None,
 }
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place in an iteration.
+class Position:
+    """A position in an iteration.
 
     Attributes:
         batches: those that were handed out, with those that were skipped.
         ended: the last one was among them.
         start: the random states in which it began.
-        num_ahead: how many batches (of a dispatching loader: rounds) had been read, but not handed out.
-        ahead: those, or None where they are no plain data.
+        num_prefetched: how many batches (of a dispatching loader: rounds) had been read, but not handed out.
+        prefetched: those, or None where they are no plain data.
         first: of a dispatching loader, its first round, whose samples complete the last one.
-        dataset: the state of a data set, or of a loader, that keeps one, after what was read ahead; or None.
+        dataset: the state of a data set, or of a loader, that keeps one, after what was prefetched; or None.
         exhausted: the data set has nothing more.
-        warm: persistent workers were there when it began, so that it drew no seed for them.
-        turns: how workers go on, with their random states; None: as workers start by themselves.
+        has_workers: persistent workers were there when it began, so that it drew no seed for them.
+        worker_plan: how workers go on, with their random states; None: as workers start by themselves.
     """
 
     batches: int
     ended: bool
-    start: Start
-    num_ahead: int = 0
-    ahead: Any = None
+    start: RandomStates
+    num_prefetched: int = 0
+    prefetched: Any = None
     first: Any = None
     dataset: Any = None
     exhausted: bool = False
-    warm: bool = False
-    turns: dict[str, Any] | None = None
+    has_workers: bool = False
+    worker_plan: dict[str, Any] | None = None
 
     @property
     def is_read(self) -> bool:
@@ -103,33 +103,33 @@ class Place:
         return {**own, "host": self.start.host, "generators": self.start.generators}
 
     @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Place:
+    def from_dict(cls, saved: dict[str, Any]) -> Position:
         """Build what `to_dict` returned; KeyError or TypeError where it is something else."""
         own = dict(saved)
-        start = Start(own.pop("host"), own.pop("generators"))
+        start = RandomStates(own.pop("host"), own.pop("generators"))
         rng.check(start.host)
         return cls(start=start, **own)
 
-    def moved(self, batches: int) -> Place:
-        """Return the place after `batches` of the same iteration, of which nothing has been read."""
-        return replace(self, batches=batches, **FROM_ITS_START)
+    def moved(self, batches: int) -> Position:
+        """Return the position after `batches` of the same iteration, of which nothing has been read."""
+        return replace(self, batches=batches, **NOTHING_READ)
 
 
 @dataclass
 class Resumption:
-    """A place where the next iteration goes on.
+    """A position where the next iteration goes on.
 
     Attributes:
-        now: the random states with which training goes on, once the place is reached.
+        now: the random states with which training goes on, once the position is reached.
     """
 
-    place: Place
-    now: Start | None = field(default=None)
+    position: Position
+    now: RandomStates | None = field(default=None)
 
     def begin(self, loader: DataLoader[Any]) -> None:
         """Go back to the random states of the iteration's start."""
-        self.now = Start.of(loader)
-        self.place.start.again(loader)
+        self.now = RandomStates.of(loader)
+        self.position.start.restore(loader)
 
     def arrive(self) -> None:
         """Go on with the random states of the training; the generators of the loader stay as the start left them."""
@@ -223,10 +223,10 @@ def replay(batches: Iterator[Any], number: int, to_the_end: bool = False) -> Non
     from rich.console import Console
     from rich.progress import Progress
 
-    again = "all batches" if to_the_end else counted(number, "batch")
+    restore = "all batches" if to_the_end else counted(number, "batch")
     console = Console(stderr=True, quiet=world is not None and not world.is_main)
     console.print(
-        f"farflung: reading {again} again to go on behind, as the data set has no state_dict.",
+        f"farflung: reading {restore} again to go on behind, as the data set has no state_dict.",
         highlight=False,
         soft_wrap=True,
     )
