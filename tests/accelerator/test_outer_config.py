@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung import Accelerator, OuterConfig
-from farflung.accelerator.settings import settled_outer
+from farflung.accelerator.settings import resolve_outer
 from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.files import write_file
@@ -93,7 +93,7 @@ def test_script_file_variables_and_flags_mean_the_same(said, tmp_path_factory):
     settings = {f"outer_{name}": value for name, value in said.items()}
     told = rank_variables(LaunchSettings(**settings))
     with environ.patched(told):
-        assert launched_outer() == config == settled_outer(None) == settled_outer(config)
+        assert launched_outer() == config == resolve_outer(None) == resolve_outer(config)
 
     folder = tmp_path_factory.mktemp("files")
     block = "outer:\n" + "".join(f"  {name}: {str(value).lower()}\n" for name, value in said.items())
@@ -228,9 +228,9 @@ def test_a_variable_that_nothing_reads_is_refused(name, meant):
 
 def test_a_script_and_a_launcher_that_want_different_loops_are_told_so():
     with environ.patched({"FARFLUNG_OUTER_RECIPE": "diloco", "FARFLUNG_OUTER_EVERY": "8"}):
-        assert settled_outer(OuterConfig("diloco", every=8)) == OuterConfig("diloco", every=8)
+        assert resolve_outer(OuterConfig("diloco", every=8)) == OuterConfig("diloco", every=8)
         with pytest.raises(ConfigError, match=r"script asks for diloco with .*32.*the launcher for diloco with .*8"):
-            settled_outer(OuterConfig("diloco", every=32))
+            resolve_outer(OuterConfig("diloco", every=32))
 
 
 def test_how_much_is_sent_at_a_time_reaches_the_loop():

@@ -11,7 +11,7 @@ from accelerate.utils import TorchDynamoPlugin as TheirPlugin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflung.accelerator.settings import settled_compile
+from farflung.accelerator.settings import resolve_compile
 from farflung.base.enums import DynamoBackend
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.config import environ
@@ -109,7 +109,7 @@ def test_what_is_said_of_compiling_reaches_the_script(said):
     told = rank_variables(LaunchSettings(**said))
     with environ.patched({name: value for name, value in told.items() if "DYNAMO" in name}):
         ours, theirs = TorchDynamoPlugin(), TheirPlugin()
-        assert settled_compile(None, None) == ours
+        assert resolve_compile(None, None) == ours
     assert ours.to_dict() == theirs.to_dict()
     found = {
         "dynamo_backend": str(ours.backend).lower(),

@@ -385,9 +385,9 @@ def test_a_rate_below_zero_is_said_aloud_once_with_the_ticks_that_there_will_be(
 def test_other_processes_than_the_main_one_do_not_warn_of_a_schedule():
     model, optimizer, _ = made()
     falling = LambdaLR(optimizer.optimizer, decay_over(2))
-    updates(optimizer, AcceleratedScheduler(falling, [optimizer], speaks=False), model, 4)
+    updates(optimizer, AcceleratedScheduler(falling, [optimizer], warns=False), model, 4)
     below = LambdaLR(optimizer.optimizer, lambda step: -1.0 * step)
-    updates(optimizer, AcceleratedScheduler(below, [optimizer], speaks=False), model, 2)
+    updates(optimizer, AcceleratedScheduler(below, [optimizer], warns=False), model, 2)
 
 
 def test_under_an_outer_loop_a_skipped_step_ticks_so_that_replicas_keep_one_learning_rate():

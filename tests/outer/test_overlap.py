@@ -97,7 +97,7 @@ OVERLAPPED = {
 
 
 def beside_a_talking_script():
-    """The script reduces something of its own at each step, on the group that the loop has a twin of."""
+    """The script reduces something of its own at each step, on the group that the loop has a duplicate of."""
     rank, size = dist.get_rank(), dist.get_world_size()
     outcomes = {}
     for name, recipe in OVERLAPPED.items():

@@ -13,7 +13,7 @@ from farflung.base.errors import ConfigError, RankFailure, StateError, Unsupport
 from farflung.config import environ
 from farflung.config.handlers import InitProcessGroupKwargs
 from farflung.process import world as slot
-from farflung.process.bootstrap import Place, choose_device, join_world, leave_world, read_place
+from farflung.process.bootstrap import RankInfo, choose_device, join_world, leave_world, read_rank_info
 from farflung.process.log import get_logger
 from farflung.process.seed import set_seed, synchronize_rng_states
 from farflung.state import PartialState
@@ -41,12 +41,12 @@ def no_world():
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_is_understood(launcher):
     with environ.patched(LAUNCHERS[launcher]):
-        assert read_place() == Place(3, 4, 1, 2)
+        assert read_rank_info() == RankInfo(3, 4, 1, 2)
 
 
 def test_a_slurm_batch_script_is_one_process():
     with environ.patched({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}):
-        assert read_place() == Place(0, 1, 0, 1)
+        assert read_rank_info() == RankInfo(0, 1, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_nccl_on_cpus_is_refused():
 @pytest.mark.gpu
 def test_a_process_without_a_device_of_its_own_is_told():
     with pytest.raises(ConfigError, match="at most"):
-        choose_device(Place(99, 100, 99, 100), cpu=False)
+        choose_device(RankInfo(99, 100, 99, 100), cpu=False)
 
 
 def test_nothing_is_known_before_the_world_is_joined():

@@ -151,7 +151,7 @@ def test_the_environment_asks_for_compiling():
 
 @pytest.mark.parametrize("make", [compiling, by_regions])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_unwrapping_without_compile_gives_a_plain_twin_of_the_same_tensors(make, precision):
+def test_unwrapping_without_compile_gives_a_plain_duplicate_of_the_same_tensors(make, precision):
     accelerator = make(mixed_precision=precision)
     x = torch.arange(6)
     model = accelerator.prepare(Deep())
@@ -248,7 +248,7 @@ def test_copies_and_pickles_of_a_compiled_model_are_plain_models_of_their_own():
 # ---- the public functions
 
 
-def test_compile_regions_returns_a_twin_and_leaves_the_model_alone():
+def test_compile_regions_returns_a_duplicate_and_leaves_the_model_alone():
     model, x = Deep(), torch.arange(6)
     before = model(x)
     compiled = compile_regions(model, backend="eager")

@@ -21,7 +21,7 @@ from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController
 from farflung.accelerator.join import join_uneven_inputs
 from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics, release_memory
-from farflung.accelerator.outer import OpenLoops, OuterWords
+from farflung.accelerator.outer import OpenLoops, OuterMethods
 from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
 from farflung.accelerator.settings import (
     check_folders,
@@ -29,10 +29,10 @@ from farflung.accelerator.settings import (
     check_loop,
     handlers_by_kind,
     refuse_engines,
-    settled_accumulation,
-    settled_compile,
-    settled_data,
-    settled_outer,
+    resolve_accumulation,
+    resolve_compile,
+    resolve_data,
+    resolve_outer,
 )
 from farflung.accelerator.views import AcceleratorState, GradientState
 from farflung.base.checks import check_type, check_whole
@@ -65,7 +65,7 @@ from farflung.strategy.choose import choose_strategy
 from farflung.tools.profile import profile
 
 
-class Accelerator(OuterWords, Checkpointing, ProcessControl):
+class Accelerator(OuterMethods, Checkpointing, ProcessControl):
     """Runs your training loop on as many processes as it was started with. Accelerate's parameters, and:
 
     Args:
@@ -125,13 +125,13 @@ class Accelerator(OuterWords, Checkpointing, ProcessControl):
         self.init_handler: InitProcessGroupKwargs | None = check_init(handlers.get(InitProcessGroupKwargs))
         self.autocast_handler: AutocastKwargs | None = handlers.get(AutocastKwargs)
         self.profile_handler: ProfileKwargs | None = handlers.get(ProfileKwargs)
-        accumulation = settled_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
-        compiling = settled_compile(dynamo_backend, dynamo_plugin)
-        asked = settled_outer(outer)
+        accumulation = resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
+        compiling = resolve_compile(dynamo_backend, dynamo_plugin)
+        asked = resolve_outer(outer)
         self.project_configuration = project_config or ProjectConfiguration()
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(os.fspath(project_dir))
-        self.dataloader_config = settled_data(dataloader_config, split_batches)
+        self.dataloader_config = resolve_data(dataloader_config, split_batches)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = [str(kind) for kind in (["generator"] if rng_types is None else rng_types)]

@@ -78,7 +78,7 @@ def shared_pieces(run: Run, weights: Sequence[Mapping[str, Tensor]], safe: bool)
         for k, one in enumerate(registry.schedulers)
     ]
     if run.precision.scaler is not None:
-        parts.append(Piece(layout.SCALER, run.precision.state_dict(run.bare_optimizers)["settled"]))
+        parts.append(Piece(layout.SCALER, run.precision.state_dict(run.bare_optimizers)["after_update"]))
     parts += [
         Piece(layout.custom(k), one.state_dict(), origin=f"the registered {type(one).__name__}")
         for k, one in enumerate(run.custom)

@@ -106,7 +106,7 @@ def extract_model_from_parallel(
     Args:
         keep_fp32_wrapper: False also undoes mixed precision's change to its forward pass.
         keep_torch_compile: False returns what computes without torch.compile: the module inside a compiled one, or,
-            where the module itself was compiled, a twin that shares all its tensors.
+            where the module itself was compiled, a duplicate that shares all its tensors.
         recursive: not supported.
     """
     if recursive:

@@ -273,8 +273,8 @@ class Outer:
             attached.end(kind, error, trace)
 
 
-class OuterWords:
-    """An Accelerator's words for outer loops."""
+class OuterMethods:
+    """The methods of an Accelerator that open outer loops."""
 
     _joined: World
     _strategy: Strategy

@@ -160,7 +160,7 @@ class Preparer:
             followed or self.registry.optimizers,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             ticks=1 if per_update else self.world.size,
-            speaks=self.world.is_main,
+            warns=self.world.is_main,
         )
         self.registry.schedulers.append(prepared)
         self.registry.remember(scheduler, prepared)

@@ -30,38 +30,38 @@ from farflung.outer.joined import Joined, joined
 def regrouped(
     folder: Path, old: int, rank: int, size: int, total_batch_sizes: Sequence[int | None]
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Return what `rank` of `size` takes for its own state and random states, and words about what is not the same.
+    """Return what `rank` of `size` takes for its own state and random states, and notes on what is not the same.
 
     Args:
         folder: a checkpoint of `old` ranks.
         total_batch_sizes: of the loaders here: samples of all ranks in one step.
     """
-    words = [
+    notes = [
         f"it was written by {counted(old, 'process')} and resumes with {size}: steps see a different number of samples"
     ]
     if size > old:
         new = numbered("rank", range(old, size))
-        words.append(
+        notes.append(
             f"{new} is new: its random numbers begin a stream of their own"
             if size == old + 1
             else f"{new} are new: their random numbers begin streams of their own"
         )
     owns = [read_torch(folder / layout.loop_state(k)) for k in range(old)]
     own = dict(owns[0])
-    own["gradients"] = _mean_gradients(owns, words)
+    own["gradients"] = _mean_gradients(owns, notes)
     if own["gradients"] is None:
         own["gradients"] = [None] * len(own["optimizers"])
         own["loop"] = {"windows": [{**one, **_FRESH} for one in own["loop"]["windows"]]}
     own["buffers"], own["asks_for_buffers"] = [], []
     own["optimizers"] = [{**one, "is_own": False} for one in own["optimizers"]]
     own["loaders"] = [
-        _moved(state, old, size, total, words) for state, total in zip(own["loaders"], total_batch_sizes, strict=False)
+        _moved(state, old, size, total, notes) for state, total in zip(own["loaders"], total_batch_sizes, strict=False)
     ]
     if any(one["is_own"] for one in owns[0]["optimizers"]):
-        words.append(
+        notes.append(
             "replicas had trained independently: all take the mean of their weights, and rank 0's optimizer state"
         )
-    return own, _random_states(folder, old, rank), words
+    return own, _random_states(folder, old, rank), notes
 
 
 _FRESH = {"size": 0, "complete": True, "items": 0.0, "scale": None}
@@ -75,11 +75,11 @@ def joined_loops(folder: Path, old: int) -> list[Joined]:
     return [joined(column) for column in zip(*(read_torch(path)["loops"] for path in paths), strict=True)]
 
 
-def _mean_gradients(owns: list[dict[str, Any]], words: list[str]) -> list[Any] | None:
+def _mean_gradients(owns: list[dict[str, Any]], notes: list[str]) -> list[Any] | None:
     """Return the mean over the ranks of each optimizer's unfinished gradients; None where they can't be joined."""
     scales = {window["scale"] for own in owns for window in own["loop"]["windows"]}
     if scales != {None}:
-        words.append("the unfinished accumulation window was weighted by num_items: it starts over")
+        notes.append("the unfinished accumulation window was weighted by num_items: it starts over")
         return None
     joined: list[Any] = []
     for column in zip(*(own["gradients"] for own in owns), strict=True):
@@ -95,7 +95,7 @@ def _mean_gradients(owns: list[dict[str, Any]], words: list[str]) -> list[Any] |
     return joined
 
 
-def _moved(state: dict[str, Any], old: int, size: int, total: int | None, words: list[str]) -> dict[str, Any]:
+def _moved(state: dict[str, Any], old: int, size: int, total: int | None, notes: list[str]) -> dict[str, Any]:
     """Return a loader's state with its position after as many samples, in steps of another size."""
     position = state["position"]
     if position is None:
@@ -107,7 +107,7 @@ def _moved(state: dict[str, Any], old: int, size: int, total: int | None, words:
     if position["ended"]:
         batches += old + size  # past the end, whatever the last steps are like
     elif rest:
-        words.append(
+        notes.append(
             f"the last {counted(rest, 'sample')} before it will be seen again, as {samples} is no multiple of {step}"
         )
     return {**state, "worker_states": None, "position": {**position, **NOTHING_READ, "batches": batches}}

@@ -80,7 +80,7 @@ def check_folders(project_dir: Any, project_config: Any) -> None:
         check_type("project_config", project_config, ProjectConfiguration, "a ProjectConfiguration(project_dir=...)")
 
 
-def settled_data(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
+def resolve_data(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
     """Return how loaders are prepared.
 
     Raises:
@@ -122,7 +122,7 @@ def refuse_engines(**given: Any) -> None:
             raise Unsupported(f"{name}={shown(value)}: {_INSTEAD[name]}.")
 
 
-def settled_compile(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+def resolve_compile(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
     """Return how to compile models: as the plugin, the backend, or the environment says.
 
     Raises:
@@ -137,7 +137,7 @@ def settled_compile(backend: DynamoBackend | str | None, plugin: TorchDynamoPlug
     return plugin or TorchDynamoPlugin(backend=backend)
 
 
-def settled_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
+def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
     """Return the outer loop that the script or the launcher asks for, None where neither does.
 
     Args:
@@ -181,7 +181,7 @@ def handlers_by_kind(handlers: Sequence[KwargsHandler] | None) -> dict[type, Any
     return found
 
 
-def settled_accumulation(
+def resolve_accumulation(
     steps: int | None, plugin: GradientAccumulationPlugin | None
 ) -> GradientAccumulationPlugin | None:
     """Return how to accumulate gradients: as the plugin, the argument, or the launcher says; None when none does.

@@ -51,7 +51,7 @@ class Sequences(Dataset[Tensor]):
         return self.bytes[start : start + self.context + 1]
 
 
-class Spread(Dataset[Tensor]):
+class EvenSubset(Dataset[Tensor]):
     """At most `count` items of `source`, evenly spread over it."""
 
     def __init__(self, source: Sequences, count: int) -> None:
@@ -234,7 +234,7 @@ def main(settings_file: str) -> None:
     text = load_text(settings.data)
     context = settings.shape.context
     train = DataLoader(Sequences(text.train, context), batch_size=settings.batch, shuffle=True, drop_last=True)
-    held_out = DataLoader(Spread(Sequences(text.validation, context), VALIDATION_SEQUENCES), batch_size=32)
+    held_out = DataLoader(EvenSubset(Sequences(text.validation, context), VALIDATION_SEQUENCES), batch_size=32)
     set_seed(settings.seed)
     train, held_out = accelerator.prepare(train, held_out)
     with ExitStack() as stack:

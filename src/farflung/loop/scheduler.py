@@ -38,7 +38,7 @@ class AcceleratedScheduler:
         optimizers: the prepared optimizers to follow.
         step_with_optimizer: False ticks on each call, whatever the optimizers did.
         ticks: how often an update ticks.
-        speaks: whether this process warns of a schedule that does not fit; one of all is enough.
+        warns: whether this process warns of a schedule that does not fit; one of all is enough.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class AcceleratedScheduler:
         *,
         step_with_optimizer: bool = True,
         ticks: int = 1,
-        speaks: bool = True,
+        warns: bool = True,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)
@@ -56,7 +56,7 @@ class AcceleratedScheduler:
         self._ticks = 1 if isinstance(scheduler, ReduceLROnPlateau) else ticks
         self._total = getattr(scheduler, "total_steps", None)
         self._horizon = horizon_of(scheduler)
-        self._speaks = speaks
+        self._warns = warns
         self._was_below_zero = False
         self._rates = getattr(scheduler, "get_last_lr", list)
 
@@ -84,7 +84,7 @@ class AcceleratedScheduler:
 
     def _warn(self, what: str) -> None:
         """Say on the main process what is wrong with the schedule, and what length would fit."""
-        if not self._speaks:
+        if not self._warns:
             return
         advice = ""
         loop = self.optimizers[0].loop_state if self.optimizers else None

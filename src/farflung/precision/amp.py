@@ -83,7 +83,7 @@ class ScaledFp16(Autocast):
         self._stepped: set[int] = set()
 
     def scale(self, loss: Tensor) -> Tensor:
-        self._settle()
+        self._update_if_stepped()
         return self.scaler.scale(loss)  # type: ignore[no-any-return]
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -95,13 +95,13 @@ class ScaledFp16(Autocast):
         if closure is not None:
             raise Unsupported("fp16 with a loss scaler can't step with a closure. Use bf16, or step without one.")
         if id(optimizer) in self._stepped:
-            self._settle()
+            self._update_if_stepped()
         self.scaler.step(optimizer)
         self._stepped.add(id(optimizer))
         # A fused optimizer's step is called even after an overflow, so the call itself says nothing.
         return not overflowed(self.scaler, optimizer)
 
-    def _settle(self) -> None:
+    def _update_if_stepped(self) -> None:
         """Let the scale change between two losses, never between two optimizers that step on gradients of one scale."""
         if self._stepped:
             self.scaler.update()
@@ -110,7 +110,7 @@ class ScaledFp16(Autocast):
 
     def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         return {
-            "settled": self._settled(),
+            "after_update": self._state_after_update(),
             "scaler": self.scaler.state_dict(),
             "optimizers": [self._state_of(optimizer) for optimizer in optimizers],
         }
@@ -144,7 +144,7 @@ class ScaledFp16(Autocast):
             "found_inf": torch.stack(found).amax(0) if found else None,
         }
 
-    def _settled(self) -> dict[str, Any]:
+    def _state_after_update(self) -> dict[str, Any]:
         """Return the scaler's state as it will be when the next loss is scaled; the scaler itself stays as it is."""
         state: dict[str, Any] = self.scaler.state_dict()
         if not self._stepped or not state:

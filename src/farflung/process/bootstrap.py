@@ -47,11 +47,11 @@ _ENGINES = {
 # and needs Python's lock for that. If the group is destroyed meanwhile by a thread that holds the lock (as a DDP model
 # does that outlives it), both wait for ever; if the interpreter ends meanwhile, the process aborts. Nothing tells when
 # the worker is through, so it is given time, with the lock free.
-_SETTLE_S = 0.1
+_RELEASE_WAIT_S = 0.1
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """What the launcher said about this process."""
 
     rank: int
@@ -60,8 +60,8 @@ class Place:
     local_size: int
 
 
-def read_place() -> Place:
-    """Read this process's place from the launcher's variables: torchrun's, Open MPI's, PMI's or Slurm's.
+def read_rank_info() -> RankInfo:
+    """Read what the launcher says about this process from its variables: torchrun's, Open MPI's, PMI's or Slurm's.
 
     Raises:
         ConfigError: the variables contradict each other, or one is missing.
@@ -69,7 +69,7 @@ def read_place() -> Place:
     size = environ.integer(*_SIZE)
     rank = environ.integer(*_RANK)
     if size is None or size == 1:
-        return Place(0, 1, environ.integer(*_LOCAL_RANK) or 0, 1)
+        return RankInfo(0, 1, environ.integer(*_LOCAL_RANK) or 0, 1)
     if rank is None and environ.text("SLURM_STEP_NUM_TASKS"):
         rank = environ.integer("SLURM_PROCID")
     if size < 1 or rank is None or not 0 <= rank < size:
@@ -86,10 +86,10 @@ def read_place() -> Place:
             f"WORLD_SIZE is {size} but LOCAL_RANK is not set, so this process can't tell which device of its machine "
             "is its own. Set LOCAL_RANK, or start with `farflung launch` or `torchrun`."
         )
-    return Place(rank, size, local_rank, local_size if local_size is not None else size)
+    return RankInfo(rank, size, local_rank, local_size if local_size is not None else size)
 
 
-def choose_device(place: Place, cpu: bool) -> torch.device:
+def choose_device(info: RankInfo, cpu: bool) -> torch.device:
     """Return this process's device: the CPU when asked for or when there is nothing else, else its own accelerator.
 
     Raises:
@@ -103,13 +103,13 @@ def choose_device(place: Place, cpu: bool) -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     available = torch.accelerator.device_count()
-    if place.local_rank >= available:
+    if info.local_rank >= available:
         raise ConfigError(
-            f"Local rank {place.local_rank} needs its own accelerator, but this machine has {available}. "
+            f"Local rank {info.local_rank} needs its own accelerator, but this machine has {available}. "
             f"Start at most {counted(available, 'process')} on it, or train on the CPU with `--cpu`."
         )
-    device = torch.device(accelerator.type, place.local_rank)
-    torch.accelerator.set_device_index(place.local_rank)
+    device = torch.device(accelerator.type, info.local_rank)
+    torch.accelerator.set_device_index(info.local_rank)
     return device
 
 
@@ -134,27 +134,27 @@ def join_world(
         if environ.flag(name):
             raise Unsupported(f"{name} is set. {message}")
     if dist.is_initialized():
-        place = _place_in_existing_group()
+        info = _rank_info_of_group()
     else:
-        place = read_place()
-    device = choose_device(place, cpu)
-    if place.size > 1:
-        _install_farewell()
-    install_failure_report(place.rank, _explained)
-    owns = place.size > 1 and not dist.is_initialized()
+        info = read_rank_info()
+    device = choose_device(info, cpu)
+    if info.size > 1:
+        _install_exit_report()
+    install_failure_report(info.rank, _explained)
+    owns = info.size > 1 and not dist.is_initialized()
     if owns:
-        _initialize(place, device, init or InitProcessGroupKwargs())
-    torch_group = TorchGroup() if place.size > 1 else None
+        _initialize(info, device, init or InitProcessGroupKwargs())
+    torch_group = TorchGroup() if info.size > 1 else None
     group: Group = torch_group or SoloGroup()
     world = World(
-        rank=place.rank,
-        size=place.size,
-        local_rank=place.local_rank,
-        local_size=place.local_size,
+        rank=info.rank,
+        size=info.size,
+        local_rank=info.local_rank,
+        local_size=info.local_size,
         device=device,
         group=group,
         exchange=Exchange(group),
-        backend=dist.get_backend() if place.size > 1 else None,
+        backend=dist.get_backend() if info.size > 1 else None,
         owns_group=owns,
         watchdog=Watchdog(torch_group) if torch_group else None,
     )
@@ -172,11 +172,11 @@ def leave_world() -> None:
     if world is not None and world.owns_group:
         atexit.unregister(leave_world)
         if dist.is_initialized():
-            time.sleep(_SETTLE_S)
+            time.sleep(_RELEASE_WAIT_S)
             dist.destroy_process_group()
 
 
-def _install_farewell() -> None:
+def _install_exit_report() -> None:
     """Have an exception that nobody catches end the other ranks' waits at once, with its name as the reason.
 
     Otherwise they would wait until this process is gone, which may take minutes: it may run `atexit` functions, or wait
@@ -184,13 +184,13 @@ def _install_farewell() -> None:
     """
     before = sys.excepthook
 
-    def farewell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def report_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         world = slot.current()
         if world is not None and dist.is_initialized():
             world.group.leave(f"{kind.__name__}: {error}"[:500], for_good=True)
         before(kind, error, trace)
 
-    sys.excepthook = farewell
+    sys.excepthook = report_exit
 
 
 def _watch(world: World, asked: WatchdogKwargs | None, init: InitProcessGroupKwargs | None = None) -> None:
@@ -218,26 +218,26 @@ def _explained(error: BaseException) -> BaseException:
     return world.group.failure(error).with_traceback(error.__traceback__)
 
 
-def _place_in_existing_group() -> Place:
+def _rank_info_of_group() -> RankInfo:
     rank, size = dist.get_rank(), dist.get_world_size()
     local_rank, local_size = environ.integer(*_LOCAL_RANK), environ.integer(*_LOCAL_SIZE)
-    return Place(rank, size, rank if local_rank is None else local_rank, size if local_size is None else local_size)
+    return RankInfo(rank, size, rank if local_rank is None else local_rank, size if local_size is None else local_size)
 
 
-def _initialize(place: Place, device: torch.device, init: InitProcessGroupKwargs) -> None:
+def _initialize(info: RankInfo, device: torch.device, init: InitProcessGroupKwargs) -> None:
     # torch's env:// reads torchrun's names, so the other launchers' numbers are put under those.
-    environ.export({"RANK": str(place.rank), "WORLD_SIZE": str(place.size), "LOCAL_RANK": str(place.local_rank)})
+    environ.export({"RANK": str(info.rank), "WORLD_SIZE": str(info.size), "LOCAL_RANK": str(info.local_rank)})
     if init.init_method is None and not (environ.text("MASTER_ADDR") and environ.text("MASTER_PORT")):
-        if place.local_size != place.size or environ.text("MASTER_ADDR"):
+        if info.local_size != info.size or environ.text("MASTER_ADDR"):
             raise ConfigError(
-                f"WORLD_SIZE is {place.size}, but MASTER_ADDR is {environ.text('MASTER_ADDR')!r} and MASTER_PORT "
+                f"WORLD_SIZE is {info.size}, but MASTER_ADDR is {environ.text('MASTER_ADDR')!r} and MASTER_PORT "
                 f"{environ.text('MASTER_PORT')!r}, so the processes can't find each other. Set both, or start with "
                 "`farflung launch` or `torchrun`."
             )
         environ.export({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": environ.text("MASTER_PORT") or "29500"})
     arguments: dict[str, Any] = {"backend": _backend(device, init.backend)}
     if init.init_method is not None:
-        arguments |= {"init_method": init.init_method, "rank": place.rank, "world_size": place.size}
+        arguments |= {"init_method": init.init_method, "rank": info.rank, "world_size": info.size}
     if init.timeout is not None:
         arguments["timeout"] = init.timeout
     if device.type == "cuda":

@@ -54,7 +54,7 @@ def compile_in_place(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Return a twin of `module` whose repeated blocks, and the other parts around them, are compiled one by one.
+    """Return a duplicate of `module` whose repeated blocks, and the other parts around them, are compiled one by one.
 
     A block is repeated when it is in a `ModuleList` of modules of one class. Equal blocks share their compiled code, so
     that a deep model compiles about as fast as one block. `module` itself stays as it is, and so do all names.
@@ -67,21 +67,21 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """
     if has_compiled_regions(module):
         raise ConfigError(f"compile_regions: this {type(module).__name__} is already compiled, as a whole or in part.")
-    other = _twin(module, {id(inner) for region in _regions(module) for inner in region}, remember=True)
+    other = _duplicate(module, {id(inner) for region in _regions(module) for inner in region}, remember=True)
     _compile(_regions(other), compile_kwargs)
     return other
 
 
 def without_compile(module: nn.Module) -> nn.Module:
-    """Return `module` as it computes without `torch.compile`: itself when it does, else a twin of the same tensors.
+    """Return `module` as it computes without `torch.compile`: itself if it does, else a duplicate with its tensors.
 
-    Plain attributes of a twin, such as `training`, are those of this moment and do not follow the module's.
+    Plain attributes of a duplicate, such as `training`, are those of this moment and do not follow the module's.
     """
     inside = compiled_from(module) or module.__dict__.get(COMPILED_FROM)
     if inside is not None:
         return without_compile(inside)
     compiled = {id(inner) for inner in module.modules() if is_compiled_module(inner)}
-    return _twin(module, compiled) if compiled else module
+    return _duplicate(module, compiled) if compiled else module
 
 
 def _held(module: nn.Module) -> nn.Module:
@@ -116,7 +116,7 @@ def _compile(regions: Iterable[list[nn.Module]], compile_kwargs: dict[str, Any])
             set_compiled_call(module, partial(compiled, module))
 
 
-def _twin(module: nn.Module, chosen: set[int], remember: bool = False) -> nn.Module:
+def _duplicate(module: nn.Module, chosen: set[int], remember: bool = False) -> nn.Module:
     """Return a copy of `module` in which the `chosen` modules, given by their ids, are not compiled.
 
     Those and what holds them are copied; all other modules, and all tensors, are the same objects.

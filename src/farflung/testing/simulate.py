@@ -24,7 +24,7 @@ from farflung.outer.recipes import post_local_sgd
 from farflung.outer.stats import Round, Stats
 from farflung.testing.bar import Bar
 from farflung.testing.sim import SimGroup, run_replicas
-from farflung.testing.task import Loss, Task
+from farflung.testing.task import Loss, SimulateArguments
 from farflung.testing.timed import Clock, Network, TimedGroup
 
 
@@ -192,7 +192,7 @@ def simulate(
     if not isinstance(step_seconds, (list, tuple)):
         check_number("step_seconds", step_seconds, least=0)
     pace = (step_seconds,) * replicas if isinstance(step_seconds, (int, float)) else tuple(step_seconds)
-    task = Task(
+    task = SimulateArguments(
         make_model=make_model,
         make_data=make_data,
         recipe=post_local_sgd(steps, 1) if recipe is None else chosen_recipe(recipe),
@@ -236,14 +236,14 @@ def _summary(outcomes: Sequence[_Outcome]) -> Simulation:
     )
 
 
-def _play(group: SimGroup, task: Task, bar: Bar) -> _Outcome:
+def _play(group: SimGroup, task: SimulateArguments, bar: Bar) -> _Outcome:
     return _Replica(group, task, bar).play()
 
 
 class _Replica:
     """One replica: an ordinary training loop, with a virtual clock."""
 
-    def __init__(self, group: SimGroup, task: Task, bar: Bar) -> None:
+    def __init__(self, group: SimGroup, task: SimulateArguments, bar: Bar) -> None:
         self._task = task
         self._bar = bar
         self._rank = group.rank

@@ -22,7 +22,7 @@ Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True)
-class Task:
+class SimulateArguments:
     """The arguments of `simulate`, checked."""
 
     make_model: Callable[[], nn.Module]
