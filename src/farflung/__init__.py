@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from farflung.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from farflung.config.handlers import ProfileKwargs as ProfileKwargs
     from farflung.config.handlers import WatchdogKwargs as WatchdogKwargs
-    from farflung.config.outer import OuterConfig as OuterConfig
     from farflung.data.prepare import skip_first_batches as skip_first_batches
     from farflung.launch.notebook import debug_launcher as debug_launcher
     from farflung.launch.notebook import notebook_launcher as notebook_launcher
+    from farflung.outer.named import OuterConfig as OuterConfig
     from farflung.process.seed import synchronize_rng_states as synchronize_rng_states
 
 __version__ = "0.1.0"
@@ -43,7 +43,7 @@ _WHERE = {
     "InitProcessGroupKwargs": "farflung.config.handlers",
     "ProfileKwargs": "farflung.config.handlers",
     "WatchdogKwargs": "farflung.config.handlers",
-    "OuterConfig": "farflung.config.outer",
+    "OuterConfig": "farflung.outer.named",
     "skip_first_batches": "farflung.data.prepare",
     "debug_launcher": "farflung.launch.notebook",
     "notebook_launcher": "farflung.launch.notebook",

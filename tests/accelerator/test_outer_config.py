@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OuterConfig`: names and plain values that are recipes, and refusals that say what there is."""
 
-import inspect
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,10 +14,12 @@ from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.files import write_file
 from farflung.config.launch import FIELDS, LaunchSettings, launched_outer, rank_variables
-from farflung.config.outer import CODECS, RECIPES
+from farflung.config.outer import CODECS, COMMON, OPTIONS
+from farflung.config.recipes import RECIPES
 from farflung.config.resolve import resolve
+from farflung.launch.main import farflung
 from farflung.outer import E3M0, Average, Int8, Levels, Reset, diloco, hierarchical, local_sgd, quadratic, sparse_loco
-from farflung.outer.named import MAKERS, recipe_of
+from farflung.outer.named import recipe_of
 from farflung.state import AcceleratorState
 
 VALUES = {
@@ -46,33 +47,32 @@ VALUES = {
 }
 
 
+WITHOUT_ANCHOR = ("local_sgd", "post_local_sgd", "hierarchical", "quadratic", "gossip")
+
+
 @st.composite
 def configs(draw):
     recipe = draw(st.sampled_from(sorted(RECIPES)))
-    options = RECIPES[recipe]
-    extra = draw(st.lists(st.sampled_from((*options.possible, *options.known[-5:])), unique=True))
-    names = {*options.needed, *extra}
+    arguments = RECIPES[recipe]
+    possible = [each.name for each in (*arguments, *COMMON)]
+    names = {
+        *draw(st.lists(st.sampled_from(possible), unique=True)),
+        *(each.name for each in arguments if each.is_needed),
+    }
     if recipe == "edit":
         names -= {"seconds"}
         names |= {"every"}
     if recipe in ("streaming_diloco", "eager_diloco"):
         names -= {"inner"}  # with a delay no round stops the training
-    return {"recipe": recipe, **{name: draw(VALUES[name]) for name in sorted(names) if name in options.known}}
-
-
-def test_the_table_of_recipes_is_what_their_functions_take():
-    assert set(RECIPES) == set(MAKERS)
-    for name, options in RECIPES.items():
-        parameters = inspect.signature(MAKERS[name]).parameters.values()
-        needed = {p.name for p in parameters if p.default is inspect.Parameter.empty}
-        possible = {p.name for p in parameters} - needed - {"cut"}  # a function, which no file can say
-        assert (set(options.needed), set(options.possible)) == (needed, possible), name
+    if recipe in WITHOUT_ANCHOR:
+        names -= {"anchor_on_cpu"}
+    return {"recipe": recipe, **{name: draw(VALUES[name]) for name in sorted(names)}}
 
 
 def test_each_option_is_a_launch_setting_and_the_other_way_round():
-    options = {each.name for each in fields(OuterConfig)}
-    assert {entry.name for entry in FIELDS if entry.name.startswith("outer_")} == {f"outer_{name}" for name in options}
-    assert options == {*VALUES, "recipe"}
+    told = {entry.name for entry in FIELDS if entry.name.startswith("outer_")}
+    assert told == {f"outer_{name}" for name in (*OPTIONS, "recipe")}
+    assert set(OPTIONS) == set(VALUES)
 
 
 @settings(deadline=None, max_examples=60)
@@ -80,7 +80,7 @@ def test_each_option_is_a_launch_setting_and_the_other_way_round():
 def test_what_can_be_said_makes_a_recipe_with_and_without_an_anchor(said):
     config = OuterConfig(**said)
     recipe = recipe_of(config, local_size=2)
-    assert (recipe.optimizer is not None) is RECIPES[config.recipe].anchored
+    assert (recipe.optimizer is None) is (config.recipe in WITHOUT_ANCHOR)
     assert recipe.anchor_on_cpu is bool(said.get("anchor_on_cpu"))
     assert recipe.weigh_by == said.get("weigh_by", "steps")
     assert recipe.bucket_bytes == said.get("bucket_bytes")
@@ -91,7 +91,7 @@ def test_what_can_be_said_makes_a_recipe_with_and_without_an_anchor(said):
 def test_script_file_variables_and_flags_mean_the_same(said, tmp_path_factory):
     config = OuterConfig(**said)
     settings = {f"outer_{name}": value for name, value in said.items()}
-    told = rank_variables(LaunchSettings(**settings))
+    told = rank_variables(LaunchSettings.of(settings))
     with environ.patched(told):
         assert launched_outer() == config == resolve_outer(None) == resolve_outer(config)
 
@@ -152,7 +152,8 @@ WRONG = [
     ),
     ({"recipe": "quadratic", "every": 4}, "quadratic needs alpha"),
     ({"recipe": "diloco", "every": 4, "fragments": 2}, r"diloco has no option fragments; it takes every, rounds, lr"),
-    ({"recipe": "local_sgd", "every": 4, "anchor_on_cpu": True}, "local_sgd has no option anchor_on_cpu"),
+    ({"recipe": "local_sgd", "every": 4, "anchor_on_cpu": True}, "anchor_on_cpu is True, but .* keeps no anchor"),
+    ({"recipe": "diloco", "evry": 4}, "diloco has no option evry; it takes every, .*Did you mean `every`"),
     ({"recipe": "diloco", "every": 0}, "every is 0; it must be a whole number, 1 or more"),
     ({"recipe": "diloco", "every": 4, "bucket_bytes": -5}, "bucket_bytes is -5; it must be a whole number, 1 or more"),
     ({"recipe": "diloco", "every": 2.5}, "every is 2.5; it must be a whole number"),
@@ -167,16 +168,22 @@ WRONG = [
         {"recipe": "diloco", "every": 4, "codec": "int5"},
         r"codec is 'int5'; it must be one of none, bf16, .*Did you mean `int",
     ),
-    ({"recipe": "streaming_diloco", "every": 4, "fragments": 5}, "fragments is 5; it must be at most every"),
+    ({"recipe": "streaming_diloco", "every": 4, "fragments": 5}, "fragments is 5; it must be at most every=4"),
     (
         {"recipe": "streaming_diloco", "every": 4, "fragments": 2, "alpha": 1.5},
         "alpha is 1.5; it must be a finite number from 0 to 1",
     ),
-    ({"recipe": "edit", "every": 4, "seconds": 1.0}, "edit takes either every or seconds"),
-    ({"recipe": "hierarchical", "levels": "4:2"}, "one level must be all ranks"),
-    ({"recipe": "hierarchical", "levels": "4:1,8:all"}, "map each number of steps to how many ranks"),
+    ({"recipe": "edit", "every": 4, "seconds": 1.0}, "edit: every is 4 and seconds is 1.0; give one of them"),
+    (
+        {"recipe": "hierarchical", "levels": "4:2"},
+        r"levels is \{4: 2\}; larger groups must average less often",
+    ),
+    (
+        {"recipe": "hierarchical", "levels": "4:1,8:all"},
+        "levels .*4: 1.* a number of ranks is 1; it must be .* 2 or",
+    ),
     ({"recipe": "hierarchical", "levels": "often"}, "map each number of steps to how many ranks"),
-    ({"recipe": "hierarchical", "levels": {4: None, 8: 2}}, "least frequent"),
+    ({"recipe": "hierarchical", "levels": {4: None, 8: 2}}, r"all ranks \(None\) least often"),
 ]
 
 
@@ -187,21 +194,26 @@ def test_what_can_not_work_is_refused_with_what_there_is(said, words):
 
 
 def test_an_error_names_the_variable_the_flag_or_the_line_of_the_file(tmp_path):
-    file = tmp_path / "block.yaml"
-    file.write_text("outer:\n  recipe: diloco\n  every: 0\n")
-    with pytest.raises(ConfigError, match=r"block\.yaml:3: every is 0; it must be a whole number"):
-        resolve({"config_file": str(file)})
-    with pytest.raises(ConfigError, match="--outer_every is 0; it must be a whole number"):
-        resolve({"outer_recipe": "diloco", "outer_every": "0"})
+    (tmp_path / "block.yaml").write_text("outer:\n  recipe: diloco\n  every: 0\n")
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+
+    def launched(*flags):
+        with pytest.raises(ConfigError) as caught:
+            farflung.main(["launch", "--cpu", *flags, str(tmp_path / "train.py")], standalone_mode=False)
+        return str(caught.value)
+
+    wrong = "every is 0; it must be a whole number, 1 or more."
+    assert f"block.yaml:3: {wrong} (Settings that" in launched("--config_file", str(tmp_path / "block.yaml"))
+    assert launched("--outer", "diloco", "--outer-every", "0") == f"--outer_{wrong}"
     with environ.patched({"FARFLUNG_OUTER_RECIPE": "diloco", "FARFLUNG_OUTER_EVERY": "0"}):
-        for read in (launched_outer, lambda: resolve({})):
-            with pytest.raises(ConfigError, match="FARFLUNG_OUTER_EVERY is 0; it must be a whole number"):
-                read()
+        with pytest.raises(ConfigError, match=r"FARFLUNG_OUTER_EVERY is 0; it must be a whole number"):
+            settled_outer(None)
+        assert launched() == f"FARFLUNG_OUTER_EVERY{wrong.removeprefix('every')}"
 
 
 def test_options_of_no_recipe_are_refused():
     with pytest.raises(ConfigError, match=r"--outer-every needs a recipe: set --outer, for example --outer diloco"):
-        LaunchSettings(outer_every=4)
+        LaunchSettings(outer_options={"every": 4})
     with environ.patched({"FARFLUNG_OUTER_EVERY": "4"}), pytest.raises(ConfigError, match="FARFLUNG_OUTER_RECIPE"):
         launched_outer()
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import pytest
 from accelerate.utils import TorchDynamoPlugin as TheirPlugin
@@ -18,7 +17,7 @@ from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.files import write_file
 from farflung.config.launch import FIELDS, LaunchSettings, field_named, rank_variables
-from farflung.config.outer import HELP, RECIPES
+from farflung.config.outer import OPTIONS
 from farflung.config.resolve import resolve
 
 # name -> what a file, the environment and a flag say of it
@@ -141,9 +140,11 @@ def test_a_flag_counts_before_the_environment_and_that_before_a_file_and_that_be
         assert effective({name: by_flag}) == (said, "flag")
 
 
-def test_the_list_is_the_dataclass():
-    assert [entry.name for entry in FIELDS] == [attribute.name for attribute in dataclasses.fields(LaunchSettings)]
-    assert LaunchSettings() == LaunchSettings(**{entry.name: entry.default for entry in FIELDS})
+def test_the_list_is_the_dataclass_and_the_options_of_the_outer_loop():
+    own = [attribute.name for attribute in dataclasses.fields(LaunchSettings) if attribute.name != "outer_options"]
+    assert [entry.name for entry in FIELDS if entry.name.removeprefix("outer_") not in OPTIONS] == own
+    assert [entry.name for entry in FIELDS if entry.name not in own] == [f"outer_{name}" for name in OPTIONS]
+    assert LaunchSettings() == LaunchSettings.of({entry.name: entry.default for entry in FIELDS})
     flags = [flag for entry in FIELDS for flag in entry.flags]
     assert len(set(flags)) == len(flags)
     assert all(entry.help for entry in FIELDS)
@@ -250,13 +251,3 @@ def test_a_flag_for_one_device_overrules_a_variable_for_the_other(gpus, home):
         chosen = resolve({"use_cpu": True}).settings
         assert chosen.use_cpu
         assert getattr(chosen, name) in (False, "all")
-
-
-def test_the_help_of_an_outer_option_names_the_recipes_that_take_it():
-    for option, text in HELP.items():
-        takers = {recipe for recipe, options in RECIPES.items() if option in options.known}
-        named = {recipe for recipe in RECIPES if re.search(rf"\b{recipe}( only\)|: )", text)}
-        assert takers, option
-        assert named in (set(), takers), option
-    assert re.search(r"\bquadratic: ", HELP["alpha"])
-    assert re.search(r"\bslowmo: ", HELP["beta"])

@@ -91,7 +91,7 @@ def test_a_slow_line_becomes_a_recipe_by_the_cost_model(home):
         assert message in done.output.replace("Error: ", "")
     assert "Use sparse_loco(30): of the methods that are fast enough, it changes training least." in done.output
     expected = LaunchSettings(
-        use_cpu=True, num_processes=4, outer_recipe="sparse_loco", outer_every=30, config_file="slow.yaml"
+        use_cpu=True, num_processes=4, outer_recipe="sparse_loco", outer_options={"every": 30}, config_file="slow.yaml"
     )
     assert resolve({"config_file": "slow.yaml"}).settings == expected
     done = ask("--config_file", "fast.yaml", answers=[*start, "1Tbit", "0", "124M", "500ms"])

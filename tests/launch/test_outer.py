@@ -156,7 +156,7 @@ def test_an_outer_loop_that_did_nothing_is_said_at_the_end(what, words, farflung
 
 
 def test_a_script_that_may_know_farflung_is_not_refused_for_accelerate(home):
-    asked = LaunchSettings(outer_recipe="diloco", outer_every=4)
+    asked = LaunchSettings(outer_recipe="diloco", outer_options={"every": 4})
     (home / "train.py").write_text("import accelerate\nfrom . import inner\nimport package.trainer\n")
     (home / "package").mkdir()
     (home / "package" / "trainer.py").write_text("from .deep import Accelerator\n")

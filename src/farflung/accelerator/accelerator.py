@@ -52,12 +52,12 @@ from farflung.config.handlers import (
     ProjectConfiguration,
     WatchdogKwargs,
 )
-from farflung.config.outer import OuterConfig
 from farflung.data.prepare import skip_first_batches
 from farflung.loop import clip
 from farflung.loop.accumulation import Accumulate, explain_loss, weighed
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks
+from farflung.outer.named import OuterConfig
 from farflung.precision.amp import choose_precision
 from farflung.process.bootstrap import join_world
 from farflung.process.world import World

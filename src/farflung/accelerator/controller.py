@@ -16,9 +16,8 @@ from farflung.accelerator.epoch_tracker import EpochTracker
 from farflung.accelerator.outer import AttachedLoop, OpenLoops
 from farflung.accelerator.prepare import Registry
 from farflung.base.errors import ConfigError
-from farflung.config.outer import OuterConfig
 from farflung.loop.state import ActiveLoader, LoopState
-from farflung.outer.named import recipe_of
+from farflung.outer.named import OuterConfig, recipe_of
 from farflung.outer.stats import Round
 from farflung.process import world as slot
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND, leave_note

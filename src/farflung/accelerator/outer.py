@@ -15,12 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from farflung.accelerator.epoch_tracker import EpochTracker
 from farflung.accelerator.prepare import Registry
 from farflung.base.errors import ConfigError
-from farflung.config.outer import OuterConfig
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.state import ActiveLoader, Trace
 from farflung.outer.asked import check_model
 from farflung.outer.engine import OuterLoop
-from farflung.outer.named import chosen_recipe
+from farflung.outer.named import OuterConfig, chosen_recipe
 from farflung.outer.recipe import Recipe
 from farflung.process.world import World
 from farflung.strategy.base import Strategy

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,9 +25,9 @@ from farflung.config.handlers import (
     ProjectConfiguration,
     WatchdogKwargs,
 )
-from farflung.config.launch import launched_outer
-from farflung.config.outer import OuterConfig
-from farflung.outer.named import named_outer, recipe_of
+from farflung.config.launch import launched_outer, outer_variables
+from farflung.config.outer import renamed
+from farflung.outer.named import OuterConfig, named_outer
 
 _HANDLERS = (
     AutocastKwargs,
@@ -146,7 +145,7 @@ def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
     Raises:
         ConfigError: both ask, for different ones; or one that can't be is asked for.
     """
-    launched = launched_outer()
+    launched = _launched()
     if outer is not None:
         outer = named_outer("outer", outer)
     if outer is not None and launched is not None and outer != launched:
@@ -154,12 +153,15 @@ def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
             f"The script asks for {outer.recipe} with {outer.given()} (Accelerator(outer=)), the launcher for "
             f"{launched.recipe} with {launched.given()} (--outer, FARFLUNG_OUTER_*). Leave one of them out."
         )
-    found = outer or launched
-    if found is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it is said when the recipe is used
-            recipe_of(found, local_size=2)
-    return found
+    return outer or launched
+
+
+def _launched() -> OuterConfig | None:
+    stated = launched_outer()
+    try:
+        return None if stated is None else OuterConfig(stated.recipe, **stated.given())
+    except ConfigError as error:
+        raise renamed(error, outer_variables()) from None
 
 
 def handlers_by_kind(handlers: Sequence[KwargsHandler] | None) -> dict[type, Any]:

@@ -209,7 +209,7 @@ def write_file(path: Path, values: Mapping[str, Value]) -> Path:
     """
     if path.expanduser().resolve() in [theirs.resolve() for theirs in accelerate_files()]:
         raise ConfigError(f"{path} is Accelerate's own file, which Farflung reads but never writes. Choose another.")
-    LaunchSettings(**dict(values))  # type: ignore[arg-type]
+    LaunchSettings.of(values)
     said = {name: value for name, value in values.items() if value is not None}
     text = "# Settings of `farflung launch`; `farflung launch --help` explains each.\n"
     try:

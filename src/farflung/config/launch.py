@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from math import inf
@@ -14,7 +14,8 @@ from farflung.base.enums import DynamoBackend
 from farflung.base.errors import ConfigError, Unsupported, did_you_mean
 from farflung.base.words import counted
 from farflung.config import environ
-from farflung.config.outer import HELP, RECIPES, WORDS, OuterConfig, outer_config, renamed
+from farflung.config.outer import OPTIONS, Option, OuterSettings, outer_config, renamed
+from farflung.config.recipes import RECIPES
 from farflung.config.rendezvous import check_rendezvous
 
 Value = int | float | bool | str | None
@@ -23,6 +24,10 @@ Question = str | Callable[[Mapping[str, Value]], str]
 _PREFIX = "FARFLUNG_"
 
 _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # what CUDA_VISIBLE_DEVICES takes
+
+
+def _always(answers: Mapping[str, Value]) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,11 @@ class Field:
     variable: str
     told_as: str | None
     flags: tuple[str, ...]
-    in_file: bool
-    choices: tuple[str, ...]
-    refused: Mapping[str, str]
-    question: Question | None
-    asked_when: Callable[[Mapping[str, Value]], bool]
+    in_file: bool = True
+    choices: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    question: Question | None = None
+    asked_when: Callable[[Mapping[str, Value]], bool] = _always
 
     def parse(
         self, text: str, called: str, true: tuple[str, ...] = ("true",), false: tuple[str, ...] = ("false",)
@@ -99,10 +104,6 @@ class Field:
     def text(self, value: Value) -> str:
         """Return `value` as a file or a variable holds it; `parse` reads it back."""
         return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _always(answers: Mapping[str, Value]) -> bool:
-    return True
 
 
 def _several_machines(answers: Mapping[str, Value]) -> bool:
@@ -275,27 +276,7 @@ class LaunchSettings:
         flags=("--outer_recipe", "--outer"),
         choices=tuple(RECIPES),
     )
-    outer_every: int | None = setting(None, HELP["every"], told=True)
-    outer_rounds: int | None = setting(None, HELP["rounds"], told=True)
-    outer_lr: float | None = setting(None, HELP["lr"], told=True)
-    outer_momentum: float | None = setting(None, HELP["momentum"], told=True)
-    outer_nesterov: bool | None = setting(None, HELP["nesterov"], told=True)
-    outer_alpha: float | None = setting(None, HELP["alpha"], told=True)
-    outer_beta: float | None = setting(None, HELP["beta"], told=True)
-    outer_fragments: int | None = setting(None, HELP["fragments"], told=True)
-    outer_delay: int | None = setting(None, HELP["delay"], told=True)
-    outer_warmup: int | None = setting(None, HELP["warmup"], told=True)
-    outer_levels: str | None = setting(None, HELP["levels"], told=True)
-    outer_seconds: float | None = setting(None, HELP["seconds"], told=True)
-    outer_threshold: float | None = setting(None, HELP["threshold"], told=True)
-    outer_temperature: float | None = setting(None, HELP["temperature"], told=True)
-    outer_longest: float | None = setting(None, HELP["longest"], told=True)
-    outer_codec: str | None = setting(None, HELP["codec"], told=True, choices=WORDS["codec"])
-    outer_weigh_by: str | None = setting(None, HELP["weigh_by"], told=True, choices=WORDS["weigh_by"])
-    outer_anchor_on_cpu: bool | None = setting(None, HELP["anchor_on_cpu"], told=True)
-    outer_inner: str | None = setting(None, HELP["inner"], told=True, choices=WORDS["inner"])
-    outer_bucket_bytes: int | None = setting(None, HELP["bucket_bytes"], told=True)
-    outer_log: str | None = setting(None, HELP["log"], told=True)
+    outer_options: Mapping[str, Value] = field(default_factory=dict)  # by name: `outer_*` in every other form
     debug: bool = setting(
         False,
         "Check that all ranks call matching collectives, and show the launcher's log.",
@@ -333,6 +314,27 @@ class LaunchSettings:
     )
     config_file: str | None = setting(None, "Read the settings from this file.", in_file=False)
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> LaunchSettings:
+        """Return the settings that `values` states by the names of `FIELDS`.
+
+        Raises:
+            ConfigError: two settings contradict each other, or a number is out of its range.
+        """
+        own = {attribute.name for attribute in fields(cls)}
+        options = {_option(n): value for n, value in values.items() if n not in own and value is not None}
+        return cls(**{name: values[name] for name in values if name in own}, outer_options=options)
+
+    def value(self, name: str) -> Value:
+        """Return the setting called `name` in `FIELDS`."""
+        value: Value = getattr(self, name) if hasattr(self, name) else self.outer_options.get(_option(name))
+        return value
+
+    @property
+    def outer(self) -> OuterSettings | None:
+        """The outer loop that is asked for, None where none is."""
+        return outer_config({"recipe": self.outer_recipe, **self.outer_options}, "--outer")
+
     @property
     def gpu_list(self) -> tuple[str, ...]:
         """The GPUs named in `gpu_ids`; empty for all of them."""
@@ -345,7 +347,7 @@ class LaunchSettings:
 
     def __post_init__(self) -> None:
         self._check_ranges()
-        _outer(vars(self), "--outer")
+        _ = self.outer
         self._check_machines()
         self._check_devices()
         if self.module and self.no_python:
@@ -413,31 +415,37 @@ class LaunchSettings:
             )
 
 
-def _listed() -> tuple[Field, ...]:
+def _listed() -> Iterator[Field]:
     hints = get_type_hints(LaunchSettings)
-    listed = []
     for attribute in fields(LaunchSettings):
+        if attribute.name == "outer_options":
+            yield from (_outer_field(option) for option in OPTIONS.values())
+            continue
         said = dict(attribute.metadata)
         told = said.pop("told")
         said["variable"] = said["variable"] or f"{_PREFIX}{attribute.name.upper()}"
         said["flags"] = said["flags"] or (f"--{attribute.name}",)
         hint = hints[attribute.name]
         kind = next((part for part in get_args(hint) if part is not type(None)), hint)
-        listed.append(Field(name=attribute.name, kind=kind, told_as=said["variable"] if told else None, **said))
-    return tuple(listed)
+        yield Field(name=attribute.name, kind=kind, told_as=said["variable"] if told else None, **said)
 
 
-FIELDS: tuple[Field, ...] = _listed()
+def _outer_field(option: Option) -> Field:
+    name = f"outer_{option.name}"
+    variable = f"{_PREFIX}{name.upper()}"
+    return Field(name, option.kind, None, option.help, variable, variable, (f"--{name}",), choices=option.choices)
+
+
+def _option(name: str) -> str:
+    return name.removeprefix("outer_")
+
+
+FIELDS: tuple[Field, ...] = tuple(_listed())
 
 
 def field_named(name: str) -> Field:
     """Return the setting called `name`."""
     return next(entry for entry in FIELDS if entry.name == name)
-
-
-def _outer(values: Mapping[str, Value], called: str) -> OuterConfig | None:
-    said = {name.removeprefix("outer_"): value for name, value in values.items() if name.startswith("outer_")}
-    return outer_config(said, called)
 
 
 def check_variables() -> None:
@@ -455,7 +463,7 @@ def check_variables() -> None:
             raise ConfigError(f"The environment variable {name} is not a setting.{near} Unset or correct it.")
 
 
-def launched_outer() -> OuterConfig | None:
+def launched_outer() -> OuterSettings | None:
     """Return the outer loop that the launcher, or whoever set the variables, asks for; None where nobody does.
 
     Raises:
@@ -467,18 +475,23 @@ def launched_outer() -> OuterConfig | None:
         text = environ.text(entry.variable)
         if entry.name.startswith("outer_") and text:
             called = f"The environment variable {entry.variable}"
-            said[entry.name] = entry.parse(text, called, environ.TRUE_WORDS, environ.FALSE_WORDS)
+            said[_option(entry.name)] = entry.parse(text, called, environ.TRUE_WORDS, environ.FALSE_WORDS)
     try:
-        return _outer(said, "FARFLUNG_OUTER_RECIPE")
+        return outer_config(said, "FARFLUNG_OUTER_RECIPE")
     except ConfigError as error:
-        raise renamed(error, {name.removeprefix("outer_"): f"FARFLUNG_{name.upper()}" for name in said}) from None
+        raise renamed(error, outer_variables()) from None
+
+
+def outer_variables() -> dict[str, str]:
+    """Return the environment variables of the outer loop's options, by option."""
+    return {_option(entry.name): entry.variable for entry in FIELDS if entry.name.startswith("outer_")}
 
 
 def rank_variables(settings: LaunchSettings) -> dict[str, str]:
     """Return the environment variables that tell the ranks what was set; what was left open is left out."""
     told = {}
     for entry in FIELDS:
-        value = getattr(settings, entry.name)
+        value = settings.value(entry.name)
         if entry.told_as is not None and value is not None:
             told[entry.told_as] = entry.text(value)
     if settings.gpu_list:

@@ -36,6 +36,10 @@ class Resolved:
     origins: Mapping[str, Origin]
     file: Path | None
 
+    def explained(self, error: ConfigError) -> ConfigError:
+        """Return an error about these settings with what the user wrote for them, and the file that was read."""
+        return _explained(error, self.file, self.origins)
+
 
 def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     """Put together what flags, environment and file say.
@@ -57,10 +61,9 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
         values[entry.name], origins[entry.name] = _first(entry, flags, stated)
     _let_the_stronger_choose_the_device(values, origins)
     try:
-        return Resolved(LaunchSettings(**values), origins, path)
+        return Resolved(LaunchSettings.of(values), origins, path)
     except ConfigError as error:
-        error = renamed(error, _written(origins))
-        raise ConfigError(f"{error}{_blame(path, origins)}") from None
+        raise _explained(error, path, origins) from None
 
 
 def _first(entry: Field, flags: Mapping[str, str | bool], stated: Mapping[str, Stated]) -> tuple[Any, Origin]:
@@ -91,6 +94,10 @@ def _let_the_stronger_choose_the_device(values: dict[str, Any], origins: dict[st
                 values[gpus], origins[gpus] = idle, origins["use_cpu"]
             elif gpu > cpu:
                 values["use_cpu"], origins["use_cpu"] = False, origins[gpus]
+
+
+def _explained(error: ConfigError, path: Path | None, origins: Mapping[str, Origin]) -> ConfigError:
+    return ConfigError(f"{renamed(error, _written(origins))}{_blame(path, origins)}")
 
 
 def _written(origins: Mapping[str, Origin]) -> dict[str, str]:

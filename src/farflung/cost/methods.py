@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from farflung.comm.sizes import blockwise_bytes, bucket_bytes_for, top_k_bytes
-from farflung.config.outer import OuterConfig
+from farflung.config.outer import OuterSettings
 from farflung.cost.model import Method, Run
 
 _MIB = 2**20
@@ -32,7 +32,7 @@ class Row:
     """
 
     method: Method
-    outer: OuterConfig | None
+    outer: OuterSettings | None
     script: str = ""
 
     @property
@@ -53,9 +53,8 @@ def rows_for(run: Run, bucket_bytes: int | None = None) -> tuple[Row, ...]:
     fragments = max(1, min(run.layers // 3, 100))  # of three layers, as in arXiv:2501.18512
     delay = min(5, 100 // fragments)
     size = bucket_bytes or bucket_bytes_for(_FP32_BYTES * run.parameters)
-    streaming = OuterConfig("streaming_diloco", every=100, fragments=fragments, delay=delay, bucket_bytes=bucket_bytes)
 
-    def outer(config: OuterConfig, name: str = "", wire_bytes: Callable[[int], int] = _plain, **numbers: Any) -> Row:
+    def outer(config: OuterSettings, name: str = "", wire_bytes: Callable[[int], int] = _plain, **numbers: Any) -> Row:
         every, parts = config.every or 1, config.fragments or 1
         bits = bits_on_the_wire(wire_bytes, run.parameters, parts, size)
         method = Method(
@@ -70,9 +69,10 @@ def rows_for(run: Run, bucket_bytes: int | None = None) -> tuple[Row, ...]:
         )
         return Row(method, config)
 
-    def plain(recipe: str, every: int) -> OuterConfig:
-        return OuterConfig(recipe, every=every, bucket_bytes=bucket_bytes)
+    def plain(recipe: str, every: int, **options: int) -> OuterSettings:
+        return OuterSettings(recipe, every=every, bucket_bytes=bucket_bytes, **options)
 
+    streaming = plain("streaming_diloco", 100, fragments=fragments, delay=delay)
     gathered: dict[str, Any] = {"exchange": "gathered", "voted": True}
     return (
         *_gradients(bucket_bytes),

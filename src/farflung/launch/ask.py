@@ -54,7 +54,7 @@ def _answer(entry: Field, known: dict[str, Value]) -> Value:
         try:
             value = entry.parse(text, entry.name) if text else entry.default
             # The address of machine 0 may be asked for later; any word keeps the check to the question at hand.
-            LaunchSettings(**{**known, "main_process_ip": "later", entry.name: value})  # type: ignore[arg-type]
+            LaunchSettings.of({**known, "main_process_ip": "later", entry.name: value})
         except FarflungError as error:
             raise click.UsageError(str(error)) from None
         return value
@@ -113,7 +113,7 @@ def describe(resolved: Resolved, origin: bool) -> list[str]:
     """Return one line for each setting that counts: name, value and, where asked for, where the value came from."""
     lines = []
     for entry in FIELDS:
-        value = getattr(resolved.settings, entry.name)
+        value = resolved.settings.value(entry.name)
         line = f"{entry.name}: {'null' if value is None else entry.text(value) or repr('')}"
         lines.append(f"{line:<40} # {resolved.origins[entry.name]}" if origin else line)
     return lines

@@ -6,17 +6,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection
+from importlib import import_module
 from typing import Any
 
 import click
 
+from farflung.base.errors import ConfigError
 from farflung.base.former_name import FORMER_NAME
 from farflung.config.files import former_files
 from farflung.config.launch import LaunchSettings
-from farflung.config.resolve import resolve
+from farflung.config.resolve import Resolved, resolve
 from farflung.launch.agent import Watch, run_agent
 from farflung.launch.options import SettingsCommand, given, launch_options
-from farflung.launch.plan import Plan, lone_environment, make_plan
+from farflung.launch.plan import Plan, lone_environment, make_plan, uncollected
 from farflung.launch.report import show
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND
 
@@ -36,6 +38,7 @@ def _launch(script: str, script_args: tuple[str, ...], **params: Any) -> None:
         advice = f" (this package was called {FORMER_NAME}; rename the file to {new})" if new else ""
         click.echo(f"farflung: settings from {resolved.file}{advice}", err=True)
     plan = make_plan(settings, script, script_args)
+    _check_recipe(resolved)
     if settings.num_machines > 1 and not settings.quiet:
         where = f"machine {settings.machine_rank} of {settings.num_machines}"
         click.echo(
@@ -45,6 +48,22 @@ def _launch(script: str, script_args: tuple[str, ...], **params: Any) -> None:
     if plan.alone:
         become(plan)
     sys.exit(start(settings, plan))
+
+
+def _check_recipe(resolved: Resolved) -> None:
+    """Make the recipe that is asked for, so that what it refuses is refused here and not by each rank.
+
+    Recipes need torch, so they are loaded only now that the agent is about to load torch anyway.
+    """
+    config = resolved.settings.outer
+    if config is None:
+        return
+    with uncollected():
+        named = import_module("farflung.outer.named")
+    try:
+        named.OuterConfig(config.recipe, **config.given())
+    except ConfigError as error:
+        raise resolved.explained(error) from None
 
 
 def become(plan: Plan) -> None:

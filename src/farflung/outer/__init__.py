@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The outer loop: replicas that train independently and synchronize every H steps."""
 
+import farflung.outer.recipes as recipes
 from farflung.outer.aggregate import GatherMean, Gossip, Mean, ReduceScatterMean, TrimmedMean
 from farflung.outer.codec.base import Cast, Identity
 from farflung.outer.codec.blockwise import E3M0, Fp8, Int4, Int8
@@ -12,20 +13,7 @@ from farflung.outer.inner import Average, Keep, Reset
 from farflung.outer.joined import Joined, joined
 from farflung.outer.merge import Blend, Replace
 from farflung.outer.recipe import Recipe
-from farflung.outer.recipes import (
-    diloco,
-    eager_diloco,
-    edit,
-    gossip,
-    hierarchical,
-    local_sgd,
-    noloco,
-    post_local_sgd,
-    quadratic,
-    slowmo,
-    sparse_loco,
-    streaming_diloco,
-)
+from farflung.outer.recipes import *  # noqa: F403 - its __all__ is the list of recipes
 from farflung.outer.schedule import ByTime, Every, Levels, Quadratic, Streaming, Warmup
 from farflung.outer.stats import Round, Stats
 from farflung.outer.weighting import ByWork, ClippedToMedian, WithoutOutliers
@@ -66,19 +54,8 @@ __all__ = [
     "apart",
     "blocks",
     "by_bytes",
-    "diloco",
-    "eager_diloco",
-    "edit",
-    "gossip",
-    "hierarchical",
     "joined",
-    "local_sgd",
-    "noloco",
-    "post_local_sgd",
-    "quadratic",
-    "slowmo",
-    "sparse_loco",
-    "streaming_diloco",
     "strided",
     "whole",
 ]
+__all__ += recipes.__all__

@@ -21,8 +21,7 @@ from farflung.base.checks import (
 )
 from farflung.base.errors import ConfigError
 from farflung.comm.group import Group
-from farflung.config.outer import OuterConfig
-from farflung.outer.named import chosen_recipe
+from farflung.outer.named import OuterConfig, chosen_recipe
 from farflung.outer.recipe import Recipe
 
 _PARTS = re.compile(r"[;,] (?![^(]*\))")  # of a description: commas that are not within parentheses

@@ -28,9 +28,9 @@ from farflung.base.words import counted
 from farflung.comm.group import Group, SoloGroup, TorchGroup
 from farflung.comm.shards import local
 from farflung.comm.sizes import bucket_bytes_for
-from farflung.config.outer import OuterConfig
 from farflung.outer.aggregate import average
 from farflung.outer.asked import check_same, check_state, checked, one_number
+from farflung.outer.named import OuterConfig
 from farflung.outer.recipe import Recipe
 from farflung.outer.rounds import Rounds
 from farflung.outer.schedule import Apply, Launch, Moment, Word

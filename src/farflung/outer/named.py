@@ -3,44 +3,49 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import farflung.outer.recipes as recipes
 from farflung.base.checks import check_word, wrong_type
-from farflung.config.outer import MACHINE, OuterConfig
+from farflung.config.outer import MACHINE, OuterSettings
 from farflung.outer.inner import Average, Inner, Keep, Reset
 from farflung.outer.recipe import Recipe
-from farflung.outer.recipes import (
-    diloco,
-    eager_diloco,
-    edit,
-    gossip,
-    hierarchical,
-    local_sgd,
-    noloco,
-    post_local_sgd,
-    quadratic,
-    slowmo,
-    sparse_loco,
-    streaming_diloco,
-)
 
-MAKERS: Mapping[str, Callable[..., Recipe]] = {
-    "local_sgd": local_sgd,
-    "post_local_sgd": post_local_sgd,
-    "hierarchical": hierarchical,
-    "quadratic": quadratic,
-    "slowmo": slowmo,
-    "diloco": diloco,
-    "streaming_diloco": streaming_diloco,
-    "eager_diloco": eager_diloco,
-    "sparse_loco": sparse_loco,
-    "edit": edit,
-    "gossip": gossip,
-    "noloco": noloco,
-}
+MAKERS: Mapping[str, Callable[..., Recipe]] = {name: getattr(recipes, name) for name in recipes.__all__}
 _INNER: Mapping[str, Callable[[], Inner]] = {"keep": Keep, "reset": Reset, "average": Average}
+
+
+class OuterConfig(OuterSettings):
+    """An outer loop by the names of its recipe and options: `Accelerator(outer=OuterConfig("diloco", every=32))`.
+
+    Args:
+        recipe: the name of a recipe: that of its function in `farflung.outer`.
+        options: the arguments of that function as plain values, and those below. What is left out, or None, is left to
+            the recipe. `codec` is one of `none` (as it is), `bf16`, `fp16`, `int8`, `int4`, `fp8`, `e3m0` and `topk`.
+            `levels` of `hierarchical` may be a text, `4:machine,64:all`, and may say `machine` for the ranks of a
+            machine: `{4: "machine", 64: None}`.
+        weigh_by: weight replicas by their `steps`, or by the `items` in them: those passed to `backward(num_items=)`,
+            or else the samples of their batches.
+        anchor_on_cpu: keep the anchor and the outer optimizer's state in host memory.
+        inner: what a round does with the inner optimizer's state: `keep` (each rank its own), `reset`, `average`.
+        bucket_bytes: bucket size; see `OuterLoop`. Larger buckets pay off on fast links with high latency.
+        log: a file to which the main process appends a line of JSON for each round; with `{rank}` in its name, one
+            file per rank.
+
+    An option can be read as an attribute, `config.every`; it is None if it is left to the recipe.
+
+    Raises:
+        ConfigError: an unknown recipe, a missing or unknown option, or what the recipe refuses.
+    """
+
+    def __init__(self, recipe: str, **options: Any) -> None:
+        super().__init__(recipe, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is said when the recipe is used
+            recipe_of(self, local_size=2)
 
 
 def named_outer(name: str, outer: OuterConfig | str) -> OuterConfig:
@@ -80,7 +85,7 @@ def chosen_recipe(recipe: Recipe | OuterConfig | str, local_size: int = 1) -> Re
     raise wrong_type("recipe", recipe, f"a recipe, such as {example}, or the name of one, such as 'diloco'")
 
 
-def recipe_of(config: OuterConfig, local_size: int) -> Recipe:
+def recipe_of(config: OuterSettings, local_size: int) -> Recipe:
     """Return the recipe that `config` names, with its options.
 
     Args:
@@ -103,5 +108,6 @@ def recipe_of(config: OuterConfig, local_size: int) -> Recipe:
 
 def _resolved(levels: Mapping[int, Any], local_size: int) -> dict[int, int | None]:
     """Put numbers for `machine`; where a machine has one rank alone there is nobody to average with, and no level."""
-    sizes = {every: local_size if size == MACHINE else size for every, size in levels.items()}
-    return {every: size for every, size in sizes.items() if size is None or size > 1}
+    if local_size == 1:
+        levels = {every: size for every, size in levels.items() if size != MACHINE}
+    return {every: local_size if size == MACHINE else size for every, size in levels.items()}

@@ -102,6 +102,8 @@ class Recipe:
         check_protocol("inner", self.inner, ("needs_optimizer",), "one of Keep(), Reset() and Average()")
 
     def _check_without_anchor(self) -> None:
+        if self.anchor_on_cpu:
+            raise ConfigError("anchor_on_cpu is True, but without an outer optimizer the recipe keeps no anchor.")
         if self.schedule.delay:
             raise ConfigError(
                 f"delay={self.schedule.delay}: weights that are averaged late would undo the steps since. Give the "

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published methods as rows of one table: the parts of the engine that make up each."""
+"""Published methods, one function each: the parts of the engine that make up a recipe.
+
+A function whose name `__all__` lists is a recipe everywhere: in `farflung.outer`, as a name in a script, and on the
+command line, in files and in the environment (`--outer diloco`, its arguments as `--outer-<argument>`). Types and help
+of those come from its signature and the section `Args:` of its docstring (`config/recipes.py` reads this file's text).
+An argument that several recipes describe in the same words means the same in all of them.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +31,21 @@ from farflung.outer.recipe import Recipe
 from farflung.outer.schedule import ByTime, Every, Levels, Quadratic, Schedule, Streaming, Warmup
 from farflung.outer.weighting import ClippedToMedian, WithoutOutliers
 
+__all__ = [
+    "diloco",
+    "eager_diloco",
+    "edit",
+    "gossip",
+    "hierarchical",
+    "local_sgd",
+    "noloco",
+    "post_local_sgd",
+    "quadratic",
+    "slowmo",
+    "sparse_loco",
+    "streaming_diloco",
+]
+
 # Below this many rounds an outer momentum of 0.9 has no time to pay back. A byte-level GPT (385k parameters, 30 rounds
 # of 16 steps, two replicas) ended at validation loss 2.14 with momentum 0.8, at 2.05 with 0.6, at 1.96 with 0.3 (which
 # with lr 0.7 moves as far as averaging does, in the long run), at 1.96 with plain averaging, at 1.87 with DDP.
@@ -39,14 +60,15 @@ def local_sgd(every: int = _OFTEN, *, codec: Codec | str | None = None) -> Recip
     """Train independently for `every` optimizer steps, then average: local <- mean(local).
 
     Args:
-        every: optimizer steps between two averagings.
-        codec: encoding of the weights; None sends them as they are. Rounding to 16 bits costs accuracy in each round,
-            because the weights themselves are rounded: `diloco` rounds only the pseudo-gradient.
+        every: sync interval H, in optimizer steps.
+        codec: encoding of what is sent: a cast, quantization or top-k.
 
     Raises:
         ConfigError: `every` is not a positive integer.
 
-    It fails where replicas drift apart between rounds: with a large learning rate or many steps.
+    It fails where replicas drift apart between rounds: with a large learning rate or many steps. A codec costs accuracy
+    in each round, even a cast to 16 bits, because it rounds the weights themselves: `diloco` rounds only the
+    pseudo-gradient.
 
     Source: Local SGD converges fast and communicates little (arXiv:1805.09767).
     """
@@ -58,6 +80,9 @@ def post_local_sgd(warmup: int, every: int = _OFTEN, *, codec: Codec | str | Non
 
     Under an `Accelerator`, DDP averages gradients during the warm-up; in a plain loop `attach` the optimizer, or call
     `average_gradients` before each of its steps. It saves nothing in a run hardly longer than the warm-up.
+
+    Args:
+        warmup: number of first steps in which gradients are averaged.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -74,8 +99,8 @@ def hierarchical(levels: Mapping[int, int | None], *, codec: Codec | str | None 
     After a step at which several levels are due, the widest is taken: local <- mean over the ranks of that level.
 
     Args:
-        levels: maps a number of optimizer steps to how many neighbouring ranks average after it; None is all ranks.
-            Use the number of ranks on each machine, which must divide the number of all ranks.
+        levels: how many neighbouring ranks average after how many optimizer steps: `{4: 8, 64: None}`, as text
+            `4:machine,64:all`. Use the number of ranks on each machine, which must divide the number of all ranks.
 
     Raises:
         ConfigError: the widest level is not all ranks, or is not the least frequent one.
@@ -153,12 +178,12 @@ def diloco(
     1.96 with 0.3, no worse than plain averaging. So the default depends on the number of rounds planned.
 
     Args:
-        every: optimizer steps between two rounds.
-        rounds: planned number of rounds, if known.
+        every: sync interval H, in optimizer steps.
+        rounds: planned number of rounds, if known; below 100 the default momentum is 0.3 instead of 0.9.
         lr: learning rate of the outer optimizer.
-        momentum: momentum of the outer optimizer. None: 0.3 for fewer than 100 planned rounds, else 0.9.
-        nesterov: use Nesterov momentum; without momentum it has no effect.
-        codec: encoding of the pseudo-gradient; None sends it as it is.
+        momentum: momentum of the outer optimizer.
+        nesterov: use Nesterov momentum in the outer optimizer; without momentum it has no effect.
+        codec: encoding of what is sent: a cast, quantization or top-k.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -191,10 +216,12 @@ def streaming_diloco(
     Args:
         every: steps between two rounds of the same fragment.
         fragments: number of fragments the model is split into.
-        delay: steps for which the exchange may overlap with training.
+        delay: steps for which a fragment's exchange may overlap with training.
         alpha: weight of the local parameters in the merge, from 0 (take the anchor) to 1 (keep local).
-        rounds: planned number of rounds of each fragment, if known.
-        codec: None is E3M0, four bits without a mantissa.
+        rounds: planned number of rounds, if known; below 100 the default momentum is 0.3 instead of 0.9.
+        lr: learning rate of the outer optimizer.
+        momentum: momentum of the outer optimizer.
+        codec: by default E3M0, four bits without a mantissa.
         cut: None is `strided` where the model has enough layers, else `by_bytes`.
 
     Raises:
@@ -229,8 +256,8 @@ def eager_diloco(
     offered: 500M parameters ended at 3.01 with it, at 2.69 with the correction and at 2.67 without any delay.
 
     Args:
-        every: steps in a round, all of which hide the exchange.
-        codec: None is Int8.
+        every: sync interval H, in optimizer steps.
+        codec: by default Int8.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -258,10 +285,10 @@ def sparse_loco(
     feedback e takes its place.
 
     Args:
-        every: steps between two rounds, 15 to 30 in the paper.
-        lr: of the outer SGD.
-        beta: decay of the error feedback e in each round.
-        codec: None is TopK(64, 4096) with 2 bits a value.
+        every: from 15 to 30 steps in the paper.
+        lr: learning rate of the outer optimizer.
+        beta: decay of the error feedback in each round.
+        codec: by default TopK(64, 4096) with 2 bits a value.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -292,10 +319,12 @@ def edit(
         w_i = softmax(-|Delta_i| / T) over accepted replicas;  g = sum_i w_i Delta_i;  g <- g * min(1, longest / |g|)
 
     Args:
-        every: steps between two rounds, 32 if neither is given; or
-        seconds: between two rounds, in which fast replicas do more steps than slow ones.
-        threshold: z-score of a replica's norm, against its own history, above which it is left out.
-        temperature: T, softmax temperature; infinite weights all accepted replicas equally.
+        every: by default 32 steps, unless `seconds` is given.
+        seconds: seconds between two rounds, instead of `every`; fast replicas do more steps than slow ones.
+        lr: learning rate of the outer optimizer.
+        momentum: momentum of the outer optimizer.
+        threshold: z-score of a replica's norm, against its own history, above which the replica is left out.
+        temperature: softmax temperature T; an infinite one gives all accepted replicas the same weight.
         longest: maximum norm of the averaged pseudo-gradient.
 
     Raises:

@@ -129,8 +129,7 @@ class Streaming:
         check_whole("fragments", self.fragments, least=1)
         if self.fragments > self.every:
             raise ConfigError(
-                f"fragments={self.fragments} of every={self.every}: at most one can be sent per step. Use "
-                "fewer fragments."
+                f"fragments is {self.fragments}; it must be at most every={self.every}, as one is sent per step."
             )
         check_whole("delay", self.delay, least=0, most=self.every)
 
@@ -259,14 +258,14 @@ class Levels(_AtOnce):
     def __post_init__(self) -> None:
         check_type("sizes", self.sizes, Mapping, "a dictionary of steps and neighbours, such as {4: 8, 64: None}")
         for every, size in self.sizes.items():
-            check_whole(f"levels {shown(self.sizes)}: {every!r}", every, least=1)
+            check_whole(f"levels {shown(self.sizes)}: a number of steps", every, least=1)
             if size is not None:
-                check_whole(f"levels {shown(self.sizes)}: {size!r}", size, least=2)
+                check_whole(f"levels {shown(self.sizes)}: a number of ranks", size, least=2)
         order = [self.sizes[every] or math.inf for every in sorted(self.sizes)]
         if not order or order[-1] != math.inf or sorted(set(order)) != order:
             raise ConfigError(
-                f"levels {dict(self.sizes)}: larger groups must average less often, and all ranks (None) least often, "
-                "such as {4: 8, 64: None}."
+                f"levels is {dict(self.sizes)}; larger groups must average less often, and all ranks (None) least "
+                "often, such as {4: 8, 64: None}."
             )
 
     @property
