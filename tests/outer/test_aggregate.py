@@ -49,10 +49,10 @@ def aggregated(group, aggregator, codec, n, factors):
     return total / divisor
 
 
-# Law 7.
+@pytest.mark.law("lossless-is-plain")
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 70), st.sampled_from([(1.0, 1.0), (1.0, 1.0, 0.0, 2.0), (4.0, 0.0, 2.0, 2.0), (0.0, 1.0)]))
-def test_law_7_every_way_to_the_mean_gives_the_same_bits_of_exact_data(n, factors):
+def test_every_way_to_the_mean_gives_the_same_bits_of_exact_data(n, factors):
     size = len(factors)
     expected = sum(factor * dyadic(n, seed=rank) for rank, factor in enumerate(factors)) / sum(factors)
     for aggregator, codec in (
@@ -65,6 +65,7 @@ def test_law_7_every_way_to_the_mean_gives_the_same_bits_of_exact_data(n, factor
             assert torch.equal(got, expected)
 
 
+@pytest.mark.law("same-bits")
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 300), st.integers(2, 5), st.sampled_from([Int8(16), Int4(8), TopK(3, 16)]))
 def test_replicas_get_the_same_bits_whatever_the_codec_rounds(n, size, codec):
@@ -80,8 +81,9 @@ def trained(group, recipe, steps):
     return run.end()
 
 
+@pytest.mark.law("lossless-is-plain")
 @pytest.mark.parametrize("size", [2, 4])
-def test_law_7_a_whole_run_with_an_exact_codec_is_one_without(size):
+def test_a_whole_run_with_an_exact_codec_is_one_without(size):
     plain = diloco(1, lr=0.5, momentum=0.5)
     expected = run_replicas(trained, size, plain, 2)
     for aggregator in (GatherMean(), ReduceScatterMean()):
@@ -96,7 +98,8 @@ def residuals(group, recipe):
     return [r for part in run.outer._rounds.replica.fragments for r in part.weights._residuals]
 
 
-def test_law_7_a_top_k_of_density_one_leaves_nothing_over():
+@pytest.mark.law("lossless-is-plain")
+def test_a_top_k_of_density_one_leaves_nothing_over():
     for left in run_replicas(residuals, 2, sparse_loco(1, codec=EXACT)):
         assert left
         assert all(not residual.any() for residual in left)
@@ -105,7 +108,6 @@ def test_law_7_a_top_k_of_density_one_leaves_nothing_over():
     )
 
 
-# Law 8.
 def on_two_levels(group, recipe):
     run = Run(group, recipe, linear, lr=2.0**-3, momentum=0.0)
     seen = []
@@ -127,7 +129,8 @@ def mean(states):
     return {name: sum(state[name] for state in states) / len(states) for name in states[0]}
 
 
-def test_law_8_levels_average_their_blocks_and_at_a_common_step_all_replicas():
+@pytest.mark.law("levels-are-one-mean")
+def test_levels_average_their_blocks_and_at_a_common_step_all_replicas():
     seen = run_replicas(on_two_levels, 4, Recipe(Levels({1: 2, 3: None})))
     for step in (0, 1):
         for block in ((0, 1), (2, 3)):
@@ -147,11 +150,11 @@ def block_then_all(group, sizes):
     return values(model)
 
 
-def test_law_8_the_mean_of_the_means_of_equal_blocks_is_the_flat_mean():
+@pytest.mark.law("levels-are-one-mean")
+def test_the_mean_of_the_means_of_equal_blocks_is_the_flat_mean():
     assert same(*run_replicas(block_then_all, 4, {1: 2, 2: None}), *run_replicas(block_then_all, 4, {2: None}))
 
 
-# Law 13.
 def gossiping(group, recipe, rounds):
     model = nn.ParameterList([dyadic(7, seed=9)])
     outer = OuterLoop(model, recipe, group, bucket_bytes=12)
@@ -164,8 +167,9 @@ def gossiping(group, recipe, rounds):
     return seen
 
 
+@pytest.mark.law("gossip-keeps-the-sum")
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_law_13_gossip_keeps_the_sum_and_agrees_after_log_m_rounds(size):
+def test_gossip_keeps_the_sum_and_agrees_after_log_m_rounds(size):
     rounds = size.bit_length() - 1
     seen = run_replicas(gossiping, size, gossip(1), rounds)
     total = sum(row[0] for row in seen)
@@ -176,8 +180,9 @@ def test_law_13_gossip_keeps_the_sum_and_agrees_after_log_m_rounds(size):
     assert size == 2 or not torch.equal(seen[0][-2], seen[1][-2])
 
 
+@pytest.mark.law("gossip-keeps-the-sum")
 @pytest.mark.parametrize("size", [3, 5])
-def test_law_13_the_sum_is_kept_among_any_number_and_by_codecs_that_round(size):
+def test_the_sum_is_kept_among_any_number_and_by_codecs_that_round(size):
     for codec in (None, Int8(4)):
         seen = run_replicas(gossiping, size, gossip(1, codec=codec), 6)
         total = sum(row[0] for row in seen)
@@ -237,20 +242,22 @@ def test_replicas_count_by_their_items():
         run_replicas(moved, 2, recipe, (1.0, 5.0), (30, 0))
 
 
-# Law 9.
-def test_law_9_softmax_at_an_infinite_temperature_is_the_mean():
+@pytest.mark.law("outliers-are-left-out")
+def test_softmax_at_an_infinite_temperature_is_the_mean():
     calm = edit(1, lr=0.5, momentum=0.5, temperature=math.inf, longest=math.inf)
     assert same(*run_replicas(trained, 4, diloco(1, lr=0.5, momentum=0.5), 2), *run_replicas(trained, 4, calm, 2))
 
 
-def test_law_9_without_a_replica_that_is_no_number_the_others_agree_and_it_is_healed():
+@pytest.mark.law("outliers-are-left-out")
+def test_without_a_replica_that_is_no_number_the_others_agree_and_it_is_healed():
     recipe = edit(1, lr=1.0, momentum=0.0, longest=math.inf)
     for way in (math.nan, math.inf):
         three = run_replicas(moved, 3, recipe, (1.0, 2.0, way))
         assert three[2] == three[0] == run_replicas(moved, 2, recipe, (1.0, 2.0))[0]
 
 
-def test_law_9_a_short_way_counts_more():
+@pytest.mark.law("outliers-are-left-out")
+def test_a_short_way_counts_more():
     norms = [math.sqrt(6) * way for way in (1.0, 2.0)]
     shares = torch.softmax(-torch.tensor(norms, dtype=torch.float64), 0)
     got = run_replicas(moved, 2, edit(1, lr=1.0, momentum=0.0), (1.0, 2.0))
@@ -281,7 +288,8 @@ def surprised(group, recipe, ways):
     return seen, outer.stats().dropped_rounds
 
 
-def test_law_9_where_all_are_unusual_nothing_happens_until_that_is_what_is_usual():
+@pytest.mark.law("outliers-are-left-out")
+def test_where_all_are_unusual_nothing_happens_until_that_is_what_is_usual():
     policy = WithoutOutliers(patience=3, max_norm=math.inf)
     recipe = replace(edit(1, lr=1.0, momentum=0.0), policy=policy)
     with pytest.warns(RuntimeWarning, match="unusual"):
@@ -294,7 +302,8 @@ def judged(rule, memory, *norms):
     return rule((1.0,) * len(norms), norms, memory)
 
 
-def test_law_9_what_was_refused_leaves_no_trace_in_the_statistics():
+@pytest.mark.law("outliers-are-left-out")
+def test_what_was_refused_leaves_no_trace_in_the_statistics():
     rule, memory = WithoutOutliers(patience=4), NormHistory()
     for way in (1.0, 1.1, 0.9, 1.0, 1.05):
         assert judged(rule, memory, way, way).unfit == ()

@@ -77,6 +77,7 @@ def blocks(x, size):
     return torch.nn.functional.pad(x, (0, -x.numel() % size)).view(-1, size)
 
 
+@pytest.mark.law("stated-bytes")
 @pytest.mark.parametrize("codec", ALL, ids=str)
 @laws
 @given(x=tensors())
@@ -90,6 +91,7 @@ def test_the_wire_has_the_size_that_was_promised_and_the_same_bits_each_time(cod
     assert torch.equal(wire, codec.encode(x.clone()))
 
 
+@pytest.mark.law("stated-error")
 @pytest.mark.parametrize("codec", BLOCKWISE, ids=str)
 @laws
 @given(x=tensors())
@@ -217,6 +219,7 @@ def test_top_k_sends_the_largest_of_each_chunk_and_of_equal_ones_the_first(bits,
     assert index.tolist() == expected
 
 
+@pytest.mark.law("stated-error")
 @pytest.mark.parametrize("codec", [TopK(), TopK(k=3, chunk=10), TopK(k=7, chunk=7)], ids=str)
 @laws
 @given(x=tensors())
@@ -235,6 +238,7 @@ def test_the_levels_of_top_k_are_the_means_above_and_below_the_mean():
     assert decoded(TopK(k=4, chunk=7), x).tolist() == [7, -7, 0, 1, -1, 0, 0]
 
 
+@pytest.mark.law("lossless-is-plain")
 @laws
 @given(x=tensors(), chunk=st.integers(2, 200))
 def test_top_k_of_density_one_is_nothing_and_leaves_no_residual(x, chunk):
@@ -268,6 +272,7 @@ def dyadic(seed, n=700):
     return whole * 2.0**-10
 
 
+@pytest.mark.law("feedback-telescopes")
 @pytest.mark.parametrize("codec", [Identity(), Cast(), E3M0(block=14), *SPARSE], ids=str)
 def test_what_was_sent_and_the_residual_are_all_there_was(codec):
     """Exactly, on dyadic data, where no sum rounds."""
@@ -282,6 +287,7 @@ def test_what_was_sent_and_the_residual_are_all_there_was(codec):
     assert residual.any() or codec.codec == Identity()
 
 
+@pytest.mark.law("feedback-telescopes")
 @pytest.mark.parametrize("codec", BLOCKWISE, ids=str)
 def test_feedback_telescopes_within_rounding_and_keeps_the_residual_bounded(codec):
     codec = ErrorFeedback(codec)

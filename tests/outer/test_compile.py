@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Law 18: a compiled model is not compiled again because a round has written to its weights."""
+"""A compiled model is not compiled again because a round has written to its weights."""
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ def compiled(group, recipe):
     return counts, outer.stats().rounds
 
 
+@pytest.mark.law("no-recompilation")
 @pytest.mark.parametrize("recipe", [local_sgd(1), diloco(1), streaming_diloco(2, 2, delay=1), eager_diloco(2)])
 def test_a_round_recompiles_nothing(recipe):
     torch._dynamo.reset()

@@ -46,6 +46,7 @@ def averaged_by_hand(counts, every):
     return x, rounds
 
 
+@pytest.mark.law("equal-at-the-end")
 @pytest.mark.parametrize("counts", [(0, 3, 10), (4, 4, 4), (0, 0, 0), (5, 0, 0), (1, 2, 3), (8, 6, 7), (3, 9, 9)])
 @pytest.mark.parametrize("every", [1, 2, 4])
 def test_ranks_that_run_out_of_data_stay_with_no_weight_and_nothing_is_averaged_twice(counts, every):
@@ -57,6 +58,7 @@ def test_ranks_that_run_out_of_data_stay_with_no_weight_and_nothing_is_averaged_
     assert [stats.steps for _, stats in outcomes] == list(counts)
 
 
+@pytest.mark.law("equal-at-the-end")
 @pytest.mark.parametrize("counts", [(0, 3, 10), (4, 4, 4), (5, 0, 1)])
 def test_with_an_anchor_too_all_end_with_the_same_bits(counts):
     outcomes = run_replicas(uneven, 3, counts, 2, lambda every: diloco(every, lr=0.7, momentum=0.9))
@@ -198,6 +200,7 @@ def with_a_nan(group, recipe, where):
     return seen, outer.stats()
 
 
+@pytest.mark.law("whole-round-or-none")
 @pytest.mark.parametrize("where", [1, 40, 63])
 @pytest.mark.parametrize("recipe", [local_sgd(1), diloco(1, lr=1.0, momentum=0.0)])
 def test_a_round_with_a_value_that_is_not_finite_is_dropped_whole_and_later_rounds_go_on(recipe, where):
@@ -220,6 +223,7 @@ def too_large(group):
     return values(model)["x"].tolist(), outer.stats().dropped_rounds
 
 
+@pytest.mark.law("whole-round-or-none")
 def test_what_a_codec_cannot_hold_drops_the_round_instead_of_becoming_infinite():
     with pytest.warns(RuntimeWarning, match=r"ranks 0 and 1 .*too large for Cast\(dtype='fp16'\)"):
         assert run_replicas(too_large, 2) == [([4e4] * 3, 1)] * 2
@@ -297,6 +301,7 @@ def run(group, recipe, steps, state=None, stop=None):
     return values(model), outer.stats()
 
 
+@pytest.mark.law("resume-is-exact")
 @pytest.mark.parametrize("recipe", [local_sgd(4), diloco(4, lr=0.7, momentum=0.9)])
 @pytest.mark.parametrize("stop", [0, 1, 3, 5, 7])
 def test_a_run_taken_up_in_the_middle_of_a_round_ends_with_the_same_bits(recipe, stop):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Law 5: fragments are disjoint and hold each trainable parameter, and each buffer, exactly once."""
+"""Fragments are disjoint and hold each trainable parameter, and each buffer, exactly once."""
 
 import pytest
 import torch
@@ -40,6 +40,7 @@ def names(fragments, kind="parameters"):
 CUTS = [strided, blocks, by_bytes, apart(strided), apart(by_bytes)]
 
 
+@pytest.mark.law("each-tensor-once")
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(CUTS), st.integers(1, 7), st.integers(2, 4), st.booleans(), st.integers(0, 2))
 def test_every_cut_holds_each_tensor_once(cut, layers, count, tied, frozen):

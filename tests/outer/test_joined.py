@@ -53,6 +53,7 @@ def ended_from(recipe, size, state_of_rank):
     return run_replicas(act, size)
 
 
+@pytest.mark.law("merged-states-agree")
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_what_all_agree_on_next_is_what_the_old_ranks_would_have_agreed_on(name, size):
@@ -69,6 +70,7 @@ def test_what_all_agree_on_next_is_what_the_old_ranks_would_have_agreed_on(name,
             torch.testing.assert_close(after[key], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.law("merged-states-agree")
 def test_what_was_under_way_counts_as_not_sent():
     recipe = streaming_diloco(6, 2, delay=2)
     old = states_of(recipe, 2, 7)
@@ -85,6 +87,7 @@ def test_what_was_under_way_counts_as_not_sent():
         assert all(bool(torch.isfinite(value).all()) for value in after.values())
 
 
+@pytest.mark.law("merged-states-agree")
 def test_together_the_ranks_still_owe_what_error_feedback_has_kept_back():
     recipe = diloco(2, codec=ErrorFeedback(Int8()))
     old = states_of(recipe, 2, 5)

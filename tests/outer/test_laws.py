@@ -53,7 +53,7 @@ def put(model, tensors):
         parameter.copy_(tensor)
 
 
-# Local SGD, for which law 7 says: Identity is as good as no codec at all.
+@pytest.mark.law("published-equations")
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_local_sgd_is_the_bitwise_mean_of_the_weights(size):
     model = linear()
@@ -62,6 +62,7 @@ def test_local_sgd_is_the_bitwise_mean_of_the_weights(size):
     assert same(values(model), *run_replicas(trained, size, local_sgd(2), 6))
 
 
+@pytest.mark.law("exact-data")
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_data_of_these_laws_is_exact(size):
     """A run in fp64 gives the same numbers as one in fp32, so bitwise equality is a fair claim."""
@@ -70,7 +71,7 @@ def test_the_data_of_these_laws_is_exact(size):
         assert same({name: x.double() for name, x in narrow.items()}, run_replicas(trained, size, recipe, 2, wide)[0])
 
 
-# Law 2.
+@pytest.mark.law("unit-sgd-is-averaging")
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_an_outer_sgd_of_one_and_nothing_is_averaging(size):
     plain = run_replicas(trained, size, local_sgd(1), 2)
@@ -78,7 +79,8 @@ def test_an_outer_sgd_of_one_and_nothing_is_averaging(size):
     assert same(*plain, *outer)
 
 
-# Law 3. SlowMo: u <- beta u + (x0 - mean x) / gamma;  x0 <- x0 - alpha gamma u, gamma the inner learning rate.
+# SlowMo: u <- beta u + (x0 - mean x) / gamma;  x0 <- x0 - alpha gamma u, gamma the inner learning rate.
+@pytest.mark.law("published-equations")
 @pytest.mark.parametrize("size", [2, 4])
 def test_slowmo_is_an_outer_heavy_ball(size):
     alpha, beta, gamma = 0.5, 0.5, LR
@@ -93,6 +95,7 @@ def test_slowmo_is_an_outer_heavy_ball(size):
 
 
 # DiLoCo's own equations: m <- mu m + Delta;  Theta <- Theta - gamma (Delta + mu m).
+@pytest.mark.law("published-equations")
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_diloco_is_its_published_equations(size):
     gamma, mu = 0.5, 0.5
@@ -107,7 +110,8 @@ def test_diloco_is_its_published_equations(size):
     assert same(values(model), *run_replicas(trained, size, diloco(1, lr=gamma, momentum=mu), 2))
 
 
-# Law 4. Lookahead: slow <- slow + alpha (fast - slow); fast <- slow.
+# Lookahead: slow <- slow + alpha (fast - slow); fast <- slow.
+@pytest.mark.law("alone-is-lookahead")
 def test_one_replica_without_momentum_is_lookahead():
     alpha, model = 0.5, linear()
     for start in (0, 2):
@@ -117,6 +121,7 @@ def test_one_replica_without_momentum_is_lookahead():
     assert same(values(model), trained(SoloGroup(), diloco(2, lr=alpha, momentum=0.0), 4))
 
 
+@pytest.mark.law("alone-is-lookahead")
 def test_one_replica_and_a_neutral_outer_optimizer_are_the_inner_one_alone():
     expected = values(alone(0, linear(), range(3)))
     assert same(expected, trained(SoloGroup(), diloco(1, lr=1.0, momentum=0.0), 3))
@@ -135,7 +140,8 @@ def counted(group, recipe, steps, make, **options):
     return counting.reduced(), counting.calls, outer.stats()
 
 
-# Law 7, and bytes: what the group is handed is what the codec says, no more.
+# What the group is handed is what the codec says, no more.
+@pytest.mark.law("stated-bytes")
 @pytest.mark.parametrize("codec", [None, Cast("bf16"), Cast("fp16")])
 @pytest.mark.parametrize("make_recipe", [local_sgd, diloco])
 def test_the_wire_carries_the_bytes_that_the_codec_states(codec, make_recipe):
@@ -150,7 +156,7 @@ def test_the_wire_carries_the_bytes_that_the_codec_states(codec, make_recipe):
         assert stats.bytes_voting == 3 * sum(votes)
 
 
-# Law 10.
+@pytest.mark.law("standstill")
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("codec", [None, Cast("bf16")])
 def test_where_nobody_moves_nothing_moves(size, codec):
@@ -164,7 +170,6 @@ def test_where_nobody_moves_nothing_moves(size, codec):
         assert same(values(start), *outcomes)
 
 
-# Law 11.
 def gradients_before_and_after(group, recipe):
     torch.manual_seed(0)
     model = nn.Sequential(linear(), nn.Linear(2, 1))
@@ -179,6 +184,7 @@ def gradients_before_and_after(group, recipe):
     return all(a is b for a, b in zip(before, after, strict=True)), after[0].unique().tolist(), values(model)
 
 
+@pytest.mark.law("gradients-untouched")
 @pytest.mark.parametrize("recipe", [local_sgd(1), diloco(1)])
 def test_gradients_are_not_touched(recipe):
     outcomes = run_replicas(gradients_before_and_after, 2, recipe)
@@ -186,7 +192,6 @@ def test_gradients_are_not_touched(recipe):
     assert same(*(weights for _, _, weights in outcomes))
 
 
-# Law 12.
 def half_frozen():
     return nn.Sequential(nn.Linear(3, 3).requires_grad_(False), linear())
 
@@ -195,6 +200,7 @@ def all_frozen():
     return linear().requires_grad_(False)
 
 
+@pytest.mark.law("frozen-is-free")
 @pytest.mark.parametrize("recipe", [local_sgd(1), diloco(1)])
 def test_frozen_parameters_cost_no_byte(recipe):
     plain = run_replicas(counted, 2, recipe, 2, linear)[0]
@@ -206,6 +212,7 @@ def test_frozen_parameters_cost_no_byte(recipe):
     assert run_replicas(counted, 2, recipe, 2, all_frozen)[0][0] == 0
 
 
+@pytest.mark.law("buckets-are-invisible")
 @pytest.mark.parametrize("recipe", [local_sgd(1), diloco(1, lr=0.5, momentum=0.5)])
 @pytest.mark.parametrize("bucket_bytes", [4, 12, 20])
 def test_the_cut_into_buckets_changes_no_bit(recipe, bucket_bytes):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Law 17: a rank is killed in each phase of a round; the others get one clear error, agree, and have lost no step."""
+"""A rank is killed in each phase of a round; the others get one clear error, agree, and have lost no step."""
 
 import multiprocessing as mp
 import os
@@ -136,8 +136,9 @@ def dying(of, name, count):
     setattr(of, name, call)
 
 
+@pytest.mark.law("survivors-agree")
 @pytest.mark.parametrize("name", RECIPES)
-def test_law_17_survivors_are_told_agree_and_keep_their_steps(name, tmp_path):
+def test_survivors_are_told_agree_and_keep_their_steps(name, tmp_path):
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "farflung.testing.preload"])
     stores, crews = [], {}

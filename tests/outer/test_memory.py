@@ -156,6 +156,7 @@ def pointers_before_and_after(group, recipe):
     return before == [(p.data_ptr(), p.untyped_storage().nbytes()) for p in (*model.parameters(), *model.buffers())]
 
 
+@pytest.mark.law("memory-stays")
 @either
 @among
 def test_no_tensor_gets_other_memory_from_before_the_loop_is_built(recipe, size):

@@ -5,6 +5,7 @@ import multiprocessing as mp
 import sys
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -54,7 +55,8 @@ def near(first, second):
     return all(torch.allclose(value, second[name], rtol=0, atol=1e-6) for name, value in first.items())
 
 
-def test_law_1_averaging_after_each_plain_step_is_ddp_and_with_adam_it_is_not():
+@pytest.mark.law("each-step-is-ddp")
+def test_averaging_after_each_plain_step_is_ddp_and_with_adam_it_is_not():
     for exact, random, adam in run_ranks(both_ways, 2):
         assert same(*exact)
         assert near(*random)
@@ -66,6 +68,7 @@ def all_recipes(group=None):
     return [by_outer_loop(recipe, torch.optim.SGD, linear, group) for recipe in recipes]
 
 
+@pytest.mark.law("processes-are-threads")
 def test_threads_and_processes_give_the_same_bits():
     for outcomes in zip(*run_ranks(all_recipes, 2), *run_replicas(all_recipes, 2), strict=True):
         assert same(*outcomes)
@@ -88,6 +91,7 @@ def many_shapes():
     return outcomes
 
 
+@pytest.mark.law("equal-at-the-end")
 def test_replicas_end_with_the_same_bits():
     for outcomes in zip(*run_ranks(many_shapes, 3), strict=True):
         assert same(*outcomes)

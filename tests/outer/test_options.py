@@ -61,6 +61,7 @@ def one_model(ranks, steps):
     return values(model)
 
 
+@pytest.mark.law("warm-up-is-ddp")
 def test_a_warm_up_is_plain_data_parallelism():
     expected = one_model(2, 3)
     got = run_replicas(warmed, 2, (3, 3))[0][0][-1]
@@ -271,6 +272,7 @@ def test_advice_is_given_where_there_is_something_to_say():
 
 
 # anchor_on_cpu
+@pytest.mark.law("anchor-place-is-invisible")
 @pytest.mark.parametrize("recipe", [diloco(2), streaming_diloco(4, 2, delay=1), eager_diloco(2)])
 def test_an_anchor_on_the_cpu_is_where_it_was_already(recipe):
     def trained(group, recipe):

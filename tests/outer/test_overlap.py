@@ -51,6 +51,7 @@ def every_recipe(group=None):
     return outcomes
 
 
+@pytest.mark.law("processes-are-threads")
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes_get_the_bits_of_threads_in_every_recipe(size):
     on_ranks, on_threads = run_ranks(every_recipe, size), run_replicas(every_recipe, size)

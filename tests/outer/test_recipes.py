@@ -46,7 +46,6 @@ from tests.outer.replicas import RECIPES, Counting, Run, net, no_statistics, sam
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
-# Law 10.
 def at_rest(group, recipe):
     run = Run(group, recipe, no_statistics, lr=0.0)
     before = values(run.model)
@@ -54,14 +53,14 @@ def at_rest(group, recipe):
     return [before, *seen, run.end()]
 
 
+@pytest.mark.law("standstill")
 @every_recipe
 @pytest.mark.parametrize("size", [2, 4])
-def test_law_10_where_nobody_moves_nothing_ever_moves(recipe, size):
+def test_where_nobody_moves_nothing_ever_moves(recipe, size):
     for states in run_replicas(at_rest, size, recipe):
         assert same(*states)
 
 
-# Law 11.
 def gradients(group, recipe):
     run = Run(group, recipe)
     run.steps(*range(max(recipe.warmup, 1)))
@@ -86,12 +85,12 @@ def gradients(group, recipe):
     return kept
 
 
+@pytest.mark.law("gradients-untouched")
 @every_recipe
-def test_law_11_gradients_are_not_touched(recipe):
+def test_gradients_are_not_touched(recipe):
     assert all(all(kept) for kept in run_replicas(gradients, 2, recipe))
 
 
-# Law 12.
 def half_frozen():
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(3, 3).requires_grad_(False), *no_statistics())
@@ -105,8 +104,9 @@ def sent(group, recipe, make):
     return [call for call in counting.calls if call[0] != "leave"], run.outer.stats().bytes_sent
 
 
+@pytest.mark.law("frozen-is-free")
 @every_recipe
-def test_law_12_frozen_parameters_cost_no_byte(recipe):
+def test_frozen_parameters_cost_no_byte(recipe):
     recipe = replace(recipe, fragments=by_bytes if recipe.schedule.fragments > 1 else recipe.fragments)
     for plain, frozen in zip(
         *(run_replicas(sent, 2, recipe, make) for make in (no_statistics, half_frozen)), strict=True
@@ -121,7 +121,7 @@ def by_place(model, count):
     return by_bytes(model, count)
 
 
-# Law 7: what is handed to the group is what the codec says.
+# What is handed to the group is what the codec says.
 def weighed(group, recipe):
     counting = Counting(group)
     run = Run(counting, recipe, no_statistics)
@@ -135,8 +135,9 @@ def weighed(group, recipe):
 KINDS = {Mean: "sum", GatherMean: "gather", ReduceScatterMean: "all to all", Gossip: "swap"}
 
 
+@pytest.mark.law("stated-bytes")
 @every_recipe
-def test_law_7_the_wire_carries_the_bytes_that_the_codec_states(recipe):
+def test_the_wire_carries_the_bytes_that_the_codec_states(recipe):
     kind = KINDS[type(recipe.aggregator)]
     for sizes, calls, rounds in run_replicas(weighed, 4, recipe):
         handed = [size for what, _, size in calls if what == kind]
@@ -149,8 +150,9 @@ def test_law_7_the_wire_carries_the_bytes_that_the_codec_states(recipe):
         assert {what for what, _, size in calls if size > 4 * BALLOT_BYTES} <= {kind, "meet"}
 
 
+@pytest.mark.law("stated-bytes")
 @pytest.mark.parametrize("size", [2, 3])
-def test_law_7_two_hops_carry_a_padded_part_for_each_rank(size):
+def test_two_hops_carry_a_padded_part_for_each_rank(size):
     recipe = replace(diloco(2), codec=Int8(block=8), aggregator=ReduceScatterMean())
     for (n,), calls, rounds in run_replicas(weighed, size, recipe):
         part = recipe.codec.wire_bytes(-(-n // size))
@@ -158,7 +160,6 @@ def test_law_7_two_hops_carry_a_padded_part_for_each_rank(size):
         assert [b for what, _, b in calls if what == "gather"] == [part] * rounds
 
 
-# Law 14.
 def whole_run(group, recipe, steps, statistics):
     run = Run(group, recipe, net if statistics else no_statistics, bucket_bytes=64)
     run.steps(*range(steps))
@@ -194,8 +195,9 @@ def counters(stats):
     return {name: getattr(stats, name) for name in names} | {"drift": stats.drift_norm, "cosine": stats.cosine}
 
 
+@pytest.mark.law("resume-is-exact")
 @every_recipe
-def test_law_14_a_run_taken_up_anywhere_ends_with_the_same_bits(recipe):
+def test_a_run_taken_up_anywhere_ends_with_the_same_bits(recipe):
     """In mid-round at some of the stops, in mid-flight at others."""
     expected = run_replicas(whole_run, 2, recipe, 11, True)
     for stop in (1, 4, 5, 6):
@@ -207,7 +209,8 @@ def test_law_14_a_run_taken_up_anywhere_ends_with_the_same_bits(recipe):
             assert counters(counted) == counters(stats)
 
 
-def test_law_14_a_clipped_flight_that_was_saved_is_clipped_when_it_lands():
+@pytest.mark.law("resume-is-exact")
+def test_a_clipped_flight_that_was_saved_is_clipped_when_it_lands():
     policy = WithoutOutliers(max_norm=1e-3)
     recipe = replace(streaming_diloco(4, 1, delay=2, alpha=0.0, codec=Identity()), policy=policy)
     expected = run_replicas(whole_run, 2, recipe, 11, True)
@@ -225,6 +228,7 @@ def uneven(group, recipe, counts):
     return run.end(), run.outer.stats()
 
 
+@pytest.mark.law("equal-at-the-end")
 @every_recipe
 @pytest.mark.parametrize("counts", [(0, 3, 10, 10), (5, 5, 5, 5), (2, 7, 4, 1), (0, 0, 0, 0)])
 def test_ranks_that_run_out_of_data_stay_until_all_have(recipe, counts):
@@ -244,6 +248,7 @@ def used_again(group, recipe):
     return between, run.end()
 
 
+@pytest.mark.law("equal-at-the-end")
 @every_recipe
 def test_after_a_flush_all_agree_and_the_loop_goes_on(recipe):
     (one, first), (other, second) = run_replicas(used_again, 2, recipe)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Law 5, and when each schedule speaks: every fragment once in `every` steps, never two flights of one at a time."""
+"""When each schedule speaks: every fragment once in `every` steps, never two flights of one at a time."""
 
 import math
 from itertools import pairwise
@@ -24,6 +24,7 @@ def words(schedule, steps):
     return [(step, word) for step in range(1, steps + 1) for word in schedule(Moment(step))]
 
 
+@pytest.mark.law("once-in-every-steps")
 @settings(max_examples=200, deadline=None)
 @given(streams())
 def test_a_fragment_is_sent_once_in_every_steps_and_lands_delay_steps_later(schedule):
@@ -39,6 +40,7 @@ def test_a_fragment_is_sent_once_in_every_steps_and_lands_delay_steps_later(sche
             assert landed == [step + schedule.delay for step in sent if step + schedule.delay <= 4 * schedule.every]
 
 
+@pytest.mark.law("once-in-every-steps")
 @settings(max_examples=200, deadline=None)
 @given(streams())
 def test_no_fragment_is_sent_while_it_flies_and_none_lands_that_does_not(schedule):
@@ -62,6 +64,7 @@ def test_launches_are_spread_evenly(schedule):
     assert gaps <= {math.floor(even), math.ceil(even)}
 
 
+@pytest.mark.law("streaming-is-every")
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 30))
 def test_one_fragment_without_delay_is_every(every):

@@ -33,9 +33,9 @@ def trajectory(group, recipe, steps, make=linear):
     return [*seen, run.end()]
 
 
-# Law 5.
+@pytest.mark.law("streaming-is-every")
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_law_5_one_fragment_without_delay_is_diloco(size):
+def test_one_fragment_without_delay_is_diloco(size):
     whole = run_replicas(trajectory, size, diloco(1, **PLAIN), 3)
     streamed = run_replicas(trajectory, size, streaming(1, 1, delay=0, alpha=0.0), 3)
     for expected, got in zip(whole, streamed, strict=True):
@@ -57,9 +57,10 @@ def logged(group, recipe, steps):
     return said, landed, values(model)
 
 
+@pytest.mark.law("once-in-every-steps")
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6).flatmap(lambda h: st.tuples(st.just(h), st.integers(1, h), st.integers(0, h))))
-def test_law_5_the_engine_syncs_each_fragment_once_in_every_steps(shape):
+def test_the_engine_syncs_each_fragment_once_in_every_steps(shape):
     every, fragments, delay = shape
     recipe = streaming(every, fragments, delay=delay, alpha=0.5 if delay else 0.0)
     steps = 4 * every
@@ -73,16 +74,17 @@ def test_law_5_the_engine_syncs_each_fragment_once_in_every_steps(shape):
         assert len(sent) >= 4 - (delay > 0)
 
 
-# Law 6.
-def test_law_6_with_alpha_1_replicas_train_as_if_alone():
+@pytest.mark.law("blend-limits")
+def test_with_alpha_1_replicas_train_as_if_alone():
     for rank, seen in enumerate(run_replicas(trajectory, 2, streaming(4, 2, delay=1, alpha=1.0), 9)):
         for step, weights in enumerate(seen[:-1]):
             assert same(values(alone(rank, linear(), range(step + 1))), weights)
 
 
+@pytest.mark.law("blend-limits")
 @pytest.mark.parametrize("delay", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2])
-def test_law_6_with_alpha_0_exactly_the_steps_of_the_flight_are_dropped(size, delay):
+def test_with_alpha_0_exactly_the_steps_of_the_flight_are_dropped(size, delay):
     """Late by `delay` steps all are where `diloco` put them, and what they did meanwhile is gone."""
     seen = run_replicas(trajectory, size, streaming(4, 1, delay=delay, alpha=0.0, momentum=0.0), 4 + 4 + delay)
     model = linear()
@@ -134,10 +136,10 @@ def test_weights_that_were_replaced_during_a_flight_are_found_when_it_lands():
     assert same(*run_replicas(replaced, 2, False), *run_replicas(replaced, 2, True))
 
 
-# Law 19.
+@pytest.mark.law("alone-eager-is-diloco")
 @pytest.mark.parametrize("codec", [Identity(), Int8(4)])
 @pytest.mark.parametrize("steps", [4, 7, 8, 9])
-def test_law_19_eager_alone_is_diloco(codec, steps):
+def test_eager_alone_is_diloco(codec, steps):
     """Also at the end, where the last round is not followed by another one."""
     eager = trajectory(SoloGroup(), eager_diloco(4, codec=codec, **PLAIN), steps)
     plain = trajectory(SoloGroup(), diloco(4, **PLAIN), steps)
@@ -167,6 +169,7 @@ def eager_by_hand(size, every, rounds):
     return [values(model) for model in models]
 
 
+@pytest.mark.law("published-equations")
 @pytest.mark.parametrize("size", [2, 4])
 def test_eager_updates_are_their_equation(size):
     seen = run_replicas(trajectory, size, eager_diloco(1, codec=Identity(), lr=0.5, momentum=0.0), 3)

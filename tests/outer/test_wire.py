@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What four ranks put on the network is what the cost model says, recipe by recipe: read at the interface itself.
 
-A network namespace of its own has a loopback interface over which nothing goes but what these ranks send. Law 16.
+A network namespace of its own has a loopback interface over which nothing goes but what these ranks send.
 """
 
 import json
@@ -113,6 +113,7 @@ def measured():
     return json.loads(ended.stdout.splitlines()[-1])
 
 
+@pytest.mark.law("forecast-is-sent")
 @pytest.mark.parametrize("name", RECIPES)
 def test_bytes_at_the_interface_are_those_of_the_cost_model(measured, name):
     method = method_of(RECIPES[name], LAYERS * WIDTH**2, name=name, bucket_bytes=BUCKET_BYTES)
