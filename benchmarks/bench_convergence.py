@@ -29,7 +29,7 @@ from farflung.demo.settings import SIZES
 from farflung.demo.text import load_text
 from farflung.demo.train import MAX_NORM, WARMUP
 from farflung.outer import (
-    Average,
+    AverageState,
     Int8,
     Recipe,
     Replace,
@@ -76,7 +76,7 @@ ROWS: dict[str, Row] = {
     "diloco(16, lr=0.7, momentum=0.9)": lambda steps: diloco(16, lr=0.7, momentum=0.9),
     "sparse_loco(16)": lambda steps: sparse_loco(16),
     "gossip(16)": lambda steps: gossip(16),
-    "local_sgd(16), Adam averaged": lambda steps: replace(local_sgd(16), inner=Average()),
+    "local_sgd(16), Adam averaged": lambda steps: replace(local_sgd(16), inner=AverageState()),
     "slowmo(16)": lambda steps: slowmo(16),
     "noloco(16)": lambda steps: noloco(16),
     "edit(16)": lambda steps: edit(16),

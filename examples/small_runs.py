@@ -13,7 +13,7 @@ import torch
 from farflung.demo.gpt import GPT, loss_per_sequence
 from farflung.demo.settings import Shape
 from farflung.demo.text import load_text
-from farflung.outer import Average, Int8, diloco, local_sgd, streaming_diloco
+from farflung.outer import AverageState, Int8, diloco, local_sgd, streaming_diloco
 from farflung.testing.simulate import simulate
 
 CONTEXT, BATCH, WARMUP = 64, 6, 24
@@ -22,7 +22,7 @@ ROWS = {
     "DDP": None,
     "local_sgd(8)": local_sgd(8),
     "local_sgd(16)": local_sgd(16),
-    "local_sgd(16), Adam averaged": replace(local_sgd(16), inner=Average()),
+    "local_sgd(16), Adam averaged": replace(local_sgd(16), inner=AverageState()),
     "diloco(16), 0.7 / 0.9": diloco(16, momentum=0.9),
     "diloco(16), 0.7 / 0.6": diloco(16, momentum=MOMENTUM),
     "the same, int8": diloco(16, momentum=MOMENTUM, codec=Int8()),

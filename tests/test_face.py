@@ -11,10 +11,10 @@ DistributedType GradScalerKwargs InitProcessGroupKwargs LocalSGD OuterConfig Par
 __version__ debug_launcher notebook_launcher skip_first_batches synchronize_rng_states
 """
 OUTER = """
-Average Blend ByTime ByWork Cast ClippedToMedian E3M0 ErrorFeedback Every Fp8 GatherMean Gossip Identity Int4
-Int8 Joined Keep Levels Mean OuterLoop Quadratic Recipe ReduceScatterMean Replace Reset Round Stats Streaming TopK
-TrimmedMean Warmup WithoutOutliers apart blocks by_bytes diloco eager_diloco edit gossip hierarchical joined local_sgd
-noloco post_local_sgd quadratic slowmo sparse_loco streaming_diloco strided whole
+AverageState Blend ByTime ByWork Cast ClippedToMedian E3M0 ErrorFeedback Every Fp8 GatherMean Gossip Identity Int4
+Int8 KeepState Levels Mean MergedState OuterLoop Quadratic Recipe ReduceScatterMean Replace ResetState Round Stats
+Streaming TopK TrimmedMean Warmup WithoutOutliers apart blocks by_bytes diloco eager_diloco edit gossip hierarchical
+local_sgd merge_states noloco post_local_sgd quadratic slowmo sparse_loco streaming_diloco strided whole
 """
 UTILS = """
 AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs DistributedType

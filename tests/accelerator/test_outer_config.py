@@ -18,7 +18,18 @@ from farflung.config.outer import CODECS, COMMON, OPTIONS
 from farflung.config.recipes import RECIPES
 from farflung.config.resolve import resolve
 from farflung.launch.main import farflung
-from farflung.outer import E3M0, Average, Int8, Levels, Reset, diloco, hierarchical, local_sgd, quadratic, sparse_loco
+from farflung.outer import (
+    E3M0,
+    AverageState,
+    Int8,
+    Levels,
+    ResetState,
+    diloco,
+    hierarchical,
+    local_sgd,
+    quadratic,
+    sparse_loco,
+)
 from farflung.outer.named import recipe_of
 from farflung.state import AcceleratorState
 
@@ -37,7 +48,7 @@ VALUES = {
     "seconds": st.floats(0.1, 9),
     "threshold": st.floats(1, 9),
     "temperature": st.floats(0.1, 9),
-    "longest": st.floats(0.1, 99),
+    "max_norm": st.floats(0.1, 99),
     "codec": st.sampled_from(["none", "bf16", "fp16"]),
     "weigh_by": st.sampled_from(["steps", "items"]),
     "anchor_on_cpu": st.booleans(),
@@ -116,9 +127,9 @@ def test_every_codec_has_a_name(codec):
 MEANT = [
     (
         OuterConfig("diloco", every=32, rounds=30, lr=0.5, codec="int8", inner="reset"),
-        replace(diloco(32, rounds=30, lr=0.5, codec=Int8()), inner=Reset()),
+        replace(diloco(32, rounds=30, lr=0.5, codec=Int8()), inner=ResetState()),
     ),
-    (OuterConfig("quadratic", every=4, alpha=0.1, inner="average"), replace(quadratic(4, 0.1), inner=Average())),
+    (OuterConfig("quadratic", every=4, alpha=0.1, inner="average"), replace(quadratic(4, 0.1), inner=AverageState())),
     (OuterConfig("sparse_loco", codec="e3m0"), sparse_loco(codec=E3M0())),
     (OuterConfig("local_sgd", every=3, weigh_by="items"), replace(local_sgd(3), weigh_by="items")),
 ]

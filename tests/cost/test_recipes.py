@@ -17,7 +17,7 @@ from farflung.cost.model import Method, Run, cost_of
 from farflung.cost.recipes import method_of
 from farflung.launch.options import SettingsCommand, given, launch_options
 from farflung.outer import (
-    Average,
+    AverageState,
     ByTime,
     Cast,
     GatherMean,
@@ -62,8 +62,8 @@ RECIPES = {
     "edit": edit(2),
     "gossip": gossip(2),
     "noloco": noloco(2),
-    "Adam averaged": replace(local_sgd(2), inner=Average()),
-    "DES-LOC": replace(local_sgd(2), inner=Average({"exp_avg": 1, "exp_avg_sq": 3})),
+    "Adam averaged": replace(local_sgd(2), inner=AverageState()),
+    "DES-LOC": replace(local_sgd(2), inner=AverageState({"exp_avg": 1, "exp_avg_sq": 3})),
 }
 
 

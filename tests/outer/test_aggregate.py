@@ -244,13 +244,13 @@ def test_replicas_count_by_their_items():
 
 @pytest.mark.law("outliers-are-left-out")
 def test_softmax_at_an_infinite_temperature_is_the_mean():
-    calm = edit(1, lr=0.5, momentum=0.5, temperature=math.inf, longest=math.inf)
+    calm = edit(1, lr=0.5, momentum=0.5, temperature=math.inf, max_norm=math.inf)
     assert same(*run_replicas(trained, 4, diloco(1, lr=0.5, momentum=0.5), 2), *run_replicas(trained, 4, calm, 2))
 
 
 @pytest.mark.law("outliers-are-left-out")
 def test_without_a_replica_that_is_no_number_the_others_agree_and_it_is_healed():
-    recipe = edit(1, lr=1.0, momentum=0.0, longest=math.inf)
+    recipe = edit(1, lr=1.0, momentum=0.0, max_norm=math.inf)
     for way in (math.nan, math.inf):
         three = run_replicas(moved, 3, recipe, (1.0, 2.0, way))
         assert three[2] == three[0] == run_replicas(moved, 2, recipe, (1.0, 2.0))[0]
@@ -267,7 +267,7 @@ def test_a_short_way_counts_more():
 @pytest.mark.parametrize("bucket_bytes", [4, 8, None])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_mean_that_is_too_long_is_shortened_however_it_was_cut(size, bucket_bytes):
-    recipe = edit(1, lr=1.0, momentum=0.0, longest=0.5)
+    recipe = edit(1, lr=1.0, momentum=0.0, max_norm=0.5)
     got = torch.tensor(run_replicas(moved, size, recipe, (3.0,) * size, None)[0])
     cut = torch.tensor(
         run_replicas(lambda group: moved(group, recipe, (3.0,) * size, bucket_bytes=bucket_bytes), size)[0]

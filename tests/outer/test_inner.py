@@ -9,7 +9,7 @@ from torch import nn
 
 from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
-from farflung.outer import Average, OuterLoop, Reset, diloco
+from farflung.outer import AverageState, OuterLoop, ResetState, diloco
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import RECIPES, linear, no_statistics, same, train, values
 
@@ -36,7 +36,7 @@ def alike(seen, step, name):
 
 
 def test_adams_moments_are_averaged_when_replicas_agree():
-    seen = run_replicas(with_adam, 2, Average(), 4)
+    seen = run_replicas(with_adam, 2, AverageState(), 4)
     for name in ("exp_avg", "exp_avg_sq"):
         assert [alike(seen, step, name) for step in range(4)] == [False, True, False, True]
     assert seen[0][0][3]["0.weight"]["step"] == 4
@@ -47,13 +47,13 @@ def test_adams_moments_are_averaged_when_replicas_agree():
 
 
 def test_each_moment_has_a_period_of_its_own():
-    seen = run_replicas(with_adam, 2, Average({"exp_avg": 1, "exp_avg_sq": 3}), 8)
+    seen = run_replicas(with_adam, 2, AverageState({"exp_avg": 1, "exp_avg_sq": 3}), 8)
     assert [alike(seen, step, "exp_avg") for step in (1, 3, 5, 7)] == [True] * 4
     assert [alike(seen, step, "exp_avg_sq") for step in (1, 3, 5, 7)] == [False, False, True, False]
 
 
 def test_a_reset_forgets_the_moments():
-    seen = run_replicas(with_adam, 2, Reset(), 4)
+    seen = run_replicas(with_adam, 2, ResetState(), 4)
     assert [any(states.values()) for states in seen[0][0]] == [True, False, True, False]
 
 
@@ -70,7 +70,7 @@ class Scalar(nn.Module):
 
 
 def test_the_average_of_moments_keeps_counters_and_precision():
-    seen = run_replicas(with_adam, 2, Average(), 2, Scalar)
+    seen = run_replicas(with_adam, 2, AverageState(), 2, Scalar)
     assert alike(seen, 1, "exp_avg")
     state = seen[0][0][1]["wide"]
     assert state["exp_avg"].dtype == torch.float64
@@ -78,19 +78,19 @@ def test_the_average_of_moments_keeps_counters_and_precision():
 
 
 def test_an_inner_state_that_is_not_there_is_an_error():
-    outer = OuterLoop(linear(), replace(diloco(1), inner=Average()), SoloGroup())
+    outer = OuterLoop(linear(), replace(diloco(1), inner=AverageState()), SoloGroup())
     with pytest.raises(ConfigError, match="needs the inner optimizer"):
         outer.step()
     with pytest.raises(ConfigError, match=r"\['exp_avg', .*none of \['momentum'\]"):
-        run_replicas(with_adam, 2, Average({"momentum": 2}), 2)
+        run_replicas(with_adam, 2, AverageState({"momentum": 2}), 2)
     with pytest.raises(ConfigError, match="exp_avg is 0"):
-        Average({"exp_avg": 0})
+        AverageState({"exp_avg": 0})
 
 
 def one_never_stepped(group):
     model = linear()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with OuterLoop(model, replace(diloco(2), inner=Average()), group).attach(optimizer) as outer:
+    with OuterLoop(model, replace(diloco(2), inner=AverageState()), group).attach(optimizer) as outer:
         for number in range((4, 0)[group.rank]):
             train(model, optimizer, number, group.rank)
     return values(model), outer.stats().rounds

@@ -21,7 +21,7 @@ from farflung.testing.patience import patience
 PLAIN = {"lr": 1.0, "momentum": 0.0}
 RECIPES = {
     "summed": diloco(1, **PLAIN),
-    "whole": edit(1, **PLAIN, threshold=1e6, temperature=float("inf"), longest=1e6),
+    "whole": edit(1, **PLAIN, threshold=1e6, temperature=float("inf"), max_norm=1e6),
     "two in the air": streaming_diloco(4, 2, delay=3, alpha=0.0, codec=Identity(), **PLAIN),
 }
 OFTEN = ("local phase", "encode", "vote", "confirm", "apply")

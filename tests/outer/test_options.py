@@ -12,7 +12,7 @@ from torch import nn
 from farflung.base.errors import CollectiveMismatch, ConfigError, StateError
 from farflung.comm.group import SoloGroup
 from farflung.outer import (
-    Average,
+    AverageState,
     OuterLoop,
     diloco,
     eager_diloco,
@@ -329,7 +329,7 @@ def differing(group, first, second):
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (replace(diloco(2), inner=Average()), "Average("),
+        (replace(diloco(2), inner=AverageState()), "AverageState("),
         (replace(diloco(2), weigh_by="items"), "by items"),
         (replace(diloco(2), optimizer=functools.partial(torch.optim.SGD, lr=0.5)), "lr=0.5"),
         (edit(2, momentum=0.9), "WithoutOutliers"),

@@ -14,7 +14,7 @@ from farflung.base.errors import ConfigError
 from farflung.outer import Cast, Every, Identity, diloco, local_sgd
 from farflung.outer.fragments import whole, without_masks
 from farflung.outer.replica import checksum
-from farflung.outer.schedule import Apply, Launch, Moment
+from farflung.outer.schedule import Apply, Clock, Launch
 from farflung.outer.vote import Tally
 from farflung.outer.weighting import ByWork, Decision, NormHistory
 
@@ -23,10 +23,10 @@ from farflung.outer.weighting import ByWork, Decision, NormHistory
 @given(st.integers(1, 50), st.integers(1, 500))
 def test_every_is_due_at_each_multiple_and_launches_before_it_applies(every, steps):
     schedule = Every(every)
-    due = [step for step in range(1, steps + 1) if schedule(Moment(step))]
+    due = [step for step in range(1, steps + 1) if schedule(Clock(step))]
     assert due == list(range(every, steps + 1, every))
-    assert all(list(schedule(Moment(step))) == [Launch(0, steps=every), Apply(0)] for step in due)
-    assert schedule(Moment(every)) == schedule(Moment(every))
+    assert all(list(schedule(Clock(step))) == [Launch(0, steps=every), Apply(0)] for step in due)
+    assert schedule(Clock(every)) == schedule(Clock(every))
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "8", None])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from farflung.base.errors import ConfigError
 from farflung.outer import ByTime, Every, Levels, Quadratic, Streaming, Warmup
-from farflung.outer.schedule import Apply, Launch, Moment
+from farflung.outer.schedule import Apply, Clock, Launch
 
 
 @st.composite
@@ -21,7 +21,7 @@ def streams(draw):
 
 def words(schedule, steps):
     """What is said after each of the first steps, in order, with the step."""
-    return [(step, word) for step in range(1, steps + 1) for word in schedule(Moment(step))]
+    return [(step, word) for step in range(1, steps + 1) for word in schedule(Clock(step))]
 
 
 @pytest.mark.law("once-in-every-steps")
@@ -87,17 +87,17 @@ def test_a_quadratic_round_has_the_steps_that_its_rate_asks_for(every, alpha, lr
     rule = Quadratic(every, alpha)
     length = max(every, min(10_000, math.floor((alpha / lr) ** 2)))
     began = 7
-    assert not rule(Moment(began + length - 1, began, lr=lr))
-    assert rule(Moment(began + length, began, lr=lr)) == (Launch(0, steps=length), Apply(0))
+    assert not rule(Clock(began + length - 1, began, lr=lr))
+    assert rule(Clock(began + length, began, lr=lr)) == (Launch(0, steps=length), Apply(0))
 
 
 def test_a_quadratic_round_ends_where_the_rate_is_nothing():
-    rule = Quadratic(4, 0.5, longest=50)
-    assert not rule(Moment(49, 0, lr=0.0))
-    assert rule(Moment(50, 0, lr=0.0))
-    assert Warmup(10, rule)(Moment(60, 10, lr=1e-300))
+    rule = Quadratic(4, 0.5, max_every=50)
+    assert not rule(Clock(49, 0, lr=0.0))
+    assert rule(Clock(50, 0, lr=0.0))
+    assert Warmup(10, rule)(Clock(60, 10, lr=1e-300))
     with pytest.raises(ConfigError, match="inner=optimizer"):
-        rule(Moment(4))
+        rule(Clock(4))
 
 
 def test_of_all_levels_that_are_due_the_widest_speaks():
@@ -109,9 +109,9 @@ def test_of_all_levels_that_are_due_the_widest_speaks():
 
 def test_by_time_looks_at_the_clock_alone():
     schedule = ByTime(2.5)
-    assert not schedule(Moment(1000, 0, 2.4))
-    assert schedule(Moment(1, 0, 2.5)) == (Launch(0), Apply(0))
-    assert schedule(Moment(1, 0, math.inf))
+    assert not schedule(Clock(1000, 0, 2.4))
+    assert schedule(Clock(1, 0, 2.5)) == (Launch(0), Apply(0))
+    assert schedule(Clock(1, 0, math.inf))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_by_time_looks_at_the_clock_alone():
         lambda: Quadratic(0, 0.1),
         lambda: Quadratic(4, 0.0),
         lambda: Quadratic(4, math.nan),
-        lambda: Quadratic(4, 0.1, longest=3),
+        lambda: Quadratic(4, 0.1, max_every=3),
         lambda: ByTime(0),
         lambda: ByTime(math.inf),
         lambda: Levels({}),

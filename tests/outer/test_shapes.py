@@ -31,7 +31,7 @@ MEANS = [
     diloco(1, lr=1.0, momentum=0.0),
     replace(diloco(1, lr=1.0, momentum=0.0), aggregator=GatherMean()),
     streaming_diloco(1, 1, delay=0, alpha=0.0, lr=1.0, momentum=0.0, codec=Identity()),
-    edit(1, lr=1.0, momentum=0.0, temperature=float("inf"), longest=float("inf")),
+    edit(1, lr=1.0, momentum=0.0, temperature=float("inf"), max_norm=float("inf")),
 ]
 OTHERS = [
     local_sgd(1, codec=Int8(8)),

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from farflung import Accelerator
-from farflung.config.outer import OuterConfig
 from farflung.local_sgd import LocalSGD
 from farflung.outer import OuterLoop
+from farflung.outer.named import OuterConfig
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import RATE, RECIPES, net, train

@@ -24,7 +24,7 @@ from farflung.checkpoint import layout
 from farflung.checkpoint.regular import is_file
 from farflung.checkpoint.source import read_torch
 from farflung.data.position import NOTHING_READ
-from farflung.outer.joined import Joined, joined
+from farflung.outer.merge_states import MergedState, merge_states
 
 
 def regrouped(
@@ -67,12 +67,12 @@ def regrouped(
 _FRESH = {"size": 0, "complete": True, "items": 0.0, "scale": None}
 
 
-def joined_loops(folder: Path, old: int) -> list[Joined]:
+def joined_loops(folder: Path, old: int) -> list[MergedState]:
     """Return what becomes of the outer loops in a checkpoint of `old` ranks; nothing where there are none."""
     paths = [folder / layout.outer_state(rank) for rank in range(old)]
     if not all(is_file(path) for path in paths):
         return []
-    return [joined(column) for column in zip(*(read_torch(path)["loops"] for path in paths), strict=True)]
+    return [merge_states(column) for column in zip(*(read_torch(path)["loops"] for path in paths), strict=True)]
 
 
 def _mean_gradients(owns: list[dict[str, Any]], notes: list[str]) -> list[Any] | None:

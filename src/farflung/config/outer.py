@@ -22,12 +22,12 @@ CODECS = ("none", "bf16", "fp16", "int8", "int4", "fp8", "e3m0", "topk")
 
 @dataclass(frozen=True)
 class Option:
-    """What can be set of an outer loop besides its recipe.
+    """An option of an outer loop: an argument of recipes, or a setting that all recipes have.
 
     Args:
         kind: int, float, bool or str.
-        help: what it does, as its flag's help says it.
-        choices: the words it may be; empty: any.
+        help: the help text of its flag.
+        choices: the words that it may be; empty if it may be any.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Option:
     choices: tuple[str, ...] = ()
 
 
-# What can be set with every recipe.
+# The options of every recipe.
 COMMON = (
     Option(
         "weigh_by",
@@ -68,7 +68,7 @@ OPTIONS: Mapping[str, Option] = {option.name: option for option in _options()}
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class OuterSettings:
-    """An outer loop by the names of its recipe and its options. The values are as they were stated: see `OuterConfig`.
+    """An outer loop by the names of its recipe and its options, whose values nobody has checked yet: see `OuterConfig`.
 
     An option can be read as an attribute, `settings.every`; it is None if it is left to the recipe.
 
@@ -127,13 +127,13 @@ def _check_names(recipe: str, given: Mapping[str, Any]) -> None:
 
 
 def outer_config(said: Mapping[str, Any], called: str) -> OuterSettings | None:
-    """Return what the options in `said` make up; None where no option is said. Those that are None are not said.
+    """Return the settings in `said`, of which those that are None are left out; None if nothing is left.
 
     Args:
-        called: how the recipe is said where these come from, for the error when it is missing.
+        called: the flag or variable that sets the recipe, for the error if it is missing.
 
     Raises:
-        ConfigError: they can't work, or the recipe is missing.
+        ConfigError: the settings can't work, or the recipe is missing.
     """
     given = {name: value for name, value in said.items() if value is not None}
     if not given:
@@ -150,7 +150,7 @@ def renamed(error: ConfigError, names: Mapping[str, str]) -> ConfigError:
     """Return an error that begins with the option it is about, with that option's other name.
 
     Args:
-        names: what the user wrote, by option: a flag, a variable, a key of a file.
+        names: what the user wrote for each option: a flag, a variable, or a key of a file.
     """
     option, _, rest = str(error).partition(" ")
     return type(error)(f"{names[option]} {rest}") if option in names else error

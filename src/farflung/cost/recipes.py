@@ -12,7 +12,7 @@ from farflung.cost.methods import bits_on_the_wire
 from farflung.cost.model import Exchange, Method
 from farflung.outer.aggregate import Gossip, Mean, ReduceScatterMean
 from farflung.outer.codec.feedback import ErrorFeedback
-from farflung.outer.inner import Average
+from farflung.outer.inner import AverageState
 from farflung.outer.recipe import Recipe
 from farflung.outer.schedule import Every, Levels, Quadratic, Schedule, Streaming, Warmup
 
@@ -93,6 +93,6 @@ def _outer_state(recipe: Recipe) -> int:
 
 
 def _state_bits(recipe: Recipe, tensors: int) -> float:
-    if not isinstance(recipe.inner, Average):
+    if not isinstance(recipe.inner, AverageState):
         return 0.0
     return _FP32_BITS * (sum(1 / period for period in recipe.inner.every.values()) or tensors)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `farflung config`: ask for settings, write the default ones, or show which count and why."""
+"""The command `farflung config`: ask for settings, write the defaults, or show those in effect and their origins."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config(ctx: click.Context, config_file: str | None) -> None:
 
 
 def ask() -> dict[str, Value]:
-    """Put the questions of the settings; return the answers by name. What can't work is asked again."""
+    """Ask for the settings and return the answers by name. A question is repeated until its answer is valid."""
     known: dict[str, Value] = {entry.name: entry.default for entry in FIELDS}
     asked: dict[str, Value] = {}
     for entry in FIELDS:
@@ -53,7 +53,7 @@ def _answer(entry: Field, known: dict[str, Value]) -> Value:
     def read(text: str) -> Value:
         try:
             value = entry.parse(text, entry.name) if text else entry.default
-            # The address of machine 0 may be asked for later; any word keeps the check to the question at hand.
+            # The address of machine 0 may be asked for later; any word stands in for it in this check.
             LaunchSettings.of({**known, "main_process_ip": "later", entry.name: value})
         except FarflungError as error:
             raise click.UsageError(str(error)) from None
@@ -66,7 +66,7 @@ def _answer(entry: Field, known: dict[str, Value]) -> Value:
 
 
 def _say_if_hidden(path: Path) -> None:
-    """A file that is not looked up first has to be named, or is overruled by another one."""
+    """Say how to use a file that another one takes precedence over."""
     counts = find_file()
     if counts is None or counts.resolve() != path.resolve():
         click.echo(f"Use it with `farflung launch --config_file {path}`.")
@@ -84,14 +84,14 @@ def default(config_file: str | None, mixed_precision: str) -> None:
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | Literal[False]:
-    """Write a file with the default settings: a process for each accelerator of whatever machine reads it.
+    """Write a file with the default settings: one process per accelerator of the machine that reads it.
 
     Args:
         mixed_precision: `no`, `fp16` or `bf16`.
         save_location: the file; by default `~/.config/farflung/config.yaml`.
 
     Returns:
-        the file's path, or False when the file was there already and was left as it is.
+        the file's path, or False if the file exists, which is not changed.
 
     Raises:
         ConfigError: `mixed_precision` is none of those words.
@@ -110,7 +110,7 @@ def _show(origin: bool, **params: Any) -> None:
 
 
 def describe(resolved: Resolved, origin: bool) -> list[str]:
-    """Return one line for each setting that counts: name, value and, where asked for, where the value came from."""
+    """Return one line for each setting: its name, its value and, with `origin`, where the value comes from."""
     lines = []
     for entry in FIELDS:
         value = resolved.settings.value(entry.name)

@@ -51,9 +51,9 @@ def _launch(script: str, script_args: tuple[str, ...], **params: Any) -> None:
 
 
 def _check_recipe(resolved: Resolved) -> None:
-    """Make the recipe that is asked for, so that what it refuses is refused here and not by each rank.
+    """Make the recipe of the outer loop, so that what it refuses is refused here and not by each rank.
 
-    Recipes need torch, so they are loaded only now that the agent is about to load torch anyway.
+    Recipes need torch. They are loaded only now, when the agent is about to load torch anyway.
     """
     config = resolved.settings.outer
     if config is None:

@@ -9,9 +9,9 @@ from farflung.outer.codec.feedback import ErrorFeedback
 from farflung.outer.codec.sparse import TopK
 from farflung.outer.engine import OuterLoop
 from farflung.outer.fragments import apart, blocks, by_bytes, strided, whole
-from farflung.outer.inner import Average, Keep, Reset
-from farflung.outer.joined import Joined, joined
+from farflung.outer.inner import AverageState, KeepState, ResetState
 from farflung.outer.merge import Blend, Replace
+from farflung.outer.merge_states import MergedState, merge_states
 from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import *  # noqa: F403 - its __all__ is the list of recipes
 from farflung.outer.schedule import ByTime, Every, Levels, Quadratic, Streaming, Warmup
@@ -20,7 +20,7 @@ from farflung.outer.weighting import ByWork, ClippedToMedian, WithoutOutliers
 
 __all__ = [
     "E3M0",
-    "Average",
+    "AverageState",
     "Blend",
     "ByTime",
     "ByWork",
@@ -34,16 +34,16 @@ __all__ = [
     "Identity",
     "Int4",
     "Int8",
-    "Joined",
-    "Keep",
+    "KeepState",
     "Levels",
     "Mean",
+    "MergedState",
     "OuterLoop",
     "Quadratic",
     "Recipe",
     "ReduceScatterMean",
     "Replace",
-    "Reset",
+    "ResetState",
     "Round",
     "Stats",
     "Streaming",
@@ -54,7 +54,7 @@ __all__ = [
     "apart",
     "blocks",
     "by_bytes",
-    "joined",
+    "merge_states",
     "strided",
     "whole",
 ]

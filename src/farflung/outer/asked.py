@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what a script gives an outer loop, made before anything is exchanged."""
+"""Checks of an outer loop's arguments, made before anything is exchanged."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def checked(
 
 
 def one_number(name: str, value: object) -> float:
-    """Return a number, or a tensor of one, as a number."""
+    """Return a number, or a tensor with one element, as a float."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value)
     check_number(name, value, least=0)
@@ -74,7 +74,7 @@ def one_number(name: str, value: object) -> float:
 
 
 def check_same(saved: str, here: str) -> None:
-    """Raise ConfigError unless two outer loops, as they describe themselves, are over one model with one recipe."""
+    """Raise ConfigError unless two descriptions of outer loops have the same model and the same recipe."""
     if _without_plurals(saved) != _without_plurals(here):
         pairs = zip(_PARTS.split(saved), _PARTS.split(here), strict=False)
         odd = [f"{mine} (here {other})" for mine, other in pairs if _without_plurals(mine) != _without_plurals(other)]
@@ -86,12 +86,12 @@ def _without_plurals(description: str) -> str:
 
 
 def check_state(where: str, state: object) -> None:
-    """Raise ConfigError unless `state` has what an outer loop's state dict has."""
+    """Raise ConfigError unless `state` has the keys of an outer loop's state dict."""
     if not isinstance(state, Mapping):
         raise wrong_type(where, state, "what OuterLoop.state_dict() returned")
     missing = [name for name in _STATE if name not in state]
     if missing:
         raise ConfigError(
-            f"{where}: {shown(list(state)) if state else '{}'} is no state of an outer loop, as {', '.join(missing)} "
+            f"{where}: {shown(list(state)) if state else '{}'} is not the state of an outer loop: {', '.join(missing)} "
             "is missing. Give it what OuterLoop.state_dict() returned."
         )

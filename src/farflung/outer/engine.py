@@ -33,7 +33,7 @@ from farflung.outer.asked import check_same, check_state, checked, one_number
 from farflung.outer.named import OuterConfig
 from farflung.outer.recipe import Recipe
 from farflung.outer.rounds import Rounds
-from farflung.outer.schedule import Apply, Launch, Moment, Word
+from farflung.outer.schedule import Action, Apply, Clock, Launch
 from farflung.outer.stats import Meter, Round, Stats
 from farflung.outer.weighting import in_proportion
 
@@ -157,7 +157,7 @@ class OuterLoop:
             StateError: the loop has ended.
         """
         self._check_open()
-        due: list[Word] = []
+        due: list[Action] = []
         for step in range(self._synced + 1, self._position + 1):
             due += self._due(step, self._clock() - self._began_at)
         self._synced = self._position
@@ -369,11 +369,11 @@ class OuterLoop:
         self._rounds.inner = inner
         self._lr = None if inner is None else float(inner.param_groups[0]["lr"])
 
-    def _due(self, step: int, seconds: float) -> list[Word]:
+    def _due(self, step: int, seconds: float) -> list[Action]:
         """Ask the schedule; a round that is launched begins here."""
         if self._lr is not None and self._rounds.inner is not None:
             self._lr = max(self._lr, float(self._rounds.inner.param_groups[0]["lr"]))
-        words = list(self._recipe.schedule(Moment(step, self._began, seconds, self._lr)))
+        words = list(self._recipe.schedule(Clock(step, self._began, seconds, self._lr)))
         if self._recipe.inner.needs_optimizer and words and self._rounds.inner is None:
             raise ConfigError(f"{self._recipe.inner} needs the inner optimizer: OuterLoop(..., inner=optimizer).")
         if any(isinstance(word, Launch) for word in words):

@@ -20,7 +20,7 @@ from farflung.comm.shards import local
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of a model is kept, so that it is found again after someone has put another in its place."""
+    """Where a model keeps a tensor, so that it is found again after it was replaced by another."""
 
     name: str
     owner: Mapping[str, Any]  # a module's own dictionary
@@ -32,7 +32,7 @@ class Place:
         return tensor
 
     def find(self) -> Tensor | None:
-        """Return the tensor that is there now, None where there is none any more."""
+        """Return the tensor that is there now, None if there is none any more."""
         tensor = self.owner.get(self.key)
         return tensor if isinstance(tensor, Tensor) else None
 
@@ -45,7 +45,7 @@ class Fragment:
         parameters: trainable ones; a tensor with two names is here once.
         averages: floating buffers, such as the running statistics of a BatchNorm.
         counters: integer and boolean buffers.
-        frozen: parameters that are not trained, and stay at home.
+        frozen: parameters that are not trained, and not exchanged.
     """
 
     parameters: tuple[Place, ...]
@@ -55,7 +55,7 @@ class Fragment:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """All that is exchanged."""
+        """Everything that is exchanged."""
         return self.parameters + self.averages + self.counters
 
 
@@ -64,7 +64,7 @@ _Choose: TypeAlias = Callable[[str], "int | None"]
 
 
 def whole(model: nn.Module, count: int = 1) -> list[Fragment]:
-    """Make one fragment of all that a model learns.
+    """Make one fragment of the whole model.
 
     Buffers that are not part of the state dict are left out: each rank can rebuild them.
 
@@ -77,7 +77,7 @@ def whole(model: nn.Module, count: int = 1) -> list[Fragment]:
 
 
 def strided(model: nn.Module, count: int) -> list[Fragment]:
-    """Put block b of the model into fragment b modulo `count`, and the rest where there is least.
+    """Put block b of the model into fragment b modulo `count`, and the rest into the smallest fragments.
 
     Blocks are the children of the longest `ModuleList` or `Sequential`, such as a transformer's layers. Strides give
     every fragment layers from all depths, which trained best in Streaming DiLoCo (arXiv:2501.18512).
@@ -89,7 +89,7 @@ def strided(model: nn.Module, count: int) -> list[Fragment]:
 
 
 def blocks(model: nn.Module, count: int) -> list[Fragment]:
-    """Put neighbouring blocks of the model into one fragment, and the rest where there is least.
+    """Put neighbouring blocks of the model into one fragment, and the rest into the smallest fragments.
 
     Raises:
         ConfigError: the model has fewer blocks than fragments are asked for.
@@ -98,7 +98,7 @@ def blocks(model: nn.Module, count: int) -> list[Fragment]:
 
 
 def by_bytes(model: nn.Module, count: int) -> list[Fragment]:
-    """Give each tensor, the largest first, to the fragment that has least: as even as whole tensors allow.
+    """Put each tensor, the largest first, into the smallest fragment: as even as whole tensors allow.
 
     Raises:
         ConfigError: the model trains fewer tensors than fragments are asked for.
@@ -125,7 +125,7 @@ def apart(cut: Cut, kind: type[nn.Module] = nn.Embedding) -> Cut:
         last = _only(whole(model)[0], inside, True)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         for parameter in trained:
-            parameter.requires_grad_(False)  # so that they weigh nothing where the others are cut
+            parameter.requires_grad_(False)  # so that they count no bytes while the others are cut
         try:
             others = [_only(fragment, inside, False) for fragment in cut(model, count - 1)]
         finally:
@@ -173,7 +173,7 @@ def _by_block(model: nn.Module, count: int, choose: Callable[[int, int], int]) -
 
 
 def _find_blocks(model: nn.Module) -> tuple[str, int]:
-    """Return the path and the length of the longest list of modules; among equals of the one with most values."""
+    """Return path and length of the longest list of modules; among equals, of the one with the most values."""
     lists = [
         (name, module) for name, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))
     ]
@@ -183,7 +183,7 @@ def _find_blocks(model: nn.Module) -> tuple[str, int]:
 
 
 def _cut(model: nn.Module, count: int, choose: _Choose) -> list[Fragment]:
-    """Put each tensor where `choose` says; those it leaves open go, the largest first, where there are fewest bytes."""
+    """Put each tensor where `choose` says; the others, the largest first, into the fragment with the fewest bytes."""
     _check(model, count)
     bins: list[list[Place]] = [[] for _ in range(count)]
     sizes = [0] * count
@@ -252,7 +252,7 @@ def without_masks(fragment: Fragment, known: Mapping[str, bool] | None = None) -
     """Leave out floating buffers that hold an infinity or a NaN: those are constants, such as attention masks.
 
     Args:
-        known: whether to keep a buffer, by name, where that was found out before: statistics may be spoiled since.
+        known: whether to keep a buffer, by name, as decided before: statistics may have become infinite since.
     """
 
     def is_kept(place: Place) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of the inner optimizer's own state, such as Adam's moments, when replicas agree."""
+"""What a round does with the inner optimizer's state, such as Adam's moments."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _COUNTER = "step"  # torch.optim keeps it as a float tensor, which has the shape
 
 
 class Inner(Protocol):
-    """Looks after the state of the inner optimizer once a round has landed."""
+    """What is done with the state of the inner optimizer after a round."""
 
     @property
     def needs_optimizer(self) -> bool:
-        """Whether the loop has to know the inner optimizer."""
+        """Whether the loop must know the inner optimizer."""
 
     def __call__(
         self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, decision: Decision
     ) -> int:
-        """Do it for `parameters`, after `rounds` rounds; return the bytes that this rank sent."""
+        """Update the state of `parameters` after round number `rounds`; return the bytes that this rank sent."""
 
 
 @dataclass(frozen=True)
-class Keep:
-    """Each replica keeps its own, as most methods do."""
+class KeepState:
+    """Each replica keeps its own optimizer state, as in most methods."""
 
     needs_optimizer = False
 
@@ -48,15 +48,15 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Reset:
-    """Forget it: the optimizer begins anew from the agreed point."""
+class ResetState:
+    """Reset the optimizer state, so that the optimizer starts afresh from the agreed weights."""
 
     needs_optimizer = True
 
     def __call__(
         self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, decision: Decision
     ) -> int:
-        """Drop what the optimizer keeps of each parameter."""
+        """Remove the state of each parameter."""
         assert optimizer is not None
         for parameter in parameters:
             optimizer.state.pop(parameter, None)
@@ -64,15 +64,15 @@ class Reset:
 
 
 @dataclass(frozen=True)
-class Average:
-    """Average the state's tensors, each name on a period of its own.
+class AverageState:
+    """Average the tensors of the optimizer state, each name at a period of its own.
 
     Args:
-        every: rounds between two averagings, by the name in the optimizer's state; empty: all of them in every round.
-            `{"exp_avg": 3, "exp_avg_sq": 6}` is DES-LOC's choice for Adam.
+        every: rounds between two averagings, by the name in the optimizer state; empty averages all of them in every
+            round. `{"exp_avg": 3, "exp_avg_sq": 6}` is DES-LOC's choice for Adam.
 
     Raises:
-        ConfigError: a period is no whole number above zero.
+        ConfigError: a period is not a positive integer.
 
     Source: DES-LOC (arXiv:2505.22549).
     """
@@ -88,10 +88,10 @@ class Average:
     def __call__(
         self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, decision: Decision
     ) -> int:
-        """Average what is due, unless the ranks' optimizers keep different tensors: one that never stepped has none.
+        """Average what is due, unless ranks have different tensors: an optimizer that never stepped has none.
 
         Raises:
-            ConfigError: the optimizer keeps nothing under a name.
+            ConfigError: the optimizer state has no tensor of a name in `every`.
         """
         assert optimizer is not None
         due = self._due(optimizer, parameters, rounds)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How local weights take over what was agreed."""
+"""How local weights take over the new anchor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farflung.base.torch_internals import foreach_copy_, foreach_lerp
 
 
 class Merge(Protocol):
-    """Brings an agreed point into the local weights, in place."""
+    """Merges the new anchor into the local weights, in place."""
 
     def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
         """Change `local`; `anchor` has as many tensors of the same shapes, in fp32."""
@@ -31,10 +31,10 @@ class Replace:
 
 @dataclass(frozen=True)
 class Blend:
-    """local <- alpha * local + (1 - alpha) * anchor, which keeps some of the steps done while the anchor was under way.
+    """local <- alpha * local + (1 - alpha) * anchor, which keeps part of the steps done while the round was in flight.
 
     Args:
-        alpha: 0 drops those steps, 1 drops what was agreed.
+        alpha: 0 discards those steps, 1 discards the anchor.
 
     Raises:
         ConfigError: `alpha` is not from 0 to 1.
@@ -48,7 +48,7 @@ class Blend:
         check_number("alpha", self.alpha, least=0, most=1)
 
     def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
-        """Interpolate in fp32, and round once; with alpha 0 or 1 copy or leave alone."""
+        """Interpolate in fp32 and round once; alpha 0 copies, alpha 1 changes nothing."""
         if self.alpha == 0:
             foreach_copy_(local, anchor)
         elif self.alpha < 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes by name: from a name, or an `OuterConfig` of names and plain values, to the recipe that is meant."""
+"""Recipes by name: the recipe that a name or an `OuterConfig` of names and plain values stands for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import farflung.outer.recipes as recipes
 from farflung.base.checks import check_word, wrong_type
 from farflung.config.outer import MACHINE, OuterSettings
-from farflung.outer.inner import Average, Inner, Keep, Reset
+from farflung.outer.inner import AverageState, Inner, KeepState, ResetState
 from farflung.outer.recipe import Recipe
 
 MAKERS: Mapping[str, Callable[..., Recipe]] = {name: getattr(recipes, name) for name in recipes.__all__}
-_INNER: Mapping[str, Callable[[], Inner]] = {"keep": Keep, "reset": Reset, "average": Average}
+_INNER: Mapping[str, Callable[[], Inner]] = {"keep": KeepState, "reset": ResetState, "average": AverageState}
 
 
 class OuterConfig(OuterSettings):
@@ -44,15 +44,15 @@ class OuterConfig(OuterSettings):
     def __init__(self, recipe: str, **options: Any) -> None:
         super().__init__(recipe, **options)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it is said when the recipe is used
+            warnings.simplefilter("ignore")  # the recipe warns when it is used
             recipe_of(self, local_size=2)
 
 
 def named_outer(name: str, outer: OuterConfig | str) -> OuterConfig:
-    """Return the settings that `outer` is, or those of the recipe that it names, with all its defaults.
+    """Return `outer`, or the settings of the recipe that it names, with its defaults.
 
     Args:
-        name: of the argument, for the error.
+        name: the argument's name, for the error.
 
     Raises:
         ConfigError: it is neither, or there is no such recipe.
@@ -68,10 +68,10 @@ def named_outer(name: str, outer: OuterConfig | str) -> OuterConfig:
 
 
 def chosen_recipe(recipe: Recipe | OuterConfig | str, local_size: int = 1) -> Recipe:
-    """Return `recipe`, or the one that a name or settings mean.
+    """Return `recipe`, or the one that a name or settings stand for.
 
     Args:
-        local_size: ranks on this machine.
+        local_size: number of ranks on this machine.
 
     Raises:
         ConfigError: it is none of the three, or there is no such recipe.
@@ -89,10 +89,10 @@ def recipe_of(config: OuterSettings, local_size: int) -> Recipe:
     """Return the recipe that `config` names, with its options.
 
     Args:
-        local_size: ranks on this machine.
+        local_size: number of ranks on this machine.
 
     Raises:
-        ConfigError: parts that do not go together.
+        ConfigError: a value is out of its range, or the parts do not go together.
     """
     options = config.given()
     options.pop("log", None)
@@ -107,7 +107,7 @@ def recipe_of(config: OuterSettings, local_size: int) -> Recipe:
 
 
 def _resolved(levels: Mapping[int, Any], local_size: int) -> dict[int, int | None]:
-    """Put numbers for `machine`; where a machine has one rank alone there is nobody to average with, and no level."""
+    """Replace `machine` by the number of its ranks; a machine with one rank has no such level."""
     if local_size == 1:
         levels = {every: size for every, size in levels.items() if size != MACHINE}
     return {every: local_size if size == MACHINE else size for every, size in levels.items()}

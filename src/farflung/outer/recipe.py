@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe is: one row of the table of methods."""
+"""What a recipe is: the parts of one method."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from farflung.outer.codec.base import Codec, Identity
 from farflung.outer.codec.feedback import ErrorFeedback
 from farflung.outer.codec.named import codec_of
 from farflung.outer.fragments import Cut, whole
-from farflung.outer.inner import Inner, Keep
+from farflung.outer.inner import Inner, KeepState
 from farflung.outer.merge import Blend, Merge, Replace
 from farflung.outer.schedule import Levels, Schedule, Streaming, Warmup, check_schedule
 from farflung.outer.weighting import ByWork, Policy
@@ -28,27 +28,28 @@ Work: TypeAlias = Literal["steps", "items"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """One row: when, what, how many bits, what is made of it, and how the model takes it over.
+    """One method: when to exchange, what, in how many bits, how it is combined, and how the model takes it over.
 
-    `dataclasses.replace(diloco(every=32), optimizer=functools.partial(torch.optim.Adam, lr=1e-3))` is a new row.
+    `dataclasses.replace(diloco(every=32), optimizer=functools.partial(torch.optim.Adam, lr=1e-3))` is another one.
 
     Args:
-        codec: how what is exchanged is written down for the wire.
-        aggregator: from the wires of all ranks to one result.
-        policy: how much each rank counts in it.
-        weigh_by: what a rank's work is counted in: `steps`, or the `items` (samples, tokens) that `count` is told of.
+        schedule: when which fragment is exchanged.
+        codec: how values are encoded to be sent.
+        aggregator: how all ranks' values are combined.
+        policy: how much each rank counts.
+        weigh_by: what a rank's work is counted in: `steps`, or the `items` (samples, tokens) that `count` is given.
         optimizer: makes the outer optimizer of the anchor's parameters, from `torch.optim`. None keeps no anchor: the
             weights themselves are averaged, which gives their exact mean (anchor - mean(anchor - local) does not).
         merge: how local weights take over the anchor.
-        eager: a rank's own newest move goes into its anchor at once, and the others' when they have arrived (a round
-            later), so each rank has an anchor of its own.
-        fragments: cuts a model into as many fragments as the schedule speaks of.
-        anchor_on_cpu: keep anchor and outer optimizer state in the host's memory.
-        inner: what becomes of the inner optimizer's state in a round.
-        bucket_bytes: how much is copied and sent at a time, unless the `OuterLoop` is told; see there.
+        eager: apply a rank's own newest pseudo-gradient to its anchor at once, and those of the others when they have
+            arrived, a round later. So each rank has an anchor of its own.
+        fragments: splits a model into as many fragments as the schedule has.
+        anchor_on_cpu: keep the anchor and the outer optimizer's state in host memory.
+        inner: what a round does with the inner optimizer's state.
+        bucket_bytes: bucket size, unless the `OuterLoop` is given one; see there.
 
     Raises:
-        ConfigError: parts that do not go together.
+        ConfigError: the parts do not go together.
         Unsupported: the aggregator can't work with the codec.
     """
 
@@ -62,7 +63,7 @@ class Recipe:
     eager: bool = False
     fragments: Cut = whole
     anchor_on_cpu: bool = False
-    inner: Inner = field(default_factory=Keep)
+    inner: Inner = field(default_factory=KeepState)
     bucket_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -75,12 +76,12 @@ class Recipe:
             raise ConfigError("eager needs a schedule with one fragment and a delay equal to every.")
         if self.eager and isinstance(self.aggregator, (Gossip, TrimmedMean)):
             raise ConfigError(f"eager replaces this rank's term in a mean, and {self.aggregator} is no such mean.")
-        # What the aggregator would say of the codec in the first round.
+        # Refuses now what the aggregator would refuse in the first round.
         residual = torch.zeros(1) if isinstance(self.codec, ErrorFeedback) else None
         self.aggregator.prepare(torch.zeros(1), self.codec, SoloGroup(), residual)
         if self.eager and isinstance(self.codec, ErrorFeedback):
             raise ConfigError("eager replaces this rank's stale term, part of which ErrorFeedback() has not sent.")
-        if self.inner != Keep() and self.schedule.delay:
+        if self.inner != KeepState() and self.schedule.delay:
             raise ConfigError(f"{self.inner} needs rounds that block training, so it can't be used with a delay.")
 
     def _check_kinds(self) -> None:
@@ -99,7 +100,7 @@ class Recipe:
         check_flag("eager", self.eager)
         if self.bucket_bytes is not None:
             check_whole("bucket_bytes", self.bucket_bytes, least=1)
-        check_protocol("inner", self.inner, ("needs_optimizer",), "one of Keep(), Reset() and Average()")
+        check_protocol("inner", self.inner, ("needs_optimizer",), "one of KeepState(), ResetState() and AverageState()")
 
     def _check_without_anchor(self) -> None:
         if self.anchor_on_cpu:
@@ -120,15 +121,15 @@ class Recipe:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a fragment must be in its buffers as a whole: as it flies while training goes on, or is clipped."""
+        """Whether a fragment must be in its buffers as a whole: it is sent during training, or clipped."""
         return bool(self.schedule.delay) or self.policy.norm == "sent" or self.policy.max_norm < math.inf
 
     @property
     def votes_first(self) -> bool:
         """Whether nothing is sent before the votes are in.
 
-        They decide what to send; or the round goes on beside training, which has no need to hurry; or ranks may differ
-        in the sizes of it, where some have met in a smaller group since the model changed.
+        The votes decide what to send; or the round runs in the background and needs no hurry; or its size may differ
+        between ranks, if some have had a round in a smaller group since the model changed.
         """
         return self.is_whole or self.policy != ByWork() or bool(self.levels)
 
@@ -139,11 +140,11 @@ class Recipe:
 
     @property
     def warmup(self) -> int:
-        """The first steps, in which gradients are averaged."""
+        """The number of first steps in which gradients are averaged."""
         return self.schedule.steps if isinstance(self.schedule, Warmup) else 0
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """How many neighbours meet on the levels below all."""
+        """The number of ranks in a group of each level but the last, which is all ranks."""
         inside = self.schedule.then if isinstance(self.schedule, Warmup) else self.schedule
         return inside.groups if isinstance(inside, Levels) else ()

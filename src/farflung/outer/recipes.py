@@ -311,12 +311,12 @@ def edit(
     momentum: float = 0.8,
     threshold: float = 3.0,
     temperature: float = 1.0,
-    longest: float = 10.0,
+    max_norm: float = 10.0,
     codec: Codec | str | None = None,
 ) -> Recipe:
     """`diloco` that leaves out outlier replicas, gives those with small norms more weight, and clips the mean.
 
-        w_i = softmax(-|Delta_i| / T) over accepted replicas;  g = sum_i w_i Delta_i;  g <- g * min(1, longest / |g|)
+        w_i = softmax(-|Delta_i| / T) over accepted replicas;  g = sum_i w_i Delta_i;  g <- g * min(1, max_norm / |g|)
 
     Args:
         every: by default 32 steps, unless `seconds` is given.
@@ -325,7 +325,7 @@ def edit(
         momentum: momentum of the outer optimizer.
         threshold: z-score of a replica's norm, against its own history, above which the replica is left out.
         temperature: softmax temperature T; an infinite one gives all accepted replicas the same weight.
-        longest: maximum norm of the averaged pseudo-gradient.
+        max_norm: maximum norm of the averaged pseudo-gradient.
 
     Raises:
         ConfigError: both `every` and `seconds`, or a number out of its range.
@@ -337,7 +337,7 @@ def edit(
     if every is not None and seconds is not None:
         raise ConfigError(f"edit: every is {every!r} and seconds is {seconds!r}; give one of them.")
     schedule: Schedule = ByTime(seconds) if seconds is not None else Every(_SELDOM if every is None else every)
-    policy = WithoutOutliers(threshold=threshold, temperature=temperature, max_norm=longest)
+    policy = WithoutOutliers(threshold=threshold, temperature=temperature, max_norm=max_norm)
     return _anchored(schedule, codec, _sgd(lr, momentum, nesterov=True), policy=policy)
 
 

@@ -18,7 +18,7 @@ from farflung.comm.group import Group
 from farflung.comm.shards import local
 from farflung.outer.aggregate import average
 from farflung.outer.background import Worker
-from farflung.outer.inner import Keep
+from farflung.outer.inner import KeepState
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import Replica
 from farflung.outer.round import OpenRound
@@ -281,7 +281,7 @@ class Rounds:
         fragment, group = self.replica.fragments[number], self._members[this.level].group
         if this.level == 0:
             fragment.note_round(self._recipe.agrees and self.group.size > 1)
-        if self._recipe.inner != Keep():
+        if self._recipe.inner != KeepState():
             parameters = fragment.parameters()
             self._count_bytes(self._recipe.inner(self.inner, parameters, fragment.num_rounds, group, this.decision))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When something is exchanged: from a step to the words `Launch` and `Apply`."""
+"""When something is exchanged: from the clock to the actions `Launch` and `Apply`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from farflung.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class Launch:
-    """Send off a fragment as it is after this step.
+    """Send a fragment as it is after this step.
 
     Args:
-        level: among which ranks; 0 are all of them, others are those of `Levels.sizes`.
-        steps: of a full round of it, which a rank's weight in it is relative to.
+        level: the ranks that take part; 0 is all of them, others are the levels of `Levels.sizes`.
+        steps: in a full round; a rank's weight is the part of them that it has done.
     """
 
     fragment: int
@@ -28,23 +28,23 @@ class Launch:
 
 @dataclass(frozen=True)
 class Apply:
-    """Bring what came back of a fragment into the model."""
+    """Apply the result of a fragment's exchange to the model."""
 
     fragment: int
 
 
-Word: TypeAlias = Launch | Apply
+Action: TypeAlias = Launch | Apply
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What a schedule may look at.
+class Clock:
+    """What a schedule decides by.
 
     Args:
-        step: the number of the optimizer's step just done, counted from 1.
-        began: the step after which the latest round was launched, 0 before the first.
+        step: the number of the optimizer step just attempted, counted from 1.
+        began: the step after which the latest round was launched; 0 before the first.
         seconds: since then.
-        lr: the highest inner learning rate since then; None where the loop knows no optimizer.
+        lr: the highest inner learning rate since then; None if the loop knows no optimizer.
     """
 
     step: int
@@ -54,18 +54,18 @@ class Moment:
 
 
 class Schedule(Protocol):
-    """Pure: the same answer for the same moment on every rank."""
+    """Decides what is due. It is pure: the same clock gives the same actions on every rank."""
 
     @property
     def fragments(self) -> int:
-        """How many fragments it speaks of."""
+        """The number of fragments that the model is split into."""
 
     @property
     def delay(self) -> int:
-        """The steps that go on between sending a fragment off and applying what came of it."""
+        """The number of steps between sending a fragment and applying the result."""
 
-    def __call__(self, now: Moment) -> Sequence[Word]:
-        """Say what is due."""
+    def __call__(self, now: Clock) -> Sequence[Action]:
+        """Return the actions that are due, in order."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _AtOnce:
 
     @property
     def fragments(self) -> int:
-        """One: the whole."""
+        """One: the whole model."""
         return 1
 
     @property
@@ -88,7 +88,7 @@ class Every(_AtOnce):
     """Exchange the whole model after each `every` steps.
 
     Raises:
-        ConfigError: `every` is no whole number above zero.
+        ConfigError: `every` is not a positive integer.
     """
 
     every: int
@@ -96,23 +96,24 @@ class Every(_AtOnce):
     def __post_init__(self) -> None:
         check_whole("every", self.every, least=1)
 
-    def __call__(self, now: Moment) -> Sequence[Word]:
-        """Launch and apply at once when the step is a multiple of `every`."""
+    def __call__(self, now: Clock) -> Sequence[Action]:
+        """Launch and apply if the step is a multiple of `every`."""
         return (Launch(0, steps=self.every), Apply(0)) if now.step % self.every == 0 else ()
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """Exchange one fragment after the other, each of them once in `every` steps, and apply it `delay` steps later.
+    """Exchange the fragments in turn, each once in `every` steps, and apply each `delay` steps later.
 
-    Fragment p is sent off after the steps that leave the remainder `(p + 1) * every // fragments` (modulo `every`), so
-    the traffic is spread evenly. With one fragment and no delay it is `Every`.
+    Fragment p is sent after the steps that are `(p + 1) * every // fragments` modulo `every`, which spreads the traffic
+    evenly. With one fragment and no delay it is `Every`.
 
     Args:
         every: steps between two launches of the same fragment.
         fragments: at most `every`.
-        delay: less than `every`, or `every` itself: what came back is then applied just before the next launch. So is
-            nothing before the first one, which lets eager updates begin with what this rank has done itself.
+        delay: at most `every`. A delay of `every` applies a result just before the next launch. Then there is also an
+            `Apply` before the first launch, with nothing to apply, from which eager updates start with this rank's own
+            pseudo-gradient.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -133,10 +134,10 @@ class Streaming:
             )
         check_whole("delay", self.delay, least=0, most=self.every)
 
-    def __call__(self, now: Moment) -> Sequence[Word]:
-        """Apply what was sent `delay` steps ago, then launch; at once where there is no delay."""
-        landing = now.step if self.delay == self.every else now.step - self.delay
-        applied = tuple(Apply(p) for p in self._sent(landing))
+    def __call__(self, now: Clock) -> Sequence[Action]:
+        """Apply what was sent `delay` steps ago, then launch; without a delay, launch and then apply."""
+        sent = now.step if self.delay == self.every else now.step - self.delay
+        applied = tuple(Apply(p) for p in self._sent(sent))
         launched = tuple(Launch(p, steps=min(self.every, now.step)) for p in self._sent(now.step))
         return launched + applied if self.delay == 0 else applied + launched
 
@@ -149,7 +150,7 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Warmup:
-    """Nothing is due in the first `steps`, in which gradients are averaged instead; then another schedule begins.
+    """Nothing is due in the first `steps`, in which gradients are averaged; then another schedule starts.
 
     Source: post-local SGD (arXiv:1808.07217).
     """
@@ -171,60 +172,60 @@ class Warmup:
         """That of the schedule that follows."""
         return self.then.delay
 
-    def __call__(self, now: Moment) -> Sequence[Word]:
-        """Ask the schedule that follows, which counts from the end of the warm-up."""
+    def __call__(self, now: Clock) -> Sequence[Action]:
+        """Return the actions of the schedule that follows, which counts from the end of the warm-up."""
         if now.step <= self.steps:
             return ()
-        return self.then(Moment(now.step - self.steps, max(0, now.began - self.steps), now.seconds, now.lr))
+        return self.then(Clock(now.step - self.steps, max(0, now.began - self.steps), now.seconds, now.lr))
 
 
 @dataclass(frozen=True)
 class Quadratic(_AtOnce):
     """H = max(every, floor((alpha / lr)^2)) steps, with the learning rate at the start of the round.
 
-    Where the rate rises, as in a warm-up, the highest of the round counts: else a first round that began near 0 would
-    last for the whole training.
+    If the rate rises, as in a warm-up, its maximum in the round counts; otherwise a first round that begins near 0
+    would last for the whole training.
 
     Args:
-        every: the shortest round.
-        alpha: which learning rate is small; a round is longer than `every` once lr < alpha / sqrt(every).
-        longest: of all rounds; where the learning rate ends at 0 a round would never end.
+        every: steps in the shortest round.
+        alpha: a round is longer than `every` once lr < alpha / sqrt(every).
+        max_every: steps in the longest round; where the learning rate ends at 0, a round would never end.
 
     Raises:
-        ConfigError: a number is out of its range, or the loop does not know the optimizer (when it is asked).
+        ConfigError: a number is out of its range; or, when it is called, the loop does not know the optimizer.
 
     Source: the quadratic synchronization rule (arXiv:2310.14423).
     """
 
     every: int
     alpha: float
-    longest: int = 10_000
+    max_every: int = 10_000
 
     def __post_init__(self) -> None:
         check_whole("every", self.every, least=1)
-        check_whole("longest", self.longest, least=self.every)
+        check_whole("max_every", self.max_every, least=self.every)
         check_number("alpha", self.alpha, above=0)
 
-    def __call__(self, now: Moment) -> Sequence[Word]:
-        """Launch and apply at once when the round that is on has had its steps."""
+    def __call__(self, now: Clock) -> Sequence[Action]:
+        """Launch and apply if the current round has had its steps."""
         if now.lr is None:
             raise ConfigError(
                 "The quadratic rule follows the inner learning rate, so the outer loop must know the optimizer: "
                 "OuterLoop(..., inner=optimizer), or outer.attach(optimizer)."
             )
         ratio = self.alpha / now.lr if now.lr > 0 else math.inf
-        steps = max(self.every, math.floor(min(self.longest, ratio * ratio)))
+        steps = max(self.every, math.floor(min(self.max_every, ratio * ratio)))
         return (Launch(0, steps=now.step - now.began), Apply(0)) if now.step - now.began >= steps else ()
 
 
 @dataclass(frozen=True)
 class ByTime(_AtOnce):
-    """A round when `seconds` have gone by since the last one, however many steps a rank has done until then.
+    """Start a round `seconds` after the last one, however many steps a rank has done until then.
 
-    Each rank looks at its own clock; fast ones do more steps than slow ones and weigh more.
+    Each rank reads its own clock. Fast ranks do more steps than slow ones, and weigh more.
 
     Raises:
-        ConfigError: `seconds` is no number above 0.
+        ConfigError: `seconds` is not a positive number.
 
     Source: EDiT's asynchronous form (arXiv:2412.07210).
     """
@@ -234,21 +235,21 @@ class ByTime(_AtOnce):
     def __post_init__(self) -> None:
         check_number("seconds", self.seconds, above=0)
 
-    def __call__(self, now: Moment) -> Sequence[Word]:
-        """Launch and apply at once when the time is up."""
+    def __call__(self, now: Clock) -> Sequence[Action]:
+        """Launch and apply if the time is up."""
         return (Launch(0), Apply(0)) if now.seconds >= self.seconds else ()
 
 
 @dataclass(frozen=True)
 class Levels(_AtOnce):
-    """Average often among few ranks and seldom among many: of all levels that are due the widest is taken.
+    """Average often among few ranks and seldom among many; if several levels are due, the widest is taken.
 
     Args:
-        sizes: from a number of steps to how many neighbouring ranks meet after it, such as `{4: 8, 64: None}`: every 4
-            steps those of a machine with 8, every 64 steps all. One of them must be None.
+        sizes: how many neighbouring ranks take part after how many steps. `{4: 8, 64: None}` averages groups of 8 every
+            4 steps, such as the ranks of a machine, and all ranks every 64 steps. One level must be None, all ranks.
 
     Raises:
-        ConfigError: nothing is said of all ranks, a size or number is out of range, or a wider level comes more often.
+        ConfigError: no level is all ranks, a number is out of its range, or a wider level is due more often.
 
     Source: torch's hierarchical model averager; DASO (arXiv:2104.05588).
     """
@@ -270,10 +271,10 @@ class Levels(_AtOnce):
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """How many ranks meet on level 1, 2 ..."""
+        """The number of ranks in a group of level 1, 2 ..."""
         return tuple(size for _, size in sorted(self.sizes.items()) if size is not None)
 
-    def __call__(self, now: Moment) -> Sequence[Word]:
+    def __call__(self, now: Clock) -> Sequence[Action]:
         """Launch and apply on the widest level that is due."""
         due = [every for every in sorted(self.sizes) if now.step % every == 0]
         if not due:
@@ -283,7 +284,7 @@ class Levels(_AtOnce):
 
 
 def check_schedule(name: str, schedule: object) -> None:
-    """Raise WrongType unless `schedule` is one."""
+    """Raise WrongType unless `schedule` is a schedule."""
     if not callable(schedule):
         raise wrong_type(name, schedule, "a schedule, such as Every(8)")
     check_protocol(name, schedule, ("fragments", "delay"), "a schedule, such as Every(8)")

@@ -10,8 +10,8 @@ from farflung.outer import (
     Int8,
     diloco,
     eager_diloco,
-    joined,
     local_sgd,
+    merge_states,
     slowmo,
     streaming_diloco,
 )
@@ -64,7 +64,7 @@ def test_what_all_agree_on_next_is_what_the_old_ranks_would_have_agreed_on(name,
         for key, value in old[1]["rounds"]["fragments"][0]["local"].items()
     )
     before = ended_from(recipe, 3, lambda rank: old[rank])
-    state = joined(old).state
+    state = merge_states(old).state
     for after in ended_from(recipe, size, lambda rank: state):
         for key, value in before[0].items():
             torch.testing.assert_close(after[key], value, rtol=1e-5, atol=1e-6)
@@ -75,7 +75,7 @@ def test_what_was_under_way_counts_as_not_sent():
     recipe = streaming_diloco(6, 2, delay=2)
     old = states_of(recipe, 2, 7)
     (number,) = old[0]["rounds"]["open"]
-    state = joined(old).state
+    state = merge_states(old).state
     assert state["rounds"]["open"] == {}
     part, parts = state["rounds"]["fragments"][number], [one["rounds"]["fragments"][number] for one in old]
     taken = [one["rounds"]["open"][number]["claimed_weight"][0] for one in old]
@@ -93,13 +93,13 @@ def test_together_the_ranks_still_owe_what_error_feedback_has_kept_back():
     old = states_of(recipe, 2, 5)
     residuals = [one["rounds"]["fragments"][0]["agreed"]["residuals"][0] for one in old]
     assert not torch.equal(*residuals)
-    (mean,) = joined(old).state["rounds"]["fragments"][0]["agreed"]["residuals"]
+    (mean,) = merge_states(old).state["rounds"]["fragments"][0]["agreed"]["residuals"]
     torch.testing.assert_close(mean, (residuals[0] + residuals[1]) / 2)
 
 
 def test_an_eager_loop_begins_anew_at_the_mean():
     old = states_of(eager_diloco(3), 2, 5)
-    found = joined(old)
+    found = merge_states(old)
     assert found.state is None
     local = [one["rounds"]["fragments"][0]["local"] for one in old]
     assert not torch.equal(local[0]["0.weight"], local[1]["0.weight"])
@@ -113,4 +113,4 @@ def test_who_has_done_nothing_since_brings_nothing_not_even_a_nan():
     parts = [one["rounds"]["fragments"][0] for one in old]
     assert [part["pending_weight"][0] for part in parts] == [1.0, 0.0]
     parts[1]["local"]["0.weight"].fill_(torch.nan)
-    assert torch.equal(joined(old).weights["0.weight"], parts[0]["local"]["0.weight"])
+    assert torch.equal(merge_states(old).weights["0.weight"], parts[0]["local"]["0.weight"])
