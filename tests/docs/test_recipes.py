@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of recipes in docs/concepts/outer.md is what the recipes' functions put together."""
+"""What the pages say of recipes is what the recipes' functions say: parts, arguments, defaults and papers."""
 
+import inspect
 import re
 from pathlib import Path
+
+import pytest
 
 from farflung.config.recipes import RECIPES
 from farflung.outer import ByWork, ErrorFeedback, Recipe, Warmup, recipes
 from farflung.outer.named import OuterConfig, recipe_of
 from tests.accelerator.test_outer_recipes import EVERY_RECIPE
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "concepts" / "outer.md"
+DOCS = Path(__file__).parent.parent.parent / "docs"
+CONCEPTS, GUIDE = (
+    DOCS.joinpath(*name).read_text(encoding="utf-8") for name in (("concepts", "outer.md"), ("recipes.md",))
+)
 
 
 def named(*parts) -> str:
@@ -38,11 +44,15 @@ def optimizer(recipe: Recipe) -> str:
     return kind if recipe.agrees else f"{kind}, per replica"
 
 
+def paper_of(name: str) -> str:
+    return re.search(r"arXiv:([\d.]+)", getattr(recipes, name).__doc__)[1]
+
+
 def row(name: str) -> str:
     """What the page must say of a recipe, with the options that it needs and the defaults of all others."""
     needed = {each.name: EVERY_RECIPE[name][each.name] for each in RECIPES[name] if each.is_needed}
     recipe = recipe_of(OuterConfig(name, **needed), 2)
-    paper = re.search(r"arXiv:([\d.]+)", getattr(recipes, name).__doc__)[1]
+    paper = paper_of(name)
     policy = () if isinstance(recipe.policy, ByWork) else (recipe.policy,)
     merge = "takes the mean" if recipe.optimizer is None else named(recipe.merge) + ", `eager`" * recipe.eager
     cells = (schedule(recipe), codec(recipe), named(recipe.aggregator, *policy), optimizer(recipe), merge)
@@ -50,6 +60,32 @@ def row(name: str) -> str:
 
 
 def test_the_table_of_recipes_has_the_parts_of_each():
-    shown = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    shown = [line for line in CONCEPTS.splitlines() if line.startswith("| `")]
     shown = [line for line in shown if line.count("|") == 7]
     assert shown == [row(name) for name in RECIPES]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipes_section_shows_its_arguments_their_defaults_and_its_paper(name):
+    """As in `diloco(every, rounds=, lr=0.7, momentum=)`: a number after an argument is its default."""
+    section = next(text for text in GUIDE.split("\n## ") if name in text.partition("\n")[0].split())
+    parameters = inspect.signature(getattr(recipes, name)).parameters
+    call = re.search(rf"`{name}\(([^`]*)\)`", section)[1]
+    for argument, default in re.findall(r"\b([a-z]\w*)(?:=([\d.]+))?", call):
+        assert argument in parameters, argument
+        assert not default or float(default) == parameters[argument].default, argument
+    assert f"arXiv:{paper_of(name)}" in section
+
+
+def test_the_guide_names_the_recipes_that_need_options_and_the_default_intervals():
+    needing = [name for name, arguments in RECIPES.items() if any(each.is_needed for each in arguments)]
+    (sentence,) = re.findall(r"([^.]*) have\s+required options", GUIDE)
+    assert sorted(re.findall(r"`(\w+)`", sentence)) == sorted(needing)
+    averaged, anchored = map(
+        int, re.search(r"H is (\d+) if the weights themselves are\s+averaged, (\d+)", GUIDE).groups()
+    )
+    sparse = int(re.search(r"and (\d+) for `sparse_loco`", GUIDE)[1])
+    for name in set(RECIPES) - set(needing):
+        made = recipe_of(OuterConfig(name), 2)
+        interval = sparse if name == "sparse_loco" else averaged if made.optimizer is None else anchored
+        assert made.schedule.every == interval, name
