@@ -218,7 +218,7 @@ def test_an_error_names_the_variable_the_flag_or_the_line_of_the_file(tmp_path):
     assert launched("--outer", "diloco", "--outer-every", "0") == f"--outer_{wrong}"
     with environ.patched({"FARFLUNG_OUTER_RECIPE": "diloco", "FARFLUNG_OUTER_EVERY": "0"}):
         with pytest.raises(ConfigError, match=r"FARFLUNG_OUTER_EVERY is 0; it must be a whole number"):
-            settled_outer(None)
+            resolve_outer(None)
         assert launched() == f"FARFLUNG_OUTER_EVERY{wrong.removeprefix('every')}"
 
 
