@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from _measure import interleave, medians_us, report, seeded
 
-from farflung.outer.codec.base import Cast, Codec
-from farflung.outer.codec.blockwise import E3M0, Fp8, Int4, Int8
-from farflung.outer.codec.feedback import ErrorFeedback
-from farflung.outer.codec.sparse import TopK
+from farflung.codec.base import Cast, Codec
+from farflung.codec.blockwise import E3M0, Fp8, Int4, Int8
+from farflung.codec.feedback import ErrorFeedback
+from farflung.codec.sparse import TopK
 
 SEED = 0
 CODECS: list[Codec] = [Cast("bf16"), Int8(), Fp8(), Int4(), E3M0(), TopK(), ErrorFeedback(TopK(), beta=0.95)]

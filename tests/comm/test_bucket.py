@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from farflung.base.errors import StateError
+from farflung.base.sizes import CAP_BYTES, num_buffers_among
 from farflung.comm.bucket import Buckets
 from farflung.comm.shards import addresses, local
-from farflung.comm.sizes import CAP_BYTES, num_buffers_among
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = ["plain", "transposed", "strided", "parameter"]

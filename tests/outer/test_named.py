@@ -9,10 +9,10 @@ from torch import nn
 
 from farflung import Accelerator, OuterConfig
 from farflung.base.errors import ConfigError
+from farflung.codec.named import CODECS as MADE
+from farflung.codec.named import codec_of
 from farflung.config.outer import CODECS
 from farflung.outer import ErrorFeedback, OuterLoop, diloco
-from farflung.outer.codec.named import CODECS as MADE
-from farflung.outer.codec.named import codec_of
 from farflung.outer.named import MAKERS, chosen_recipe, recipe_of
 from farflung.state import AcceleratorState
 from farflung.testing.simulate import simulate

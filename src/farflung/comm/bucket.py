@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import StateError, Unsupported
+from farflung.base.sizes import CAP_BYTES
 from farflung.base.torch_internals import foreach_copy_
 from farflung.comm.shards import addresses, local
-from farflung.comm.sizes import CAP_BYTES
 
 _COARSE = 2**15  # elements in a piece from which one call per piece costs less than another pass over its memory
 

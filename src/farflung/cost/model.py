@@ -23,8 +23,8 @@ from typing import Literal, get_args
 
 from farflung.base.checks import check_number, check_whole, check_word
 from farflung.base.errors import ConfigError
+from farflung.base.sizes import CAP_BYTES, num_buffers_among
 from farflung.base.words import counted
-from farflung.comm.sizes import CAP_BYTES, num_buffers_among
 
 Exchange = Literal["reduced", "gathered", "paired"]
 

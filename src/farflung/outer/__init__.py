@@ -2,11 +2,11 @@
 """The outer loop: replicas that train independently and synchronize every H steps."""
 
 import farflung.outer.recipes as recipes
+from farflung.codec.base import Cast, Identity
+from farflung.codec.blockwise import E3M0, Fp8, Int4, Int8
+from farflung.codec.feedback import ErrorFeedback
+from farflung.codec.sparse import TopK
 from farflung.outer.aggregate import GatherMean, Gossip, Mean, ReduceScatterMean, TrimmedMean
-from farflung.outer.codec.base import Cast, Identity
-from farflung.outer.codec.blockwise import E3M0, Fp8, Int4, Int8
-from farflung.outer.codec.feedback import ErrorFeedback
-from farflung.outer.codec.sparse import TopK
 from farflung.outer.engine import OuterLoop
 from farflung.outer.fragments import apart, blocks, by_bytes, strided, whole
 from farflung.outer.inner import AverageState, KeepState, ResetState

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from farflung.base.checks import check_whole
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.sizes import CAP_BYTES
 from farflung.base.words import counted
+from farflung.codec.base import Codec, Identity
+from farflung.codec.feedback import ErrorFeedback
 from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group, Op, Work
-from farflung.comm.sizes import CAP_BYTES
-from farflung.outer.codec.base import Codec, Identity
-from farflung.outer.codec.feedback import ErrorFeedback
 from farflung.outer.weighting import Decision
 
 

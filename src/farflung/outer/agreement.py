@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from farflung.base.torch_internals import foreach_copy_
+from farflung.codec.base import Codec
+from farflung.codec.feedback import ErrorFeedback
 from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group
 from farflung.outer.aggregate import Aggregator, Payload
 from farflung.outer.anchor import Anchor
-from farflung.outer.codec.base import Codec
-from farflung.outer.codec.feedback import ErrorFeedback
 from farflung.outer.merge import Merge
 
 

@@ -24,10 +24,10 @@ from torch.utils.hooks import RemovableHandle
 
 from farflung.base.checks import check_type
 from farflung.base.errors import CollectiveMismatch, ConfigError, StateError
+from farflung.base.sizes import bucket_bytes_for
 from farflung.base.words import counted
 from farflung.comm.group import Group, SoloGroup, TorchGroup
 from farflung.comm.shards import local
-from farflung.comm.sizes import bucket_bytes_for
 from farflung.outer.aggregate import average
 from farflung.outer.asked import check_same, check_state, checked, one_number
 from farflung.outer.named import OuterConfig

@@ -11,12 +11,12 @@ import torch
 
 from farflung.base.checks import check_callable, check_flag, check_protocol, check_whole, check_word, wrong_type
 from farflung.base.errors import ConfigError
+from farflung.codec.base import Codec, Identity
+from farflung.codec.feedback import ErrorFeedback
+from farflung.codec.named import codec_of
 from farflung.comm.group import SoloGroup
 from farflung.outer.aggregate import Aggregator, Gossip, Mean, TrimmedMean
 from farflung.outer.anchor import MakeOptimizer
-from farflung.outer.codec.base import Codec, Identity
-from farflung.outer.codec.feedback import ErrorFeedback
-from farflung.outer.codec.named import codec_of
 from farflung.outer.fragments import Cut, whole
 from farflung.outer.inner import Inner, KeepState
 from farflung.outer.merge import Blend, Merge, Replace

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from farflung.base.checks import check_callable, check_flag, check_number, check_type, check_whole
 from farflung.base.errors import ConfigError
+from farflung.codec.base import Codec
+from farflung.codec.feedback import ErrorFeedback
+from farflung.codec.named import codec_of
 from farflung.outer.aggregate import Gossip, mean_of
 from farflung.outer.anchor import MakeOptimizer
-from farflung.outer.codec.base import Codec
-from farflung.outer.codec.feedback import ErrorFeedback
-from farflung.outer.codec.named import codec_of
 from farflung.outer.fragments import Cut, Fragment, by_bytes, strided
 from farflung.outer.merge import Blend
 from farflung.outer.recipe import Recipe

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from farflung.base.errors import CollectiveMismatch, ConfigError
+from farflung.base.sizes import num_buffers_among
 from farflung.base.words import numbered
+from farflung.codec.base import Identity
 from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group
 from farflung.comm.shards import local
-from farflung.comm.sizes import num_buffers_among
 from farflung.outer.aggregate import Max, mean_of
 from farflung.outer.agreement import Anchored, Averaged, Eager
 from farflung.outer.anchor import Anchor
-from farflung.outer.codec.base import Identity
 from farflung.outer.fragments import Fragment, Place, without_masks
 from farflung.outer.recipe import Recipe
 from farflung.outer.structure import Change, Structure, change_of, describe

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from farflung.base.checks import check_protocol, check_word
-from farflung.outer.codec.base import Cast, Codec, Identity
-from farflung.outer.codec.blockwise import E3M0, Fp8, Int4, Int8
-from farflung.outer.codec.sparse import TopK
+from farflung.codec.base import Cast, Codec, Identity
+from farflung.codec.blockwise import E3M0, Fp8, Int4, Int8
+from farflung.codec.sparse import TopK
 
 CODECS: Mapping[str, Callable[[], Codec]] = {
     "none": Identity,

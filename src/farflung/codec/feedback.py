@@ -11,8 +11,8 @@ from torch import Tensor
 
 from farflung.base.checks import check_number
 from farflung.base.errors import ConfigError
-from farflung.outer.codec.base import Codec
-from farflung.outer.codec.named import codec_of
+from farflung.codec.base import Codec
+from farflung.codec.named import codec_of
 
 
 @dataclass(frozen=True)

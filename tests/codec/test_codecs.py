@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farflung.base.errors import ConfigError
-from farflung.comm.sizes import packed_bytes, scales_bytes
-from farflung.outer.codec import base, blockwise, fused
-from farflung.outer.codec.base import Cast, Identity
-from farflung.outer.codec.blockwise import E3M0, Fp8, Int4, Int8
-from farflung.outer.codec.feedback import ErrorFeedback
-from farflung.outer.codec.sparse import TopK, _pack, _unpack
-from tests.outer import fake_triton
+from farflung.base.sizes import packed_bytes, scales_bytes
+from farflung.codec import base, blockwise, fused
+from farflung.codec.base import Cast, Identity
+from farflung.codec.blockwise import E3M0, Fp8, Int4, Int8
+from farflung.codec.feedback import ErrorFeedback
+from farflung.codec.sparse import TopK, _pack, _unpack
+from tests.codec import fake_triton
 
 BLOCKWISE = [Int8(), Int8(block=6), Fp8(), Fp8(block=10), Int4(), Int4(block=2), Int4(block=6), E3M0(), E3M0(block=14)]
 SPARSE = [TopK(), TopK(k=3, chunk=10), TopK(k=1, chunk=2), TopK(k=7, chunk=7), TopK(k=5, chunk=16, bits=32)]
@@ -339,9 +339,9 @@ def imitated():
     with pytest.MonkeyPatch.context() as patch:
         for name, module in fake_triton.modules().items():
             patch.setitem(sys.modules, name, module)
-        patch.delitem(sys.modules, "farflung.outer.codec.kernels", raising=False)
-        yield import_module("farflung.outer.codec.kernels")
-        sys.modules.pop("farflung.outer.codec.kernels", None)
+        patch.delitem(sys.modules, "farflung.codec.kernels", raising=False)
+        yield import_module("farflung.codec.kernels")
+        sys.modules.pop("farflung.codec.kernels", None)
 
 
 @pytest.mark.parametrize("codec", KERNELS, ids=str)

@@ -23,4 +23,4 @@ def kernels(x: Tensor, block: int) -> Any:
     is_power = block & (block - 1) == 0 and block <= _LARGEST_BLOCK
     if x.device.type != "cuda" or x.dtype != torch.float32 or not is_power or torch.version.hip:
         return None
-    return import_module("farflung.outer.codec.kernels") if is_available("triton") else None
+    return import_module("farflung.codec.kernels") if is_available("triton") else None
