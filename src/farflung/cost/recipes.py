@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From recipes to the cost model's plain numbers. It needs torch, as recipes do; the rest of the room does not."""
+"""A recipe in the cost model's plain numbers. This file needs torch, as recipes do; the rest of the room does not."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ def method_of(
     bucket_bytes: int | None = None,
     state_tensors: int = 2,
 ) -> Method:
-    """Write a recipe down in the cost model's plain numbers: bytes are those that `stats()` of a real run counts.
+    """Return a recipe as plain numbers; its bytes are those that `stats()` of a real run counts.
 
-    What holds for most of a run is meant, so a warm-up is left out, and so are buffers such as those of a BatchNorm.
-    Codecs are taken to be fast: set `encode_s` and `decode_s` of the result to what `benchmarks/bench_codecs.py` says.
+    They describe the main part of a run: a warm-up is left out, and so are buffers such as those of a BatchNorm. Codecs
+    are assumed to take no time: set `encode_s` and `decode_s` of the result to what `benchmarks/bench_codecs.py`
+    measures.
 
     Args:
-        parameters: that are trained.
-        name: for people.
-        every: steps of a round, for schedules that do not say it: those by time, and longer ones of the quadratic rule.
-        bucket_bytes: as of the `OuterLoop`; None is what it takes for so many fp32 parameters.
-        state_tensors: how many the inner optimizer keeps of each parameter, if the recipe averages them; Adam keeps 2.
+        parameters: number of trainable parameters.
+        name: shown to people.
+        every: steps in a round, if the schedule does not determine it (`ByTime`), or for longer ones of `Quadratic`.
+        bucket_bytes: as for `OuterLoop`; None is its default for this many fp32 parameters.
+        state_tensors: tensors per parameter in the inner optimizer's state, if the recipe averages them; Adam has 2.
 
     Raises:
-        ConfigError: the schedule does not say how many steps a round has, and neither does `every`.
+        ConfigError: neither the schedule nor `every` determines how many steps a round has.
     """
     bucket_bytes = bucket_bytes or bucket_bytes_for(_FP32_BITS // 8 * parameters)
     schedule = recipe.schedule
@@ -81,7 +82,7 @@ def _exchange(recipe: Recipe) -> Exchange:
 
 
 def _outer_state(recipe: Recipe) -> int:
-    """Let the outer optimizer take a step, and count what it keeps of a parameter then."""
+    """Return how many tensors the outer optimizer keeps of a parameter, counted after a step of it."""
     if recipe.optimizer is None:
         return 0
     probe = nn.Parameter(torch.zeros(2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers with units, as people write them: `1.1B`, `100Mbit`, `50ms`; read and written."""
+"""Parse and format numbers with units, as people write them: `1.1B`, `100Mbit`, `50ms`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SIZE = re.compile(r"([kmgt]?)(i?)(?:[bB]ytes?|B)")
 
 
 def parse_count(text: str, called: str) -> int:
-    """Read a whole number, with or without k, M, B (or its other name G) or T: `1.1B` is 1,100,000,000.
+    """Parse a whole number, with or without k, M, B (or G) or T: `1.1B` is 1,100,000,000.
 
     Args:
-        called: what the number is to its user, to name it in an error.
+        called: what the user calls the number, for the error.
 
     Raises:
-        ConfigError: it is no such number.
+        ConfigError: it is not such a number.
     """
     number, unit = _split(text)
     scale = _COUNTS.get(unit.lower().replace("g", "b"))
@@ -34,13 +34,13 @@ def parse_count(text: str, called: str) -> int:
 
 
 def parse_rate(text: str, called: str) -> float:
-    """Read bits a second: `100Mbit`, `1 Gbit/s`, `20 Mbps`; a capital B means bytes: `10 MB/s` is 80,000,000.
+    """Parse bits per second: `100Mbit`, `1 Gbit/s`, `20 Mbps`; a capital B means bytes: `10 MB/s` is 80,000,000.
 
     Raises:
-        ConfigError: it is no rate, or its unit is missing.
+        ConfigError: it is not a rate, or its unit is missing.
     """
     number, unit = _split(text)
-    # `Mbit` alone is what networks are called; `MB` alone is an amount, and no rate.
+    # `Mbit` alone is how networks are sold; `MB` alone is an amount, not a rate.
     found = _RATE.fullmatch(_lowered(unit if unit.endswith(("/s", "ps")) else f"{unit}/s"))
     if found is None or not number > 0 or (found[2] and not unit.endswith(("/s", "ps"))):
         raise ConfigError(
@@ -50,13 +50,13 @@ def parse_rate(text: str, called: str) -> float:
 
 
 def parse_seconds(text: str, called: str, *, bare: bool = False) -> float:
-    """Read a time: `50ms`, `0.5 s`, `200us`; `0` needs no unit.
+    """Parse a time: `50ms`, `0.5 s`, `200us`; `0` needs no unit.
 
     Args:
-        bare: a number alone means seconds.
+        bare: a number without a unit is in seconds.
 
     Raises:
-        ConfigError: it is no time, or its unit is missing.
+        ConfigError: it is not a time, or its unit is missing.
     """
     number, unit = _split(text)
     scale = 1.0 if unit == "" and (bare or number == 0) else _SECONDS.get(unit)
@@ -66,10 +66,10 @@ def parse_seconds(text: str, called: str, *, bare: bool = False) -> float:
 
 
 def parse_bytes(text: str, called: str) -> int:
-    """Read an amount of memory: `25MiB`, `4 MB`.
+    """Parse an amount of memory: `25MiB`, `4 MB`.
 
     Raises:
-        ConfigError: it is no amount, or its unit is missing.
+        ConfigError: it is not an amount, or its unit is missing.
     """
     number, unit = _split(text)
     found = _SIZE.fullmatch(_lowered(unit))
@@ -81,17 +81,17 @@ def parse_bytes(text: str, called: str) -> int:
 
 
 def in_bytes(count: float) -> str:
-    """Write a number of bytes with the unit that suits it: 1.6 MB, 98 kB."""
+    """Format a number of bytes with a suitable unit: 1.6 MB, 98 kB."""
     return _in_steps(count, ("B", "kB", "MB", "GB", "TB"))
 
 
 def in_rate(bits: float) -> str:
-    """Write bits a second with the unit that suits them: 100 Mbit/s."""
+    """Format bits per second with a suitable unit: 100 Mbit/s."""
     return _in_steps(bits, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
 
 
 def in_seconds(seconds: float) -> str:
-    """Write a time with the unit that suits it: 50 ms, 1.25 s."""
+    """Format a time with a suitable unit: 50 ms, 1.25 s."""
     if seconds >= 0.9995 or seconds == 0:
         return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} us"
@@ -106,12 +106,12 @@ def _in_steps(amount: float, units: tuple[str, ...]) -> str:
 
 
 def _split(text: str) -> tuple[float, str]:
-    """Cut a text into its number, NaN if it has none that is finite, and its unit."""
+    """Split a text into its number, NaN if it has no finite one, and its unit."""
     found = _WRITTEN.fullmatch(text)
     number = math.nan if found is None else float(found[1])
     return (number, found[2]) if found is not None and math.isfinite(number) else (math.nan, text)
 
 
 def _lowered(unit: str) -> str:
-    """Write all but B, which is not b, in lower case."""
+    """Return the unit in lower case, except B, which differs from b."""
     return "".join(letter if letter == "B" else letter.lower() for letter in unit)
