@@ -43,6 +43,12 @@ def tree(name: str) -> ast.Module:
     return ast.parse((SOURCE / name).read_text())
 
 
+@cache
+def walk(node: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes below `node`, which many rules look at."""
+    return tuple(ast.walk(node))
+
+
 def room(name: str) -> str | None:
     """The room of a file, or None for a door."""
     first = name.split("/")[0]
@@ -52,7 +58,7 @@ def room(name: str) -> str | None:
 def own_imports(node: ast.AST) -> list[str]:
     """The modules of ours that `node` imports, as paths below the package: `comm/group`."""
     found = []
-    for inner in ast.walk(node):
+    for inner in walk(node):
         if isinstance(inner, ast.ImportFrom) and inner.module and inner.module.split(".")[0] == "farflung":
             found += [inner.module] if inner.module != "farflung" else [f"farflung.{a.name}" for a in inner.names]
         elif isinstance(inner, ast.Import):
@@ -63,17 +69,35 @@ def own_imports(node: ast.AST) -> list[str]:
 
 
 def functions(node: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [inner for inner in ast.walk(node) if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return [inner for inner in walk(node) if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
-@pytest.mark.parametrize("name", NAMES)
+def in_every_file(names):
+    """Make a test of a check of one file. A test for each rule and file would take ten seconds more."""
+
+    def made(check):
+        def test():
+            broken = []
+            for name in names:
+                try:
+                    check(name)
+                except AssertionError as error:
+                    broken.append(f"{name}: {error}")
+            assert not broken, "\n".join(broken)
+
+        return test
+
+    return made
+
+
+@in_every_file(NAMES)
 def test_a_file_opens_with_a_licence_line_and_says_what_it_is_for(name):
     lines = (SOURCE / name).read_text().splitlines()
     assert lines[0] == "# SPDX-License-Identifier: Apache-2.0"
     assert ast.get_docstring(tree(name)), f"{name} has no docstring"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_every_file(NAMES)
 def test_no_file_outgrows_500_lines_and_no_function_60(name):
     assert len((SOURCE / name).read_text().splitlines()) <= 500
     long = [f.name for f in functions(tree(name)) if _statement_lines(f) > 60]
@@ -86,7 +110,7 @@ def _statement_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return 0 if not body else (body[-1].end_lineno or 0) - body[0].lineno + 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_every_file(NAMES)
 def test_imports_go_down(name):
     here = room(name)
     if here is None:
@@ -97,13 +121,14 @@ def test_imports_go_down(name):
         assert there == here or floor < FLOORS[here], f"{name} (floor {FLOORS[here]}) imports {module} ({floor})"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if room(name) == "outer"])
+@in_every_file([name for name in NAMES if room(name) == "outer"])
 def test_the_outer_loop_needs_only_base_codec_comm_and_torch(name):
     for module in own_imports(tree(name)):
-        assert module.split("/")[0] in ("base", "codec", "comm", "outer") or module == "config/outer", f"{name} imports {module}"
+        is_below = module.split("/")[0] in ("base", "codec", "comm", "outer")
+        assert is_below or module == "config/outer", f"{name} imports {module}"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_every_file(NAMES)
 def test_no_import_of_our_own_inside_a_function(name):
     for function in functions(tree(name)):
         assert not own_imports(function), f"{name}:{function.lineno} imports inside {function.name}"
@@ -137,7 +162,7 @@ def test_no_circle():
         visit(file, ())
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if room(n) is None and n not in ("__init__.py", "__main__.py")])
+@in_every_file([n for n in NAMES if room(n) is None and n not in ("__init__.py", "__main__.py")])
 def test_a_door_holds_only_imports(name):
     for node in tree(name).body:
         is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -145,21 +170,21 @@ def test_a_door_holds_only_imports(name):
         assert is_docstring or is_all or isinstance(node, (ast.Import, ast.ImportFrom)), f"{name}:{node.lineno}"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_every_file(NAMES)
 def test_the_environment_is_touched_in_one_place(name):
     if name == "config/environ.py":
         return
-    for node in ast.walk(tree(name)):
+    for node in walk(tree(name)):
         touched = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
         if touched and isinstance(node.value, ast.Name) and node.value.id == "os":
             raise AssertionError(f"{name}:{node.lineno} touches the environment")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_every_file(NAMES)
 def test_module_state_lives_in_two_slots(name):
     if name in ("process/world.py", "accelerator/session.py"):
         return
-    for node in ast.walk(tree(name)):
+    for node in walk(tree(name)):
         assert not isinstance(node, ast.Global), f"{name}:{node.lineno} rebinds a global"
     for node in tree(name).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -177,22 +202,22 @@ def _is_empty_container(value: ast.AST | None) -> bool:
     return call and value.func.id in ("list", "dict", "set", "defaultdict", "deque") and not value.args
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_every_file(NAMES)
 def test_the_kind_of_distribution_is_asked_in_two_places(name):
     if name in ("strategy/choose.py", "accelerator/views.py"):
         return
-    for node in ast.walk(tree(name)):
+    for node in walk(tree(name)):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             owners = [getattr(getattr(side, "value", None), "id", "") for side in sides]
             assert "DistributedType" not in owners, f"{name}:{node.lineno} compares a DistributedType"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_every_file(NAMES)
 def test_sharded_tensors_are_recognized_in_one_place(name):
     if name == "comm/shards.py":
         return
-    names = {node.id for node in ast.walk(tree(name)) if isinstance(node, ast.Name)}
+    names = {node.id for node in walk(tree(name)) if isinstance(node, ast.Name)}
     assert "DTensor" not in names, f"{name} knows about DTensor"
 
 
