@@ -57,7 +57,7 @@ def arriving(crew, first):
         batch += 1
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     number=st.integers(1, 4),
     skip=st.integers(0, 3),

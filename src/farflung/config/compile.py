@@ -63,13 +63,13 @@ class TorchDynamoPlugin(KwargsHandler):
         asked = [name for name in _NEED_BACKEND if getattr(self, name) not in (None, False, "default")]
         if word == DynamoBackend.NO and asked:
             raise ConfigError(f"{', '.join(asked)} of TorchDynamoPlugin need a backend, such as backend='inductor'.")
-        self._settle("backend", DynamoBackend(word))
-        self._settle("mode", self.mode or environ.text(_PREFIX + "MODE") or "default")
+        self._resolve("backend", DynamoBackend(word))
+        self._resolve("mode", self.mode or environ.text(_PREFIX + "MODE") or "default")
         for name in ("fullgraph", "use_regional_compilation"):
             variable = _PREFIX + "USE_" + name.removeprefix("use_").upper()
-            self._settle(name, environ.flag(variable) if getattr(self, name) is None else getattr(self, name))
+            self._resolve(name, environ.flag(variable) if getattr(self, name) is None else getattr(self, name))
         if self.dynamic is None and environ.text(_PREFIX + "USE_DYNAMIC") is not None:
-            self._settle("dynamic", environ.flag(_PREFIX + "USE_DYNAMIC"))
+            self._resolve("dynamic", environ.flag(_PREFIX + "USE_DYNAMIC"))
         check_fields(self)
         check_word("TorchDynamoPlugin: mode", self.mode, _MODES)
         if self.options is not None:
@@ -77,7 +77,7 @@ class TorchDynamoPlugin(KwargsHandler):
         if self.options and self.mode != "default":
             raise ConfigError(f"torch.compile takes mode={self.mode!r} or options={self.options!r}, not both.")
 
-    def _settle(self, name: str, value: Any) -> None:
+    def _resolve(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     @property

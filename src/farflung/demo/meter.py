@@ -30,13 +30,13 @@ class GradientMeter:
     @property
     def waited_s(self) -> float:
         """Seconds waited so far; to be read between two backward passes."""
-        self._settle()
+        self._add_wait()
         return self._waited_s
 
     # torch wants these two types, and not as text: no `from __future__ import annotations` in this file.
     def _average(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         if bucket.index() == 0:
-            self._settle()
+            self._add_wait()
         gradients = bucket.buffer().div_(self._size)
         # A ring sends and receives this much on each rank: (M-1)/M to reduce, and again to spread the sums.
         self.bytes_sent += 2 * (self._size - 1) * gradients.nbytes // self._size
@@ -51,7 +51,7 @@ class GradientMeter:
         self._arrived = time.perf_counter()
         return future.value()[0]
 
-    def _settle(self) -> None:
+    def _add_wait(self) -> None:
         """Add the wait of the latest backward pass; the backward pass itself returned after the last arrival."""
         self._waited_s += max(0.0, self._arrived - self._launched)
         self._launched = self._arrived
