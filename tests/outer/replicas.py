@@ -157,12 +157,12 @@ class Counting:
         block.calls = self.calls
         return block
 
-    def begin_meet(self, x):
-        self.calls.append(("meet", x.dtype, x.nbytes))
-        return self._group.begin_meet(x)
+    def begin_all_gather_small(self, x):
+        self.calls.append(("all_gather_small", x.dtype, x.nbytes))
+        return self._group.begin_all_gather_small(x)
 
-    def meet(self, x):
-        return self.begin_meet(x)()
+    def all_gather_small(self, x):
+        return self.begin_all_gather_small(x)()
 
     def leave(self, reason):
         self.calls.append(("leave", reason, 0))

@@ -79,7 +79,7 @@ def sent_at_the_end(group, codec):
 def test_where_no_one_has_moved_since_the_last_round_one_message_says_so():
     for codec in (Identity(), Cast("bf16")):
         (calls, weights), (others, theirs) = run_replicas(sent_at_the_end, 2, codec)
-        assert calls == others == ["meet"]
+        assert calls == others == ["all_gather_small"]
         assert same(weights, theirs)
 
 
@@ -384,7 +384,7 @@ def test_an_ended_loop_counts_no_more():
 
 
 class GpuOnly(SoloGroup):
-    def speaks(self, device):
+    def supports(self, device):
         return device == "cuda"
 
 

@@ -151,7 +151,7 @@ def test_the_wire_carries_the_bytes_that_the_codec_states(codec, make_recipe):
         assert reduced == 3 * recipe.codec.wire_bytes(8)
         assert stats.bytes_sent == stats.bytes_received == 2 * 3 * reduced // 4
         # One vote at the start, one beside each round, after which all say that they have received it, one at the end.
-        votes = [size for kind, _, size in calls if kind == "meet"]
+        votes = [size for kind, _, size in calls if kind == "all_gather_small"]
         assert votes == [BALLOT_BYTES, *[BALLOT_BYTES, 4] * 3, BALLOT_BYTES]
         assert stats.bytes_voting == 3 * sum(votes)
 

@@ -89,10 +89,10 @@ def die_in(phase, outer):
     elif phase == "apply":
         dying(lane, "apply", 2)
     elif phase == "vote":
-        dying(group, "begin_meet", 1)
+        dying(group, "begin_all_gather_small", 1)
         dying(group, "all_reduce", 1)
     elif phase == "confirm":
-        dying(group, "meet", 1)
+        dying(group, "all_gather_small", 1)
     else:
         for kind in ("all_reduce", "all_gather"):
             dying(group, kind, 12)

@@ -147,7 +147,7 @@ def test_the_wire_carries_the_bytes_that_the_codec_states(recipe):
         assert rounds > 0
         assert set(handed[recipe.warmup :]) <= expected
         assert len(handed) - recipe.warmup >= rounds
-        assert {what for what, _, size in calls if size > 4 * BALLOT_BYTES} <= {kind, "meet"}
+        assert {what for what, _, size in calls if size > 4 * BALLOT_BYTES} <= {kind, "all_gather_small"}
 
 
 @pytest.mark.law("stated-bytes")

@@ -48,12 +48,12 @@ def test_sums_are_made_in_rank_order_and_runs_repeat():
 
 
 def one_leaves(group):
-    group.meet(torch.zeros(1))
+    group.all_gather_small(torch.zeros(1))
     if group.rank == 1:
         group.leave("tired")
         return "left"
     with pytest.raises(RankFailure, match=r"rank 1 left \(tired\)"):
-        group.meet(torch.zeros(1))
+        group.all_gather_small(torch.zeros(1))
     return "told"
 
 
@@ -63,8 +63,8 @@ def test_a_rank_that_leaves_is_named_to_those_that_wait():
 
 def all_leave_and_come_back(group):
     group.leave("first try")
-    group.meet(torch.zeros(1))
-    return group.meet(torch.tensor([float(group.rank)])).flatten().tolist()
+    group.all_gather_small(torch.zeros(1))
+    return group.all_gather_small(torch.tensor([float(group.rank)])).flatten().tolist()
 
 
 def test_ranks_that_all_left_can_meet_again():

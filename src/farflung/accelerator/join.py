@@ -91,7 +91,7 @@ def _joined(world: World, loop: LoopState) -> Iterator[JoinedRanks]:
     except BaseException as error:
         cause = _explained(error, everyone)
         everyone.leave(f"{type(cause).__name__}: {cause}"[:500])
-        group.break_off()
+        group.abort()
         if cause is not error:
             raise cause from error
         raise

@@ -31,7 +31,7 @@ _KEPT_BYTES = 64 * 1024 * 1024  # scratch larger than this is given back after u
 
 def carrier(group: Group) -> torch.device:
     """Return the device on which bytes of the host travel: the host, unless the group talks between GPUs alone."""
-    return torch.device("cpu") if group.speaks("cpu") else torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if group.supports("cpu") else torch.device("cuda", torch.cuda.current_device())
 
 
 class Board:
@@ -172,7 +172,7 @@ class Exchange:
     def wire(self, leaves: Sequence[Tensor]) -> torch.device:
         """Return the device on which the payload of `leaves` travels: their own where the group can use it."""
         for leaf in leaves:
-            if leaf.device.type != "cpu" and self.group.speaks(leaf.device.type):
+            if leaf.device.type != "cpu" and self.group.supports(leaf.device.type):
                 return leaf.device
         return carrier(self.group)
 
@@ -239,7 +239,7 @@ class Exchange:
         return board
 
     def _gather(self, everyone: Tensor, mine: Tensor) -> None:
-        if self.group.speaks("cpu"):
+        if self.group.supports("cpu"):
             self.group.all_gather(everyone, mine).wait()
             return
         there = carrier(self.group)

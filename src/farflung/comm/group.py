@@ -38,7 +38,7 @@ _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _SOURCE_LINE = re.compile(r"\[\S+:\d+\] ")  # of gloo's, before what it says
-_NAP_S = 5e-5  # how long `meet` sleeps between two looks where a wait would not block the caller
+_NAP_S = 5e-5  # how long `all_gather_small` sleeps between two looks where a wait would not block the caller
 _UNUSED_TAG = 0x1ACC  # of messages between two ranks; a script's own usually count from 0
 _WATCH_S = 0.2  # how often a waiting rank asks whether another one has left
 
@@ -63,7 +63,7 @@ class Group(Protocol):
     @property
     def size(self) -> int: ...
 
-    def speaks(self, device: str) -> bool:
+    def supports(self, device: str) -> bool:
         """Say whether tensors on this kind of device, `cpu` or `cuda`, can travel as they are."""
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
@@ -90,15 +90,15 @@ class Group(Protocol):
     def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
         """Send `x` `[n]` to the rank `to` and fill `out` `[n]` with what `source` sends; each rank is sent to once."""
 
-    def meet(self, x: Tensor) -> Tensor:
+    def all_gather_small(self, x: Tensor) -> Tensor:
         """Gather a few numbers, `[n]` on the CPU, as `[size, n]`, and look out for ranks that left while waiting.
 
         Raises:
             RankFailure: a rank called `leave`; the message names it and gives its reason.
         """
 
-    def begin_meet(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin what `meet` does; calling what is returned ends it."""
+    def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin what `all_gather_small` does; calling what is returned ends it."""
 
     @property
     def is_concurrent(self) -> bool:
@@ -124,7 +124,7 @@ class Group(Protocol):
             ConfigError: there are no two ranks in a block.
         """
 
-    def least(self, number: int, name: str) -> int:
+    def agree_min(self, number: int, name: str) -> int:
         """Return the smallest `number` of all ranks that still live, after a failure that all of them hear of."""
 
     def leave(self, reason: str, for_good: bool = False) -> None:
@@ -164,7 +164,7 @@ class SoloGroup:
     rank = 0
     size = 1
 
-    def speaks(self, device: str) -> bool:
+    def supports(self, device: str) -> bool:
         return True
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
@@ -192,11 +192,11 @@ class SoloGroup:
     def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
         return self._copied(out, x)
 
-    def meet(self, x: Tensor) -> Tensor:
+    def all_gather_small(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0).clone()
 
-    def begin_meet(self, x: Tensor) -> Callable[[], Tensor]:
-        everyone = self.meet(x)
+    def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
+        everyone = self.all_gather_small(x)
         return lambda: everyone
 
     is_concurrent = False
@@ -213,7 +213,7 @@ class SoloGroup:
     def split(self, size: int) -> Group:
         return self
 
-    def least(self, number: int, name: str) -> int:
+    def agree_min(self, number: int, name: str) -> int:
         return number
 
     def leave(self, reason: str, for_good: bool = False) -> None:
@@ -275,7 +275,7 @@ class TorchGroup:
         self.size = dist.get_world_size(self.pg)
         backends = dict(part.split(":") for part in str(dist.get_backend_config(self.pg)).split(","))
         # gloo moves tensors from a GPU too, but not in every collective.
-        self._spoken = {device for device, backend in backends.items() if device == "cpu" or backend != "gloo"}
+        self._supported = {device for device, backend in backends.items() if device == "cpu" or backend != "gloo"}
         self.shared = shared or _shared_state_of(self._pg)
         self.presence, self.waits = self.shared.presence, self.shared.waits
         self.in_background = in_background
@@ -294,8 +294,8 @@ class TorchGroup:
             raise StateError("The process group of these ranks has been destroyed.")
         return group
 
-    def speaks(self, device: str) -> bool:
-        return device in self._spoken
+    def supports(self, device: str) -> bool:
+        return device in self._supported
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
         return self._started(x.is_cpu, "all_reduce", dist.all_reduce(x, op=_REDUCE[op], group=self.pg, async_op=True))
@@ -320,7 +320,7 @@ class TorchGroup:
 
     def barrier(self) -> None:
         work = dist.barrier(group=self.pg, async_op=True)
-        self._finish(self._spoken == {"cpu"}, self.waits.enter(self._name, "barrier"), work)
+        self._finish(self._supported == {"cpu"}, self.waits.enter(self._name, "barrier"), work)
 
     def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
         # Not two messages: gloo closes a connection on which a wait for a message runs out of time.
@@ -329,11 +329,11 @@ class TorchGroup:
         work = dist.all_to_all_single(out, x, received, sent, group=self.pg, async_op=True)
         return self._started(x.is_cpu, "all_to_all", work)
 
-    def meet(self, x: Tensor) -> Tensor:
-        return self.begin_meet(x)()
+    def all_gather_small(self, x: Tensor) -> Tensor:
+        return self.begin_all_gather_small(x)()
 
-    def begin_meet(self, x: Tensor) -> Callable[[], Tensor]:
-        device = torch.device("cpu") if self.speaks("cpu") else torch.device("cuda", torch.cuda.current_device())
+    def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
+        device = torch.device("cpu") if self.supports("cpu") else torch.device("cuda", torch.cuda.current_device())
         mine = x.to(device)
         everyone = mine.new_empty(self.size * mine.numel())
         work = _all_gather_flat(everyone, mine, group=self.pg, async_op=True)
@@ -386,40 +386,40 @@ class TorchGroup:
         made._spare = spare
         return made
 
-    def least(self, number: int, name: str) -> int:
-        return self.presence.least(number, name)
+    def agree_min(self, number: int, name: str) -> int:
+        return self.presence.agree_min(number, name)
 
     def leave(self, reason: str, for_good: bool = False) -> None:
         self.presence.mark_left(reason)
         if for_good:
-            self.break_off()
+            self.abort()
 
     def raise_if_broken(self) -> None:
         known = self.presence.describe_left()
         if not known and self.presence.has_alarm():
             mismatch = self.presence.mismatch()
             if mismatch:
-                self.break_off()
+                self.abort()
                 raise CollectiveMismatch(mismatch)
             known = self.presence.hang_report() or self.presence.check_alive()
         if known:
-            self.break_off()
+            self.abort()
             raise RankFailure(f"Rank {self.rank} stopped waiting: {known}.")
 
     def failure(self, error: RuntimeError) -> RankFailure | CollectiveMismatch:
         """Say in one error what is known about the ranks of this group, in which a collective ended with `error`."""
         mismatch = self.presence.mismatch()
         if mismatch:
-            self.break_off()
+            self.abort()
             return CollectiveMismatch(mismatch)
         known = self.presence.hang_report() or self.presence.describe_left() or self.presence.check_alive()
-        self.break_off()
+        self.abort()
         said = _SOURCE_LINE.sub("", str(error).split(". ", 1)[0])
         return RankFailure(f"A collective of rank {self.rank} failed: {known}. The transport said: {said}.")
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Close the connections: a gloo operation that can never end would hold up the exit of this process."""
-        if self.speaks("cpu") and self.size > 1:
+        if self.supports("cpu") and self.size > 1:
             # A time-out is what closes gloo's connections. Nobody sends what is waited for here, while a collective
             # could meet one that the other ranks are in.
             with suppress(RuntimeError):

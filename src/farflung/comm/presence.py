@@ -13,7 +13,7 @@ import torch.distributed as dist
 from farflung.base.torch_internals import default_store
 from farflung.base.words import numbered
 
-_AGREE_WAIT_S = 5.0  # how long `least` waits for ranks that are alive
+_AGREE_WAIT_S = 5.0  # how long `agree_min` waits for ranks that are alive
 _ALIVE_WAIT_S = 1.0  # how long the ranks of a broken group wait for each other's sign of life
 
 
@@ -117,13 +117,13 @@ class PresenceStore:
             )
         return "every rank is alive, so they passed different sizes to one collective, or the network failed"
 
-    def least(self, number: int, name: str) -> int:
+    def agree_min(self, number: int, name: str) -> int:
         """Publish `number` under `name`, wait for the other ranks that still live, and return the smallest."""
         try:
             store = self._store
             store.set(self._key("alive", self._rank), "")
-            store.set(self._key("least", name, self._rank), str(number))
-            keys = {rank: self._key("least", name, rank) for rank in range(self._size)}
+            store.set(self._key("agree_min", name, self._rank), str(number))
+            keys = {rank: self._key("agree_min", name, rank) for rank in range(self._size)}
             began = time.monotonic()
             patience = 0.0 if self._has_checked_alive else _ALIVE_WAIT_S  # then all that live have given a sign already
             while time.monotonic() < began + _AGREE_WAIT_S:

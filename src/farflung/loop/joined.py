@@ -46,7 +46,7 @@ class JoinedRanks:
             while self._sums(0.0, 0.0)[1]:
                 pass
         except RankFailure:
-            self._everyone.break_off()  # or this rank would wait in torch's `Join` for ranks that will not come
+            self._everyone.abort()  # or this rank would wait in torch's `Join` for ranks that will not come
 
     def _sums(self, value: float, has_data: float) -> list[float]:
         both = torch.tensor([value, has_data], dtype=torch.float64)

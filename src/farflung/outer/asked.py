@@ -56,7 +56,7 @@ def checked(
         )
     if group is not None:
         wanted = "a group, such as TorchGroup() of farflung.comm.group; leave it out for all ranks"
-        check_protocol("group", group, ("rank", "size", "all_reduce", "speaks"), wanted)
+        check_protocol("group", group, ("rank", "size", "all_reduce", "supports"), wanted)
     if inner is not None:
         check_type("inner", inner, Optimizer, "the torch optimizer that trains the model")
     if bucket_bytes is not None:

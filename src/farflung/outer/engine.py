@@ -96,7 +96,7 @@ class OuterLoop:
         if group is None:
             group = TorchGroup() if dist.is_available() and dist.is_initialized() else SoloGroup()
         on_cpu = all(parameter.is_cpu for parameter in model.parameters())
-        if on_cpu and not group.speaks("cpu"):
+        if on_cpu and not group.supports("cpu"):
             raise ConfigError(
                 "The model is on the CPU, but its group can't send CPU tensors (NCCL alone can't). Move the model to "
                 'the GPU, or initialize torch.distributed with the backend "cpu:gloo,cuda:nccl".'
@@ -391,7 +391,7 @@ class OuterLoop:
         numel = sum(parameter.numel() for parameter in trained)
         ballot = torch.tensor([float(not finished), *map(float, divmod(numel, _HALF))], dtype=torch.float32)
         with self._meter.timed("exposed"), torch.no_grad():
-            flags, *sizes = self._group.meet(ballot).T.tolist()
+            flags, *sizes = self._group.all_gather_small(ballot).T.tolist()
             self._meter.add("bytes_voting", (self._group.size - 1) * ballot.nbytes)
             numels = [int(high) * _HALF + int(low) for high, low in zip(*sizes, strict=True)]
             if len(set(numels)) > 1:

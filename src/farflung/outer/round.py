@@ -113,7 +113,7 @@ class OpenRound:
             self._fill()
         if self._arrived and not self._is_confirmed and self._group.size > 2:
             mark = torch.zeros(1)
-            self._group.meet(mark)
+            self._group.all_gather_small(mark)
             self.meter.add("bytes_voting", (self._group.size - 1) * mark.nbytes)
             self._is_confirmed = True
 
@@ -146,7 +146,7 @@ class OpenRound:
             return
         all_or_nothing = self._recipe.is_whole and (self._under_way or self._queue)
         complete = 0 if all_or_nothing else self._num_arrived
-        common = self._group.least(complete, f"round {self.ballot.number}")
+        common = self._group.agree_min(complete, f"round {self.ballot.number}")
         with torch.no_grad():
             if common:
                 self._clip()

@@ -101,7 +101,7 @@ class FixedMembership:
         Raises:
             CollectiveMismatch: the ranks differ in their descriptions, or in the number of the vote.
         """
-        ballots = self.group.begin_meet(torch.tensor(self._row(ballot), dtype=torch.float32))
+        ballots = self.group.begin_all_gather_small(torch.tensor(self._row(ballot), dtype=torch.float32))
         return lambda: self._count(ballots(), ballot)
 
     def _row(self, ballot: Ballot) -> list[float]:
@@ -144,8 +144,8 @@ class FixedMembership:
     def _told(self, text: str) -> list[str]:
         """Exchange texts of any length."""
         mine = text.encode()
-        longest = 1 + int(self.group.meet(torch.tensor([float(len(mine))])).max())
-        rows = self.group.meet(torch.tensor([float(byte) for byte in mine.ljust(longest)]))
+        longest = 1 + int(self.group.all_gather_small(torch.tensor([float(len(mine))])).max())
+        rows = self.group.all_gather_small(torch.tensor([float(byte) for byte in mine.ljust(longest)]))
         return [bytes(map(int, row)).decode(errors="replace").rstrip() for row in rows.tolist()]
 
 

@@ -136,7 +136,7 @@ class Watchdog:
         wait = self._current_wait()
         if wait is not None and wait.group == _TORCHS:
             _publish(f"Rank {self._group.rank} stopped waiting: {report}.")
-            self._group.break_off()
+            self._group.abort()
 
     def _guard(self) -> None:
         """End this process when it waits for the others and the store has not answered for the time allowed."""

@@ -175,7 +175,7 @@ class SimGroup:
         self._stage = stage
         self._number = 0
 
-    def speaks(self, device: str) -> bool:
+    def supports(self, device: str) -> bool:
         """Every device will do."""
         return True
 
@@ -254,11 +254,11 @@ class SimGroup:
 
         return self._join(f"swap({step})", out, x, finish)
 
-    def meet(self, x: Tensor) -> Tensor:
+    def all_gather_small(self, x: Tensor) -> Tensor:
         """Gather `[n]` as `[size, n]`."""
-        return self.begin_meet(x)()
+        return self.begin_all_gather_small(x)()
 
-    def begin_meet(self, x: Tensor) -> Callable[[], Tensor]:
+    def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin to gather."""
         everyone = x.new_empty(self.size, x.numel())
         work = self.all_gather(everyone, x)
@@ -309,7 +309,7 @@ class SimGroup:
             raise RankFailure(f"Rank {self.rank} is blocked by {numbered('rank', absent)}, waiting for something else.")
         return SimGroup(stage, self._me, tuple(rank for rank in self.members if stage.regroups[rank] >= age))
 
-    def least(self, number: int, name: str) -> int:
+    def agree_min(self, number: int, name: str) -> int:
         """Return `number`: what one replica got all have got."""
         return number
 

@@ -99,8 +99,8 @@ class TimedGroup:
         finally:
             self._is_free = False
 
-    def speaks(self, device: str) -> bool:
-        return self._group.speaks(device)
+    def supports(self, device: str) -> bool:
+        return self._group.supports(device)
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
         sent = copies("reduced", self.size) * x.nbytes
@@ -131,10 +131,10 @@ class TimedGroup:
     def barrier(self) -> None:
         self._group.barrier()
 
-    def meet(self, x: Tensor) -> Tensor:
-        return self.begin_meet(x)()
+    def all_gather_small(self, x: Tensor) -> Tensor:
+        return self.begin_all_gather_small(x)()
 
-    def begin_meet(self, x: Tensor) -> Callable[[], Tensor]:
+    def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
         everyone = x.new_empty(self.size, x.numel())
         work = self.all_gather(everyone, x)
 
@@ -156,8 +156,8 @@ class TimedGroup:
     def split(self, size: int) -> Group:
         return TimedGroup(self._group.split(size), self._network.near(), self._clock)
 
-    def least(self, number: int, name: str) -> int:
-        return self._group.least(number, name)
+    def agree_min(self, number: int, name: str) -> int:
+        return self._group.agree_min(number, name)
 
     def leave(self, reason: str, for_good: bool = False) -> None:
         self._group.leave(reason, for_good)
