@@ -3,7 +3,8 @@
 
     python benchmarks/bench_startup.py --rounds 9
 
-Accelerate's launcher starts one process, not two, when it is asked for two on the CPU: its figure is for one.
+Accelerate's launcher starts one process, not two, when it is asked for two on the CPU: its figure is for one. Python's
+bytecode caches are in use, as they are for an installed package: the first round, which is not counted, fills them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ with open(f"first{os.environ.get('RANK', '0')}", "w") as file:
     file.write(repr(now))
 """
 PYTHON = sys.executable
+# Without this variable Python keeps the bytecode of a checkout's files, as pip keeps that of a package's.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 COMMANDS = {
     "help": {
@@ -40,6 +43,7 @@ COMMANDS = {
         "import torch": [PYTHON, "-c", "import torch"],
         "import farflung": [PYTHON, "-c", "import farflung"],
         "from farflung import Accelerator": [PYTHON, "-c", "from farflung import Accelerator"],
+        "from farflung.outer import OuterLoop": [PYTHON, "-c", "from farflung.outer import OuterLoop"],
         "from accelerate import Accelerator": [PYTHON, "-c", "from accelerate import Accelerator"],
     },
     "launch": {
@@ -54,7 +58,7 @@ BASE = {"help": "python -c pass", "import": "import torch", "launch": "torchrun"
 def whole(command: list[str]) -> float:
     """Seconds until the command has ended."""
     start = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, env=ENVIRONMENT)
     return time.perf_counter() - start
 
 
@@ -63,14 +67,14 @@ def first_line(command: list[str]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "first.py").write_text(SCRIPT, encoding="utf-8")
         start = time.time()
-        subprocess.run(command, check=True, capture_output=True, cwd=folder)
+        subprocess.run(command, check=True, capture_output=True, cwd=folder, env=ENVIRONMENT)
         return max(float(path.read_text()) for path in Path(folder).glob("first[0-9]")) - start
 
 
 def interleaved(
     commands: Mapping[str, list[str]], measure: Callable[[list[str]], float], rounds: int
 ) -> dict[str, float]:
-    """Return the median seconds of each command; a round that is not counted fills the caches of the disk."""
+    """Return the median seconds of each command; a round that is not counted fills the caches of disk and bytecode."""
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for turn in range(rounds + 1):
         for name, command in commands.items():

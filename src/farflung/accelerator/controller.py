@@ -10,20 +10,23 @@ import sys
 import weakref
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from farflung.accelerator import lazy
 from farflung.accelerator.epoch_tracker import EpochTracker
 from farflung.accelerator.outer import AttachedLoop, OpenLoops
 from farflung.accelerator.prepare import Registry
 from farflung.base.errors import ConfigError
 from farflung.loop.state import ActiveLoader, LoopState
-from farflung.outer.named import OuterConfig, recipe_of
-from farflung.outer.stats import Round
 from farflung.process import world as slot
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND, leave_note
 from farflung.process.log import get_logger
 from farflung.process.world import World
 from farflung.strategy.base import Strategy
+
+if TYPE_CHECKING:
+    from farflung.outer.named import OuterConfig
+    from farflung.outer.stats import Round
 
 RANK = "{rank}"
 
@@ -52,7 +55,7 @@ class OuterController:
         self._attached: dict[AttachedLoop, EpochTracker] = {}
         if config is None:
             return
-        self._recipe = recipe_of(config, world.local_size)
+        self._recipe = lazy.recipe_of(config, world.local_size)
         leave_note(OUTER_ASKED)
         self._log = self._opened_log(config.log)
         loop.observe(self)

@@ -7,10 +7,12 @@ early the flush is owed, and comes at the next place that all ranks must come to
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from farflung.loop.state import ActiveLoader
-from farflung.outer.engine import OuterLoop
+
+if TYPE_CHECKING:
+    from farflung.outer.engine import OuterLoop
 
 
 class EpochTracker:

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+from farflung.accelerator import lazy
 from farflung.accelerator.accelerator import Accelerator
 from farflung.accelerator.outer import Outer
 from farflung.base.checks import check_flag, check_type, check_whole
 from farflung.base.errors import StateError
-from farflung.outer.asked import check_model
-from farflung.outer.engine import OuterLoop
-from farflung.outer.recipes import local_sgd
+
+if TYPE_CHECKING:
+    from farflung.outer.engine import OuterLoop
 
 
 class LocalSGD:
@@ -37,10 +39,10 @@ class LocalSGD:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         check_type("accelerator", accelerator, Accelerator, "the Accelerator that prepared the model")
-        check_model(model)
+        lazy.check_model(model)
         check_whole("local_sgd_steps", local_sgd_steps, least=1)
         check_flag("enabled", enabled)
-        recipe = local_sgd(local_sgd_steps)
+        recipe = lazy.local_sgd(local_sgd_steps)
         self.enabled = enabled and accelerator.use_distributed
         self.local_sgd_steps = local_sgd_steps
         self._outer: Outer | None = accelerator._outer(model, recipe, each_step=False) if self.enabled else None

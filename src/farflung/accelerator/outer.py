@@ -7,22 +7,24 @@ import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from farflung.accelerator import lazy
 from farflung.accelerator.epoch_tracker import EpochTracker
 from farflung.accelerator.prepare import Registry
 from farflung.base.errors import ConfigError
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.state import ActiveLoader, Trace
-from farflung.outer.asked import check_model
-from farflung.outer.engine import OuterLoop
-from farflung.outer.named import OuterConfig, chosen_recipe
-from farflung.outer.recipe import Recipe
 from farflung.process.world import World
 from farflung.strategy.base import Strategy
+
+if TYPE_CHECKING:
+    from farflung.outer.engine import OuterLoop
+    from farflung.outer.named import OuterConfig
+    from farflung.outer.recipe import Recipe
 
 
 class AttachedLoop:
@@ -63,7 +65,7 @@ class AttachedLoop:
         self._samples = self._items = 0
         self._alone: ExitStack | None = None
         bare = self.optimizer.optimizer
-        self.loop = OuterLoop(strategy.unwrap(model), recipe, group=strategy.replicas, inner=bare)
+        self.loop = lazy.OuterLoop(strategy.unwrap(model), recipe, group=strategy.replicas, inner=bare)
         self.epochs: EpochTracker | None = None
         self._is_new = True
         self._hook: RemovableHandle = bare.register_step_pre_hook(lambda *_: self._begin_where_it_is())
@@ -289,8 +291,8 @@ class OuterMethods:
             recipe: from `farflung.outer`, such as `diloco(every=32)`; or an `OuterConfig`, or a recipe's name, such as
                 `"diloco"`, which takes its defaults.
         """
-        check_model(model)
-        return self._outer(model, chosen_recipe(recipe, self._joined.local_size), each_step=True)
+        lazy.check_model(model)
+        return self._outer(model, lazy.chosen_recipe(recipe, self._joined.local_size), each_step=True)
 
     def _outer(self, model: nn.Module, recipe: Recipe, each_step: bool) -> Outer:
         return Outer(model, recipe, self._strategy, self._registry.optimizers, each_step, self._open_loops)

@@ -13,18 +13,21 @@ import random
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from farflung.accelerator import lazy
 from farflung.base.words import counted, numbered
 from farflung.checkpoint import layout
 from farflung.checkpoint.regular import is_file
 from farflung.checkpoint.source import read_torch
 from farflung.data.position import NOTHING_READ
-from farflung.outer.merge_states import MergedState, merge_states
+
+if TYPE_CHECKING:
+    from farflung.outer.merge_states import MergedState
 
 
 def regrouped(
@@ -72,7 +75,7 @@ def joined_loops(folder: Path, old: int) -> list[MergedState]:
     paths = [folder / layout.outer_state(rank) for rank in range(old)]
     if not all(is_file(path) for path in paths):
         return []
-    return [merge_states(column) for column in zip(*(read_torch(path)["loops"] for path in paths), strict=True)]
+    return [lazy.merge_states(column) for column in zip(*(read_torch(path)["loops"] for path in paths), strict=True)]
 
 
 def _mean_gradients(owns: list[dict[str, Any]], notes: list[str]) -> list[Any] | None:

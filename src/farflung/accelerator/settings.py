@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from farflung.accelerator import lazy
 from farflung.base.checks import check_flag, check_path, check_type, check_whole, check_word, shown, wrong_type
 from farflung.base.enums import DynamoBackend, RNGType
 from farflung.base.errors import ConfigError, Unsupported
@@ -27,7 +28,9 @@ from farflung.config.handlers import (
 )
 from farflung.config.launch import launched_outer, outer_variables
 from farflung.config.outer import renamed
-from farflung.outer.named import OuterConfig, named_outer
+
+if TYPE_CHECKING:
+    from farflung.outer.named import OuterConfig
 
 _HANDLERS = (
     AutocastKwargs,
@@ -147,7 +150,7 @@ def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
     """
     launched = _launched()
     if outer is not None:
-        outer = named_outer("outer", outer)
+        outer = lazy.named_outer("outer", outer)
     if outer is not None and launched is not None and outer != launched:
         raise ConfigError(
             f"The script asks for {outer.recipe} with {outer.given()} (Accelerator(outer=)), the launcher for "
@@ -159,7 +162,7 @@ def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
 def _launched() -> OuterConfig | None:
     stated = launched_outer()
     try:
-        return None if stated is None else OuterConfig(stated.recipe, **stated.given())
+        return None if stated is None else lazy.OuterConfig(stated.recipe, **stated.given())
     except ConfigError as error:
         raise renamed(error, outer_variables()) from None
 

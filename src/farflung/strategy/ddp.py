@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -112,11 +111,14 @@ def _cast_hook(dtype: torch.dtype) -> Any:
 
 def _register_hook(ddp: DistributedDataParallel, handler: DistributedDataParallelKwargs) -> None:
     casts = {Hook.FP16: torch.float16, Hook.BF16: torch.bfloat16}
-    power = {Hook.POWER_SGD: powerSGD_hook.powerSGD_hook, Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook}
     if handler.comm_hook in casts:
         ddp.register_comm_hook(None, _cast_hook(casts[handler.comm_hook]))
-    elif handler.comm_hook in power:
-        hook: Any = power[handler.comm_hook]
+    elif handler.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD):
+        # Here, as it loads torch.distributed.nn and more, which nobody else needs.
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        batched = handler.comm_hook is Hook.BATCHED_POWER_SGD
+        hook: Any = powerSGD_hook.batched_powerSGD_hook if batched else powerSGD_hook.powerSGD_hook
         if handler.comm_wrapper is Hook.FP16:
             hook = default_hooks.fp16_compress_wrapper(hook)
         elif handler.comm_wrapper is Hook.BF16:

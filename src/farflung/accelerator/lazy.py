@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this room uses of the outer loop, loaded at its first use: most scripts import an Accelerator and no more."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from farflung.outer.asked import check_model as check_model
+    from farflung.outer.engine import OuterLoop as OuterLoop
+    from farflung.outer.merge_states import merge_states as merge_states
+    from farflung.outer.named import OuterConfig as OuterConfig
+    from farflung.outer.named import chosen_recipe as chosen_recipe
+    from farflung.outer.named import named_outer as named_outer
+    from farflung.outer.named import recipe_of as recipe_of
+    from farflung.outer.recipes import local_sgd as local_sgd
+
+_WHERE = {
+    "OuterLoop": "farflung.outer.engine",
+    "check_model": "farflung.outer.asked",
+    "chosen_recipe": "farflung.outer.named",
+    "OuterConfig": "farflung.outer.named",
+    "local_sgd": "farflung.outer.recipes",
+    "merge_states": "farflung.outer.merge_states",
+    "named_outer": "farflung.outer.named",
+    "recipe_of": "farflung.outer.named",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)

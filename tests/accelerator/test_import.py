@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`from farflung import Accelerator` loads what every script needs; the rest comes when it is first used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from farflung.accelerator import lazy
+from farflung.testing.patience import patience
+
+SCRIPT = """
+import json, sys
+import torch
+before = set(sys.modules)
+from farflung import Accelerator, LocalSGD
+print(json.dumps(sorted(set(sys.modules) - before)))
+accelerator = Accelerator(cpu=True)
+model, optimizer = accelerator.prepare(model := torch.nn.Linear(2, 1), torch.optim.SGD(model.parameters()))
+print(json.dumps(any(name.startswith("farflung.outer") for name in sys.modules)))
+with accelerator.outer(model, "diloco"):
+    print(json.dumps("farflung.outer.engine" in sys.modules))
+"""
+
+
+def test_an_accelerator_loads_neither_the_outer_loop_nor_heavy_parts_of_torch():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=patience(60))
+    assert done.returncode == 0, done.stderr
+    loaded, without_loop, with_loop = map(json.loads, done.stdout.splitlines())
+    others = {name.split(".")[0] for name in loaded if name.split(".")[0] not in sys.stdlib_module_names}
+    assert others <= {"farflung", "torch", "safetensors", "_remote_module_non_scriptable"}  # the last one is torch's
+    heavy = ("checkpoint", "fsdp", "tensor", "elastic", "algorithms.ddp_comm_hooks")
+    assert not [name for name in loaded if name.startswith(tuple(f"torch.distributed.{part}" for part in heavy))]
+    assert not [name for name in loaded if name.startswith(("torch._dynamo", "torch._inductor", "torch.onnx"))]
+    assert not [name for name in loaded if name.startswith(("farflung.outer", "farflung.launch", "farflung.cost"))]
+    assert not without_loop
+    assert with_loop
+
+
+def test_what_is_loaded_late_is_there():
+    assert all(callable(getattr(lazy, name)) for name in lazy._WHERE)
