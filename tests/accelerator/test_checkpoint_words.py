@@ -194,6 +194,17 @@ def test_a_failed_load_changes_nothing(how, words, tmp_path):
     assert picture(training) == before
 
 
+def test_load_hooks_are_not_called_with_a_damaged_checkpoint(tmp_path):
+    training = Training()
+    training.accelerator.save_state(tmp_path / "ckpt")
+    damaged(tmp_path / "ckpt", "flipped")
+    called = []
+    training.accelerator.register_load_state_pre_hook(lambda models, folder: called.append(folder))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged: .* Nothing was loaded"):
+        training.accelerator.load_state(tmp_path / "ckpt")
+    assert called == []
+
+
 def test_errors_of_saving_are_clear_and_training_goes_on(tmp_path, monkeypatch):
     training = Training()
     training.accelerator.save_state(tmp_path / "ckpt")

@@ -110,7 +110,7 @@ def gradient(hook):
     return alone[0, 0].item(), model.weight.grad[0, 0].item()
 
 
-@pytest.mark.parametrize("hook", [Hook.NO, Hook.BF16, Hook.FP16])
+@pytest.mark.parametrize("hook", [Hook.NO, Hook.BF16, Hook.FP16, Hook.POWER_SGD])
 def test_no_sync_keeps_gradients_at_home_and_hooks_average_them(hook):
     assert run_ranks(gradient, 2, hook) == [(1.0, 3.0), (2.0, 3.0)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farflung.base.errors import CheckpointError, ConfigError
-from farflung.checkpoint import atomic, choose, layout, sink
+from farflung.checkpoint import atomic, checksum, choose, layout
 from farflung.checkpoint.manifest import Entry, Manifest
 
 
@@ -25,14 +25,14 @@ def write(target, text, names=("model.safetensors", "loop_state/rank_0.bin"), to
         path = draft.folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"{text} {name}")
-        entries[name] = Entry(*sink.sums_of(path))
+        entries[name] = Entry(*checksum.sums_of(path))
     Manifest(entries, written_at=float(len(text))).write(draft.folder / layout.MANIFEST)
     draft.commit()
 
 
 def content(folder):
     """The texts of a checkpoint, once it has been opened as load_state does."""
-    found = choose.opened(folder)
+    found = choose.find_verified(folder)
     return {(found.folder / name).read_text().split(" ")[0] for name in found.manifest.files}
 
 
@@ -110,7 +110,7 @@ def test_a_ready_checkpoint_that_cannot_be_moved_up_is_an_error(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
         with pytest.raises(CheckpointError, match="is complete, but its files could not be moved up"):
-            choose.opened(tmp_path)
+            choose.find_verified(tmp_path)
     assert content(tmp_path) == {"new"}
 
 

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import layout, rng
+from farflung.checkpoint.checksum import sums_of
 from farflung.checkpoint.manifest import Entry, Manifest
 from farflung.checkpoint.pieces import Piece, Staging, write
-from farflung.checkpoint.sink import Sink, sums_of, write_safetensors
+from farflung.checkpoint.sink import Sink, write_safetensors
 from farflung.checkpoint.source import read_torch, read_weights
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from farflung.checkpoint import sink
-from farflung.checkpoint.sink import Sink, sums_of
+from farflung.checkpoint.checksum import sums_of
+from farflung.checkpoint.sink import Sink
 from farflung.testing.patience import patience
 
 _BLOCK = 4096

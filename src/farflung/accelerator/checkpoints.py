@@ -10,8 +10,9 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -33,6 +34,7 @@ from farflung.checkpoint.save import save_object
 from farflung.config.handlers import ProjectConfiguration
 
 Path_ = str | os.PathLike[str]
+T = TypeVar("T")
 
 
 class Keeper:
@@ -152,16 +154,27 @@ class Keeper:
     def load(self, input_dir: Path_ | None, strict: bool) -> None:
         """Read a checkpoint and go on from it; see `Checkpointing.load_state`."""
         flushed(self._run.world.exchange)
-        saver, run = self.saver, self._run
-        saver.settle()
-        crew, doing = saver.crew, "Loading a checkpoint"
+        self.saver.settle()
+        with ThreadPoolExecutor(1, "farflung verifier") as background:
+            self._load(input_dir, strict, background)
+
+    def _load(self, input_dir: Path_ | None, strict: bool, background: ThreadPoolExecutor) -> None:
+        run, crew, doing = self._run, self.saver.crew, "Loading a checkpoint"
         automatic = self.automatic
+        verification: Future[None] | None = None
 
         def choose_folder() -> Any:
+            nonlocal verification
             if not crew.leads:
                 return None
             folder, has_several = choose.resolve(input_dir, automatic)
-            found = choose.newest(folder) if has_several else _opened(folder)
+            if has_several:
+                found = choose.newest(folder)
+            else:
+                found = _explained(choose.find, folder)
+                verification = background.submit(_explained, choose.verify, found)  # while the files are read
+                if self.load_hooks:  # they may read them themselves, and change the models
+                    verification.result()
             facts = None if found.manifest is None else (found.manifest.world_size, found.manifest.optimizer_steps)
             return os.fspath(found.folder), facts, found.passed
 
@@ -187,7 +200,14 @@ class Keeper:
                 )
             read.append((found, weights))
 
-        crew.agree(doing, look)
+        def look_and_verify() -> None:
+            try:
+                look()
+            finally:  # what is wrong with the bytes explains what is wrong with their content
+                if verification is not None:
+                    verification.result()
+
+        crew.agree(doing, look_and_verify)
         found, weights = read[0]
         undo: list[contents.Undo] = []
         try:
@@ -394,9 +414,9 @@ class Checkpointing:
         return world.is_local_main if self.project_configuration.save_on_each_node else world.is_main
 
 
-def _opened(folder: Path) -> choose.Found:
+def _explained(look: Callable[[Any], T], at: Any) -> T:
     try:
-        return choose.opened(folder)
+        return look(at)
     except CheckpointError as error:
         raise CheckpointError(f"{error} Nothing was loaded.") from error
 

@@ -48,21 +48,47 @@ def candidates(folder: Path) -> list[Path]:
     return sorted(found, key=_written_at, reverse=True)
 
 
-def opened(folder: Path) -> Found:
-    """Return the checkpoint in `folder` once it is known to be whole, every byte of it.
+def find(folder: Path) -> Found:
+    """Return the checkpoint in `folder`, all of whose files are there, in their sizes. `verify` reads them.
 
     Raises:
-        CheckpointError: it is not; the message names the file.
+        CheckpointError: it is not complete; the message names the file.
     """
     atomic.finish(folder)
     manifest = Manifest.read(folder)
     if manifest is None:
         problem = None if is_checkpoint(folder) else "there is no checkpoint in it"
     else:
-        problem = manifest.misfits(folder) or manifest.damage(folder)
+        problem = manifest.misfits(folder)
     if problem:
-        raise CheckpointError(f"{folder} is not a complete checkpoint: {problem}.")
+        raise _incomplete(folder, problem)
     return Found(folder, manifest)
+
+
+def verify(found: Found) -> None:
+    """Read every byte of a checkpoint. One that another program wrote has no checksums, and passes.
+
+    Raises:
+        CheckpointError: it is not what was written; the message names the file.
+    """
+    problem = None if found.manifest is None else found.manifest.damage(found.folder)
+    if problem:
+        raise _incomplete(found.folder, problem)
+
+
+def _incomplete(folder: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{folder} is not a complete checkpoint: {problem}.")
+
+
+def find_verified(folder: Path) -> Found:
+    """Return the checkpoint in `folder` once it is known to be complete, every byte of it.
+
+    Raises:
+        CheckpointError: it is not; the message names the file.
+    """
+    found = find(folder)
+    verify(found)
+    return found
 
 
 def newest(folder: Path) -> Found:
@@ -74,7 +100,7 @@ def newest(folder: Path) -> Found:
     passed: list[str] = []
     for candidate in candidates(folder):
         try:
-            found = opened(candidate)
+            found = find_verified(candidate)
         except CheckpointError as error:
             passed.append(str(error))
             continue

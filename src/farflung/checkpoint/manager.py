@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from farflung.base.errors import CheckpointError, ConfigError, StateError, Unsupported
 from farflung.checkpoint import atomic, layout, pieces
+from farflung.checkpoint.checksum import sums_of
 from farflung.checkpoint.manifest import Entry, Manifest
 from farflung.checkpoint.pieces import Piece, Staging
-from farflung.checkpoint.sink import sums_of
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from farflung.base.errors import CheckpointError
 from farflung.checkpoint import layout
+from farflung.checkpoint.checksum import sums_of
 from farflung.checkpoint.regular import is_file, kind_of
-from farflung.checkpoint.sink import Sink, sums_of
+from farflung.checkpoint.sink import Sink
 
 _FORMAT = 1
+_READERS = 4  # files that are read at a time
 
 
 class Entry(NamedTuple):
@@ -107,16 +109,20 @@ class Manifest:
                 return f"{name} has {length} bytes, but {entry.num_bytes} were written"
         return None
 
-    def damage(self, folder: Path, names: Iterable[str] | None = None) -> str | None:
-        """Read files and say which is not what was written; None: all are. Without `names`, all of them."""
-        for name in self.files if names is None else names:
-            try:
-                sums = sums_of(folder / name)
-            except OSError as error:
-                return f"{name} can't be read ({error.strerror})"
-            if sums != self.files[name]:
-                return f"{name} is damaged: its checksum is {sums[1]:08x}, but {self.files[name].crc32:08x} was written"
-        return None
+    def damage(self, folder: Path) -> str | None:
+        """Read all files and say which is not what was written; None: all are."""
+        with ThreadPoolExecutor(_READERS, "farflung reader") as readers:
+            found = readers.map(lambda name: self._damage_of(folder, name), self.files)
+            return next((problem for problem in found if problem is not None), None)
+
+    def _damage_of(self, folder: Path, name: str) -> str | None:
+        try:
+            sums = sums_of(folder / name)
+        except OSError as error:
+            return f"{name} can't be read ({error.strerror})"
+        if sums == self.files[name]:
+            return None
+        return f"{name} is damaged: its checksum is {sums[1]:08x}, but {self.files[name].crc32:08x} was written"
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ import json
 import mmap
 import os
 import struct
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import CheckpointError, ConfigError
-from farflung.checkpoint.regular import is_file
+from farflung.checkpoint.checksum import crc32
 
 _BLOCK = 4 * 2**20  # bytes at a time; small enough to stay in a processor's cache between the disk and the checksum
 _BLOCKS = 3  # of a file that is written: one is filled, one is on its way, one waits
@@ -60,7 +59,7 @@ class Sink:
 
     Attributes:
         num_bytes: how many were written.
-        crc32: their checksum, as zlib's; of all of them once the block has been left.
+        crc32: their checksum; of all of them once the block has been left.
         failure: what the system said when it could not write.
     """
 
@@ -96,7 +95,7 @@ class Sink:
         """Do nothing, as torch's writer asks for it: leaving the block flushes."""
 
     def _hand_over(self, block: memoryview) -> None:
-        self.crc32 = zlib.crc32(block, self.crc32)  # while a processor's cache has it
+        self.crc32 = crc32(block, self.crc32)  # while a processor's cache has it
         if not self._threaded:
             self._put(block)
         else:
@@ -126,7 +125,7 @@ class Sink:
     def _finish(self) -> None:
         if self._block is not None:
             rest = self._block[: self._filled]
-            self.crc32 = zlib.crc32(rest, self.crc32)
+            self.crc32 = crc32(rest, self.crc32)
             self._put(rest)
         if self.failure is not None:
             raise self.failure
@@ -199,22 +198,6 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sums_of(path: Path) -> tuple[int, int]:
-    """Return the size and the checksum of a file, as it is on the disk now.
-
-    Raises:
-        CheckpointError: it is no regular file.
-    """
-    is_file(path)
-    total = crc = 0
-    buffer = memoryview(bytearray(_BLOCK))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            crc = zlib.crc32(buffer[:count], crc)
-            total += count
-    return total, crc
 
 
 def write_torch(obj: Any, sink: Sink) -> None:

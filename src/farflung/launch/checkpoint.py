@@ -18,10 +18,10 @@ from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.tree import flatten
 from farflung.base.words import counted
 from farflung.checkpoint import atomic, choose, layout
+from farflung.checkpoint.checksum import sums_of
 from farflung.checkpoint.manifest import Entry, Manifest
 from farflung.checkpoint.regular import is_file
 from farflung.checkpoint.save import save_object
-from farflung.checkpoint.sink import sums_of
 from farflung.checkpoint.source import read_torch, read_weights
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -57,7 +57,7 @@ def verify(folder: Path) -> None:
     broken = []
     for path in paths:
         try:
-            found = choose.opened(path)
+            found = choose.find_verified(path)
         except CheckpointError as error:
             broken.append(str(error))
             continue
@@ -116,7 +116,7 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
     """Write the checkpoint SOURCE in another format to TARGET, which must not exist yet."""
     if target.exists():
         raise ConfigError(f"{target} already exists. Name another target.")
-    found = choose.opened(source)
+    found = choose.find_verified(source)
     if form == "state-dict":
         weights = _weights(source, model)
         target.parent.mkdir(parents=True, exist_ok=True)
