@@ -9,17 +9,17 @@ import torch
 from farflung.base.errors import CollectiveMismatch
 from farflung.base.tree import flatten
 from farflung.comm.mismatch import called, calls_differ, require_alike
-from farflung.comm.packet import Form, header_of
+from farflung.comm.packet import Header, encode_header
 
 
-def form(tree, call=("gather",)):
+def header(tree, call=("gather",)):
     leaves, spec = flatten(tree)
-    return Form(header_of(call, spec, leaves))
+    return Header(encode_header(call, spec, leaves))
 
 
 def message(*trees, advice="Do this."):
     with pytest.raises(CollectiveMismatch) as caught:
-        require_alike([form(tree) for tree in trees], advice)
+        require_alike([header(tree) for tree in trees], advice)
     return str(caught.value)
 
 
@@ -49,10 +49,10 @@ def test_structures_are_sketched():
 
 
 def test_only_what_must_be_alike_is_compared():
-    forms = [form(torch.zeros(n, 4)) for n in (1, 2)]
-    require_alike(forms, "", lambda kind: kind.shape[1:])
+    headers = [header(torch.zeros(n, 4)) for n in (1, 2)]
+    require_alike(headers, "", lambda kind: kind.shape[1:])
     with pytest.raises(CollectiveMismatch):
-        require_alike(forms, "", lambda kind: kind.shape[0])
+        require_alike(headers, "", lambda kind: kind.shape[0])
 
 
 def test_many_ranks_are_counted():

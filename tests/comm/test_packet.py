@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.base.tree import flatten
-from farflung.comm.packet import ALIGN, Form, Layout, header_of, header_of_failure
+from farflung.comm.packet import ALIGN, Header, Headers, Layout, encode_header
 
 DTYPES = [
     torch.float64,
@@ -89,24 +89,24 @@ def test_views_of_many_payloads_are_stacked(leaves, size):
 @given(kinds)
 def test_a_header_tells_its_tree(leaves):
     tensors, spec = flatten({"some": [torch.empty(shape, dtype=dtype) for shape, dtype in leaves]})
-    header = header_of(("gather", ("ragged", True)), spec, tensors)
-    form = Form(header)
-    assert form.header == header
-    assert form.call[0] == "gather"
-    assert [(list(kind.shape), kind.dtype) for kind in form.kinds] == [(shape, dtype) for shape, dtype in leaves]
-    assert form.failed is None
+    encoded = encode_header(("gather", ("ragged", True)), spec, tensors)
+    read = Header(encoded)
+    assert read.encoded == encoded
+    assert read.signature[0] == "gather"
+    assert [(list(kind.shape), kind.dtype) for kind in read.kinds] == [(shape, dtype) for shape, dtype in leaves]
+    assert read.failed is None
 
 
 def test_equal_trees_have_equal_headers_whatever_objects_they_are_made_of():
     def header(key):
         tensors, spec = flatten({key: torch.ones(2), "other": (torch.ones(2),)})
-        return header_of(("gather",), spec, tensors)
+        return encode_header(("gather",), spec, tensors)
 
     assert header("".join(["k", "ey"])) == header("key")
     assert header("key") != header("kez")
 
 
 def test_a_failure_is_told_with_its_reason():
-    form = Form(header_of_failure(("reduce", ("scale", 2.0)), "TypeError: no"))
-    assert form.failed == "TypeError: no"
-    assert form.kinds == []
+    read = Header(Headers().failure(("reduce", ("scale", 2.0)), "TypeError: no").encoded)
+    assert read.failed == "TypeError: no"
+    assert read.kinds == []

@@ -15,7 +15,7 @@ from torch import Tensor
 from farflung.base.torch_internals import foreach_copy_
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Op
-from farflung.comm.packet import Form, Layout
+from farflung.comm.packet import Header, Layout
 
 _LONG_BYTES = 1024 * 1024  # from here on the copy into a shared buffer costs more than a collective of its own
 
@@ -42,16 +42,16 @@ def gather(exchange: Exchange, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def gather_apart(exchange: Exchange, forms: Sequence[Form], leaves: Sequence[Tensor]) -> list[list[Tensor]]:
+def gather_apart(exchange: Exchange, headers: Sequence[Header], leaves: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return each rank's leaves, by rank, as views of scratch; their first dimensions may differ."""
     wire = exchange.wire(leaves)
-    longest = max(form.layout.nbytes for form in forms)
+    longest = max(header.layout.nbytes for header in headers)
     mine = exchange.scratch("mine", longest, wire)
     everyone = exchange.scratch("everyone", exchange.size * longest, wire)
     foreach_copy_(_layout_of(leaves).views(mine), list(leaves))
     exchange.group.all_gather(everyone, mine).wait()
     rows = everyone.view(exchange.size, longest).unbind()
-    return [form.layout.views(row) for form, row in zip(forms, rows, strict=True)]
+    return [header.layout.views(row) for header, row in zip(headers, rows, strict=True)]
 
 
 @torch.no_grad()

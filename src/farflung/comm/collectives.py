@@ -22,14 +22,14 @@ from farflung.base.errors import ConfigError, WrongType
 from farflung.base.torch_internals import foreach_add, foreach_add_, foreach_div_, foreach_maximum, foreach_mul_
 from farflung.base.tree import unflatten
 from farflung.comm import bulk
-from farflung.comm.exchange import MAX_CAPACITY, Exchange, Parcel
+from farflung.comm.exchange import MAX_CAPACITY, Exchange, Packets
 from farflung.comm.group import Op
 from farflung.comm.mismatch import require_alike
-from farflung.comm.packet import Call, Kind, raw
+from farflung.comm.packet import Kind, Signature, raw
 
-_GATHER: Call = ("gather",)
-_GATHER_RAGGED: Call = ("gather", ("ragged", True))
-_WAIT: Call = ("wait_for_everyone",)
+_GATHER: Signature = ("gather",)
+_GATHER_RAGGED: Signature = ("gather", ("ragged", True))
+_WAIT: Signature = ("wait_for_everyone",)
 REDUCTIONS = ("sum", "mean", "max", "none")
 _MAX_LOCAL_SUM = 1024 * 1024  # bytes from all ranks; above, summing them all on each rank is no longer the short way
 
@@ -57,8 +57,8 @@ def wait_for_everyone(exchange: Exchange) -> None:
         CollectiveMismatch: a rank made another call instead; on every rank.
     """
     if exchange.size > 1:
-        leaves, spec = exchange.take_apart(_WAIT, ())
-        exchange.share(exchange.form(_WAIT, leaves, spec), leaves)
+        leaves, spec = exchange.flatten(_WAIT, ())
+        exchange.share(exchange.header(_WAIT, leaves, spec), leaves)
 
 
 def gather(exchange: Exchange, tree: Any, ragged: bool = False, at: str | None = None) -> Any:
@@ -76,16 +76,16 @@ def gather(exchange: Exchange, tree: Any, ragged: bool = False, at: str | None =
         CollectiveMismatch: structures, shapes, dtypes or devices differ; on every rank.
         WrongType: a leaf is no tensor.
     """
-    call = _placed(_GATHER_RAGGED if ragged else _GATHER, at)
-    leaves, spec = exchange.take_apart(call, tree)
+    signature = _placed(_GATHER_RAGGED if ragged else _GATHER, at)
+    leaves, spec = exchange.flatten(signature, tree)
     if exchange.size == 1:
         return tree
-    parcel = exchange.share(exchange.form(call, leaves, spec), leaves)
-    if ragged and not parcel.same:
-        require_alike(parcel.forms, "Only first dimensions may differ here; use gather_object.", _beyond_first)
-        return unflatten(spec, _joined_apart(exchange, parcel, leaves))
-    require_alike(parcel.forms, "Use pad_across_processes(dim=0) or gather_object.")
-    return unflatten(spec, _joined(parcel, leaves) if all(parcel.came) else bulk.gather(exchange, leaves))
+    packets = exchange.share(exchange.header(signature, leaves, spec), leaves)
+    if ragged and not packets.same:
+        require_alike(packets.headers, "Only first dimensions may differ here; use gather_object.", _beyond_first)
+        return unflatten(spec, _joined_apart(exchange, packets, leaves))
+    require_alike(packets.headers, "Use pad_across_processes(dim=0) or gather_object.")
+    return unflatten(spec, _joined(packets, leaves) if all(packets.arrived) else bulk.gather(exchange, leaves))
 
 
 def gather_object(exchange: Exchange, objects: Any, at: str | None = None, name: str = "gather_object") -> Any:
@@ -103,15 +103,15 @@ def gather_object(exchange: Exchange, objects: Any, at: str | None = None, name:
     Raises:
         WrongType: `objects` is nothing to take items from.
     """
-    call = _placed(("gather_object",), at)
+    signature = _placed(("gather_object",), at)
     if not isinstance(objects, Iterable) or isinstance(objects, (Mapping, str, bytes)):
         what = f"{name}: wants a list, got a {type(objects).__name__} ({shown(objects)}); wrap it in one."
-        exchange.fail(call, WrongType(what))
+        exchange.fail(signature, WrongType(what))
     if exchange.size == 1:
         return objects
-    leaves, spec = exchange.take_apart(call, _pickled(exchange, call, list(objects)))
-    parcel = exchange.share(exchange.form(call, leaves, spec), leaves)
-    parts = _apart(exchange, parcel, leaves)
+    leaves, spec = exchange.flatten(signature, _pickled(exchange, signature, list(objects)))
+    packets = exchange.share(exchange.header(signature, leaves, spec), leaves)
+    parts = _apart(exchange, packets, leaves)
     return [item for (part,) in parts for item in pickle.loads(raw(part.cpu()))]
 
 
@@ -129,21 +129,21 @@ def broadcast(exchange: Exchange, tree: Any, from_process: int = 0, within: str 
         CollectiveMismatch: structures, shapes, dtypes or devices differ; on every rank.
         WrongType: a leaf is no tensor.
     """
-    call = _called(exchange, "broadcast", from_process)
-    leaves, spec = exchange.take_apart(call, tree)
+    signature = _called(exchange, "broadcast", from_process)
+    leaves, spec = exchange.flatten(signature, tree)
     if exchange.size == 1:
         return tree
     if within:
-        call = (within,)
+        signature = (within,)
     limit = MAX_CAPACITY if exchange.rank == from_process else 0
-    parcel = exchange.share(exchange.form(call, leaves, spec, limit), leaves)
+    packets = exchange.share(exchange.header(signature, leaves, spec, limit), leaves)
     require_alike(
-        parcel.forms, "Every rank must pass tensors of the sender's shapes and dtypes, which are overwritten."
+        packets.headers, "Every rank must pass tensors of the sender's shapes and dtypes, which are overwritten."
     )
-    if not parcel.came[from_process]:
+    if not packets.arrived[from_process]:
         bulk.broadcast(exchange, leaves, from_process)
     elif exchange.rank != from_process:
-        bulk.overwrite(leaves, parcel.views(from_process))
+        bulk.overwrite(leaves, packets.views(from_process))
     return unflatten(spec, leaves)
 
 
@@ -156,23 +156,23 @@ def broadcast_object_list(exchange: Exchange, object_list: list[Any], from_proce
     Raises:
         CollectiveMismatch: the lists are not equally long; on every rank.
     """
-    call = _called(exchange, "broadcast_object_list", from_process)
+    signature = _called(exchange, "broadcast_object_list", from_process)
     if not isinstance(object_list, list):
         wanted = "a list, whose items are overwritten"
-        exchange.fail(call, wrong_type("broadcast_object_list: object_list", object_list, wanted))
+        exchange.fail(signature, wrong_type("broadcast_object_list: object_list", object_list, wanted))
     if exchange.size == 1:
         return object_list
-    call = (*call, ("items", len(object_list)))
+    signature = (*signature, ("items", len(object_list)))
     sends = exchange.rank == from_process
-    content = _pickled(exchange, call, object_list) if sends else torch.empty(0, dtype=torch.uint8)
-    leaves, spec = exchange.take_apart(call, content)
-    parcel = exchange.share(exchange.form(call, leaves, spec), leaves)
-    if not parcel.came[from_process]:
-        (kind,) = parcel.forms[from_process].kinds
+    content = _pickled(exchange, signature, object_list) if sends else torch.empty(0, dtype=torch.uint8)
+    leaves, spec = exchange.flatten(signature, content)
+    packets = exchange.share(exchange.header(signature, leaves, spec), leaves)
+    if not packets.arrived[from_process]:
+        (kind,) = packets.headers[from_process].kinds
         received = content if sends else torch.empty(kind[0], dtype=torch.uint8)
         bulk.broadcast(exchange, [received], from_process)
     else:
-        (received,) = parcel.views(from_process)
+        (received,) = packets.views(from_process)
     if not sends:
         object_list[:] = pickle.loads(raw(received))
     return object_list
@@ -201,24 +201,26 @@ def reduce(exchange: Exchange, tree: Any, reduction: str = "mean", scale: float 
         check_number("reduce: scale", scale)
     except ConfigError as error:
         exchange.fail(("reduce", ("reduction", str(reduction))), error)
-    call = ("reduce", ("reduction", str(reduction)), ("scale", float(scale)))
+    signature = ("reduce", ("reduction", str(reduction)), ("scale", float(scale)))
     if reduction not in REDUCTIONS:
-        exchange.fail(call, ConfigError(f"reduce: unknown reduction {reduction!r}. Use {', '.join(REDUCTIONS)}."))
-    leaves, spec = exchange.take_apart(call, tree)
+        exchange.fail(signature, ConfigError(f"reduce: unknown reduction {reduction!r}. Use {', '.join(REDUCTIONS)}."))
+    leaves, spec = exchange.flatten(signature, tree)
     if reduction == "none":
         return unflatten(spec, [x.clone() for x in leaves])
     wrong = _wrong_dtype(dict.fromkeys([x.dtype for x in leaves]), reduction, scale, exchange.size)
     if wrong:
-        exchange.fail(call, ConfigError(f"reduce: {wrong}"))
+        exchange.fail(signature, ConfigError(f"reduce: {wrong}"))
     factor = int(scale) if float(scale).is_integer() else scale
     if exchange.size == 1:
         return unflatten(spec, [x.clone() if factor == 1 else x * factor for x in leaves])
-    form = exchange.form(call, leaves, spec, limit=_MAX_LOCAL_SUM // exchange.size)
-    parcel = exchange.share(form, leaves)
-    require_alike(parcel.forms, "reduce needs equal shapes and dtypes on all ranks; use gather_object if they differ.")
+    header = exchange.header(signature, leaves, spec, limit=_MAX_LOCAL_SUM // exchange.size)
+    packets = exchange.share(header, leaves)
+    require_alike(
+        packets.headers, "reduce needs equal shapes and dtypes on all ranks; use gather_object if they differ."
+    )
     op: Op = "max" if reduction == "max" else "sum"
     dtypes = [_COMPUTED_IN[x.dtype] for x in leaves]
-    reduced = _reduced(parcel, dtypes, op) if all(parcel.came) else bulk.reduce(exchange, leaves, dtypes, op)
+    reduced = _reduced(packets, dtypes, op) if all(packets.arrived) else bulk.reduce(exchange, leaves, dtypes, op)
     with torch.no_grad():
         if reduction == "mean" and reduced:
             foreach_div_(reduced, exchange.size)
@@ -248,57 +250,57 @@ def pad_across_processes(
     """
     if not hasattr(dim, "__index__"):
         exchange.fail(("pad_across_processes",), wrong_type("pad_across_processes: dim", dim, "a whole number"))
-    call = ("pad_across_processes", ("dim", index(dim)))
+    signature = ("pad_across_processes", ("dim", index(dim)))
     if not isinstance(pad_index, Real):
-        exchange.fail(call, wrong_type("pad_across_processes: pad_index", pad_index, "a number"))
-    leaves, spec = exchange.take_apart(call, tree)
+        exchange.fail(signature, wrong_type("pad_across_processes: pad_index", pad_index, "a number"))
+    leaves, spec = exchange.flatten(signature, tree)
     for x in leaves:
         if -x.dim() <= dim < x.dim() and not _holds(x.dtype, pad_index):
             what = f"pad_across_processes: pad_index is {pad_index!r}, but {x.dtype} has no value {pad_index!r}."
-            exchange.fail(call, ConfigError(what))
+            exchange.fail(signature, ConfigError(what))
     if exchange.size == 1:
         return tree
-    parcel = exchange.share(exchange.form(call, leaves, spec, limit=0), leaves)
-    if parcel.same:
+    packets = exchange.share(exchange.header(signature, leaves, spec, limit=0), leaves)
+    if packets.same:
         return unflatten(spec, leaves)
-    require_alike(parcel.forms, "All ranks must have the same number of dimensions.", lambda kind: len(kind.shape))
+    require_alike(packets.headers, "All ranks must have the same number of dimensions.", lambda kind: len(kind.shape))
     padded = []
     for k, x in enumerate(leaves):
         inside = -x.dim() <= dim < x.dim()
-        length = max(form.kinds[k].shape[dim] for form in parcel.forms) if inside else 0
+        length = max(header.kinds[k].shape[dim] for header in packets.headers) if inside else 0
         padded.append(_padded(x, dim, length, pad_index, pad_first) if inside else x)
     return unflatten(spec, padded)
 
 
-def _joined(parcel: Parcel, leaves: Sequence[Tensor]) -> list[Tensor]:
+def _joined(packets: Packets, leaves: Sequence[Tensor]) -> list[Tensor]:
     """Copy the leaves of all ranks, that are of the same shapes, out of the packets."""
-    joined = [stack.clone(memory_format=torch.contiguous_format) for stack in parcel.stacked()]
+    joined = [stack.clone(memory_format=torch.contiguous_format) for stack in packets.stacked()]
     return [x if x.dim() == 1 else x.flatten(0, 1) for x in _back(joined, leaves)]
 
 
-def _apart(exchange: Exchange, parcel: Parcel, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
+def _apart(exchange: Exchange, packets: Packets, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return each rank's leaves, by rank, as views of scratch."""
-    if all(parcel.came):
-        return [parcel.views(rank) for rank in range(exchange.size)]
-    return bulk.gather_apart(exchange, parcel.forms, leaves)
+    if all(packets.arrived):
+        return [packets.views(rank) for rank in range(exchange.size)]
+    return bulk.gather_apart(exchange, packets.headers, leaves)
 
 
-def _joined_apart(exchange: Exchange, parcel: Parcel, leaves: Sequence[Tensor]) -> list[Tensor]:
+def _joined_apart(exchange: Exchange, packets: Packets, leaves: Sequence[Tensor]) -> list[Tensor]:
     """Concatenate leaves whose first dimensions differ between ranks."""
-    columns = zip(*_apart(exchange, parcel, leaves), strict=True)
+    columns = zip(*_apart(exchange, packets, leaves), strict=True)
     return _back([torch.cat([x.view(-1) if x.dim() == 0 else x for x in column]) for column in columns], leaves)
 
 
-def _reduced(parcel: Parcel, dtypes: list[torch.dtype], op: Op) -> list[Tensor]:
+def _reduced(packets: Packets, dtypes: list[torch.dtype], op: Op) -> list[Tensor]:
     """Sum the packets' leaves in rank order, or take their maximum; new tensors of `dtypes`."""
 
     def computed(rank: int) -> list[Tensor]:
-        return [x if x.dtype is dtype else x.to(dtype) for x, dtype in zip(parcel.views(rank), dtypes, strict=True)]
+        return [x if x.dtype is dtype else x.to(dtype) for x, dtype in zip(packets.views(rank), dtypes, strict=True)]
 
     if not dtypes:
         return []
     total = foreach_add(computed(0), computed(1)) if op == "sum" else foreach_maximum(computed(0), computed(1))
-    for rank in range(2, len(parcel.forms)):
+    for rank in range(2, len(packets.headers)):
         if op == "sum":
             foreach_add_(total, computed(rank))
         else:
@@ -324,8 +326,8 @@ def _back(results: list[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
     return [x.to(leaf.device) for x, leaf in zip(results, leaves, strict=True)]
 
 
-def _placed(call: Call, at: str | None) -> Call:
-    return call if at is None else (*call, ("at", at))
+def _placed(signature: Signature, at: str | None) -> Signature:
+    return signature if at is None else (*signature, ("at", at))
 
 
 def _wrong_dtype(dtypes: Iterable[torch.dtype], reduction: str, scale: float, size: int) -> str | None:
@@ -353,24 +355,24 @@ def _holds(dtype: torch.dtype, value: float) -> bool:
     return float(value).is_integer() and low <= value <= high
 
 
-def _pickled(exchange: Exchange, call: Call, objects: list[Any]) -> Tensor:
+def _pickled(exchange: Exchange, signature: Signature, objects: list[Any]) -> Tensor:
     """Return `objects` as bytes `[n]` uint8."""
     try:
         content = pickle.dumps(objects)
     except Exception as error:  # whatever the objects' own code raises; it goes on, and the others hear of it
-        exchange.fail(call, error)
+        exchange.fail(signature, error)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def _called(exchange: Exchange, name: str, from_process: int) -> Call:
-    """Return the call of a broadcast; fail on every rank where `from_process` is none of them."""
+def _called(exchange: Exchange, name: str, from_process: int) -> Signature:
+    """Return the signature of a broadcast; fail on every rank where `from_process` is none of them."""
     rank = index(from_process) if hasattr(from_process, "__index__") else -1
-    call = (name, ("from_process", rank))
+    signature = (name, ("from_process", rank))
     if not 0 <= rank < exchange.size:
         ranks = "0" if exchange.size == 1 else f"0 to {exchange.size - 1}"
         what = f"{name}: from_process={from_process!r} is no rank of this group; use {ranks}."
-        exchange.fail(call, ConfigError(what))
-    return call
+        exchange.fail(signature, ConfigError(what))
+    return signature
 
 
 def _beyond_first(kind: Kind) -> Any:

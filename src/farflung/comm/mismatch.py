@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from farflung.base.errors import CollectiveMismatch
-from farflung.comm.packet import Call, Form, Kind
+from farflung.comm.packet import Header, Kind, Signature
 
 _MAX_SHOWN = 8  # ranks named before the rest is counted
 
 
-def called(call: Call) -> str:
+def called(signature: Signature) -> str:
     """Return a call as text: `broadcast(from_process=0)`."""
-    name, *arguments = call
+    name, *arguments = signature
     inside = ", ".join(f"{key}={value!r}" for key, value in arguments)
     return f"{name}({inside})" if inside else str(name)
 
 
-def calls_differ(calls: Sequence[Call]) -> CollectiveMismatch:
+def calls_differ(signatures: Sequence[Signature]) -> CollectiveMismatch:
     """Return the error for ranks that made different calls: who made which."""
-    made = _by_rank("called", dict(enumerate(called(call) for call in calls)))
+    made = _by_rank("called", dict(enumerate(called(signature) for signature in signatures)))
     return CollectiveMismatch(f"{made}. All ranks must make the same calls in the same order.")
 
 
@@ -31,27 +31,27 @@ def waits_differ(doing: Mapping[int, str]) -> str:
     return f"Ranks wait for each other, {where}. All ranks must make the same calls in the same order."
 
 
-def require_alike(forms: Sequence[Form], advice: str, alike: Callable[[Kind], Any] = lambda kind: kind) -> None:
+def require_alike(headers: Sequence[Header], advice: str, alike: Callable[[Kind], Any] = lambda kind: kind) -> None:
     """Compare the trees of the ranks.
 
     Args:
-        forms: what each rank brought, by rank.
+        headers: what each rank brought, by rank.
         advice: what to do about shapes that differ.
         alike: what must be equal of each leaf.
 
     Raises:
         CollectiveMismatch: they differ in structure or in a leaf; the first difference is shown.
     """
-    if all(form is forms[0] for form in forms):
+    if all(header is headers[0] for header in headers):
         return
-    name = called(forms[0].call)
-    if any(form.tree != forms[0].tree for form in forms):
-        trees = _by_rank("brought", dict(enumerate(_sketch(form.tree) for form in forms)))
+    name = called(headers[0].signature)
+    if any(header.tree != headers[0].tree for header in headers):
+        trees = _by_rank("brought", dict(enumerate(_sketch(header.tree) for header in headers)))
         raise CollectiveMismatch(
             f"{name}: {trees}. All ranks must pass the same structure, with keys in the same order."
         )
-    for k, path in enumerate(_paths(forms[0].tree)):
-        kinds = [form.kinds[k] for form in forms]
+    for k, path in enumerate(_paths(headers[0].tree)):
+        kinds = [header.kinds[k] for header in headers]
         if any(alike(kind) != alike(kinds[0]) for kind in kinds):
             where = f"at {path}, " if path else ""
             one_device = all(kind.device == kinds[0].device for kind in kinds)

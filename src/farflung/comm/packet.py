@@ -11,18 +11,22 @@ from __future__ import annotations
 import json
 import struct
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from farflung.base.tree import Spec
+from farflung.base.errors import WrongType
+from farflung.base.torch_internals import foreach_copy_
+from farflung.base.tree import Spec, not_a_tensor
 
 ALIGN = 16  # bytes; the widest dtype, complex128, needs no more
 LENGTHS = struct.Struct("=QQ")  # of header and payload, in front of each packet
 
-Call: TypeAlias = tuple[Any, ...]  # an operation's name, then (argument, value) pairs on which all ranks must agree
+_MAX_HEADERS = 256
+
+Signature: TypeAlias = tuple[Any, ...]  # an operation's name, then (argument, value) pairs that all ranks agree on
 
 
 class Kind(NamedTuple):
@@ -38,7 +42,7 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN) * ALIGN
 
 
-def is_plain(x: Tensor) -> bool:
+def is_plain_bytes(x: Tensor) -> bool:
     """Say whether `x` is plain bytes in memory: not sparse, quantized, nested, meta, or a wrapper of other tensors."""
     dense = not x.is_nested and x.layout is torch.strided and not x.is_quantized and not x.is_meta
     return dense and not hasattr(x, "__tensor_flatten__")
@@ -85,11 +89,12 @@ class Layout:
         return views
 
 
-class Form:
-    """What a header says. An exchange keeps one object for each header, so `is` compares them.
+class Header:
+    """What a header says of the packet behind it. `Headers` keeps one object for each, so `is` compares them.
 
     Attributes:
-        call: the operation and the arguments that all ranks must agree on.
+        encoded: the header itself.
+        signature: the operation and the arguments that all ranks must agree on.
         tree: the structure, with names in place of types.
         kinds: of each leaf.
         failed: why the rank can't take part; None: it can.
@@ -98,29 +103,118 @@ class Form:
         carried: bytes of payload that this rank sends behind the header; 0 when the payload travels by itself.
     """
 
-    def __init__(self, header: bytes) -> None:
-        self.header = header
-        call, self.tree, kinds, self.failed = json.loads(header)
-        self.call: Call = tuple(call)
+    def __init__(self, encoded: bytes) -> None:
+        self.encoded = encoded
+        signature, self.tree, kinds, self.failed = json.loads(encoded)
+        self.signature: Signature = tuple(signature)
         self.kinds = [Kind(tuple(shape), getattr(torch, dtype), device) for shape, dtype, device in kinds]
         self.layout = Layout([kind.shape for kind in self.kinds], [kind.dtype for kind in self.kinds])
-        self.payload_at = LENGTHS.size + aligned(len(header))
-        self.carried = 0
+        self.payload_at = LENGTHS.size + aligned(len(encoded))
+        self.carried = self.layout.nbytes
 
     def views(self, packets: Tensor) -> list[Tensor]:
         """Return each leaf's place in `packets` `[..., n]` uint8 as a view `[..., *shape]`."""
         return self.layout.views(packets[..., self.payload_at :])
 
 
-def header_of(call: Call, spec: Spec, leaves: Sequence[Tensor]) -> bytes:
+class Headers:
+    """The headers that one rank has sent and received; each is encoded and decoded once."""
+
+    def __init__(self) -> None:
+        self._sent: dict[Any, Header] = {}  # by signature, structure and kinds of leaves
+        self._known: dict[bytes, Header] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time to start over: a training loop knows a handful, but shapes may change in each batch."""
+        return len(self._sent) + len(self._known) > _MAX_HEADERS
+
+    def of(
+        self,
+        signature: Signature,
+        spec: Spec,
+        leaves: Sequence[Tensor],
+        carries: Callable[[Header], bool] = lambda header: True,
+    ) -> Header:
+        """Return the header for a tree, `spec` and `leaves` as `flatten` gives them.
+
+        Args:
+            carries: whether the payload travels behind a header that is new.
+
+        Raises:
+            WrongType: a leaf is not made of plain bytes.
+        """
+        key = signature, spec, tuple([(type(x), x.shape, x.dtype, x.device, x.layout) for x in leaves])
+        header = self._sent.get(key)
+        if header is None:
+            for leaf in leaves:
+                if not is_plain_bytes(leaf):
+                    raise not_plain_bytes(signature, leaf)
+            header = self._sent[key] = self.read(encode_header(signature, spec, leaves))
+            header.carried = header.layout.nbytes if carries(header) else 0
+        return header
+
+    def failure(self, signature: Signature, reason: str) -> Header:
+        """Return the header that says that this rank can't take part."""
+        return self.read(json.dumps((signature, None, (), reason)).encode())
+
+    def read(self, encoded: bytes) -> Header:
+        """Return what a header says."""
+        header = self._known.get(encoded)
+        if header is None:
+            header = self._known[encoded] = Header(encoded)
+        return header
+
+
+class PacketBuffer:
+    """Memory for packets, and the views into it that headers have asked for.
+
+    Args:
+        packets: `[..., capacity]` uint8; only one packet `[capacity]` can be written.
+    """
+
+    def __init__(self, packets: Tensor) -> None:
+        self.packets = packets
+        self._header: Header | None = None  # of the packet that was written last
+        self._views: dict[Header, list[Tensor]] = {}
+
+    def write(self, header: Header, leaves: Sequence[Tensor]) -> None:
+        """Put a packet in: as much of lengths, header and payload as fits."""
+        capacity = self.packets.numel()
+        if header is not self._header:
+            head = LENGTHS.pack(len(header.encoded), header.carried) + header.encoded
+            fitting = head if len(head) <= capacity else head[: LENGTHS.size]
+            raw(self.packets)[: len(fitting)] = fitting
+            self._header = header
+        if header.carried and header.payload_at + header.carried <= capacity:
+            with torch.no_grad():
+                foreach_copy_(self.views(header), list(leaves))
+
+    def views(self, header: Header) -> list[Tensor]:
+        """Return each leaf's place in packets with this header as a view `[..., *shape]`."""
+        views = self._views.get(header)
+        if views is None:
+            with torch.inference_mode(False):  # a view made in inference mode could not be written outside of it
+                views = self._views[header] = header.views(self.packets)
+        return views
+
+
+def encode_header(signature: Signature, spec: Spec, leaves: Sequence[Tensor]) -> bytes:
     """Encode what the other ranks need to know of a tree: `spec` and `leaves` as `flatten` gives them."""
     kinds = [(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."), leaf.device.type) for leaf in leaves]
-    return json.dumps((call, _named(spec), kinds, None), separators=(",", ":")).encode()
+    return json.dumps((signature, _named(spec), kinds, None), separators=(",", ":")).encode()
 
 
-def header_of_failure(call: Call, reason: str) -> bytes:
-    """Encode that this rank can't take part in `call`."""
-    return json.dumps((call, None, (), reason)).encode()
+def not_plain_bytes(signature: Signature, leaf: Any) -> WrongType:
+    """Return the error for a leaf that can't be sent."""
+    if not isinstance(leaf, Tensor):
+        return not_a_tensor(signature[0], leaf)
+    sort = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+    return WrongType(
+        f"{signature[0]}: a {type(leaf).__name__} ({sort}, {leaf.dtype}, on {leaf.device}) can't be sent as plain "
+        "bytes. Pass dense tensors (to_dense(), full_tensor(), dequantize()), or use gather_object or "
+        "broadcast_object_list."
+    )
 
 
 def num_elements(shape: Sequence[int]) -> int:

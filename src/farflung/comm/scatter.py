@@ -1,52 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank hands every rank a nested value of its own: tensors and objects together, in one collective.
 
-Each rank's slice of the scatter is a packet that describes itself:
-
-    [4 x 8 bytes: lengths of header, objects and payload, and the largest packet of this call][header][objects][payload]
-
-The header holds structure, shapes and dtypes; it is encoded and decoded once and then found by its bytes. The objects
-are the leaves that are no plain tensors, pickled. The payload is the tensors' bytes. The slices have a capacity that
-all ranks derive alike from the packets before. When a packet does not fit, the first scatter carries the lengths
-alone, and a second one the packets.
+Each rank's slice of the scatter is a packet, as of an exchange. Its first leaf is the rest of the value, pickled: the
+structure, and what is no plain tensor. Slices have the capacity that the sender announced last: where the packets do
+not fit, or have long been much smaller, packets without a header go first, whose second length is the new capacity.
 """
 
 from __future__ import annotations
 
 import pickle
-import struct
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from farflung.base.errors import RankFailure
-from farflung.base.torch_internals import foreach_copy_
-from farflung.base.tree import Spec, flatten, unflatten
-from farflung.comm.exchange import carrier
+from farflung.base.tree import flatten, unflatten
+from farflung.comm.exchange import wire_device
 from farflung.comm.group import Group, Work
-from farflung.comm.packet import Layout, aligned, is_plain, raw
+from farflung.comm.packet import LENGTHS, Header, Headers, PacketBuffer, Signature, is_plain_bytes, raw
 
-_LENGTHS = struct.Struct("=QQQQ")
-_FIRST_BYTES = 4096  # the capacity before any packet was seen
+_SIGNATURE: Signature = ("scatter",)
+_LEAST_BYTES = 4096  # the capacity before any packet was seen
 _STEP_BYTES = 1024  # capacities are multiples of this, so that a few bytes more or less change nothing
+_REST_BYTES = 256  # what is pickled is filled up to a multiple of this, so that headers stay the same
 _MEMORY = 8  # packets whose largest sets the capacity
-_MAX_KNOWN = 64  # headers remembered; batches padded to their longest sample bring new shapes all the time
-
-
-_Packet: TypeAlias = "tuple[bytes, bytes, _Form, list[Tensor]]"  # header, objects, form, tensors
-
-
-class _Form:
-    """What a header says: the structure, and which leaves are tensors of which shape and dtype (None: an object)."""
-
-    def __init__(self, spec: Spec, kinds: tuple[Any, ...]) -> None:
-        self.spec = spec
-        self.kinds = kinds
-        tensors = [kind for kind in kinds if kind is not None]
-        self.layout = Layout([shape for shape, _ in tensors], [dtype for _, dtype in tensors])
 
 
 class Scatter:
@@ -63,10 +43,10 @@ class Scatter:
     def __init__(self, group: Group, src: int = 0) -> None:
         self._group = group
         self._src = src
-        self._sizes = deque([_FIRST_BYTES], maxlen=_MEMORY)
-        self._encoded: dict[Any, tuple[bytes, _Form]] = {}
-        self._decoded: dict[bytes, _Form] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._headers = Headers()
+        self._capacity = _LEAST_BYTES
+        self._sizes: deque[int] = deque(maxlen=_MEMORY)
+        self._slices: list[PacketBuffer] = []  # on the source
         self._under_way: Work | None = None
 
     def send(self, values: Sequence[Any]) -> Any:
@@ -84,9 +64,8 @@ class Scatter:
         if len(values) != size:
             raise ValueError(f"Scatter.send: got {len(values)} values for {size} ranks; give one for each rank.")
         if size > 1:
-            others = [k for k in range(size) if k != self._src]
             try:
-                packets = {k: self._packed(values[k]) for k in others}
+                packets = {k: self._packed(value) for k, value in enumerate(values) if k != self._src}
             except Exception as error:  # whatever an object's own code raises; it goes on, and the others hear of it
                 self.fail(f"{type(error).__name__}: {error}")
                 raise
@@ -106,8 +85,8 @@ class Scatter:
     def fail(self, reason: str) -> None:
         """Make the `receive` that the other ranks are in, or come to next, raise a `RankFailure` with `reason`."""
         if self._group.size > 1:
-            word: _Packet = b"", pickle.dumps(reason), _Form(None, (None,)), []
-            self._deliver({k: word for k in range(self._group.size) if k != self._src})
+            header = self._headers.failure(_SIGNATURE, reason)
+            self._deliver({k: (header, []) for k in range(self._group.size) if k != self._src})
 
     def receive(self) -> Any:
         """Return the value that the source sent to this rank. Its tensors share one block of memory, and nobody else's.
@@ -115,114 +94,61 @@ class Scatter:
         Raises:
             RankFailure: the source called `fail`.
         """
-        capacity = max(self._sizes)
-        buffer, lengths = self._collected(capacity)
-        largest = lengths[3]
-        self._sizes.append(_rounded(largest))
-        if largest > capacity:
-            buffer, lengths = self._collected(_rounded(largest))
-        return self._unpacked(buffer, lengths)
+        length = 0
+        while length == 0:
+            buffer = torch.empty(self._capacity, dtype=torch.uint8, device=wire_device(self._group))
+            self._group.scatter(buffer, None, self._src).wait()
+            buffer = buffer.cpu()
+            length, announced = LENGTHS.unpack_from(raw(buffer))
+            self._capacity = self._capacity if length else announced
+        self._start_over_when_full()
+        header = self._headers.read(bytes(raw(buffer)[LENGTHS.size : LENGTHS.size + length]))
+        if header.failed is not None:
+            raise RankFailure(f"rank {self._src} could not send: {header.failed}")
+        rest, *leaves = header.views(buffer)  # the buffer is fresh: the value may keep it
+        spec, is_tensor, objects = pickle.loads(raw(rest))
+        tensors, others = iter(leaves), iter(objects)
+        return unflatten(spec, [next(tensors if is_one else others) for is_one in is_tensor])
 
-    def _packed(self, value: Any) -> _Packet:
+    def _packed(self, value: Any) -> tuple[Header, list[Tensor]]:
         leaves, spec = flatten(value)
-        tensors: list[Tensor] = []
-        objects: list[Any] = []
-        kinds: list[Any] = []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and is_plain(leaf):
-                tensors.append(leaf)
-                kinds.append((tuple(leaf.shape), leaf.dtype))
-            else:
-                objects.append(leaf)
-                kinds.append(None)
-        key = spec, tuple(kinds)
-        known = self._encoded.get(key)
-        if known is None:
-            known = pickle.dumps(key), _Form(*key)
-            _remember(self._encoded, key, known)
-        header, form = known
-        return header, pickle.dumps(objects) if objects else b"", form, tensors
+        is_tensor = [isinstance(leaf, Tensor) and is_plain_bytes(leaf) for leaf in leaves]
+        objects = [leaf for leaf, is_one in zip(leaves, is_tensor, strict=True) if not is_one]
+        rest = bytearray(pickle.dumps((spec, is_tensor, objects)))
+        rest.extend(bytes(-len(rest) % _REST_BYTES))
+        tensors = [leaf for leaf, is_one in zip(leaves, is_tensor, strict=True) if is_one]
+        sent, shape = flatten([torch.frombuffer(rest, dtype=torch.uint8), *tensors])
+        return self._headers.of(_SIGNATURE, shape, sent), sent
 
-    def _deliver(self, packets: dict[int, _Packet]) -> None:
-        largest = max(
-            _LENGTHS.size + aligned(len(header)) + aligned(len(objects)) + form.layout.nbytes
-            for header, objects, form, _ in packets.values()
-        )
-        capacity = max(self._sizes)
-        self._sizes.append(_rounded(largest))
-        self.flush()  # the scratch is in use until then
-        if largest > capacity:
-            parts = self._parts(capacity)
-            for rank in packets:
-                _LENGTHS.pack_into(raw(parts[rank]), 0, 0, 0, 0, largest)
-            self._scattered(parts[self._src], parts)
-            capacity = _rounded(largest)
-        parts = self._parts(capacity)
-        for rank, (header, objects, form, tensors) in packets.items():
-            _write(parts[rank], largest, header, objects, form.layout, tensors)
-        self._under_way = self._started(parts[self._src], parts)
+    def _deliver(self, packets: dict[int, tuple[Header, list[Tensor]]]) -> None:
+        largest = max(header.payload_at + header.carried for header, _ in packets.values())
+        self._sizes.append(largest)
+        needed = -(-max(_LEAST_BYTES, *self._sizes) // _STEP_BYTES) * _STEP_BYTES
+        self.flush()  # the slices are in use until then
+        if largest > self._capacity or needed < self._capacity // 2:
+            for one in self._own_slices():
+                LENGTHS.pack_into(raw(one.packets), 0, 0, needed)
+            self._start().wait()
+            self._capacity, self._slices = needed, []
+        slices = self._own_slices()
+        for rank, (header, leaves) in packets.items():
+            slices[rank].write(header, leaves)
+        self._under_way = self._start()
+        self._start_over_when_full()
 
-    def _parts(self, capacity: int) -> list[Tensor]:
-        size = self._group.size
-        if self._scratch.numel() < size * capacity:
-            with torch.inference_mode(False):  # it is written in place later, in whatever mode
-                self._scratch = torch.empty(size * capacity, dtype=torch.uint8, device="cpu")
-        return list(self._scratch[: size * capacity].view(size, capacity).unbind())
+    def _own_slices(self) -> list[PacketBuffer]:
+        if not self._slices:
+            with torch.inference_mode(False):  # they are written in place later, in whatever mode
+                memory = torch.zeros(self._group.size, self._capacity, dtype=torch.uint8, device="cpu")
+                self._slices = [PacketBuffer(row) for row in memory.unbind()]
+        return self._slices
 
-    def _collected(self, capacity: int) -> tuple[Tensor, tuple[int, ...]]:
-        buffer = torch.empty(capacity, dtype=torch.uint8, device="cpu")
-        self._scattered(buffer, None)
-        return buffer, _LENGTHS.unpack_from(raw(buffer))
+    def _start(self) -> Work:
+        there = wire_device(self._group)
+        sent = [one.packets.to(there) for one in self._slices]
+        return self._group.scatter(torch.empty_like(sent[self._src]), sent, self._src)
 
-    def _scattered(self, out: Tensor, parts: list[Tensor] | None) -> None:
-        there = carrier(self._group)
-        arrived = out.to(there)
-        self._started(arrived, parts).wait()
-        if arrived is not out:
-            out.copy_(arrived)
-
-    def _started(self, out: Tensor, parts: list[Tensor] | None) -> Work:
-        there = carrier(self._group)
-        sent = None if parts is None else [part.to(there) for part in parts]
-        return self._group.scatter(out.to(there), sent, self._src)
-
-    def _unpacked(self, buffer: Tensor, lengths: tuple[int, ...]) -> Any:
-        header_end = _LENGTHS.size + lengths[0]
-        objects_at = aligned(header_end)
-        payload_at = aligned(objects_at + lengths[1])
-        content = raw(buffer)
-        objects = pickle.loads(content[objects_at : objects_at + lengths[1]]) if lengths[1] else []
-        if lengths[0] == 0:
-            raise RankFailure(f"rank {self._src} could not send: {objects}")
-        header = bytes(content[_LENGTHS.size : header_end])
-        form = self._decoded.get(header)
-        if form is None:
-            form = _Form(*pickle.loads(header))
-            _remember(self._decoded, header, form)
-        tensors = iter(form.layout.views(buffer[payload_at:]))  # the buffer is fresh: the value may keep it
-        others = iter(objects)
-        return unflatten(form.spec, [next(others) if kind is None else next(tensors) for kind in form.kinds])
-
-
-def _write(
-    part: Tensor, largest: int, header: bytes, objects: bytes, layout: Layout, tensors: Sequence[Tensor]
-) -> None:
-    content = raw(part)
-    _LENGTHS.pack_into(content, 0, len(header), len(objects), layout.nbytes, largest)
-    objects_at = _LENGTHS.size + aligned(len(header))
-    payload_at = objects_at + aligned(len(objects))
-    content[_LENGTHS.size : _LENGTHS.size + len(header)] = header
-    content[objects_at : objects_at + len(objects)] = objects
-    if tensors:
-        with torch.no_grad():
-            foreach_copy_(layout.views(part[payload_at:]), list(tensors))
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // _STEP_BYTES) * _STEP_BYTES
-
-
-def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(table) >= _MAX_KNOWN:
-        table.clear()
-    table[key] = value
+    def _start_over_when_full(self) -> None:
+        if self._headers.is_full:
+            self._headers = Headers()
+            self._slices = []
