@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from farflung.base.errors import CheckpointError
-from farflung.checkpoint import pieces
+from farflung.checkpoint import entries
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from tests.accelerator.test_checkpoints import Training
@@ -119,9 +119,11 @@ def test_a_read_only_folder_is_one_clear_error(tmp_path):
 def one_rank_fails(folder):
     training = Training()
     training.accelerator.save_state(folder / "first")
-    write = pieces.write
+    write = entries.write
     if training.accelerator.process_index == 1:
-        pieces.write = lambda piece, where, threaded=True: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        entries.write = lambda piece, where, threaded=True: (_ for _ in ()).throw(
+            OSError(28, "No space left on device")
+        )
     found = []
     for block in (True, False):
         try:
@@ -129,7 +131,7 @@ def one_rank_fails(folder):
             training.accelerator.end_training() if not block else None
         except CheckpointError as error:
             found.append(str(error))
-    pieces.write = write
+    entries.write = write
     training.accelerator.wait_for_everyone()  # the first rank takes away what was written
     return found, sorted(path.name for path in folder.iterdir())
 
@@ -146,7 +148,7 @@ def saves_alternately(folder):
     """Background saves and collectives of the training at the same time, on two ranks."""
     training = Training(n=24)
     seen = training.epochs(lambda k: training.accelerator.save_state(folder / f"step_{k}", block=False), num_epochs=1)
-    training.accelerator._keeper.settle()
+    training.accelerator._checkpointer.settle()
     at_the_end = training.weights()
     training.accelerator.load_state(folder / "step_3")
     again = training.epochs(num_epochs=1)

@@ -15,7 +15,7 @@ from torch import nn
 
 from farflung import Accelerator
 from farflung.base.errors import CheckpointError, ConfigError, StateError, Unsupported
-from farflung.checkpoint import manager, pieces
+from farflung.checkpoint import entries, manager
 from farflung.checkpoint.manifest import Manifest
 from farflung.config import environ
 from farflung.state import AcceleratorState
@@ -213,7 +213,7 @@ def test_errors_of_saving_are_clear_and_training_goes_on(tmp_path, monkeypatch):
     def full(piece, folder, threaded=True):
         raise OSError(28, "No space left on device", str(folder / piece.name))
 
-    monkeypatch.setattr(pieces, "write", full)
+    monkeypatch.setattr(entries, "write", full)
     for target in ("ckpt", "new"):
         with pytest.raises(CheckpointError, match=r"Writing the checkpoint .* training can continue.*No space left"):
             training.accelerator.save_state(tmp_path / target)
@@ -240,19 +240,19 @@ def test_errors_of_saving_are_clear_and_training_goes_on(tmp_path, monkeypatch):
 
 def saved_from_behind(training, tmp_path, **kwargs):
     started, go = threading.Event(), threading.Event()
-    write = manager.pieces.write
+    write = manager.entries.write
 
     def slowly(piece, folder, threaded):
         started.set()
         go.wait(20)
         return write(piece, folder, threaded)
 
-    manager.pieces.write = slowly
+    manager.entries.write = slowly
     try:
         training.accelerator.save_state(tmp_path, block=False, **kwargs)
         assert started.wait(20)
     finally:
-        manager.pieces.write = write
+        manager.entries.write = write
     return go
 
 
@@ -277,9 +277,9 @@ def test_a_save_in_the_background_is_of_the_moment_and_one_at_a_time(tmp_path):
 
 def test_a_failure_in_the_background_is_raised_by_the_next_call_once(tmp_path, monkeypatch):
     training = Training()
-    monkeypatch.setattr(pieces, "write", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(entries, "write", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
     training.accelerator.save_state(tmp_path / "a", block=False)
-    training.accelerator._keeper.saver._thread.join()
+    training.accelerator._checkpointer.saver._thread.join()
     monkeypatch.undo()
     assert os.listdir(tmp_path) == []
     with pytest.raises(CheckpointError, match="No space left"):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from farflung.base.errors import CheckpointError, ConfigError
-from farflung.checkpoint import atomic, checksum, choose, layout
-from farflung.checkpoint.manifest import Entry, Manifest
+from farflung.checkpoint import atomic, checksum, discovery, layout
+from farflung.checkpoint.manifest import FileRecord, Manifest
 
 
 class Killed(BaseException):
@@ -18,21 +18,21 @@ class Killed(BaseException):
 
 
 def write(target, text, names=("model.safetensors", "loop_state/rank_0.bin"), token="0", aside=None):
-    draft = atomic.Draft(target, token, aside)
-    draft.begin()
+    staged = atomic.StagedDir(target, token, aside)
+    staged.begin()
     entries = {}
     for name in names:
-        path = draft.folder / name
+        path = staged.folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"{text} {name}")
-        entries[name] = Entry(*checksum.sums_of(path))
-    Manifest(entries, written_at=float(len(text))).write(draft.folder / layout.MANIFEST)
-    draft.commit()
+        entries[name] = FileRecord(*checksum.sums_of(path))
+    Manifest(entries, written_at=float(len(text))).write(staged.folder / layout.MANIFEST)
+    staged.commit()
 
 
 def content(folder):
     """The texts of a checkpoint, once it has been opened as load_state does."""
-    found = choose.find_verified(folder)
+    found = discovery.find_verified(folder)
     return {(found.folder / name).read_text().split(" ")[0] for name in found.manifest.files}
 
 
@@ -110,17 +110,17 @@ def test_a_ready_checkpoint_that_cannot_be_moved_up_is_an_error(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
         with pytest.raises(CheckpointError, match="is complete, but its files could not be moved up"):
-            choose.find_verified(tmp_path)
+            discovery.find_verified(tmp_path)
     assert content(tmp_path) == {"new"}
 
 
 def test_the_newest_complete_one_is_taken_and_the_others_are_named(tmp_path):
     for number in (2, 9, 10):
         write(tmp_path / f"checkpoint_{number}", f"t{number}")
-    assert choose.newest(tmp_path).folder.name == "checkpoint_10", "numbers, not letters"
+    assert discovery.newest(tmp_path).folder.name == "checkpoint_10", "numbers, not letters"
     (tmp_path / "checkpoint_10" / "model.safetensors").write_text("x")
     (tmp_path / "checkpoint_11").mkdir()
-    found = choose.newest(tmp_path)
+    found = discovery.newest(tmp_path)
     assert found.folder.name == "checkpoint_9"
     assert [
         "checkpoint_11 is not a complete checkpoint" in found.passed[0],
@@ -132,22 +132,22 @@ def test_the_newest_complete_one_is_taken_and_the_others_are_named(tmp_path):
     shutil.rmtree(tmp_path / "checkpoint_9")
     shutil.rmtree(tmp_path / "checkpoint_2")
     with pytest.raises(CheckpointError, match=r"There is no complete checkpoint in .*\n.*checkpoint_11"):
-        choose.newest(tmp_path)
+        discovery.newest(tmp_path)
 
 
 def test_without_numbers_the_time_of_writing_decides(tmp_path):
     write(tmp_path / "best", "aaa")
     write(tmp_path / "last", "a")
-    assert choose.newest(tmp_path).folder.name == "best"
+    assert discovery.newest(tmp_path).folder.name == "best"
 
 
 def test_what_a_script_says_is_a_checkpoint_or_a_folder_of_some(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "checkpoints" / "checkpoint_0", "a")
     automatic = tmp_path / "checkpoints"
-    assert choose.resolve("checkpoints", None) == (Path("checkpoints"), True)
-    assert choose.resolve(tmp_path / "checkpoints" / "checkpoint_0", None)[1] is False
-    assert choose.resolve("latest", automatic) == choose.resolve(None, automatic) == (automatic, True)
+    assert discovery.resolve("checkpoints", None) == (Path("checkpoints"), True)
+    assert discovery.resolve(tmp_path / "checkpoints" / "checkpoint_0", None)[1] is False
+    assert discovery.resolve("latest", automatic) == discovery.resolve(None, automatic) == (automatic, True)
     for given, where, words in [
         ("nowhere", None, "there is no folder nowhere"),
         ("latest", None, "but automatic naming is off"),
@@ -155,7 +155,7 @@ def test_what_a_script_says_is_a_checkpoint_or_a_folder_of_some(tmp_path, monkey
         (None, tmp_path / "nothing", "nothing was saved yet"),
     ]:
         with pytest.raises(ConfigError, match=words):
-            choose.resolve(given, where)
+            discovery.resolve(given, where)
 
 
 def test_a_checkpoint_is_removed_by_a_rename_and_leftovers_are_swept(tmp_path, monkeypatch):

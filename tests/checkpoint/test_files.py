@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import layout, rng
 from farflung.checkpoint.checksum import sums_of
-from farflung.checkpoint.manifest import Entry, Manifest
-from farflung.checkpoint.pieces import Piece, Staging, write
-from farflung.checkpoint.sink import Sink, write_safetensors
-from farflung.checkpoint.source import read_torch, read_weights
+from farflung.checkpoint.entries import Entry, Staging, write
+from farflung.checkpoint.manifest import FileRecord, Manifest
+from farflung.checkpoint.reader import read_torch, read_weights
+from farflung.checkpoint.writer import FileWriter, write_safetensors
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -34,31 +34,31 @@ def test_safetensors_reads_what_we_write(shapes, transposed, tmp_path_factory):
     tensors = {f't.{k} "ü"': torch.randn(shape).to(kind) for k, (kind, shape) in enumerate(shapes)}
     if transposed:
         tensors = {name: x.mT if x.dim() >= 2 else x for name, x in tensors.items()}
-    with Sink(path) as sink:
-        write_safetensors(tensors, sink)
+    with FileWriter(path) as writer:
+        write_safetensors(tensors, writer)
     read = load_file(path)
     assert read.keys() == tensors.keys()
     assert all(read[name].dtype == x.dtype and torch.equal(read[name], x) for name, x in tensors.items())
-    assert (sink.num_bytes, sink.crc32) == sums_of(path)
+    assert (writer.num_bytes, writer.crc32) == sums_of(path)
 
 
 def test_tied_weights_are_written_once_and_views_of_one_memory_each(tmp_path):
     base = torch.arange(6.0)
-    with Sink(tmp_path / "x.safetensors") as sink:
-        write_safetensors({"a": base, "b": base, "c": base[:3], "d": base.view(2, 3)}, sink)
+    with FileWriter(tmp_path / "x.safetensors") as writer:
+        write_safetensors({"a": base, "b": base, "c": base[:3], "d": base.view(2, 3)}, writer)
     assert set(load_file(tmp_path / "x.safetensors")) == {"a", "c", "d"}
 
 
 def test_a_type_that_safetensors_lacks_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"x is a .*float32 tensor"), Sink(tmp_path / "x") as sink:
-        write_safetensors({"x": torch.eye(2).to_sparse()}, sink)
+    with pytest.raises(ConfigError, match=r"x is a .*float32 tensor"), FileWriter(tmp_path / "x") as writer:
+        write_safetensors({"x": torch.eye(2).to_sparse()}, writer)
 
 
 def test_files_get_the_permissions_of_any_other_file(tmp_path):
     before = os.umask(0o027)
     try:
-        write(Piece("model.safetensors", {"x": torch.ones(1)}, safe=True), tmp_path)
-        write(Piece("loop_state/rank_0.bin", {"x": 1}), tmp_path)
+        write(Entry("model.safetensors", {"x": torch.ones(1)}, safe=True), tmp_path)
+        write(Entry("loop_state/rank_0.bin", {"x": 1}), tmp_path)
     finally:
         os.umask(before)
     modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("model.safetensors", "loop_state/rank_0.bin")]
@@ -67,7 +67,7 @@ def test_files_get_the_permissions_of_any_other_file(tmp_path):
 
 def test_random_states_come_back_from_a_file_without_unpickling(tmp_path):
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    write(Piece("states.pkl", rng.read()), tmp_path)
+    write(Entry("states.pkl", rng.read()), tmp_path)
     drawn = random.random(), np.random.rand(), torch.rand(1)
     random.seed(2), np.random.seed(2), torch.manual_seed(2)
     states = read_torch(tmp_path / "states.pkl")
@@ -98,7 +98,7 @@ def test_code_in_a_file_is_never_run(form, tmp_path, monkeypatch):
 
 def test_what_could_not_be_loaded_again_is_refused_while_it_is_saved(tmp_path):
     with pytest.raises(ConfigError, match=r"The state of a Counter holds .*Trap.*add_safe_globals"):
-        write(Piece("custom_checkpoint_0.pkl", {"x": Keeper()}, origin="a Counter"), tmp_path)
+        write(Entry("custom_checkpoint_0.pkl", {"x": Keeper()}, origin="a Counter"), tmp_path)
 
 
 class Keeper(Trap):
@@ -113,7 +113,7 @@ def test_a_damaged_file_of_any_kind_is_an_error_of_ours(data, tmp_path_factory):
     """Without any manifest: what the readers of torch and safetensors raise is told apart from nothing else."""
     folder = tmp_path_factory.mktemp("fuzz")
     name = data.draw(st.sampled_from(["model.safetensors", "pytorch_model.bin"]))
-    write(Piece(name, {"a": torch.arange(12.0), "b": torch.ones(2, 3)}, safe=name.startswith("model")), folder)
+    write(Entry(name, {"a": torch.arange(12.0), "b": torch.ones(2, 3)}, safe=name.startswith("model")), folder)
     content = bytearray((folder / name).read_bytes())
     if data.draw(st.booleans()):
         content = content[: data.draw(st.integers(0, len(content) - 1))]
@@ -135,7 +135,7 @@ def a_manifest(folder, names=("model.safetensors", "deep/er.bin")):
         path = folder / name
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_bytes(name.encode() * 50)
-        entries[name] = Entry(*sums_of(path))
+        entries[name] = FileRecord(*sums_of(path))
     manifest = Manifest(entries, step=3, iteration=2, world_size=4, written_at=1.25, versions={"farflung": "0"})
     manifest.write(folder / layout.MANIFEST)
     return manifest
@@ -180,7 +180,7 @@ def test_swapped_and_missing_files_are_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", "a//b", "./a", "a\\b", "a\0b"])
 def test_a_path_that_climbs_out_is_an_error(name, tmp_path):
-    Manifest({name: Entry(1, 1)}).write(tmp_path / layout.MANIFEST)
+    Manifest({name: FileRecord(1, 1)}).write(tmp_path / layout.MANIFEST)
     with pytest.raises(CheckpointError, match="outside its folder"):
         Manifest.read(tmp_path)
 
@@ -189,13 +189,13 @@ def test_a_copy_is_not_changed_by_training_and_uses_its_memory_again():
     weight = torch.ones(3)
     tied = {"model": {"a": weight, "b": weight}, "lr": [0.1], "n": {"x": (1, None)}}
     staging = Staging()
-    (first,) = staging.copied([Piece("p", tied)])
+    (first,) = staging.copied([Entry("p", tied)])
     weight.add_(1), tied["lr"].append(0.2)
     assert first.content["model"]["a"].tolist() == [1, 1, 1]
     assert first.content["model"]["a"] is first.content["model"]["b"], "tied weights stay tied"
     assert first.content["lr"] == [0.1]
     assert first.content["n"] == {"x": (1, None)}
-    (second,) = staging.copied([Piece("p", tied)])
+    (second,) = staging.copied([Entry("p", tied)])
     assert second.content["model"]["a"].data_ptr() == first.content["model"]["a"].data_ptr()
     assert second.content["model"]["a"].tolist() == [2, 2, 2]
 

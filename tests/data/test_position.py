@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from farflung.base.words import counted
 from farflung.checkpoint import rng
-from farflung.checkpoint.source import allowed
+from farflung.checkpoint.reader import allowed
 from farflung.data.prepare import skip_first_batches
 from farflung.loop.state import LoopState
 from farflung.testing.ranks import run_ranks

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from farflung.accelerator import session as slot
-from farflung.accelerator.checkpoints import Checkpointing, Keeper
+from farflung.accelerator.checkpoints import Checkpointer, Checkpointing
 from farflung.accelerator.contents import Run
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController
@@ -165,7 +165,7 @@ class Accelerator(OuterMethods, Checkpointing, ProcessControl):
             scheduler_ticks=scheduler_ticks,
         )
         run = Run(self._joined, self._loop, self._precision, self._strategy, self._registry, self._open_loops, [])
-        self._keeper = Keeper(run, self.project_configuration)
+        self._checkpointer = Checkpointer(run, self.project_configuration)
         self.flag_tensor: Tensor | None = None
         self.trackers: list[Any] = []
 
@@ -483,7 +483,7 @@ class Accelerator(OuterMethods, Checkpointing, ProcessControl):
     def end_training(self) -> None:
         """Wait for the last checkpoint to be written, then destroy the process group."""
         self._controller.end()
-        self._keeper.settle()
+        self._checkpointer.settle()
         AcceleratorState._reset_state(reset_partial_state=True)
 
     def __repr__(self) -> str:

@@ -26,10 +26,10 @@ from farflung.base.errors import CheckpointError, ConfigError, FarflungError, Un
 from farflung.base.former_name import FORMER_NAME
 from farflung.base.optional import installed_version
 from farflung.base.words import counted
-from farflung.checkpoint import atomic, choose, layout
+from farflung.checkpoint import atomic, discovery, layout
+from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.export import save_sharded
-from farflung.checkpoint.manager import Busy, Crew, Order, Saver
-from farflung.checkpoint.pieces import Piece
+from farflung.checkpoint.manager import Busy, CheckpointGroup, Saver, SaveRequest
 from farflung.checkpoint.save import save_object
 from farflung.config.handlers import ProjectConfiguration
 
@@ -37,7 +37,7 @@ Path_ = str | os.PathLike[str]
 T = TypeVar("T")
 
 
-class Keeper:
+class Checkpointer:
     """Writes and reads the checkpoints of one Accelerator.
 
     Attributes:
@@ -59,8 +59,8 @@ class Keeper:
         if self._saver is None:
             world = self._run.world
             leader = world.rank - world.local_rank if self._project.save_on_each_node else 0
-            self._saver = Saver(Crew(world.exchange, leader))
-            atexit.register(_say_last_failure, weakref.ref(self._saver))
+            self._saver = Saver(CheckpointGroup(world.exchange, leader))
+            atexit.register(_report_last_failure, weakref.ref(self._saver))
         return self._saver
 
     @property
@@ -90,22 +90,22 @@ class Keeper:
         flushed(self._run.world.exchange)
         saver = self.saver
         saver.settle(busy)
-        order = self._order(output_dir)
-        attempt = saver.begin(order)
-        parts: list[Piece] = []
+        request = self._request(output_dir)
+        staged = saver.begin(request)
+        parts: list[Entry] = []
         try:
-            saver.crew.agree(order.doing, lambda: parts.extend(self._parts(attempt.folder, safe)))
+            saver.group.agree(request.doing, lambda: parts.extend(self._parts(staged.folder, safe)))
         except BaseException:
-            attempt.discard()
+            staged.discard()
             raise
         if block:
-            saver.write(attempt, parts)
+            saver.write(request, staged, parts)
         else:
-            saver.write_behind(attempt, parts)
+            saver.write_behind(request, staged, parts)
         self._project.iteration += 1
-        return order.target
+        return request.target
 
-    def _order(self, output_dir: Path_ | None) -> Order:
+    def _request(self, output_dir: Path_ | None) -> SaveRequest:
         run, project, automatic = self._run, self._project, self.automatic
         facts = {
             "step": run.loop.step,
@@ -120,7 +120,7 @@ class Keeper:
                 raise ConfigError(
                     "save_state() without a folder needs automatic_checkpoint_naming=True. Name a folder, or set it."
                 )
-            return Order(Path(output_dir).expanduser(), None, facts)
+            return SaveRequest(Path(output_dir).expanduser(), None, facts)
         target = automatic / layout.checkpoint(project.iteration)
         aside = _aside(automatic)
 
@@ -131,23 +131,23 @@ class Keeper:
                 for folder in old[: max(0, len(old) + 1 - project.total_limit)]:
                     atomic.remove(folder, aside)
 
-        return Order(target, aside, facts, prune, must_be_new=True)
+        return SaveRequest(target, aside, facts, prune, must_be_new=True)
 
-    def _parts(self, folder: Path, safe: bool) -> list[Piece]:
+    def _parts(self, folder: Path, safe: bool) -> list[Entry]:
         run = self._run
         models = run.bare_models
         weights = [model.state_dict() for model in models]
         for hook in self.save_hooks.values():
             hook(models, weights, os.fspath(folder))
-        leader = self.saver.crew.leader
+        leader = self.saver.group.leader
         mine = []
         if run.world.rank in range(leader, leader + run.world.local_size):
             # A machine's ranks share the writing: the leader has the weights, which hooks may have changed there alone.
-            shared = contents.shared_pieces(run, weights, safe)
+            shared = contents.shared_entries(run, weights, safe)
             helpers = 1 if run.replicas_differ or run.custom else run.world.local_size
             big = {layout.optimizer(k): (1 + k) % helpers for k in range(len(run.registry.optimizers))}
             mine = [part for part in shared if leader + big.get(part.name, 0) == run.world.rank]
-        return mine + contents.own_pieces(run, run.world.rank == leader)
+        return mine + contents.own_entries(run, run.world.rank == leader)
 
     # ---- loading
 
@@ -159,31 +159,31 @@ class Keeper:
             self._load(input_dir, strict, background)
 
     def _load(self, input_dir: Path_ | None, strict: bool, background: ThreadPoolExecutor) -> None:
-        run, crew, doing = self._run, self.saver.crew, "Loading a checkpoint"
+        run, group, doing = self._run, self.saver.group, "Loading a checkpoint"
         automatic = self.automatic
         verification: Future[None] | None = None
 
         def choose_folder() -> Any:
             nonlocal verification
-            if not crew.leads:
+            if not group.leads:
                 return None
-            folder, has_several = choose.resolve(input_dir, automatic)
+            folder, has_several = discovery.resolve(input_dir, automatic)
             if has_several:
-                found = choose.newest(folder)
+                found = discovery.newest(folder)
             else:
-                found = _explained(choose.find, folder)
-                verification = background.submit(_explained, choose.verify, found)  # while the files are read
+                found = _explained(discovery.find, folder)
+                verification = background.submit(_explained, discovery.verify, found)  # while the files are read
                 if self.load_hooks:  # they may read them themselves, and change the models
                     verification.result()
             facts = None if found.manifest is None else (found.manifest.world_size, found.manifest.optimizer_steps)
             return os.fspath(found.folder), facts, found.passed
 
-        name, facts, passed = crew.agree(doing, choose_folder)[crew.leader]
+        name, facts, passed = group.agree(doing, choose_folder)[group.leader]
         size, steps = facts or (None, None)
         folder = Path(name)
         models = run.bare_models
         if self.load_hooks:
-            crew.agree(doing, lambda: [hook(models, name) for hook in self.load_hooks.values()] and None)
+            group.agree(doing, lambda: [hook(models, name) for hook in self.load_hooks.values()] and None)
         read: list[tuple[Loaded, list[dict[str, Any]]]] = []
 
         def look() -> None:
@@ -191,7 +191,7 @@ class Keeper:
             found.steps = steps
             weights = [contents.read_model(model, folder, k, strict) for k, model in enumerate(models)]
             if run.outers.can_begin_here and not found.loops:
-                found.words.append("it was written without outer loops: they start from its weights")
+                found.notes.append("it was written without outer loops: they start from its weights")
             elif len(found.loops) < len(run.outers.live):
                 raise CheckpointError(
                     f"{folder} has the state of {counted(len(found.loops), 'outer loop')}, but here there are "
@@ -207,18 +207,18 @@ class Keeper:
                 if verification is not None:
                     verification.result()
 
-        crew.agree(doing, look_and_verify)
+        group.agree(doing, look_and_verify)
         found, weights = read[0]
         undo: list[contents.Undo] = []
         try:
-            crew.agree(doing, lambda: undo.extend(contents.apply(run, found)))
+            group.agree(doing, lambda: undo.extend(contents.apply(run, found)))
         except BaseException:
             for step in undo:
                 step()
             raise
-        crew.agree(doing, lambda: self._load_weights(found, models, weights, strict))
+        group.agree(doing, lambda: self._load_weights(found, models, weights, strict))
         self._count_on(folder, automatic)
-        self._say(folder, size, passed, found)
+        self._report(folder, size, passed, found)
 
     def _load_weights(
         self, found: Loaded, models: list[nn.Module], weights: list[dict[str, Any]], strict: bool
@@ -235,7 +235,7 @@ class Keeper:
             numbers = [int(path.name[len(layout.PREFIX) :]) for path in _numbered(automatic)]
             self._project.iteration = max([self._project.iteration, *(number + 1 for number in numbers)])
 
-    def _say(self, folder: Path, size: int | None, passed: tuple[str, ...], found: Loaded) -> None:
+    def _report(self, folder: Path, size: int | None, passed: tuple[str, ...], found: Loaded) -> None:
         """Tell people, on the first process, where the run goes on, and what is not as it was."""
         lines = [f"passed over: {reason}" for reason in passed]
         lines.append(f"loaded {folder}")
@@ -250,7 +250,7 @@ class Keeper:
             lines.append(
                 "it does not record the position in the data: loops start at the beginning, or use skip_first_batches"
             )
-        lines += found.words
+        lines += found.notes
         if self._run.world.is_main:
             print("\n".join(f"farflung: {line}" for line in lines), file=sys.stderr)
 
@@ -259,7 +259,7 @@ class Checkpointing:
     """Accelerate's words for checkpoints, as an Accelerator has them."""
 
     project_configuration: ProjectConfiguration
-    _keeper: Keeper
+    _checkpointer: Checkpointer
 
     def save_state(
         self,
@@ -297,7 +297,7 @@ class Checkpointing:
         if output_dir is not None:
             check_path("save_state: output_dir", output_dir)
         check_word("save_state: busy", busy, get_args(Busy))
-        return os.fspath(self._keeper.save(output_dir, safe_serialization, block, busy))
+        return os.fspath(self._checkpointer.save(output_dir, safe_serialization, block, busy))
 
     def load_state(
         self, input_dir: Path_ | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
@@ -328,7 +328,7 @@ class Checkpointing:
             raise Unsupported(
                 f"load_state: {odd} can't be set: checkpoints hold plain data only, and are loaded onto the CPU first."
             )
-        self._keeper.load(input_dir, strict)
+        self._checkpointer.load(input_dir, strict)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have objects that have `state_dict` and `load_state_dict` saved and loaded too, in this order.
@@ -339,7 +339,7 @@ class Checkpointing:
         for each in objects:
             wanted = "an object that has state_dict() and load_state_dict()"
             check_protocol("register_for_checkpointing: an object", each, ("state_dict", "load_state_dict"), wanted)
-        self._keeper.custom.extend(objects)
+        self._checkpointer.custom.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Have `hook(models, weights, output_dir)` called by `save_state` before it writes.
@@ -348,8 +348,8 @@ class Checkpointing:
         to `output_dir` becomes part of the checkpoint; the folder is put in its place only afterwards.
         """
         check_callable("register_save_state_pre_hook: hook", hook, "hook(models, weights, output_dir)")
-        handle = RemovableHandle(self._keeper.save_hooks)
-        self._keeper.save_hooks[handle.id] = hook
+        handle = RemovableHandle(self._checkpointer.save_hooks)
+        self._checkpointer.save_hooks[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
@@ -358,8 +358,8 @@ class Checkpointing:
         Models that it takes out of the list are not loaded.
         """
         check_callable("register_load_state_pre_hook: hook", hook, "hook(models, input_dir)")
-        handle = RemovableHandle(self._keeper.load_hooks)
-        self._keeper.load_hooks[handle.id] = hook
+        handle = RemovableHandle(self._checkpointer.load_hooks)
+        self._checkpointer.load_hooks[handle.id] = hook
         return handle
 
     @property
@@ -406,11 +406,11 @@ class Checkpointing:
         """
         check_type("get_state_dict: model", model, nn.Module, "an nn.Module")
         inner = extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model
-        return self._keeper.state_of(inner)
+        return self._checkpointer.state_of(inner)
 
     @property
     def _writes(self) -> bool:
-        world = self._keeper._run.world
+        world = self._checkpointer._run.world
         return world.is_local_main if self.project_configuration.save_on_each_node else world.is_main
 
 
@@ -433,7 +433,7 @@ def _aside(automatic: Path) -> Path:
     return outside
 
 
-def _say_last_failure(saver: weakref.ref[Saver]) -> None:
+def _report_last_failure(saver: weakref.ref[Saver]) -> None:
     found = saver()
     if found is not None:
         try:

@@ -20,9 +20,9 @@ from farflung.base.errors import CheckpointError
 from farflung.base.torch_internals import COMPILED_FROM, changes_what_it_loads
 from farflung.base.words import counted
 from farflung.checkpoint import layout, rng
-from farflung.checkpoint.pieces import Piece, Staging
+from farflung.checkpoint.entries import Entry, Staging
+from farflung.checkpoint.reader import DAMAGE, read_torch, read_weights
 from farflung.checkpoint.regular import is_file
-from farflung.checkpoint.source import DAMAGE, read_torch, read_weights
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.state import LoopState
 from farflung.precision.base import Precision
@@ -65,28 +65,28 @@ class Run:
         return any(optimizer.is_own for optimizer in self.registry.optimizers)
 
 
-def shared_pieces(run: Run, weights: Sequence[Mapping[str, Tensor]], safe: bool) -> list[Piece]:
+def shared_entries(run: Run, weights: Sequence[Mapping[str, Tensor]], safe: bool) -> list[Entry]:
     """Return what is the same on all ranks, in the files in which Accelerate keeps it."""
     registry = run.registry
-    parts = [Piece(layout.model(k, safe), state, safe, f"model {k}") for k, state in enumerate(weights)]
+    parts = [Entry(layout.model(k, safe), state, safe, f"model {k}") for k, state in enumerate(weights)]
     parts += [
-        Piece(layout.optimizer(k), one.state_dict(), origin=type(one.optimizer).__name__)
+        Entry(layout.optimizer(k), one.state_dict(), origin=type(one.optimizer).__name__)
         for k, one in enumerate(registry.optimizers)
     ]
     parts += [
-        Piece(layout.scheduler(k), one.state_dict(), origin=type(one.scheduler).__name__)
+        Entry(layout.scheduler(k), one.state_dict(), origin=type(one.scheduler).__name__)
         for k, one in enumerate(registry.schedulers)
     ]
     if run.precision.scaler is not None:
-        parts.append(Piece(layout.SCALER, run.precision.state_dict(run.bare_optimizers)["after_update"]))
+        parts.append(Entry(layout.SCALER, run.precision.state_dict(run.bare_optimizers)["after_update"]))
     parts += [
-        Piece(layout.custom(k), one.state_dict(), origin=f"the registered {type(one).__name__}")
+        Entry(layout.custom(k), one.state_dict(), origin=f"the registered {type(one).__name__}")
         for k, one in enumerate(run.custom)
     ]
     return parts
 
 
-def own_pieces(run: Run, is_leader: bool) -> list[Piece]:
+def own_entries(run: Run, is_leader: bool) -> list[Entry]:
     """Return what only this rank knows."""
     rank, registry = run.world.rank, run.registry
     state = {
@@ -101,8 +101,8 @@ def own_pieces(run: Run, is_leader: bool) -> list[Piece]:
         "asks_for_buffers": [getattr(model, "require_forward_param_sync", None) for model in registry.models],
     }
     parts = [
-        Piece(layout.random_states(rank), {"step": run.loop.step, **rng.read()}),
-        Piece(layout.loop_state(rank), state, origin="the training loop"),
+        Entry(layout.random_states(rank), {"step": run.loop.step, **rng.read()}),
+        Entry(layout.loop_state(rank), state, origin="the training loop"),
     ]
     loops = [*(loop.state_dict() for loop in run.outers.live), *run.outers.waiting]
     differing: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def own_pieces(run: Run, is_leader: bool) -> list[Piece]:
             "schedulers": [one.state_dict() for one in registry.schedulers],
         }
     if loops or differing:
-        parts.append(Piece(layout.outer_state(rank), {"loops": loops, **differing}, origin="the outer loop"))
+        parts.append(Entry(layout.outer_state(rank), {"loops": loops, **differing}, origin="the outer loop"))
     return parts
 
 
@@ -123,7 +123,7 @@ class Loaded:
     Attributes:
         weights: what stands for the models' weights where ranks had different ones.
         steps: those that each optimizer has completed; None: that is not known.
-        words: what could not be the same, for people.
+        notes: what could not be the same, for people.
     """
 
     optimizers: list[dict[str, Any]] = field(default_factory=list)
@@ -135,7 +135,7 @@ class Loaded:
     loops: list[dict[str, Any]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     steps: list[int | None] | None = None
-    words: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def read(run: Run, folder: Path, size: int | None) -> Loaded:
@@ -177,13 +177,13 @@ def _regroup(run: Run, found: Loaded, folder: Path, size: int) -> None:
     try:
         totals = [loader.total_batch_size for loader in run.registry.loaders]
         world = run.world
-        found.own, found.random, found.words = regrouped(folder, size, world.rank, world.size, totals)
+        found.own, found.random, found.notes = regrouped(folder, size, world.rank, world.size, totals)
         loops = joined_loops(folder, size)
         found.weights = {name: value for loop in loops for name, value in loop.weights.items()}
         found.loops = [loop.state for loop in loops if loop.state is not None]
         if len(found.loops) < len(loops):
             found.loops = []
-            found.words.append(
+            found.notes.append(
                 "their outer loop starts over from there, because its anchors included a round that was in flight"
             )
     except DAMAGE as error:
@@ -268,7 +268,7 @@ def _apply(run: Run, found: Loaded, undo: list[Undo]) -> None:
 
     def change(owner: Any, state: Any) -> None:
         """Load a state into an object that can give its own one back."""
-        (before,) = Staging().copied([Piece("", owner.state_dict())])
+        (before,) = Staging().copied([Entry("", owner.state_dict())])
         try:
             owner.load_state_dict(state)
         except BaseException:
@@ -299,11 +299,11 @@ def _apply(run: Run, found: Loaded, undo: list[Undo]) -> None:
         undo.insert(0, lambda: setattr(run.loop, "step", before_step))
         run.loop.step = found.random.get("step", 0)
     if found.random is None:
-        found.words.append(f"it has no random states for rank {run.world.rank}, so its random numbers differ")
+        found.notes.append(f"it has no random states for rank {run.world.rank}, so its random numbers differ")
     else:
         states = rng.read()
         undo.insert(0, lambda: rng.write(states))
-        found.words += rng.write(found.random)
+        found.notes += rng.write(found.random)
 
 
 def _apply_own(run: Run, own: dict[str, Any], undo: list[Undo]) -> None:

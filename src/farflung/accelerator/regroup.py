@@ -22,8 +22,8 @@ from torch import Tensor
 from farflung.accelerator import lazy
 from farflung.base.words import counted, numbered
 from farflung.checkpoint import layout
+from farflung.checkpoint.reader import read_torch
 from farflung.checkpoint.regular import is_file
-from farflung.checkpoint.source import read_torch
 from farflung.data.position import NOTHING_READ
 
 if TYPE_CHECKING:

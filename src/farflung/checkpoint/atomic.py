@@ -18,19 +18,21 @@ from pathlib import Path
 from farflung.base.errors import CheckpointError
 from farflung.checkpoint import layout
 from farflung.checkpoint.manifest import Manifest
-from farflung.checkpoint.sink import sync_folder
+from farflung.checkpoint.writer import sync_folder
 
 _WRITING = ".writing-"
 READY = ".ready"
 _TRASH = ".trash-"
 
 
-class Draft:
-    """A checkpoint that is being written. Every rank has one for the same folder; one of them begins and commits it.
+class StagedDir:
+    """The folder in which a checkpoint is written before it is put in place by `commit`.
+
+    One rank begins, commits or discards it. The others have one `of_another_rank`, and put files into it.
 
     Args:
         target: where the checkpoint will be.
-        token: what tells this attempt from others; equal on all ranks.
+        token: what tells this folder from those of earlier saves.
         aside: where to write meanwhile, None: next to the target. It must be on the target's file system.
 
     Attributes:
@@ -45,6 +47,14 @@ class Draft:
             self._aside / f".{target.name}{_WRITING}{token}" if self._is_fresh else target / f"{_WRITING}{token}"
         )
         self.folder = self._shell / target.name
+        self._is_ours = True
+
+    @classmethod
+    def of_another_rank(cls, folder: Path) -> StagedDir:
+        """Return the folder that another rank has begun, and which that rank commits or discards."""
+        staged = cls(folder, "")
+        staged.folder, staged._is_ours = folder, False
+        return staged
 
     def begin(self) -> None:
         """Make the folder, once what earlier attempts have left is gone."""
@@ -74,8 +84,9 @@ class Draft:
             finish(self.target)
 
     def discard(self) -> None:
-        """Take away what was written."""
-        shutil.rmtree(self._shell, ignore_errors=True)  # what can't be removed now is removed before the next attempt
+        """Take away what was written, where this rank has begun it."""
+        if self._is_ours:
+            shutil.rmtree(self._shell, ignore_errors=True)  # what can't be removed now is removed by the next `begin`
 
 
 def finish(target: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from farflung.base.errors import ConfigError
 from farflung.checkpoint import layout
 from farflung.checkpoint.save import save_object
-from farflung.checkpoint.sink import Sink, without_aliases
+from farflung.checkpoint.writer import FileWriter, without_aliases
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE)
@@ -55,8 +55,8 @@ def save_sharded(
     if len(shards) > 1:
         where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         total = sum(_bytes_of(value) for value in kept.values())
-        with Sink(index) as sink:
-            sink.write(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode() + b"\n")
+        with FileWriter(index) as file:
+            file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode() + b"\n")
     else:
         index.unlink(missing_ok=True)
     old = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{ending}")

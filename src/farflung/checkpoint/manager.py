@@ -13,10 +13,11 @@ from threading import Thread
 from typing import Any, Literal
 
 from farflung.base.errors import CheckpointError, ConfigError, StateError, Unsupported
-from farflung.checkpoint import atomic, layout, pieces
+from farflung.checkpoint import atomic, entries, layout
+from farflung.checkpoint.atomic import StagedDir
 from farflung.checkpoint.checksum import sums_of
-from farflung.checkpoint.manifest import Entry, Manifest
-from farflung.checkpoint.pieces import Piece, Staging
+from farflung.checkpoint.entries import Entry, Staging
+from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
 
@@ -26,7 +27,7 @@ _OURS = {kind.__name__: kind for kind in (ConfigError, StateError, Unsupported)}
 
 
 @dataclass(frozen=True)
-class Crew:
+class CheckpointGroup:
     """The ranks that write checkpoints together.
 
     Attributes:
@@ -67,7 +68,7 @@ class Crew:
 
 
 @dataclass(frozen=True)
-class Order:
+class SaveRequest:
     """A checkpoint to be written.
 
     Attributes:
@@ -90,71 +91,53 @@ class Order:
         return f"Writing the checkpoint {self.target}"
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A checkpoint that has begun to be written.
-
-    Attributes:
-        folder: where this rank puts its files.
-        draft: on the leader, what puts the folder in place.
-    """
-
-    order: Order
-    folder: Path
-    draft: atomic.Draft | None
-
-    def discard(self) -> None:
-        """Take away what was written."""
-        if self.draft is not None:
-            self.draft.discard()
-
-
 @dataclass
 class Saver:
     """Writes checkpoints one after the other, at once or in the background."""
 
-    crew: Crew
-    _background: Crew | None = None
+    group: CheckpointGroup
+    _background: CheckpointGroup | None = None
     _thread: Thread | None = None
     _failure: BaseException | None = None
     _staging: Staging = field(default_factory=Staging)
 
-    def begin(self, order: Order) -> Attempt:
+    def begin(self, request: SaveRequest) -> StagedDir:
         """Make the folder in which the files are put meanwhile. All ranks call this together, as all that follows."""
-        draft = atomic.Draft(order.target, secrets.token_hex(4), order.aside) if self.crew.leads else None
+        staged = StagedDir(request.target, secrets.token_hex(4), request.aside)
 
         def make() -> str:
-            if draft is None:
+            if not self.group.leads:
                 return ""
-            if order.target.exists() and not order.target.is_dir():
-                raise ConfigError(f"{order.target} is a file. Name a folder for the checkpoint.")
-            if order.must_be_new and order.target.exists():
+            if request.target.exists() and not request.target.is_dir():
+                raise ConfigError(f"{request.target} is a file. Name a folder for the checkpoint.")
+            if request.must_be_new and request.target.exists():
                 raise ConfigError(
-                    f"{order.target} already exists. Load it first, or set ProjectConfiguration(iteration=...) to "
+                    f"{request.target} already exists. Load it first, or set ProjectConfiguration(iteration=...) to "
                     "the next number."
                 )
-            draft.begin()
-            return os.fspath(draft.folder)
+            staged.begin()
+            return os.fspath(staged.folder)
 
-        folders = self.crew.agree(order.doing, make)
-        return Attempt(order, Path(folders[self.crew.leader]), draft)
+        folders = self.group.agree(request.doing, make)
+        return staged if self.group.leads else StagedDir.of_another_rank(Path(folders[self.group.leader]))
 
-    def write(self, attempt: Attempt, parts: Sequence[Piece]) -> None:
+    def write(self, request: SaveRequest, staged: StagedDir, parts: Sequence[Entry]) -> None:
         """Write this rank's parts, and put the checkpoint in place when all ranks have theirs on the disk."""
-        _write(self.crew, attempt, parts, at_once=True)
+        _write(self.group, request, staged, parts, at_once=True)
 
-    def write_behind(self, attempt: Attempt, parts: Sequence[Piece]) -> None:
+    def write_behind(self, request: SaveRequest, staged: StagedDir, parts: Sequence[Entry]) -> None:
         """Copy this rank's parts and return; a thread writes them and puts the checkpoint in place."""
         if self._background is None:
-            exchange = self.crew.exchange
-            group = exchange.group.split(exchange.size) if exchange.size > 1 else exchange.group
-            self._background = Crew(Exchange(group), self.crew.leader)
-        crew = self._background
+            exchange = self.group.exchange
+            ranks = exchange.group.split(exchange.size) if exchange.size > 1 else exchange.group
+            self._background = CheckpointGroup(Exchange(ranks), self.group.leader)
+        group = self._background
         copies = self._staging.copied(parts)
 
         def work() -> None:
             try:
-                _write(crew, attempt, copies, at_once=False)  # nobody waits, and no thread may start at the very end
+                # Nobody waits, and no thread may start at the very end.
+                _write(group, request, staged, copies, at_once=False)
             except BaseException as error:  # raised by the next call, in the thread that can do something about it
                 self._failure = error
 
@@ -186,45 +169,46 @@ class Saver:
             raise failure
 
 
-def _write(crew: Crew, attempt: Attempt, parts: Sequence[Piece], at_once: bool) -> None:
-    order, draft = attempt.order, attempt.draft
+def _write(
+    group: CheckpointGroup, request: SaveRequest, staged: StagedDir, parts: Sequence[Entry], at_once: bool
+) -> None:
     try:
-        entries = crew.agree(order.doing, lambda: _write_all(parts, attempt.folder, at_once))
+        written = group.agree(request.doing, lambda: _write_all(parts, staged.folder, at_once))
 
         def place() -> None:
-            if draft is not None:
-                _complete(attempt.folder, {name: entry for found in entries for name, entry in found.items()}, order)
-                draft.commit()
-                order.afterwards()
+            if group.leads:
+                _complete(staged.folder, {name: record for found in written for name, record in found.items()}, request)
+                staged.commit()
+                request.afterwards()
 
-        crew.agree(order.doing, place)
+        group.agree(request.doing, place)
     except BaseException:
-        attempt.discard()
+        staged.discard()
         raise
 
 
-def _write_all(parts: Sequence[Piece], folder: Path, at_once: bool) -> dict[str, Entry]:
+def _write_all(parts: Sequence[Entry], folder: Path, at_once: bool) -> dict[str, FileRecord]:
     if not folder.is_dir():
         raise CheckpointError(
             f"this rank does not see {folder}, which another rank created. Use a folder shared by all machines, or "
             "ProjectConfiguration(save_on_each_node=True)."
         )
     if not at_once:
-        return {part.name: pieces.write(part, folder, threaded=False) for part in parts}
+        return {part.name: entries.write(part, folder, threaded=False) for part in parts}
     with ThreadPoolExecutor(_WRITERS, "farflung writer") as writers:
         # Most of writing is copying and summing, outside of Python's lock; and one file is summed while another waits.
-        entries = list(writers.map(lambda part: pieces.write(part, folder), parts))
-    return {part.name: entry for part, entry in zip(parts, entries, strict=True)}
+        records = list(writers.map(lambda part: entries.write(part, folder), parts))
+    return {part.name: record for part, record in zip(parts, records, strict=True)}
 
 
-def _complete(folder: Path, entries: dict[str, Entry], order: Order) -> None:
+def _complete(folder: Path, written: dict[str, FileRecord], request: SaveRequest) -> None:
     """Write the manifest, over what hooks have put into the folder too."""
     files = {}
     for name in atomic.names_in(folder):
-        entry = entries.get(name)
-        if entry is None:
-            entry = Entry(*sums_of(folder / name))
+        record = written.get(name)
+        if record is None:
+            record = FileRecord(*sums_of(folder / name))
             with open(folder / name, "rb") as file:
                 os.fsync(file.fileno())
-        files[name] = entry
-    Manifest(files=files, **order.facts).write(folder / layout.MANIFEST)
+        files[name] = record
+    Manifest(files=files, **request.facts).write(folder / layout.MANIFEST)

@@ -14,13 +14,13 @@ from farflung.base.errors import CheckpointError
 from farflung.checkpoint import layout
 from farflung.checkpoint.checksum import sums_of
 from farflung.checkpoint.regular import is_file, kind_of
-from farflung.checkpoint.sink import Sink
+from farflung.checkpoint.writer import FileWriter
 
 _FORMAT = 1
 _READERS = 4  # files that are read at a time
 
 
-class Entry(NamedTuple):
+class FileRecord(NamedTuple):
     """A file: its size in bytes and its checksum."""
 
     num_bytes: int
@@ -42,7 +42,7 @@ class Manifest:
         versions: of farflung and torch.
     """
 
-    files: dict[str, Entry]
+    files: dict[str, FileRecord]
     step: int = 0
     optimizer_steps: list[int | None] | None = None
     iteration: int = 0
@@ -59,14 +59,14 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         """The size of all files together."""
-        return sum(entry.num_bytes for entry in self.files.values())
+        return sum(record.num_bytes for record in self.files.values())
 
     def write(self, path: Path) -> None:
         """Write the manifest, the last file of a checkpoint, and wait for the disk."""
         files = {n: {"bytes": e.num_bytes, "crc32": f"{e.crc32:08x}"} for n, e in sorted(self.files.items())}
         content = {"format": _FORMAT, **asdict(self), "files": files}
-        with Sink(path) as sink:
-            sink.write(json.dumps({**content, "crc32": _digest(content)}, indent=1).encode() + b"\n")
+        with FileWriter(path) as file:
+            file.write(json.dumps({**content, "crc32": _digest(content)}, indent=1).encode() + b"\n")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -86,27 +86,27 @@ class Manifest:
             number = content.pop("format")
             if number != _FORMAT:
                 raise CheckpointError(f"{path} has format {number}; this version of Farflung reads format {_FORMAT}.")
-            entries = {n: Entry(int(e["bytes"]), int(e["crc32"], 16)) for n, e in content.pop("files").items()}
-            found = cls(files=entries, **content)
+            files = {n: FileRecord(int(e["bytes"]), int(e["crc32"], 16)) for n, e in content.pop("files").items()}
+            found = cls(files=files, **content)
             if not all(steps is None or type(steps) is int for steps in found.optimizer_steps or ()):
                 raise ValueError(f"optimizer_steps is {found.optimizer_steps}")
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {str(error)[:200]}") from error
-        for name in entries:
+        for name in files:
             layout.inside(name)
         return found
 
     def misfits(self, folder: Path) -> str | None:
         """Say which file is not there or not as long as it was, without reading any; None: all are."""
-        for name, entry in self.files.items():
+        for name, record in self.files.items():
             try:
                 length, kind = (folder / name).stat().st_size, kind_of(folder / name)
             except OSError as error:
                 return f"{name} can't be found ({error.strerror})"
             if kind is not None:
                 return f"{name} is {kind}, not a file"
-            if length != entry.num_bytes:
-                return f"{name} has {length} bytes, but {entry.num_bytes} were written"
+            if length != record.num_bytes:
+                return f"{name} has {length} bytes, but {record.num_bytes} were written"
         return None
 
     def damage(self, folder: Path) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import ConfigError
-from farflung.checkpoint.sink import Sink, write_safetensors
+from farflung.checkpoint.writer import FileWriter, write_safetensors
 
 
 def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool = False) -> None:
@@ -28,5 +28,5 @@ def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool
         raise ConfigError(
             "safe_serialization=True can only save a dictionary of tensors by name; this is something else."
         )
-    with Sink(path) as sink:  # not safetensors' own writer, whose files nobody else may read
-        write_safetensors(obj, sink)
+    with FileWriter(path) as file:  # not safetensors' own writer, whose files nobody else may read
+        write_safetensors(obj, file)

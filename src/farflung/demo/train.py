@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from farflung import Accelerator
-from farflung.checkpoint.sink import Sink, write_safetensors
+from farflung.checkpoint.writer import FileWriter, write_safetensors
 from farflung.cost.model import Method
 from farflung.cost.recipes import method_of
 from farflung.demo.gpt import GPT, loss_per_sequence
@@ -222,8 +222,8 @@ def progress_bar(accelerator: Accelerator, steps: int) -> Iterator[Callable[[Tri
 
 def save_model(model: nn.Module, settings: DemoSettings, way: str) -> None:
     """Write the weights to the output folder, with the words that `generate` needs to build the model again."""
-    with Sink(settings.path(MODEL_FILE)) as sink:  # safetensors' own writer makes files that nobody else may read
-        write_safetensors(model.state_dict(), sink, metadata={"size": settings.size, "way": way})
+    with FileWriter(settings.path(MODEL_FILE)) as file:  # safetensors' own writer makes files that nobody else may read
+        write_safetensors(model.state_dict(), file, metadata={"size": settings.size, "way": way})
 
 
 def main(settings_file: str) -> None:

@@ -17,12 +17,12 @@ from torch import Tensor
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.tree import flatten
 from farflung.base.words import counted
-from farflung.checkpoint import atomic, choose, layout
+from farflung.checkpoint import atomic, discovery, layout
 from farflung.checkpoint.checksum import sums_of
-from farflung.checkpoint.manifest import Entry, Manifest
+from farflung.checkpoint.manifest import FileRecord, Manifest
+from farflung.checkpoint.reader import read_torch, read_weights
 from farflung.checkpoint.regular import is_file
 from farflung.checkpoint.save import save_object
-from farflung.checkpoint.source import read_torch, read_weights
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _NO_MODEL = "it has no model weights"
@@ -38,7 +38,7 @@ def checkpoint() -> None:
 @click.argument("folder", type=_FOLDER)
 def ls(folder: Path) -> None:
     """List the checkpoints in FOLDER or FOLDER/checkpoints, newest first, or the files if FOLDER is a checkpoint."""
-    if not choose.is_checkpoint(folder):
+    if not discovery.is_checkpoint(folder):
         for path in _checkpoints(folder):
             click.echo(_line(path))
         return
@@ -53,11 +53,11 @@ def ls(folder: Path) -> None:
 @click.argument("folder", type=_FOLDER)
 def verify(folder: Path) -> None:
     """Read every byte of a checkpoint, or of all those in FOLDER, and check it against what was written."""
-    paths = [folder] if choose.is_checkpoint(folder) else _checkpoints(folder)
+    paths = [folder] if discovery.is_checkpoint(folder) else _checkpoints(folder)
     broken = []
     for path in paths:
         try:
-            found = choose.find_verified(path)
+            found = discovery.find_verified(path)
         except CheckpointError as error:
             broken.append(str(error))
             continue
@@ -81,7 +81,7 @@ def diff(ctx: click.Context, one: Path, other: Path) -> None:
     The exit code is 0 where they are the same, 1 where they differ, and 2 where they can't be compared.
     """
     for folder in (one, other):
-        if not choose.is_checkpoint(folder):
+        if not discovery.is_checkpoint(folder):
             raise CheckpointError(f"There is no checkpoint in {folder}, so it can't be compared. Name two checkpoints.")
     mine, theirs = _sizes(one), _sizes(other)
     alone = sorted(mine.keys() ^ theirs.keys())
@@ -116,7 +116,7 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
     """Write the checkpoint SOURCE in another format to TARGET, which must not exist yet."""
     if target.exists():
         raise ConfigError(f"{target} already exists. Name another target.")
-    found = choose.find_verified(source)
+    found = discovery.find_verified(source)
     if form == "state-dict":
         weights = _weights(source, model)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -127,13 +127,13 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
     names = [name for name in there if name not in layout.MANIFESTS and is_file(source / name)]
     if form == "accelerate":
         names = [name for name in names if name.split("/")[0] not in layout.FOLDERS]
-    draft = atomic.Draft(target, secrets.token_hex(4))
-    draft.begin()
+    staged = atomic.StagedDir(target, secrets.token_hex(4))
+    staged.begin()
     try:
-        _copy(names, found, draft.folder, with_manifest=form == "farflung")
-        draft.commit()
+        _copy(names, found, staged.folder, with_manifest=form == "farflung")
+        staged.commit()
     except BaseException:
-        draft.discard()
+        staged.discard()
         raise
     written = _sizes(target)
     click.echo(f"Written to {target}: {', '.join(sorted(written))} ({_short(sum(written.values()))}).")
@@ -141,12 +141,12 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
         click.echo(f"Left out: {', '.join(left_out)}.")
 
 
-def _copy(names: list[str], found: choose.Found, target: Path, with_manifest: bool) -> None:
+def _copy(names: list[str], found: discovery.Found, target: Path, with_manifest: bool) -> None:
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(found.folder / name, target / name)
     if with_manifest:
-        files = {name: Entry(*sums_of(target / name)) for name in names}
+        files = {name: FileRecord(*sums_of(target / name)) for name in names}
         old = found.manifest or Manifest({}, world_size=sum(name.startswith("random_states_") for name in names))
         facts = {k: getattr(old, k) for k in ("step", "optimizer_steps", "iteration", "world_size", "versions")}
         Manifest(files, written_at=time.time(), **facts).write(target / layout.MANIFEST)
@@ -223,7 +223,7 @@ def _checkpoints(folder: Path) -> list[Path]:
         CheckpointError: there are none.
     """
     inner = folder / layout.CHECKPOINTS
-    found = choose.candidates(folder) or (choose.candidates(inner) if inner.is_dir() else [])
+    found = discovery.candidates(folder) or (discovery.candidates(inner) if inner.is_dir() else [])
     if not found:
         raise CheckpointError(f"There is no checkpoint in {folder}. Name a checkpoint, or the folder of a project.")
     return found

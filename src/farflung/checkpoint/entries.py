@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint is made of before it is files: named pieces, written as they are or copied aside first."""
+"""What a checkpoint is made of before it is files: named entries, written as they are or copied aside first."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import ConfigError
-from farflung.checkpoint.manifest import Entry
-from farflung.checkpoint.sink import Sink, unsafe_names, write_safetensors, write_torch
-from farflung.checkpoint.source import allowed
+from farflung.checkpoint.manifest import FileRecord
+from farflung.checkpoint.reader import allowed
+from farflung.checkpoint.writer import FileWriter, unsafe_names, write_safetensors, write_torch
 
 
 @dataclass(frozen=True)
-class Piece:
+class Entry:
     """One file to be.
 
     Attributes:
@@ -35,44 +35,44 @@ class Piece:
     origin: str = ""
 
 
-def write(piece: Piece, folder: Path, threaded: bool = True) -> Entry:
-    """Write a piece and wait for the disk; without `threaded` no thread is started for it.
+def write(entry: Entry, folder: Path, threaded: bool = True) -> FileRecord:
+    """Write an entry and wait for the disk; without `threaded` no thread is started for it.
 
     Raises:
         OSError: as on a full disk.
         ConfigError: it could not be loaded again, because it holds something that is not plain data.
     """
-    path = folder / piece.name
+    path = folder / entry.name
     path.parent.mkdir(parents=True, exist_ok=True)
-    with Sink(path, threaded) as sink:
-        if piece.safe:
-            write_safetensors(piece.content, sink)
+    with FileWriter(path, threaded) as writer:
+        if entry.safe:
+            write_safetensors(entry.content, writer)
         else:
-            write_torch(piece.content, sink)
-    if not piece.safe:
+            write_torch(entry.content, writer)
+    if not entry.safe:
         with torch.serialization.safe_globals(allowed()):
             unsafe = unsafe_names(path)
         if unsafe:
             raise ConfigError(
-                f"The state of {piece.origin or piece.name} holds {', '.join(unsafe)}, which can't be loaded without "
+                f"The state of {entry.origin or entry.name} holds {', '.join(unsafe)}, which can't be loaded without "
                 "running code. Let state_dict() return tensors, numbers, strings and their lists and dictionaries, or "
                 "allow a class that is safe to build with torch.serialization.add_safe_globals."
             )
-    return Entry(sink.num_bytes, sink.crc32)
+    return FileRecord(writer.num_bytes, writer.crc32)
 
 
 class Staging:
-    """Host memory for copies of pieces, made once and used for each save."""
+    """Host memory for copies of entries, made once and used for each save."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
-    def copied(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces with everything copied, so that training may go on; the copies of before are overwritten.
+    def copied(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Return the entries with everything copied, so that training may go on; the copies of before are overwritten.
 
         Tensors that are the same piece of memory stay one.
         """
-        return [replace(piece, content=_Copier(self._buffers, piece.name).copied(piece.content)) for piece in pieces]
+        return [replace(entry, content=_Copier(self._buffers, entry.name).copied(entry.content)) for entry in entries]
 
 
 class _Copier:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from farflung.checkpoint import sink
+from farflung.checkpoint import writer
 from farflung.checkpoint.checksum import sums_of
-from farflung.checkpoint.sink import Sink
+from farflung.checkpoint.writer import FileWriter
 from farflung.testing.patience import patience
 
 _BLOCK = 4096
@@ -22,7 +22,7 @@ _BLOCK = 4096
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(sink, "_BLOCK", _BLOCK)
+    monkeypatch.setattr(writer, "_BLOCK", _BLOCK)
 
 
 def ways(monkeypatch, way):
@@ -49,10 +49,10 @@ def ways(monkeypatch, way):
         return real_write(descriptor, view, place)
 
     if way == "unknown":
-        monkeypatch.delattr(sink.os, "O_DIRECT", raising=False)
+        monkeypatch.delattr(writer.os, "O_DIRECT", raising=False)
     elif way != "as it is" and hasattr(os, "O_DIRECT"):
-        monkeypatch.setattr(sink.os, "open", open_direct)
-        monkeypatch.setattr(sink.os, "pwrite", write)
+        monkeypatch.setattr(writer.os, "open", open_direct)
+        monkeypatch.setattr(writer.os, "pwrite", write)
 
 
 def write_blocks(file, count, error=None):
@@ -72,7 +72,7 @@ def test_a_file_holds_what_was_written_and_its_sums_are_those_of_the_disk(tmp_pa
     def check(sizes, seed):
         source = random.Random(seed)
         written = [source.randbytes(size) for size in [*sizes, 2 * _BLOCK]]
-        with Sink(tmp_path / "file", threaded) as file:
+        with FileWriter(tmp_path / "file", threaded) as file:
             assert [file.write(data) for data in written] == [len(data) for data in written]
         content = b"".join(written)
         assert (tmp_path / "file").read_bytes() == content
@@ -87,9 +87,9 @@ def test_whole_blocks_go_past_the_cache_and_the_rest_through_it(tmp_path, monkey
     calls = []
     real = os.pwrite
     monkeypatch.setattr(
-        sink.os, "pwrite", lambda to, view, place: (calls.append((to, len(view))), real(to, view, place))[1]
+        writer.os, "pwrite", lambda to, view, place: (calls.append((to, len(view))), real(to, view, place))[1]
     )
-    with Sink(tmp_path / "file") as file:
+    with FileWriter(tmp_path / "file") as file:
         for _ in range(3):
             file.write(bytes(_BLOCK + 1))
     assert [length for _, length in calls] == [_BLOCK, _BLOCK, _BLOCK, 3]
@@ -106,8 +106,8 @@ def test_a_full_disk_is_heard_while_more_is_written_and_the_rest_is_not_tried(tm
         tried.append(place)
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(sink.os, "pwrite", full)
-    with pytest.raises(OSError, match="no space left"), Sink(tmp_path / "file", threaded) as file:
+    monkeypatch.setattr(writer.os, "pwrite", full)
+    with pytest.raises(OSError, match="no space left"), FileWriter(tmp_path / "file", threaded) as file:
         write_blocks(file, 100)
     assert file.num_bytes < 10 * _BLOCK
     assert tried == [0]
@@ -120,16 +120,16 @@ def test_what_the_disk_refuses_at_the_end_is_heard_too(tmp_path, monkeypatch, si
     def refuse(*args):
         raise OSError(errno.EIO, "no disk")
 
-    monkeypatch.setattr(sink.os, call, refuse)
-    with pytest.raises(OSError, match="no disk"), Sink(tmp_path / "file") as file:
+    monkeypatch.setattr(writer.os, call, refuse)
+    with pytest.raises(OSError, match="no disk"), FileWriter(tmp_path / "file") as file:
         file.write(bytes(size))
 
 
 @pytest.mark.parametrize("threaded", [True, False])
 def test_an_error_in_the_block_is_the_one_that_is_raised_and_no_thread_stays(tmp_path, threaded):
-    with pytest.raises(ValueError, match="mine"), Sink(tmp_path / "file", threaded) as file:
+    with pytest.raises(ValueError, match="mine"), FileWriter(tmp_path / "file", threaded) as file:
         write_blocks(file, 5, error=ValueError("mine"))
-    assert file._writer is None or not file._writer.is_alive()
+    assert file._thread is None or not file._thread.is_alive()
 
 
 _LEAVES_EARLY = """

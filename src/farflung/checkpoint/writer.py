@@ -46,7 +46,7 @@ _SAFE_TYPES = {
 }
 
 
-class Sink:
+class FileWriter:
     """A new file that counts and sums what goes through it; leaving the block puts it on the disk.
 
     What fills a block of memory is written by a thread while the next block is filled, and past the system's cache
@@ -73,7 +73,7 @@ class Sink:
         self._filled = 0  # bytes of the block
         self._full: SimpleQueue[memoryview | None] = SimpleQueue()
         self._free: SimpleQueue[memoryview] = SimpleQueue()
-        self._writer: Thread | None = None
+        self._thread: Thread | None = None
 
     def write(self, data: Any) -> int:
         """Take all of `data`, which is anything with a buffer, and return how many bytes that was."""
@@ -99,11 +99,11 @@ class Sink:
         if not self._threaded:
             self._put(block)
         else:
-            if self._writer is None:
+            if self._thread is None:
                 for _ in range(_BLOCKS - 1):
                     self._free.put(_page_aligned())
-                self._writer = Thread(target=self._work, name="farflung writer")
-                self._writer.start()
+                self._thread = Thread(target=self._work, name="farflung writer")
+                self._thread.start()
             self._full.put(block)
             self._block = self._free.get()
         self._filled = 0
@@ -131,16 +131,16 @@ class Sink:
             raise self.failure
         self._disk.sync()
 
-    def __enter__(self) -> Sink:
+    def __enter__(self) -> FileWriter:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._writer is not None:
+            if self._thread is not None:
                 self._full.put(None)
-                self._writer.join()
+                self._thread.join()
             if error is None:
                 self._finish()
         finally:
@@ -155,11 +155,11 @@ class _Disk:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._direct: int | None = None
         self._place = 0  # of the next byte
-        self._is_plain = not hasattr(os, "O_DIRECT")
+        self._is_cached = not hasattr(os, "O_DIRECT")
 
     def put(self, view: memoryview) -> None:
         while view:
-            done = self._put_direct(view) if len(view) == _BLOCK and not self._is_plain else 0
+            done = self._put_direct(view) if len(view) == _BLOCK and not self._is_cached else 0
             done = done or os.pwrite(self._file, view, self._place)
             self._place += done
             view = view[done:]
@@ -173,7 +173,7 @@ class _Disk:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._is_plain = True
+            self._is_cached = True
             return 0
 
     def sync(self) -> None:
@@ -200,17 +200,17 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_torch(obj: Any, sink: Sink) -> None:
+def write_torch(obj: Any, file: FileWriter) -> None:
     """Write any object in torch's format."""
     try:
-        torch.save(obj, sink)  # type: ignore[arg-type]
+        torch.save(obj, file)  # type: ignore[arg-type]
     except RuntimeError:
-        if sink.failure is not None:  # torch says that its file is not as long as it should be
-            raise sink.failure from None
+        if file.failure is not None:  # torch says that its file is not as long as it should be
+            raise file.failure from None
         raise
 
 
-def write_safetensors(tensors: Mapping[str, Tensor], sink: Sink, metadata: dict[str, str] | None = None) -> None:
+def write_safetensors(tensors: Mapping[str, Tensor], file: FileWriter, metadata: dict[str, str] | None = None) -> None:
     """Write named tensors as safetensors, from where they are: no copy of those that are contiguous on the CPU.
 
     Of names for the same piece of memory (tied weights) the first alone is written.
@@ -233,10 +233,10 @@ def write_safetensors(tensors: Mapping[str, Tensor], sink: Sink, metadata: dict[
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    sink.write(struct.pack("<Q", len(text)) + text)
+    file.write(struct.pack("<Q", len(text)) + text)
     for _, tensor in ordered:
         if tensor.numel():
-            sink.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import atomic, layout
 from farflung.checkpoint.manifest import Manifest
-from farflung.checkpoint.source import DAMAGE
+from farflung.checkpoint.reader import DAMAGE
 
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 
