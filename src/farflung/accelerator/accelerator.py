@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -57,12 +57,14 @@ from farflung.loop import clip
 from farflung.loop.accumulation import Accumulate, explain_loss, weighed
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks
-from farflung.outer.named import OuterConfig
 from farflung.precision.amp import choose_precision
 from farflung.process.bootstrap import join_world
 from farflung.process.world import World
 from farflung.strategy.choose import choose_strategy
 from farflung.tools.profile import profile
+
+if TYPE_CHECKING:
+    from farflung.outer.named import OuterConfig
 
 
 class Accelerator(OuterMethods, Checkpointing, ProcessControl):

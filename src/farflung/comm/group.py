@@ -23,7 +23,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # while there is no group: its default arguments would keep that for ever
 from torch import Tensor
 
 from farflung.base.errors import CollectiveMismatch, ConfigError, RankFailure, StateError

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The outer loop: replicas that train independently and synchronize every H steps."""
 
+import torch.distributed.nn.functional  # noqa: F401  before there is a group, which its default arguments would keep
+
 import farflung.outer.recipes as recipes
 from farflung.codec.base import Cast, Identity
 from farflung.codec.blockwise import E3M0, Fp8, Int4, Int8

@@ -252,6 +252,9 @@ def _initialize(info: RankInfo, device: torch.device, init: InitProcessGroupKwar
         if allowed_s:
             _await_all(PrefixStore("came", store), rank, size, allowed_s)
         arguments |= {"store": store, "rank": rank, "world_size": size}
+    # DDP loads it, and its default arguments keep the group that there is then for ever; at the top it would delay all.
+    from torch.distributed.nn import functional  # noqa: F401  see above
+
     dist.init_process_group(**arguments)
 
 
