@@ -56,3 +56,9 @@ def test_the_glossary_explains_each_term_once():
     rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| **")]
     terms = [term.lower() for row in rows for term in re.findall(r"\*\*(.+?)\*\*", row.split(" | ")[0])]
     assert sorted(set(terms)) == sorted(terms)
+
+
+def test_each_class_that_the_glossary_names_is_there():
+    _, names = glossary()
+    named = {name for name in names if re.fullmatch(r"(?:[A-Z][a-z0-9]+)+", name)} - {"DataLoader"}
+    assert not named - classes().keys(), "docs/glossary.md names classes that are no more"
