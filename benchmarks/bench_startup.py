@@ -74,7 +74,7 @@ def first_line(command: list[str]) -> float:
 def interleaved(
     commands: Mapping[str, list[str]], measure: Callable[[list[str]], float], rounds: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return each command's median and least seconds; a round that is not counted fills the caches of disk and bytecode.
+    """Return each command's median and least seconds; an uncounted round fills the caches of disk and bytecode.
 
     What else runs on the machine only adds, by more than an import costs: on a busy one the least are to be compared.
     """

@@ -516,7 +516,7 @@ OUTER = [
     ("k.ended.count()", "ended"),
     ("k.ended.flush()", "ended"),
     ("entered(k.ended.synced())", "ended"),
-    ("k.ended.begin_here()", "ended"),
+    ("k.ended.reset_anchor()", "ended"),
     ("k.ended.load_state_dict(k.loop.state_dict())", "ended"),
     ("k.ended.average_gradients()", "ended"),
     ("entered(k.ended)", "ended"),

@@ -219,7 +219,7 @@ def changed_on_one(group, recipe, change):
     except CollectiveMismatch as error:
         return str(error)
     finally:
-        outer.drop()
+        outer.detach()
     return "nothing"
 
 
@@ -261,7 +261,7 @@ def changed_on_half(group):
     except CollectiveMismatch as error:
         return str(error)
     finally:
-        outer.drop()
+        outer.detach()
     return "nothing"
 
 
@@ -293,7 +293,7 @@ def anchored_with_momentum(group, change):
         with torch.no_grad():
             model.first.weight.add_((group.rank + 1) * 2.0**-4)
         outer.step()
-    outer.drop()
+    outer.detach()
     return {"weight": model.first.weight.detach().clone()}
 
 
@@ -315,7 +315,7 @@ def begun_from_what_all_agree_on(group):
     with torch.no_grad():
         model.head.weight.add_(1)
     outer.step()
-    outer.drop()
+    outer.detach()
     return first, model.head.weight.item()
 
 
@@ -357,7 +357,7 @@ def saved_after_a_change(group, recipe):
     for net, loop in ((model, outer), (again, resumed)):
         move(net, group.rank)
         loop.step()
-        loop.drop()
+        loop.detach()
         ends.append(values(net))
     return ends
 
@@ -379,7 +379,7 @@ def lent_after_a_change(group, recipe):
     with outer.synced():
         lent = values(model)
     back = same(mine, values(model))
-    outer.drop()
+    outer.detach()
     return lent, back
 
 
@@ -403,7 +403,7 @@ def warmed(group, change):
     except CollectiveMismatch as error:
         return str(error)
     finally:
-        outer.drop()
+        outer.detach()
     return ""
 
 

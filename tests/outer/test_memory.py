@@ -54,7 +54,7 @@ def with_an_average_lent(group, recipe):
         lent = model.a.data.clone()
         model.a.data = backup
         mine = model.a.data.clone()
-        outer.drop()
+        outer.detach()
     return lent, mine, ema
 
 
@@ -73,7 +73,7 @@ def with_data_exchanged(group, recipe, swap):
         swap(model)
         outer.step()
         seen = model.a.detach().clone(), model.b.detach().clone()
-        outer.drop()
+        outer.detach()
     return seen
 
 
@@ -110,7 +110,7 @@ def in_memory_of_others(group, recipe, folder):
     for model in (first, second):
         with trained(group, recipe, model) as outer:
             outer.step()
-            outer.drop()
+            outer.detach()
     file.flush()
     assert pointers == [p.data_ptr() for model in (first, second) for p in model.parameters()]
     return array.copy(), np.array(block), np.fromfile(folder / f"{group.rank}.bin", dtype=np.float32), other.copy()
@@ -136,7 +136,7 @@ def with_storage_freed(group, recipe):
         model.a.data.copy_(kept)
         outer.step()
         seen = model.a.detach().clone()
-        outer.drop()
+        outer.detach()
     return seen
 
 

@@ -107,7 +107,7 @@ def rounds(group, recipe, parts, steps, bucket_bytes):
         again = OuterLoop(model, recipe, group, bucket_bytes=bucket_bytes)
         again.load_state_dict(state)
         assert same(tensors(model), seen[-1][1])
-        outer.drop()
+        outer.detach()
     again.close()
     assert places(model) == kept
     return seen, tensors(model)

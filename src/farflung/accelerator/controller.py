@@ -110,7 +110,7 @@ class OuterController:
             return
         for attached, epochs in self._attached.items():
             _advise(attached)
-            unsent = attached.loop.unsent
+            unsent = attached.loop.steps_since_sync
             steps = "step was" if unsent == 1 else f"{unsent} steps were"
             if epochs.is_behind and unsent and self._world.size > 1:
                 get_logger(__name__).warning(

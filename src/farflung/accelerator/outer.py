@@ -104,7 +104,7 @@ class AttachedLoop:
     def drop(self) -> None:
         """End the loop where it stands. Nothing is exchanged."""
         self._detach()
-        self.loop.drop()
+        self.loop.detach()
         self._join()
 
     def step_attempted(self, done: bool) -> None:
@@ -140,7 +140,7 @@ class AttachedLoop:
             self._is_new = False
             stats = self.loop.stats()
             if stats.steps == 0 and stats.rounds == 0:
-                self.loop.begin_here()
+                self.loop.reset_anchor()
 
     def _choose_who_averages(self) -> None:
         """Let gradients be averaged as long as the recipe says so, and stay at home from then on."""

@@ -25,7 +25,6 @@ from farflung.outer.named import OuterConfig, chosen_recipe
 from farflung.outer.recipe import Recipe
 
 _PARTS = re.compile(r"[;,] (?![^(]*\))")  # of a description: commas that are not within parentheses
-_PLURALS = re.compile(r"\b(fragment|tensor|value)s\b")  # which older states have after a 1, too
 _STATE = ("description", "position", "synced", "began", "seconds", "lr", "stats", "rounds")
 
 
@@ -75,14 +74,10 @@ def one_number(name: str, value: object) -> float:
 
 def check_same(saved: str, here: str) -> None:
     """Raise ConfigError unless two descriptions of outer loops have the same model and the same recipe."""
-    if _without_plurals(saved) != _without_plurals(here):
+    if saved != here:
         pairs = zip(_PARTS.split(saved), _PARTS.split(here), strict=False)
-        odd = [f"{mine} (here {other})" for mine, other in pairs if _without_plurals(mine) != _without_plurals(other)]
+        odd = [f"{theirs} (here {mine})" for theirs, mine in pairs if theirs != mine]
         raise ConfigError(f"This state was saved by another outer loop, with {', '.join(odd)}. Give both the same.")
-
-
-def _without_plurals(description: str) -> str:
-    return _PLURALS.sub(r"\1", description)
 
 
 def check_state(where: str, state: object) -> None:

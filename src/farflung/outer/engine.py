@@ -137,8 +137,7 @@ class OuterLoop:
             ConfigError: the recipe weights replicas by items, and none are given.
         """
         self._check_open()
-        if not isinstance(items, (int, float)):
-            items = one_number("items", items)
+        items = one_number("items", items)
         if self._recipe.weigh_by == "items" and done and not items > 0:
             raise ConfigError(f"items is {items!r}; the recipe weighs by items, so each step done must say how many.")
         self._position += 1
@@ -148,7 +147,7 @@ class OuterLoop:
                 fragment.count(items if self._recipe.weigh_by == "items" else 1)
             self._meter.add("steps")
         if self._position == self._recipe.warmup and self._are_alike:
-            self.begin_here()
+            self.reset_anchor()
 
     def sync_if_due(self) -> None:
         """Run what the schedule has made due since the last call; a round that was due several times runs once.
@@ -163,11 +162,11 @@ class OuterLoop:
         self._synced = self._position
         if due:
             with self._meter.timed("exposed"), torch.no_grad():
-                for word in due:
-                    if isinstance(word, Launch):
-                        self._rounds.launch(word, self._position, finished=False)
+                for action in due:
+                    if isinstance(action, Launch):
+                        self._rounds.launch(action, self._position, finished=False)
                     else:
-                        self._rounds.apply(word.fragment)
+                        self._rounds.apply(action.fragment)
 
     def step(self, items: float = 0) -> None:
         """Count one completed optimizer step and run what is due; call it after each `optimizer.step()`.
@@ -227,11 +226,11 @@ class OuterLoop:
         return self
 
     @property
-    def unsent(self) -> int:
+    def steps_since_sync(self) -> int:
         """Number of attempted steps since the latest round was launched."""
         return self._position - self._began
 
-    def begin_here(self) -> None:
+    def reset_anchor(self) -> None:
         """Take the current weights as the new anchor, for example after loading weights. No collective.
 
         All ranks must call it, and with the same weights: the end of the next round checks that they were the same.
@@ -246,8 +245,8 @@ class OuterLoop:
     def flush(self) -> None:
         """Stay in the rounds until every rank has called this; afterwards all replicas are bitwise equal.
 
-        The last round averages the steps since the previous one; if no rank has made any, only votes and one bucket are
-        exchanged. Afterwards the schedule continues on all ranks from the furthest step of any rank.
+        The last round averages the steps since the previous one; if no rank has made any, only votes are exchanged.
+        Afterwards the schedule continues on all ranks from the furthest step of any rank.
 
         Raises:
             StateError: the loop has ended.
@@ -303,7 +302,7 @@ class OuterLoop:
             self._end()
             self._rounds.free()
 
-    def drop(self) -> None:
+    def detach(self) -> None:
         """End the loop without communication: every rank keeps its current weights."""
         if self._open:
             self._end()
@@ -373,13 +372,13 @@ class OuterLoop:
         """Ask the schedule; a round that is launched begins here."""
         if self._lr is not None and self._rounds.inner is not None:
             self._lr = max(self._lr, float(self._rounds.inner.param_groups[0]["lr"]))
-        words = list(self._recipe.schedule(Clock(step, self._began, seconds, self._lr)))
-        if self._recipe.inner.needs_optimizer and words and self._rounds.inner is None:
+        due = list(self._recipe.schedule(Clock(step, self._began, seconds, self._lr)))
+        if self._recipe.inner.needs_optimizer and due and self._rounds.inner is None:
             raise ConfigError(f"{self._recipe.inner} needs the inner optimizer: OuterLoop(..., inner=optimizer).")
-        if any(isinstance(word, Launch) for word in words):
+        if any(isinstance(action, Launch) for action in due):
             self._began, self._began_at = step, self._clock()
             self._know(self._rounds.inner)
-        return words
+        return due
 
     def _warm(self, finished: bool) -> bool:
         """Average in place the gradients of all ranks that still have data; return False where none has.
@@ -420,15 +419,15 @@ class OuterLoop:
         step = self._synced
         while True:
             step += 1
-            for word in self._due(step, math.inf):
-                if isinstance(word, Apply):
-                    self._rounds.apply(word.fragment)
+            for action in self._due(step, math.inf):
+                if isinstance(action, Apply):
+                    self._rounds.apply(action.fragment)
                     continue
-                self._rounds.launch(word, self._position, finished=True)
-                tally = self._rounds.finished_tally(word.fragment)
+                self._rounds.launch(action, self._position, finished=True)
+                tally = self._rounds.finished_tally(action.fragment)
                 if tally is not None:
                     self._position = tally.position
-                    return word.fragment
+                    return action.fragment
 
     def _check_open(self) -> None:
         if not self._open:
