@@ -24,7 +24,7 @@ from farflung.base.words import counted, numbered
 from farflung.checkpoint import layout
 from farflung.checkpoint.reader import read_torch
 from farflung.checkpoint.regular import is_file
-from farflung.data.position import NOTHING_READ
+from farflung.data.position import NOTHING_READ, with_present_keys
 
 if TYPE_CHECKING:
     from farflung.outer.merge_states import MergedState
@@ -100,6 +100,7 @@ def _mean_gradients(owns: list[dict[str, Any]], notes: list[str]) -> list[Any] |
 
 def _moved(state: dict[str, Any], old: int, size: int, total: int | None, notes: list[str]) -> dict[str, Any]:
     """Return a loader's state with its position after as many samples, in steps of another size."""
+    state = with_present_keys(state)
     position = state["position"]
     if position is None:
         return {**state, "worker_states": None}

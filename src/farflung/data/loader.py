@@ -29,6 +29,7 @@ from farflung.data.position import (
     samplers_of,
     set_generators,
     state_of,
+    with_present_keys,
 )
 from farflung.data.samplers import SeedableRandomSampler
 from farflung.data.torch_loaders import LoaderView, announce, keeper_of, reads_indices, without_first
@@ -243,7 +244,7 @@ class PreparedLoader(LoaderView):
             KeyError, TypeError, ValueError: it is no such state; nothing is changed then.
         """
         epochs, base = self._epochs, self.base_dataloader
-        saved = dict(state_dict)
+        saved = with_present_keys(state_dict)
         position = None if saved["position"] is None else Position.from_dict(saved["position"])
         if position is not None and position.worker_plan is not None:
             WorkerPlan.from_dict(position.worker_plan)

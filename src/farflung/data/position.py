@@ -8,7 +8,7 @@ what had been prefetched is taken from the checkpoint, since it was made with ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -62,6 +62,27 @@ NOTHING_READ: dict[str, Any] = {
     "exhausted": False,
     "worker_plan": None,
 }
+
+
+# What the keys of a loader's state were called in checkpoints of before 0.1.0, which are still read.
+_FORMER_KEYS = {
+    "ahead": "prefetched",
+    "drawn": "worker_states",
+    "num_ahead": "num_prefetched",
+    "place": "position",
+    "plan": "workers",
+    "turns": "worker_plan",
+    "warm": "has_workers",
+}
+
+
+def with_present_keys(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a loader's saved state with the keys that it has now."""
+    present = {_FORMER_KEYS.get(key, key): value for key, value in state.items()}
+    for inner in ("position", "worker_plan"):
+        if isinstance(present.get(inner), Mapping):
+            present[inner] = with_present_keys(present[inner])
+    return present
 
 
 @dataclass(frozen=True)
