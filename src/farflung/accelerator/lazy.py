@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this room uses of the outer loop, loaded at its first use: most scripts import an Accelerator and no more."""
+"""What this room uses of the outer loop and of the launch settings, loaded at its first use, not with the Accelerator.
+
+Python collects all garbage, torch's too, when an import makes some ten thousand objects: 0.08 s in mid-import.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from farflung.config.launch import launched_outer as launched_outer
+    from farflung.config.launch import outer_variables as outer_variables
+    from farflung.config.outer import renamed as renamed
     from farflung.outer.asked import check_model as check_model
     from farflung.outer.engine import OuterLoop as OuterLoop
     from farflung.outer.merge_states import merge_states as merge_states
@@ -21,10 +27,13 @@ _WHERE = {
     "check_model": "farflung.outer.asked",
     "chosen_recipe": "farflung.outer.named",
     "OuterConfig": "farflung.outer.named",
+    "launched_outer": "farflung.config.launch",
     "local_sgd": "farflung.outer.recipes",
     "merge_states": "farflung.outer.merge_states",
     "named_outer": "farflung.outer.named",
+    "outer_variables": "farflung.config.launch",
     "recipe_of": "farflung.outer.named",
+    "renamed": "farflung.config.outer",
 }
 
 

@@ -26,8 +26,6 @@ from farflung.config.handlers import (
     ProjectConfiguration,
     WatchdogKwargs,
 )
-from farflung.config.launch import launched_outer, outer_variables
-from farflung.config.outer import renamed
 
 if TYPE_CHECKING:
     from farflung.outer.named import OuterConfig
@@ -160,11 +158,11 @@ def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
 
 
 def _launched() -> OuterConfig | None:
-    stated = launched_outer()
+    stated = lazy.launched_outer()
     try:
         return None if stated is None else lazy.OuterConfig(stated.recipe, **stated.given())
     except ConfigError as error:
-        raise renamed(error, outer_variables()) from None
+        raise lazy.renamed(error, lazy.outer_variables()) from None
 
 
 def handlers_by_kind(handlers: Sequence[KwargsHandler] | None) -> dict[type, Any]:
