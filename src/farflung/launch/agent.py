@@ -26,7 +26,7 @@ from typing import Any
 from farflung.base.errors import RankFailure
 from farflung.base.words import counted
 from farflung.config import environ
-from farflung.launch.plan import Meeting, uncollected
+from farflung.launch.plan import Meeting, torch_is_loaded
 from farflung.launch.report import Failure
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that the agent takes over
@@ -83,9 +83,7 @@ def run_agent(
     Raises:
         RankFailure: the machines did not find each other.
     """
-    # torch reads the level when it is loaded. What it logs as an error in this process it raises as well.
-    quiet = {"TORCH_CPP_LOG_LEVEL": "FATAL"} if "TORCH_CPP_LOG_LEVEL" in variables else {}
-    with uncollected(), environ.patched(quiet):
+    with torch_is_loaded(variables):
         from torch.distributed import DistNetworkError, DistStoreError
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

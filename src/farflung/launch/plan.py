@@ -184,6 +184,17 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def torch_is_loaded(variables: Mapping[str, str]) -> Iterator[None]:
+    """Around the import of what needs torch in the launcher, whose processes get `variables`.
+
+    torch reads its log level when it is loaded. What it logs as an error in this process it raises as well.
+    """
+    quiet = {"TORCH_CPP_LOG_LEVEL": "FATAL"} if "TORCH_CPP_LOG_LEVEL" in variables else {}
+    with uncollected(), environ.patched(quiet):
+        yield
+
+
 def usable_cores() -> int:
     """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):

@@ -18,7 +18,7 @@ from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved, resolve
 from farflung.launch.agent import Watch, run_agent
 from farflung.launch.options import SettingsCommand, given, launch_options
-from farflung.launch.plan import Plan, lone_environment, make_plan, uncollected
+from farflung.launch.plan import Plan, lone_environment, make_plan, torch_is_loaded
 from farflung.launch.report import show
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND
 
@@ -38,7 +38,7 @@ def _launch(script: str, script_args: tuple[str, ...], **params: Any) -> None:
         advice = f" (this package was called {FORMER_NAME}; rename the file to {new})" if new else ""
         click.echo(f"farflung: settings from {resolved.file}{advice}", err=True)
     plan = make_plan(settings, script, script_args)
-    _check_recipe(resolved)
+    _check_recipe(resolved, plan)
     if settings.num_machines > 1 and not settings.quiet:
         where = f"machine {settings.machine_rank} of {settings.num_machines}"
         click.echo(
@@ -50,7 +50,7 @@ def _launch(script: str, script_args: tuple[str, ...], **params: Any) -> None:
     sys.exit(start(settings, plan))
 
 
-def _check_recipe(resolved: Resolved) -> None:
+def _check_recipe(resolved: Resolved, plan: Plan) -> None:
     """Make the recipe of the outer loop, so that what it refuses is refused here and not by each rank.
 
     Recipes need torch. They are loaded only now, when the agent is about to load torch anyway.
@@ -58,7 +58,7 @@ def _check_recipe(resolved: Resolved) -> None:
     config = resolved.settings.outer
     if config is None:
         return
-    with uncollected():
+    with torch_is_loaded(plan.variables):
         named = import_module("farflung.outer.named")
     try:
         named.OuterConfig(config.recipe, **config.given())
