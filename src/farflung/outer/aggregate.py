@@ -29,7 +29,7 @@ class Payload:
         values: `[n]`. Under error feedback they have become the residual, once there is a wire.
         wire: what goes on the wire, encoded. None: it is encoded when the exchange starts.
         out: `[n]`, where the result goes; it may be `values`.
-        weight: how much it counts; 0 once it has been sent means that it is still to be sent.
+        weight: this rank's. With 0 nothing of it counts, so error feedback keeps it for a later round.
     """
 
     values: Tensor

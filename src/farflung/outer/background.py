@@ -60,7 +60,7 @@ class Job:
         return time.perf_counter() - start
 
 
-class Worker:
+class BackgroundWorker:
     """Runs jobs one after the other, in the order in which they are given.
 
     Args:

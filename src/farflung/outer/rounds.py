@@ -17,7 +17,7 @@ from farflung.base.words import numbered
 from farflung.comm.group import Group
 from farflung.comm.shards import local
 from farflung.outer.aggregate import average
-from farflung.outer.background import Worker
+from farflung.outer.background import BackgroundWorker
 from farflung.outer.inner import KeepState
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import Replica
@@ -62,7 +62,7 @@ class Rounds:
         # Nor may a round meet what the script or another loop sends.
         self.group = group.duplicate()
         background = group.duplicate(in_background=True) if overlaps else None
-        self._worker = Worker(device, background) if recipe.schedule.delay else None
+        self._worker = BackgroundWorker(device, background) if recipe.schedule.delay else None
         # Before anything else is sent, as ranks that differ would differ in that too.
         self._beside = FixedMembership(self.group, self.replica.description, self.replica.tensors)
         self._beside.begin(Ballot(0, 0.0))()
