@@ -25,6 +25,7 @@ FLOORS = {
     "checkpoint": 4,
     "cost": 4,
     "testing": 5,
+    "big_model": 5,
     "data": 5,
     "launch": 5,
     "accelerator": 6,

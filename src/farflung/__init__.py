@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from farflung.accelerator.views import PartialState as PartialState
     from farflung.base.enums import DDPCommunicationHookType as DDPCommunicationHookType
     from farflung.base.enums import DistributedType as DistributedType
+    from farflung.big_model.device_map import infer_auto_device_map as infer_auto_device_map
+    from farflung.big_model.dispatch import cpu_offload as cpu_offload
+    from farflung.big_model.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
+    from farflung.big_model.dispatch import disk_offload as disk_offload
+    from farflung.big_model.dispatch import dispatch_model as dispatch_model
+    from farflung.big_model.dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+    from farflung.big_model.load import load_checkpoint_in_model as load_checkpoint_in_model
+    from farflung.big_model.tensors import init_empty_weights as init_empty_weights
+    from farflung.big_model.tensors import init_on_device as init_on_device
     from farflung.config.handlers import AutocastKwargs as AutocastKwargs
     from farflung.config.handlers import DataLoaderConfiguration as DataLoaderConfiguration
     from farflung.config.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
@@ -36,6 +45,15 @@ _WHERE = {
     "PartialState": "farflung.accelerator.views",
     "DDPCommunicationHookType": "farflung.base.enums",
     "DistributedType": "farflung.base.enums",
+    "infer_auto_device_map": "farflung.big_model.device_map",
+    "cpu_offload": "farflung.big_model.dispatch",
+    "cpu_offload_with_hook": "farflung.big_model.dispatch",
+    "disk_offload": "farflung.big_model.dispatch",
+    "dispatch_model": "farflung.big_model.dispatch",
+    "load_checkpoint_and_dispatch": "farflung.big_model.dispatch",
+    "load_checkpoint_in_model": "farflung.big_model.load",
+    "init_empty_weights": "farflung.big_model.tensors",
+    "init_on_device": "farflung.big_model.tensors",
     "AutocastKwargs": "farflung.config.handlers",
     "DataLoaderConfiguration": "farflung.config.handlers",
     "DistributedDataParallelKwargs": "farflung.config.handlers",

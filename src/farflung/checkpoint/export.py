@@ -66,16 +66,19 @@ def save_sharded(
     return names
 
 
-def num_bytes(size: int | str) -> int:
+def num_bytes(size: int | str, what: str = "max_shard_size", least: int = 1) -> int:
     """Return a size in bytes: `5GB` is 5 * 10**9, `5GiB` is 5 * 2**30.
 
+    Args:
+        what: the setting that an error names.
+
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none, or less than `least`.
     """
     match = _SIZE.fullmatch(str(size))
-    number = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
-    if number < 1:
-        raise ConfigError(f"max_shard_size is {size!r}; give bytes, or a number with KB, MB, GB, KiB, MiB or GiB.")
+    number = -1 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
+    if number < least:
+        raise ConfigError(f"{what} is {size!r}; give bytes, or a number with KB, MB, GB, KiB, MiB or GiB.")
     return number
 
 

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spreading a model over devices, the CPU and the disk, so that it runs as if it were on one."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farflung.base.checks import check_word
+from farflung.base.errors import ConfigError, StateError
+from farflung.big_model.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
+from farflung.big_model.device_map import check_device_map, infer_auto_device_map
+from farflung.big_model.hooks import (
+    GUARDED,
+    AlignDevicesHook,
+    CpuOffload,
+    SkipKeys,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+)
+from farflung.big_model.load import load_checkpoint_in_model
+from farflung.big_model.offload import (
+    Folder,
+    OffloadedWeightsLoader,
+    extract_submodules_state_dict,
+    offload_state_dict,
+    read_offload_index,
+    with_shared_names,
+)
+from farflung.big_model.sizes import get_balanced_memory, parts_of
+from farflung.big_model.tensors import Device, TiedWeights, find_tied_parameters, retie_parameters
+
+_log = logging.getLogger(__name__)
+
+_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    main_device: Device | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: Folder | None = None,
+    offload_index: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: SkipKeys = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Put the parts of a model where a device map wants them, with hooks that bring weights and inputs together.
+
+    Where all goes to one device, the model is moved there and gets no hooks. Next to a GPU, what is for the CPU waits
+    there and is computed on the GPU.
+
+    Args:
+        device_map: a device for each module: a GPU's number, `cpu`, `disk` or one of torch's devices.
+        main_device: where the model's inputs and offloaded modules go; by default the first GPU of the map.
+        state_dict: the weights that wait on the CPU; by default the model's.
+        offload_dir: the folder for what is on the disk. Weights that the model has are written there; those on the
+            meta device must be there.
+        offload_index: where weights on the disk are, instead; see `OffloadedWeightsLoader`.
+        offload_buffers: offload buffers too.
+        skip_keys: keyword arguments that are not moved.
+        preload_module_classes: names of classes that get the weights of all their submodules at once.
+        force_hooks: attach hooks also where all goes to one device.
+
+    Returns:
+        the model, with the map as `hf_device_map`.
+
+    Raises:
+        ConfigError: a weight has no device or no values, or there is no folder for the disk.
+    """
+    if not getattr(model, "_no_placement_params", None):  # transformers leaves such weights out of its maps
+        check_device_map(model, device_map)
+    devices = {name: _plain(device) for name, device in _without_overlap(model, device_map).items()}
+    if len(set(devices.values())) > 1 or "disk" in devices.values() or force_hooks:
+        if main_device is None:
+            main_device = next((device for device in devices.values() if device not in ("cpu", "disk")), "cpu")
+        main_device = _plain(main_device)
+        away = ("disk",) if main_device in ("cpu", "mps") else ("cpu", "disk")
+        own = _offloadable(model, offload_buffers)
+        on_cpu = [name for name, device in devices.items() if device == "cpu" and "cpu" in away]
+        if state_dict is None and on_cpu:
+            state_dict = extract_submodules_state_dict(own, on_cpu)
+        on_disk = extract_submodules_state_dict(own, [name for name, device in devices.items() if device == "disk"])
+        ties = find_tied_parameters(model)
+        weights = _waiting_weights(state_dict, on_disk, offload_dir, offload_index, ties, main_device)
+        attach_align_device_hook_on_blocks(
+            model,
+            execution_device={
+                **{name: main_device if device in ("cpu", "disk") else device for name, device in devices.items()},
+                "": main_device,
+            },
+            offload={name: device in away for name, device in devices.items()},
+            offload_buffers=offload_buffers,
+            weights_map=weights,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            tied_params_map=TiedWeights(model),
+        )
+        retie_parameters(model, ties)
+        _guard(model)
+    else:
+        model.to(next(iter(devices.values())))
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def _without_overlap(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
+    """Return the same map, where a module with entries for its parts is replaced by its other parts."""
+    found: dict[str, Device] = {}
+    waiting = list(device_map.items())
+    while waiting:
+        name, device = waiting.pop(0)
+        prefix = f"{name}." if name else ""
+        if any(other.startswith(prefix) for other in device_map if other != name):
+            parts = [f"{prefix}{own}" for own, _ in parts_of(model.get_submodule(name))]
+            waiting += [(part, device) for part in parts if part not in device_map]
+        else:
+            found[name] = device
+    return found
+
+
+def _plain(device: Device) -> Device:
+    """Return torch's CPU as `cpu`: a map may have both."""
+    return "cpu" if isinstance(device, torch.device) and device.type == "cpu" else device
+
+
+def _offloadable(model: nn.Module, offload_buffers: bool) -> dict[str, Tensor]:
+    """Return what of a model's state dict may be offloaded."""
+    staying = set() if offload_buffers else {name for name, _ in model.named_buffers()}
+    return {name: value for name, value in model.state_dict().items() if name not in staying}
+
+
+def _waiting_weights(
+    on_cpu: Mapping[str, Tensor] | None,
+    on_disk: Mapping[str, Tensor],
+    folder: Folder | None,
+    index: Mapping[str, Any] | None,
+    ties: list[list[str]],
+    main_device: Device,
+) -> OffloadedWeightsLoader | None:
+    """Return the weights that wait on the CPU and on the disk; the latter are written there."""
+    empty = [name for name, value in (on_cpu or {}).items() if value.is_meta]
+    if empty:
+        raise ConfigError(f"{empty} are for the CPU and on the meta device, so they have no values. Load them first.")
+    direct = None if index is None else main_device
+    if on_disk and index is None:
+        if folder is None:
+            raise ConfigError(f"{list(on_disk)} are for the disk, and no offload_dir says where.")
+        index = _written(on_disk, folder, ties)
+    if on_cpu is None and index is None:
+        return None
+    return OffloadedWeightsLoader(on_cpu, folder, with_shared_names(index or {}, ties), device=direct)
+
+
+def _written(state_dict: Mapping[str, Tensor], folder: Folder, ties: list[list[str]]) -> dict[str, Any]:
+    """Write weights into a folder, a shared one once, and return what is where; those without values must be there.
+
+    Raises:
+        ConfigError: one has no values, neither here nor there.
+    """
+    again = {name for group in ties for name in [name for name in group if name in state_dict][1:]}
+    offload_state_dict(folder, {n: value for n, value in state_dict.items() if not value.is_meta and n not in again})
+    index = with_shared_names(read_offload_index(folder), ties)
+    missing = [name for name in state_dict if name not in index]
+    if missing:
+        raise ConfigError(f"{missing} are on the meta device and not in {folder}, so they have no values. Load them.")
+    return index
+
+
+def _guard(model: nn.Module) -> None:
+    """Refuse to move a model whose weights wait elsewhere, and warn where moving it makes no sense."""
+
+    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(parameter.is_meta for parameter in model.parameters()):
+                raise StateError(
+                    "A model with offloaded weights can't be moved. Remove its hooks, or dispatch it anew."
+                )
+            target = [*args[:1], kwargs.get("device"), kwargs.get("tensor")]
+            if method.__name__ != "to" or any(isinstance(one, (str, int, torch.device, Tensor)) for one in target):
+                _log.warning("A dispatched model is moved: its hooks still bring its parts to where they were.")
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in GUARDED:
+        setattr(model, name, guarded(getattr(model, name)))
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    preload_module_classes: list[str] | None = None,
+) -> nn.Module:
+    """Let all weights wait on the CPU; each module gets its own on a device for the length of its forward pass.
+
+    Args:
+        execution_device: by default where the model's first parameter is.
+        offload_buffers: offload buffers too.
+        state_dict: the weights; by default the model's.
+        preload_module_classes: names of classes that get the weights of all their submodules at once.
+
+    Returns:
+        the model.
+    """
+    if state_dict is None:
+        state_dict = {name: value.to("cpu") for name, value in model.state_dict().items()}
+    return _offload(model, execution_device, offload_buffers, state_dict, preload_module_classes)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: Folder,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: list[str] | None = None,
+) -> nn.Module:
+    """Let all weights wait on the disk; each module gets its own on a device for the length of its forward pass.
+
+    Args:
+        offload_dir: the folder. Weights that the model has are written there; those on the meta device must be there.
+        execution_device: by default where the model's first parameter is.
+        offload_buffers: offload buffers too.
+        preload_module_classes: names of classes that get the weights of all their submodules at once.
+
+    Returns:
+        the model.
+    """
+    index = _written(_offloadable(model, offload_buffers), offload_dir, find_tied_parameters(model))
+    weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
+    return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
+
+
+def _offload(
+    model: nn.Module,
+    device: Device | None,
+    offload_buffers: bool,
+    weights: Mapping[str, Tensor],
+    preload: list[str] | None,
+) -> nn.Module:
+    if device is None:
+        device = next(model.parameters()).device
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=device,
+        offload=True,
+        offload_buffers=offload_buffers,
+        weights_map=weights,
+        preload_module_classes=preload,
+    )
+    return model
+
+
+def cpu_offload_with_hook(
+    model: nn.Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a model on the CPU until it is called; then it stays on its device until the hook sends it back.
+
+    Args:
+        execution_device: by default the first accelerator.
+        prev_module_hook: the hook of the model before it in a pipeline, which goes back when this one is called.
+
+    Returns:
+        the model, and the hook with `offload()` and `remove()`.
+    """
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: Folder,
+    device_map: str | Mapping[str, Device] | None = None,
+    max_memory: dict[Any, Any] | None = None,
+    no_split_module_classes: list[str] | None = None,
+    offload_folder: Folder | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: SkipKeys = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Load weights into a model, each to its device or to the disk, and attach the hooks that let it run.
+
+    Args:
+        device_map: a device for each module, or `auto`, `balanced`, `balanced_low_0`, `sequential` to have one made.
+            Without one, weights are loaded and that is all.
+        max_memory, no_split_module_classes: for the map that is made; see `infer_auto_device_map`.
+        checkpoint, offload_folder, offload_buffers, dtype, offload_state_dict, strict, full_state_dict,
+            broadcast_from_rank0: see `load_checkpoint_in_model`.
+        skip_keys, preload_module_classes, force_hooks: see `dispatch_model`.
+
+    Returns:
+        the model.
+
+    Raises:
+        CheckpointError, ConfigError: as the functions named above.
+    """
+    if isinstance(device_map, str):
+        check_word("device_map", device_map, _STRATEGIES)
+        if device_map != "sequential":
+            max_memory = get_balanced_memory(
+                model, max_memory, no_split_module_classes, dtype, low_zero=device_map == "balanced_low_0"
+            )
+        device_map = infer_auto_device_map(
+            model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
+        )
+    load_checkpoint_in_model(
+        model,
+        checkpoint,
+        device_map=device_map,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_state_dict=bool(offload_state_dict),
+        offload_buffers=offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if device_map is None:
+        return model
+    return dispatch_model(
+        model,
+        device_map,
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )

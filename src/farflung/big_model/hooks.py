@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens around a module's forward pass: hooks that see all arguments, and bring weights and inputs together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from farflung.base.errors import ConfigError, StateError
+from farflung.base.torch_internals import own_buffers, own_parameters
+from farflung.base.tree import find_device, send_to_device
+from farflung.big_model.tensors import (
+    Device,
+    TiedWeights,
+    all_tensors,
+    as_device,
+    find_tied_parameters,
+    owner_of,
+    retie_parameters,
+    set_module_tensor_to_device,
+)
+
+SkipKeys: TypeAlias = "str | list[str] | None"
+
+GUARDED = ("to", "cuda", "xpu")  # the methods that `dispatch_model` guards on the model that it dispatched
+
+
+class ModelHook:
+    """What runs when it is attached to a module, before and after each forward pass, and when it is removed.
+
+    Attributes:
+        no_grad: run the forward pass without gradients.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Called when the hook is attached; returns the module."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Called before the forward pass; returns the arguments for it."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Called after the forward pass; returns what the caller gets."""
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Called when the hook is removed; returns the module."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks, each of which is called in turn."""
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Attach a hook to a module, whose `forward` calls it from now on.
+
+    Args:
+        append: call it after the hook that the module has; otherwise that one is replaced.
+
+    Returns:
+        the module.
+    """
+    old = getattr(module, "_hf_hook", None)
+    if old is not None:
+        remove_hook_from_module(module)
+        hook = SequentialHook(old, hook) if append else hook
+    module._old_forward = module.forward  # type: ignore[assignment]
+    module = hook.init_hook(module)
+    module._hf_hook = hook  # type: ignore[assignment]
+    forward = functools.partial(_hooked_forward, module)
+    module.forward = functools.update_wrapper(forward, module._old_forward)  # type: ignore[arg-type]
+    return module
+
+
+def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    hook: ModelHook = module._hf_hook
+    args, kwargs = _eagerly(hook.pre_forward, module, *args, **kwargs)
+    with torch.no_grad() if hook.no_grad else nullcontext():
+        output = module._old_forward(*args, **kwargs)
+    return _eagerly(hook.post_forward, module, output)
+
+
+def _eagerly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a call outside the graphs that `torch.compile` builds: weights that come and go are no part of them."""
+    if torch.compiler.is_compiling():
+        call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+    return call(*args, **kwargs)
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Remove a module's hook and give it its own `forward` back.
+
+    Args:
+        recurse: remove the hooks of all submodules too.
+
+    Returns:
+        the module.
+    """
+    if recurse:
+        remove_hook_from_submodules(module)
+        return module
+    hook: Any = vars(module).pop("_hf_hook", None)
+    if hook is not None:
+        hook.detach_hook(module)
+    forward = vars(module).pop("_old_forward", None)
+    if getattr(forward, "__func__", None) is type(module).forward:
+        del module.forward
+    elif forward is not None:  # somebody had replaced it before
+        module.forward = forward
+    for name in GUARDED:
+        vars(module).pop(name, None)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Remove the hooks of a module and of all its submodules. Names that shared a weight share it again."""
+    hooks = [hook for inner in module.modules() for hook in align_hooks(inner)]
+    ties = next((hook.tied_params_map for hook in hooks if hook.tied_params_map is not None), None)
+    groups = find_tied_parameters(module) if ties is None else ties.groups(module)
+    for inner in module.modules():
+        remove_hook_from_module(inner)
+    if hooks:
+        retie_parameters(module, groups)
+
+
+class AlignDevicesHook(ModelHook):
+    """Brings a module's weights and its inputs to one device for the forward pass.
+
+    Args:
+        execution_device: where the forward pass runs; by default wherever weights and inputs are.
+        offload: take the weights from `weights_map` before each forward pass and drop them afterwards.
+        io_same_device: put the output where the input was.
+        weights_map: the weights by name. By default a copy on the CPU. What it lacks stays on `execution_device`.
+        offload_buffers: offload buffers too.
+        place_submodules: see to the weights of all submodules, not only to the module's own.
+        skip_keys: keyword arguments, and keys of outputs, that are not moved.
+        tied_params_map: the weights that the model shares.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: SkipKeys = None,
+        tied_params_map: TiedWeights | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self._stand_ins: dict[str, Tensor] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload}, "
+            f"io_same_device={self.io_same_device}, offload_buffers={self.offload_buffers}, "
+            f"place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
+        )
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        tensors = list(all_tensors(module, recurse=self.place_submodules))
+        if self.offload:
+            self.original_devices = {name: tensor.device for name, tensor in tensors}
+            waiting = [name for name, tensor in self._offloadable(module)]
+            if self.weights_map is None:
+                self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in self._offloadable(module)}
+            offloaded = {name for name in waiting if name in self.weights_map}
+        for name, tensor in tensors:
+            if self.offload and name in offloaded:
+                self._set(module, name, "meta")
+                owner, own_name = owner_of(module, name)
+                self._stand_ins[name] = getattr(owner, own_name)
+            elif self.offload and tensor.is_meta:
+                raise ConfigError(
+                    f"{name} of {type(module).__name__} is on the meta device and its weights_map lacks it, so there "
+                    "are no values for it. Load it before it is dispatched."
+                )
+            elif self.execution_device is not None:
+                self._set(module, name, self.execution_device)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
+        if self.offload:
+            for name, _ in self._offloadable(module):
+                self._bring(module, name)
+        if self.execution_device is None:
+            return args, kwargs
+        device = as_device(self.execution_device)
+        return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        if self.offload:
+            for name, tensor in self._offloadable(module):
+                self._drop(module, name, tensor)
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for name, device in self.original_devices.items():
+            if device.type != "meta":
+                value = self.weights_map[name] if name in self._stand_ins and self.weights_map is not None else None
+                set_module_tensor_to_device(module, name, device, value=value)
+        self.original_devices, self._stand_ins = {}, {}
+        return module
+
+    def _offloadable(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        """Return the tensors that are offloaded if `weights_map` has them: of buffers only what a state dict has."""
+        return list(all_tensors(module, self.offload_buffers, self.place_submodules, remove_non_persistent=True))
+
+    def _set(self, module: nn.Module, name: str, device: Device, value: Tensor | None = None) -> None:
+        set_module_tensor_to_device(
+            module, name, device, value=value, tied_params_map=self.tied_params_map, clear_cache=False
+        )
+
+    def _bring(self, module: nn.Module, name: str) -> None:
+        """Put an offloaded tensor in place for a forward pass."""
+        assert self.weights_map is not None
+        if name not in self.weights_map:
+            return
+        owner, own_name = owner_of(module, name)
+        ties, stand_in = self.tied_params_map, getattr(owner, own_name)
+        present = None
+        if ties is not None and self.execution_device is not None:
+            present = ties.copy_on(stand_in, as_device(self.execution_device))
+        if present is not None:  # another name of a shared weight is in use: it is not read again
+            own_parameters(owner)[own_name] = present
+            return
+        value = self.weights_map[name]
+        device = value.device if self.execution_device is None else self.execution_device
+        self._set(module, name, device, value)
+        brought: Tensor = getattr(owner, own_name)
+        if brought.requires_grad and torch.is_grad_enabled():
+            brought.register_post_accumulate_grad_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+
+    def _drop(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        """Take a tensor out again: its stand-in returns, or a new one where the module was changed meanwhile."""
+        if self.weights_map is None or name not in self.weights_map:
+            return
+        stand_in = self._stand_ins.get(name)
+        if stand_in is None or (stand_in.shape, stand_in.dtype) != (tensor.shape, tensor.dtype):
+            self._set(module, name, "meta")
+            return
+        owner, own_name = owner_of(module, name)
+        held: Any = own_parameters(owner) if own_name in own_parameters(owner) else own_buffers(owner)
+        held[own_name] = stand_in
+
+
+def _refuse_gradient(parameter: Tensor) -> None:
+    raise StateError(
+        f"Weights of shape {list(parameter.shape)} are offloaded, so the gradient computed for them would "
+        "be lost. Freeze them (requires_grad_(False)), or train the model without offloading."
+    )
+
+
+def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
+    """Return the hooks of a module itself that align devices, also those in a sequence of hooks."""
+    found: list[AlignDevicesHook] = []
+    waiting: Sequence[Any] = [getattr(module, "_hf_hook", None)]
+    while waiting:
+        hook, *rest = waiting
+        waiting = [*getattr(hook, "hooks", ()), *rest]
+        if isinstance(hook, AlignDevicesHook):
+            found.append(hook)
+    return found
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Say whether a hook of the module itself offloads its weights."""
+    return any(hook.offload for hook in align_hooks(module))
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
+    """Have the module's own weights on a device for the length of a block.
+
+    Args:
+        execution_device: by default where the module's hook runs it; without a hook nothing moves.
+    """
+    hooks = [hook for hook in align_hooks(module) if hook.offload]
+    if hooks:
+        before = [hook.execution_device for hook in hooks]
+        try:
+            for hook in hooks:
+                hook.execution_device = hook.execution_device if execution_device is None else execution_device
+                hook.pre_forward(module)
+            yield
+        finally:
+            for hook, device in zip(hooks, before, strict=True):
+                hook.post_forward(module, None)
+                hook.execution_device = device
+    elif execution_device is not None:
+        parameters = dict(module.named_parameters(recurse=False))
+        try:
+            for name in parameters:
+                set_module_tensor_to_device(module, name, execution_device)
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                value = parameter if getattr(module, name).is_meta else None
+                set_module_tensor_to_device(module, name, parameter.device, value)
+    else:
+        yield
+
+
+class UserCpuOffloadHook:
+    """A model that runs on a device and goes back to the CPU when its user says so."""
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        """Put the model on the CPU."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Remove the hook from the model."""
+        remove_hook_from_module(self.model)
+
+
+class CpuOffload(ModelHook):
+    """Keeps a model on the CPU until it is called; then it stays on the device until `init_hook` is called again.
+
+    Args:
+        execution_device: by default the first accelerator, or the CPU where there is none.
+        prev_module_hook: of the model before it in a pipeline, which goes back to the CPU when this one is called.
+    """
+
+    def __init__(
+        self, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+    ) -> None:
+        self.prev_module_hook = prev_module_hook
+        self.execution_device = _default_device() if execution_device is None else execution_device
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module.to("cpu")
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.prev_module_hook is not None:
+            self.prev_module_hook.offload()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        device = as_device(self.execution_device)
+        module.to(device)
+        return send_to_device(args, device), send_to_device(kwargs, device)
+
+
+def _default_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Keeps a module's weights in one dtype, and computes in another one."""
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading weights into a model tensor by tensor, each straight to its device or to the disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from farflung.base.errors import CheckpointError, ConfigError, Unsupported
+from farflung.big_model.hooks import align_module_device, has_offloaded_params
+from farflung.big_model.offload import Folder, Index, load_offloaded_weight, offload_weight, save_offload_index
+from farflung.big_model.tensors import (
+    Device,
+    as_device,
+    as_dtype,
+    check_tied_parameters_on_same_device,
+    device_for,
+    find_tied_parameters,
+    get_tensor,
+    retie_parameters,
+    set_module_tensor_to_device,
+    warn_if_untied,
+)
+from farflung.checkpoint import layout
+from farflung.checkpoint.reader import DAMAGE, read_weights
+from farflung.checkpoint.regular import is_file
+
+_log = logging.getLogger(__name__)
+
+
+def load_state_dict(checkpoint_file: Folder, device_map: Mapping[str, Device] | None = None) -> dict[str, Tensor]:
+    """Return the weights in a file, safetensors or torch's.
+
+    Args:
+        device_map: a device for each module; from a safetensors file, weights go there directly. What is for the disk,
+            or has no device, comes to the CPU.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or holds something that would run code.
+        ConfigError: the file was written for another framework.
+    """
+    path = Path(checkpoint_file)
+
+    def device_of(name: str) -> Device:
+        try:
+            device = "cpu" if device_map is None else device_for(name, device_map)
+        except ConfigError:
+            device = "cpu"
+        return "cpu" if device == "disk" else device
+
+    if path.suffix != ".safetensors":
+        return read_weights(path)
+    return {name: tensor.to(as_device(device_of(name))) for name, tensor in _read_one_by_one(path)}
+
+
+def _read_one_by_one(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a file; of a safetensors file, only one of them is in memory at a time."""
+    if path.suffix != ".safetensors":
+        yield from read_weights(path).items()
+        return
+    is_file(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            kind = (file.metadata() or {}).get("format", "pt")
+            if kind != "pt":
+                raise ConfigError(f"{path} holds weights for {kind!r}. Save them for PyTorch ('pt').")
+            for name in file.keys():  # noqa: SIM118, it is no dictionary
+                yield name, file.get_tensor(name)
+    except (ConfigError, CheckpointError):
+        raise
+    except DAMAGE as error:
+        raise CheckpointError(f"{path} can't be read, so it is missing or damaged: {error}") from error
+
+
+def _files_of(checkpoint: Path) -> tuple[list[Path], set[str] | None]:
+    """Return the files with weights, and the names in them where an index says them.
+
+    Raises:
+        CheckpointError: there are none, or more than one index.
+    """
+    if checkpoint.is_dir():
+        for name in (layout.model(0, safe=False), layout.model(0)):  # Accelerate's order
+            if (checkpoint / name).is_file():
+                return [checkpoint / name], None
+        found = sorted(checkpoint.glob("*.index.json"))
+        if len(found) != 1:
+            raise CheckpointError(
+                f"{checkpoint} has {len(found)} files *.index.json and no {layout.model(0)} or "
+                f"{layout.model(0, safe=False)}. Name the file with the weights, or the index."
+            )
+        checkpoint = found[0]
+    if not checkpoint.is_file():
+        raise CheckpointError(f"{checkpoint} does not exist. Name a file with weights, an index, or a folder of them.")
+    if checkpoint.suffix != ".json":
+        return [checkpoint], None
+    try:
+        index = json.loads(checkpoint.read_text(encoding="utf-8"))
+        weight_map: dict[str, str] = index.get("weight_map", index)
+        files = [checkpoint.parent / layout.inside(name) for name in sorted(set(weight_map.values()))]
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint} is no index of weights: {error}") from error
+    return files, set(weight_map)
+
+
+def _names_in(path: Path) -> set[str]:
+    if path.suffix != ".safetensors":
+        return set(read_weights(path))
+    try:
+        with safe_open(path, framework="pt") as file:
+            return set(file.keys())
+    except DAMAGE as error:
+        raise CheckpointError(f"{path} can't be read, so it is missing or damaged: {error}") from error
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: Folder,
+    device_map: Mapping[str, Device] | None = None,
+    offload_folder: Folder | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: list[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load weights into a model. Those for several devices still need `dispatch_model` before the model can run.
+
+    Args:
+        checkpoint: a file with weights, the index of several, or a folder that has one of these.
+        device_map: a device for each module. By default weights are copied to where the model has them.
+        offload_folder: where weights for the disk are written.
+        dtype: which floating-point weights are converted to; by default the model's own.
+        offload_state_dict: has no effect: only one weight (of files that `torch.save` wrote, one file) is held aside.
+        offload_buffers: write buffers of modules on the disk there too.
+        keep_in_fp32_modules: names of modules that keep 32 bits where `dtype` is fp16.
+        strict: names in the checkpoint and in the model must be the same.
+        full_state_dict, broadcast_from_rank0: as torch's `StateDictOptions`, for a model that is sharded over ranks.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged; under `strict`, names differ; otherwise, it lacks weights
+            that the model has on the meta device, that is, without values.
+        ConfigError: shapes differ, a weight has no device, or there is no `offload_folder`.
+        Unsupported: `offload_8bit_bnb`, or 8-bit weights of bitsandbytes.
+    """
+    if offload_8bit_bnb:
+        raise Unsupported("offload_8bit_bnb is not supported. Quantize with torchao, or load with transformers.")
+    ties = find_tied_parameters(model)
+    warn_if_untied(model, ties)
+    if device_map is not None:
+        check_tied_parameters_on_same_device(ties, device_map)
+    files, names = _files_of(Path(checkpoint))
+    is_reader = not broadcast_from_rank0 or dist.get_rank() == 0
+    if is_reader:
+        names = set().union(*map(_names_in, files)) if names is None else names
+        _check_names(model, checkpoint, names, ties, strict)
+    is_sharded = dist.is_available() and dist.is_initialized() and device_map is None and dtype is None
+    if is_sharded:
+        _load_sharded(model, files if is_reader else [], len(files), full_state_dict, broadcast_from_rank0)
+    elif broadcast_from_rank0 or not full_state_dict:
+        raise ConfigError(
+            "full_state_dict=False and broadcast_from_rank0 are for models that are sharded over a process group; "
+            "they go with neither device_map nor dtype."
+        )
+    else:
+        _Loader(model, device_map, offload_folder, as_dtype(dtype), offload_buffers, keep_in_fp32_modules).load(files)
+    read = names or set()  # their dtype is the one that was asked for
+    retie_parameters(model, [sorted(group, key=lambda name: name not in read) for group in ties])
+
+
+def _check_names(
+    model: nn.Module, checkpoint: Folder, names: set[str], ties: Iterable[Iterable[str]], strict: bool
+) -> None:
+    """Compare the names in a checkpoint with the model's, before anything is changed."""
+    own = model.state_dict()
+    if any(name.endswith(".SCB") for name in names - set(own)):
+        raise Unsupported(f"{checkpoint} holds 8-bit weights of bitsandbytes. Load it with transformers.")
+    shared = {name for group in ties if names & set(group) for name in group}
+    missing = [name for name in own if name not in names and name not in shared]
+    empty = [name for name in missing if isinstance(own[name], Tensor) and own[name].is_meta]
+    unexpected = sorted(names - set(own))
+    if strict and (missing or unexpected):
+        raise CheckpointError(f"{checkpoint} lacks {missing or 'nothing'}, and has {unexpected or 'nothing'} too many.")
+    if empty:
+        raise CheckpointError(
+            f"{checkpoint} lacks {empty}, which the model has on the meta device, so it could not run. If weights are "
+            "shared, call the model's tie_weights() first."
+        )
+    for what, found in (("lacks", missing), ("has what the model has no place for:", unexpected)):
+        if found:
+            _log.warning("%s %s %s", checkpoint, what, found)
+
+
+def _load_sharded(model: nn.Module, files: list[Path], num_files: int, full: bool, broadcast: bool) -> None:
+    """Load into a model that may be split over ranks; `files` is empty where rank 0 reads for all."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    options = StateDictOptions(full_state_dict=full, strict=False, broadcast_from_rank0=broadcast)
+    for number in range(num_files):
+        shard: dict[str, Any] = dict(read_weights(files[number])) if files else {}
+        set_model_state_dict(model, shard, options=options)
+
+
+class _Loader:
+    """Puts the weights of files where a device map wants them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device_map: Mapping[str, Device] | None,
+        offload_folder: Folder | None,
+        dtype: torch.dtype | None,
+        offload_buffers: bool,
+        keep_in_fp32: list[str] | None,
+    ) -> None:
+        if device_map is not None and "disk" in device_map.values():
+            if offload_folder is None:
+                raise ConfigError("The device map sends modules to the disk, and no offload_folder says where.")
+            Path(offload_folder).mkdir(parents=True, exist_ok=True)
+        self._model, self._map, self._dtype = model, device_map, dtype
+        self._folder = offload_folder
+        self._keep = keep_in_fp32 if keep_in_fp32 and dtype == torch.float16 else []
+        self._own = set(model.state_dict())
+        self._staying = set() if offload_buffers else {name for name, _ in model.named_buffers()}
+        self._index: Index = {}
+
+    def load(self, files: list[Path]) -> None:
+        for path in files:
+            for name, value in _read_one_by_one(path):
+                if name in self._own:
+                    self._put(name, value)
+        if self._folder is not None:
+            save_offload_index(self._index, self._folder)
+
+    def _put(self, name: str, value: Tensor) -> None:
+        old = get_tensor(self._model, name)
+        dtype = torch.float32 if any(_is_part(name, kept) for kept in self._keep) else self._dtype
+        if self._map is None and dtype is None and not old.is_meta:
+            if old.shape != value.shape:
+                raise ConfigError(f"{name} has shape {list(old.shape)}, and the value for it {list(value.shape)}.")
+            with torch.no_grad():
+                old.copy_(value)  # an optimizer may hold the parameter
+            return
+        device = ("cpu" if old.is_meta else old.device) if self._map is None else device_for(name, self._map)
+        if device != "disk":
+            set_module_tensor_to_device(self._model, name, device, value, dtype, clear_cache=False)
+        elif name in self._staying:  # it stays beside the module, not with its weights
+            set_module_tensor_to_device(self._model, name, "cpu", value, dtype)
+        else:
+            stored = value.to(old.dtype if dtype is None else dtype) if value.is_floating_point() else value
+            set_module_tensor_to_device(self._model, name, "meta", dtype=stored.dtype)
+            assert self._folder is not None
+            offload_weight(stored, name, self._folder, self._index)
+
+
+def _is_part(name: str, module: str) -> bool:
+    return name == module or f"{module}." in name
+
+
+def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Folder) -> None:
+    """Load weights that `offload_weight` wrote into a model, on the CPU.
+
+    Args:
+        index: their dtypes and shapes, by name.
+    """
+    for name, info in (index or {}).items():
+        value = load_offloaded_weight(Path(offload_folder, f"{name}.dat"), info)
+        set_module_tensor_to_device(model, name, "cpu", value)
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of a model whose weights are offloaded, on the CPU.
+
+    Raises:
+        ConfigError: a weight has no values anywhere.
+    """
+    state: dict[str, Tensor] = {}
+    own = model.state_dict()
+    for path, module in model.named_modules():
+        with align_module_device(module, "cpu"):
+            for name, value in module.state_dict().items():
+                full = f"{path}.{name}" if path else name
+                if full in own and not value.is_meta:
+                    state.setdefault(full, value.to("cpu"))
+    missing = [name for name in own if name not in state]
+    if missing:
+        raise ConfigError(f"{missing} are on the meta device and no hook has values for them, so they can't be saved.")
+    return {name: state[name] for name in own}
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: Device | None = "cpu",
+) -> dict[str, Any]:
+    """Replace what `state_dict` has of a module by its values, also where these are offloaded.
+
+    Args:
+        module_name: the full name of one of the module's tensors.
+        device_to_put_offload: where offloaded values are put.
+
+    Returns:
+        `state_dict`.
+    """
+    root = module_name.rpartition(".")[0]
+    with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
+        for name, value in module.state_dict().items():
+            full = f"{root}.{name}" if root else name
+            if full in state_dict:
+                state_dict[full] = value
+    return state_dict

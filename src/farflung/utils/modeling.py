@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Door: sizes, device maps and tensors of models that are larger than a device."""
+
+from farflung.big_model.device_map import (
+    check_device_map,
+    clean_device_map,
+    infer_auto_device_map,
+)
+from farflung.big_model.hooks import (
+    align_module_device,
+    has_offloaded_params,
+)
+from farflung.big_model.load import (
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    load_checkpoint_in_model,
+    load_offloaded_weights,
+    load_state_dict,
+)
+from farflung.big_model.sizes import (
+    calculate_maximum_sizes,
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    dtype_byte_size,
+    get_balanced_memory,
+    get_max_layer_size,
+    get_max_memory,
+    get_module_leaves,
+)
+from farflung.big_model.tensors import (
+    check_device_same,
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
+    find_tied_parameters,
+    get_non_persistent_buffers,
+    id_tensor_storage,
+    named_module_tensors,
+    retie_parameters,
+    set_module_tensor_to_device,
+)
+
+__all__ = [
+    "align_module_device",
+    "calculate_maximum_sizes",
+    "check_device_map",
+    "check_device_same",
+    "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device",
+    "clean_device_map",
+    "compute_module_sizes",
+    "compute_module_total_buffer_size",
+    "dtype_byte_size",
+    "find_tied_parameters",
+    "get_balanced_memory",
+    "get_max_layer_size",
+    "get_max_memory",
+    "get_module_leaves",
+    "get_non_persistent_buffers",
+    "get_state_dict_from_offload",
+    "get_state_dict_offloaded_model",
+    "has_offloaded_params",
+    "id_tensor_storage",
+    "infer_auto_device_map",
+    "load_checkpoint_in_model",
+    "load_offloaded_weights",
+    "load_state_dict",
+    "named_module_tensors",
+    "retie_parameters",
+    "set_module_tensor_to_device",
+]

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models over devices, CPU and disk: the same output, the same weights afterwards."""
+
+import copy
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+
+from farflung.base.errors import ConfigError, StateError
+from farflung.big_modeling import cpu_offload, disk_offload, dispatch_model, infer_auto_device_map
+from farflung.hooks import remove_hook_from_submodules
+from farflung.utils.modeling import find_tied_parameters, get_state_dict_from_offload, get_state_dict_offloaded_model
+from tests.big_model.models import IDS, Tied, made
+
+MAPS = [
+    {"": "disk"},
+    {"embed": "cpu", "head": "cpu", "norm": "disk", "blocks": "disk"},
+    {"embed": "disk", "head": "disk", "norm": "cpu", "blocks.0": "cpu", "blocks.1": "disk"},
+    {"embed": "disk", "head": "cpu", "norm": "cpu", "blocks": "cpu"},
+    {"embed": torch.device("cpu"), "head": "cpu", "norm": "cpu", "blocks": "disk"},
+]
+
+
+def output(model):
+    with torch.no_grad():
+        return model(IDS)
+
+
+def check_removed(model, expected, state):
+    remove_hook_from_submodules(model)
+    assert torch.equal(output(model), expected)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert find_tied_parameters(model) == [["embed.weight", "head.weight"]]
+    assert not any({"forward", "to", "_hf_hook"} & vars(module).keys() for module in model.modules())
+
+
+@pytest.mark.parametrize("device_map", MAPS, ids=str)
+def test_a_dispatched_model_gives_the_same_and_is_itself_again_without_its_hooks(device_map, tmp_path):
+    model, expected = made()
+    state = copy.deepcopy(model.state_dict())
+    assert dispatch_model(model, device_map, offload_dir=tmp_path) is model
+    assert model.hf_device_map == device_map
+    assert torch.equal(output(model), expected)
+    assert torch.equal(output(model), expected)
+    saved = get_state_dict_offloaded_model(model)
+    assert all(torch.equal(saved[name], value) for name, value in state.items())
+    check_removed(model, expected, state)
+
+
+def test_hooks_sit_where_accelerate_puts_them(tmp_path):
+    device_map = MAPS[2]
+    mine, theirs = made(with_scale=False)[0], made(with_scale=False)[0]
+    dispatch_model(mine, device_map, offload_dir=tmp_path / "mine")
+    accelerate.dispatch_model(theirs, device_map, offload_dir=tmp_path / "theirs")
+    for (name, one), (_, other) in zip(mine.named_modules(), theirs.named_modules(), strict=True):
+        assert repr(getattr(one, "_hf_hook", None)) == repr(getattr(other, "_hf_hook", None)), name
+        tensors = zip(one.named_parameters(recurse=False), other.named_parameters(recurse=False), strict=True)
+        assert all(a.device == b.device for (_, a), (_, b) in tensors)
+    assert torch.equal(output(mine), output(theirs))
+
+
+def test_a_model_for_one_device_gets_no_hooks_unless_they_are_asked_for():
+    model, expected = made()
+    dispatch_model(model, {"": "cpu"})
+    assert not hasattr(model, "_hf_hook")
+    dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    assert hasattr(model, "_hf_hook")
+    assert torch.equal(output(model), expected)
+
+
+def test_parameters_beside_submodules_go_where_the_map_sends_them(tmp_path):
+    model, expected = made()
+    assert hasattr(model.blocks[0], "scale")
+    names = dict.fromkeys(("embed", "head", "norm", "blocks.1", "blocks.0.up", "blocks.0.down"), "cpu")
+    device_map = {**names, "blocks.0.norm": "disk", "blocks.0.scale": "disk"}
+    dispatch_model(model, device_map, offload_dir=tmp_path)
+    assert model.blocks[0].scale.is_meta
+    assert not model.blocks[0].up.weight.is_meta
+    assert torch.equal(output(model), expected)
+    top = nn.Module()
+    top.loose, top.inner = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
+    top.forward = lambda x: top.inner(x) * top.loose
+    wanted = top.forward(torch.ones(1, 2))
+    dispatch_model(top, {"loose": "disk", "inner": "cpu"}, offload_dir=tmp_path)
+    assert top.loose.is_meta
+    assert torch.equal(top(torch.ones(1, 2)), wanted)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_a_model_is_offloaded_whole(offload, tmp_path):
+    model, expected = made()
+    state = copy.deepcopy(model.state_dict())
+    cpu_offload(model) if offload == "cpu" else disk_offload(model, tmp_path)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(output(model), expected)
+    assert torch.equal(output(copy.deepcopy(model)), expected)
+    assert (tmp_path / "embed.weight.dat").exists() is (offload == "disk")
+    assert not (tmp_path / "head.weight.dat").exists()  # a shared weight is written once
+    found = get_state_dict_from_offload(model.norm, "norm.weight", {"norm.weight": "", "norm.running_mean": ""})
+    assert torch.equal(found["norm.weight"], state["norm.weight"])
+    check_removed(model, expected, state)
+
+
+def test_weights_of_an_earlier_run_in_the_folder_are_not_taken_for_the_models(tmp_path):
+    earlier, _ = made()
+    disk_offload(earlier, tmp_path)
+    torch.manual_seed(1)
+    model = Tied().eval()
+    expected = output(model)
+    disk_offload(copy.deepcopy(model), tmp_path)
+    disk_offload(model, tmp_path)
+    assert torch.equal(output(model), expected)
+
+
+def test_a_loose_parameter_of_the_whole_model_is_saved_too():
+    model = nn.Module()
+    model.loose, model.inner = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
+    cpu_offload(model)
+    assert set(get_state_dict_offloaded_model(model)) == {"loose", "inner.weight", "inner.bias"}
+
+
+def test_a_model_with_offloaded_weights_is_not_moved(tmp_path, caplog):
+    model, _ = made()
+    dispatch_model(model, MAPS[1], offload_dir=tmp_path)
+    with pytest.raises(StateError, match="can't be moved"):
+        model.to("cpu")
+    whole, _ = made()
+    dispatch_model(whole, {"": "cpu"}, force_hooks=True)
+    whole.to(torch.float32)
+    assert not caplog.records
+    whole.to("cpu")
+    assert "is moved" in caplog.text
+
+
+def test_what_cannot_be_dispatched_is_refused(tmp_path):
+    model, _ = made()
+    with pytest.raises(ConfigError, match="no device for"):
+        dispatch_model(model, {"embed": "cpu"})
+    with pytest.raises(ConfigError, match="no offload_dir"):
+        dispatch_model(model, {"": "disk"})
+    with pytest.raises(ConfigError, match="no values"):
+        disk_offload(model.to("meta"), tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_dispatched_model_is_compiled_in_pieces(tmp_path):
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)
+    with torch.no_grad():
+        expected = model(x)
+        dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tmp_path)
+        compiled = torch.compile(model, backend="eager")
+        assert torch.equal(compiled(x), expected)
+        assert torch.equal(compiled(x), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("waiting", ["cpu", "disk"])
+def test_what_waits_elsewhere_is_computed_on_the_gpu(waiting, tmp_path):
+    model, expected = made()
+    state = copy.deepcopy(model.state_dict())
+    device_map = {"embed": 0, "head": 0, "norm": 0, "blocks.0": 0, "blocks.1": waiting}
+    dispatch_model(model, device_map, offload_dir=tmp_path)
+    assert model.embed.weight is model.head.weight
+    assert model.embed.weight.is_cuda
+    assert model.blocks[1].up.weight.is_meta
+    result = output(model)
+    assert not result.is_cuda
+    assert torch.allclose(result, expected, atol=1e-5)
+    remove_hook_from_submodules(model)
+    assert all(torch.equal(value.cpu(), state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.gpu
+def test_a_map_for_the_gpus_that_are_here_is_inferred():
+    model, expected = made()
+    dispatch_model(model, infer_auto_device_map(model))
+    assert torch.allclose(output(model.cpu()), expected, atol=1e-5)
