@@ -15,8 +15,7 @@ from farflung.outer import Cast, Every, Identity, diloco, local_sgd
 from farflung.outer.fragments import whole, without_masks
 from farflung.outer.replica import checksum
 from farflung.outer.schedule import Apply, Clock, Launch
-from farflung.outer.vote import Tally
-from farflung.outer.weighting import ByWork, Decision, NormHistory
+from farflung.outer.vote import ByWork, Decision, NormHistory, Tally
 
 
 @settings(max_examples=50, deadline=None)

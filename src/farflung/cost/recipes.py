@@ -11,7 +11,8 @@ from farflung.base.sizes import bucket_bytes_for
 from farflung.codec.feedback import ErrorFeedback
 from farflung.cost.methods import bits_on_the_wire
 from farflung.cost.model import Exchange, Method
-from farflung.outer.aggregate import Gossip, Mean, ReduceScatterMean
+from farflung.outer.aggregate import Gossip, ReduceScatterMean
+from farflung.outer.agreement import Mean
 from farflung.outer.inner import AverageState
 from farflung.outer.recipe import Recipe
 from farflung.outer.schedule import Every, Levels, Quadratic, Schedule, Streaming, Warmup

@@ -8,7 +8,8 @@ from farflung.codec.base import Cast, Identity
 from farflung.codec.blockwise import E3M0, Fp8, Int4, Int8
 from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.sparse import TopK
-from farflung.outer.aggregate import GatherMean, Gossip, Mean, ReduceScatterMean, TrimmedMean
+from farflung.outer.aggregate import GatherMean, Gossip, ReduceScatterMean, TrimmedMean
+from farflung.outer.agreement import Mean
 from farflung.outer.engine import OuterLoop
 from farflung.outer.fragments import apart, blocks, by_bytes, strided, whole
 from farflung.outer.inner import AverageState, KeepState, ResetState
@@ -18,7 +19,8 @@ from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import *  # noqa: F403 - its __all__ is the list of recipes
 from farflung.outer.schedule import ByTime, Every, Levels, Quadratic, Streaming, Warmup
 from farflung.outer.stats import Round, Stats
-from farflung.outer.weighting import ByWork, ClippedToMedian, WithoutOutliers
+from farflung.outer.vote import ByWork
+from farflung.outer.weighting import ClippedToMedian, WithoutOutliers
 
 __all__ = [
     "E3M0",

@@ -1,105 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what each rank brings to what all of them get."""
+"""Other ways from what each rank brings to what all of them get; the plain mean is in `agreement.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from farflung.base.checks import check_whole
 from farflung.base.errors import ConfigError, Unsupported
-from farflung.base.sizes import CAP_BYTES
 from farflung.base.words import counted
-from farflung.codec.base import Codec, Identity
+from farflung.codec.base import Codec
 from farflung.codec.feedback import ErrorFeedback
-from farflung.comm.bucket import Buckets
-from farflung.comm.group import Group, Op, Work
-from farflung.outer.weighting import Decision
-
-
-@dataclass(frozen=True)
-class Payload:
-    """What a rank brings of one bucket.
-
-    Args:
-        values: `[n]`. Under error feedback they have become the residual, once there is a wire.
-        wire: what goes on the wire, encoded. None: it is encoded when the exchange starts.
-        out: `[n]`, where the result goes; it may be `values`.
-        weight: this rank's. With 0 nothing of it counts, so error feedback keeps it for a later round.
-    """
-
-    values: Tensor
-    wire: Tensor | None
-    out: Tensor
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A bucket on its way.
-
-    Args:
-        decode: from how much each rank counts to `[n]`, the same bits on every rank, and the divisor that makes it the
-            aggregate.
-        bytes_sent: what this rank puts on the wire for it.
-        bytes_received: what comes to it.
-    """
-
-    work: Work
-    decode: Callable[[Decision], tuple[Tensor, float]]
-    bytes_sent: int
-    bytes_received: int
-
-    def wait(self, decision: Decision) -> tuple[Tensor, float]:
-        """Return the sum over the ranks and what to divide it by."""
-        self.work.wait()
-        return self.decode(decision)
-
-
-class Aggregator(Protocol):
-    """Starts the exchange of one bucket; all ranks call it with the same codec.
-
-    A rank knows its own weight when it starts, and those of the others when it decodes: values travel beside the votes.
-    """
-
-    @property
-    def agrees(self) -> bool:
-        """Whether all ranks get the same bits."""
-
-    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        """Do with `x` `[n]` what does not need this rank's weight."""
-
-    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
-        """Send it off; it is used up. `number` is the same on all ranks and grows from round to round."""
-
-
-@dataclass(frozen=True)
-class Mean:
-    """The weighted mean: each rank scales its values by its weight, and one all-reduce sums them on the way.
-
-    A weight of 1 scales nothing, so that sums which fit into fp32 stay exact.
-    """
-
-    agrees: ClassVar[bool] = True
-
-    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        """Leave it as it is.
-
-        Raises:
-            Unsupported: wires of this codec can't be summed.
-        """
-        if not codec.linear:
-            raise Unsupported(f"Mean uses an all-reduce, but payloads of {codec} can't be summed. Use GatherMean().")
-        return Payload(x, None, x)
-
-    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
-        """Scale, encode and all-reduce."""
-        wire = codec.encode(_scaled(payload.values, payload.weight))
-        return _all_reduced(wire, group, "sum", lambda decision: (codec.decode(wire, payload.out), decision.total))
+from farflung.comm.group import Group
+from farflung.outer.agreement import Aggregator, Mean, Payload, Pending
+from farflung.outer.vote import Decision
 
 
 @dataclass(frozen=True)
@@ -260,50 +178,9 @@ class Gossip:
         return Pending(work, decode, wire.nbytes, wire.nbytes)
 
 
-@dataclass(frozen=True)
-class Max:
-    """The largest value of each element, as of counters; no codec and no weight has a say in it."""
-
-    agrees: ClassVar[bool] = True
-
-    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        """Leave it as it is."""
-        return Payload(x, x, x)
-
-    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
-        """All-reduce."""
-        return _all_reduced(payload.values, group, "max", lambda decision: (payload.values, 1))
-
-
 def mean_of(codec: Codec) -> Aggregator:
     """Return the plainest mean that can carry `codec`: summed on the way if that is possible."""
     return Mean() if codec.linear else GatherMean()
-
-
-def average(tensors: Sequence[Tensor], group: Group, decision: Decision, cap_bytes: int = CAP_BYTES) -> int:
-    """Replace `tensors` by their weighted mean over the ranks, at once: a collective outside of rounds.
-
-    Args:
-        tensors: floating ones of any shapes, the same on every rank.
-        cap_bytes: how much is copied and sent at a time.
-
-    Returns:
-        The bytes that this rank sent, which are as many as it received.
-    """
-    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    buckets, identity, sent = Buckets(tensors, dtype, cap_bytes=cap_bytes), Identity(), 0
-    for k in range(len(buckets)):
-        flat = buckets.pack(k)
-        pending = Mean().start(Payload(flat, None, flat, decision.factors[group.rank]), identity, group, 0)
-        buckets.unpack(k, pending.wait(decision)[1])
-        sent += pending.bytes_sent
-    return sent
-
-
-def _scaled(x: Tensor, weight: float) -> Tensor:
-    if weight == 0:
-        return x.zero_()  # not a product, which would let a NaN through
-    return x if weight == 1 else x.mul_(weight)
 
 
 def _encoded(x: Tensor, codec: Codec, residual: Tensor | None) -> Payload:
@@ -311,11 +188,6 @@ def _encoded(x: Tensor, codec: Codec, residual: Tensor | None) -> Payload:
         return Payload(x, codec.encode(x), x)
     assert isinstance(codec, ErrorFeedback)
     return Payload(x, codec.encode_with(x, residual), torch.empty_like(x))
-
-
-def _all_reduced(wire: Tensor, group: Group, op: Op, decode: Callable[[Decision], tuple[Tensor, float]]) -> Pending:
-    there_and_back = 2 * (group.size - 1) * wire.nbytes // group.size
-    return Pending(group.all_reduce(wire, op), decode, there_and_back, there_and_back)
 
 
 def _gathered(

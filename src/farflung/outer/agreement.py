@@ -1,23 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one kind of values comes together: what a rank brings of them, and what it makes of what comes back."""
+"""How one kind of values comes together: what a rank brings of them, how it is summed, what it makes of the result.
+
+Weights may have an anchor: the point that all replicas agree on, in fp32, with the outer optimizer that moves it. Here
+is the plain case; other ways to sum are in `aggregate.py`, and agreement one round late in `eager.py`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.sizes import CAP_BYTES
 from farflung.base.torch_internals import foreach_copy_
-from farflung.codec.base import Codec
+from farflung.codec.base import Codec, Identity
 from farflung.codec.feedback import ErrorFeedback
 from farflung.comm.bucket import Buckets
-from farflung.comm.group import Group
-from farflung.outer.aggregate import Aggregator, Payload
-from farflung.outer.anchor import Anchor
+from farflung.comm.group import Group, Op, Work
 from farflung.outer.merge import Merge
+from farflung.outer.vote import Decision
+
+MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What a rank brings of one bucket.
+
+    Args:
+        values: `[n]`. Under error feedback they have become the residual, once there is a wire.
+        wire: what goes on the wire, encoded. None: it is encoded when the exchange starts.
+        out: `[n]`, where the result goes; it may be `values`.
+        weight: this rank's. With 0 nothing of it counts, so error feedback keeps it for a later round.
+    """
+
+    values: Tensor
+    wire: Tensor | None
+    out: Tensor
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A bucket on its way.
+
+    Args:
+        decode: from how much each rank counts to `[n]`, the same bits on every rank, and the divisor that makes it the
+            aggregate.
+        bytes_sent: what this rank puts on the wire for it.
+        bytes_received: what comes to it.
+    """
+
+    work: Work
+    decode: Callable[[Decision], tuple[Tensor, float]]
+    bytes_sent: int
+    bytes_received: int
+
+    def wait(self, decision: Decision) -> tuple[Tensor, float]:
+        """Return the sum over the ranks and what to divide it by."""
+        self.work.wait()
+        return self.decode(decision)
+
+
+class Aggregator(Protocol):
+    """Starts the exchange of one bucket; all ranks call it with the same codec.
+
+    A rank knows its own weight when it starts, and those of the others when it decodes: values travel beside the votes.
+    """
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all ranks get the same bits."""
+
+    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
+        """Do with `x` `[n]` what does not need this rank's weight."""
+
+    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
+        """Send it off; it is used up. `number` is the same on all ranks and grows from round to round."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The weighted mean: each rank scales its values by its weight, and one all-reduce sums them on the way.
+
+    A weight of 1 scales nothing, so that sums which fit into fp32 stay exact.
+    """
+
+    agrees: ClassVar[bool] = True
+
+    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
+        """Leave it as it is.
+
+        Raises:
+            Unsupported: wires of this codec can't be summed.
+        """
+        if not codec.linear:
+            raise Unsupported(f"Mean uses an all-reduce, but payloads of {codec} can't be summed. Use GatherMean().")
+        return Payload(x, None, x)
+
+    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
+        """Scale, encode and all-reduce."""
+        wire = codec.encode(_scaled(payload.values, payload.weight))
+        return _all_reduced(wire, group, "sum", lambda decision: (codec.decode(wire, payload.out), decision.total))
+
+
+@dataclass(frozen=True)
+class Max:
+    """The largest value of each element, as of counters; no codec and no weight has a say in it."""
+
+    agrees: ClassVar[bool] = True
+
+    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
+        """Leave it as it is."""
+        return Payload(x, x, x)
+
+    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
+        """All-reduce."""
+        return _all_reduced(payload.values, group, "max", lambda decision: (payload.values, 1))
 
 
 class Averaged:
@@ -129,6 +234,91 @@ class Averaged:
         return all(bool(torch.isfinite(piece).all()) for piece in pieces)
 
 
+class Anchor:
+    """One flat tensor a bucket, so that the outer optimizer can go on bucket by bucket, as they land.
+
+    That needs no memory but the anchor, the optimizer's state and the buffers of the buckets.
+
+    Args:
+        buckets: of the trainable parameters; their values now are the first anchor.
+        make_optimizer: any `torch.optim` optimizer, such as `functools.partial(torch.optim.SGD, lr=0.7)`.
+        on_cpu: keep anchor and optimizer state in the host's memory (pinned, where the buckets are on a GPU).
+
+    Raises:
+        ConfigError: the optimizer made more than one group of the parameters it was given.
+    """
+
+    def __init__(self, buckets: Buckets, make_optimizer: MakeOptimizer, on_cpu: bool = False) -> None:
+        self._buckets = buckets
+        self._is_away = on_cpu and any(not buckets.flat(k).is_cpu for k in range(len(buckets)))
+        self.chunks = [nn.Parameter(self._kept(buckets.pack(k))) for k in range(len(buckets))]
+        self._views = [] if self._is_away else [buckets.cut(k, c.detach()) for k, c in enumerate(self.chunks)]
+        self.optimizer = make_optimizer(self.chunks) if self.chunks else None
+        if self.optimizer is not None and len(self.optimizer.param_groups) != 1:
+            raise ConfigError("The outer optimizer must keep its parameters in one parameter group.")
+
+    def _kept(self, flat: Tensor) -> Tensor:
+        return flat.cpu().pin_memory() if self._is_away else flat.clone()
+
+    def views(self, k: int) -> list[Tensor]:
+        """Return bucket `k` of the anchor cut as the parameters are, where these are."""
+        if not self._is_away:
+            return self._views[k]
+        return self._buckets.cut(k, self.chunks[k].detach().to(self._buckets.flat(k).device, non_blocking=True))
+
+    def delta(self, k: int) -> Tensor:
+        """Fill the buffer of bucket `k` with anchor - local and return it."""
+        local = self._buckets.pack(k)
+        point = self.chunks[k].detach()
+        return torch.sub(point.to(local.device, non_blocking=True) if self._is_away else point, local, out=local)
+
+    def advance(self, k: int, delta: Tensor) -> None:
+        """Let the outer optimizer move bucket `k` of the anchor, with `delta` `[sizes[k]]` as its gradient."""
+        assert self.optimizer is not None
+        chunk = self.chunks[k]
+        group = self.optimizer.param_groups[0]
+        chunk.grad = delta.cpu() if self._is_away else delta
+        group["params"] = [chunk]  # or each step would look at all chunks to find the one that has a gradient
+        try:
+            self.optimizer.step()
+        finally:
+            group["params"] = self.chunks
+            chunk.grad = None
+
+    def optimizer_rows(self) -> dict[str, list[Tensor]]:
+        """Return what the outer optimizer keeps of each element, by name: one flat tensor a bucket."""
+        if self.optimizer is None:
+            return {}
+        states = [self.optimizer.state.get(chunk, {}) for chunk in self.chunks]
+        names = [name for name, value in states[0].items() if isinstance(value, Tensor) and value.dim() == 1]
+        return {name: [state[name] for state in states] for name in names if all(name in state for state in states)}
+
+    def go_on_like(self, other: Anchor) -> None:
+        """Take over the settings of another anchor's optimizer, and what it keeps, 0 for each element as yet."""
+        if self.optimizer is None or other.optimizer is None:
+            return
+        (mine,), (theirs,) = self.optimizer.param_groups, other.optimizer.param_groups
+        mine.update({name: value for name, value in theirs.items() if name != "params"})
+        state = other.optimizer.state.get(other.chunks[0], {})
+        for chunk in self.chunks:
+            for name, value in state.items():
+                is_row = isinstance(value, Tensor) and value.dim() == 1
+                self.optimizer.state[chunk][name] = torch.zeros_like(chunk) if is_row else _cloned(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the anchor and of the optimizer's state."""
+        optimizer = None if self.optimizer is None else _cloned(self.optimizer.state_dict())
+        return {"chunks": [chunk.detach().clone() for chunk in self.chunks], "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        with torch.no_grad():
+            for chunk, saved in zip(self.chunks, state["chunks"], strict=True):
+                chunk.copy_(saved)
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(_cloned(state["optimizer"]))
+
+
 class Anchored(Averaged):
     """anchor <- outer_opt(anchor, aggregate(codec(anchor - local))); local <- merge(local, anchor)."""
 
@@ -190,103 +380,40 @@ class Anchored(Averaged):
             residual.copy_(saved)
 
 
-class Eager(Anchored):
-    """The mean of the last round, in which this rank's own stale term is replaced by what it has done since.
-
-        g = mean(t-1) + f (delta(t) - sent(t-1));  anchor <- outer_opt(anchor, g);  local <- anchor;  send delta(t)
-
-    f is this rank's share of the mean, 1/M where all did alike; of a term it is the same when it is put in and when it
-    is taken out. Anchors differ between ranks.
+def average(tensors: Sequence[Tensor], group: Group, decision: Decision, cap_bytes: int = CAP_BYTES) -> int:
+    """Replace `tensors` by their weighted mean over the ranks, at once: a collective outside of rounds.
 
     Args:
-        num_ranks: M.
+        tensors: floating ones of any shapes, the same on every rank.
+        cap_bytes: how much is copied and sent at a time.
 
-    Source: eager updates (arXiv:2502.12996).
+    Returns:
+        The bytes that this rank sent, which are as many as it received.
     """
+    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    buckets, identity, sent = Buckets(tensors, dtype, cap_bytes=cap_bytes), Identity(), 0
+    for k in range(len(buckets)):
+        flat = buckets.pack(k)
+        pending = Mean().start(Payload(flat, None, flat, decision.factors[group.rank]), identity, group, 0)
+        buckets.unpack(k, pending.wait(decision)[1])
+        sent += pending.bytes_sent
+    return sent
 
-    is_eager = True
 
-    def __init__(
-        self,
-        buckets: Buckets,
-        aggregator: Aggregator,
-        codec: Codec,
-        anchor: Anchor,
-        merge: Merge,
-        num_ranks: int,
-    ) -> None:
-        super().__init__(buckets, aggregator, codec, anchor, merge)
-        self._num_ranks = num_ranks
-        self._share = 1 / num_ranks  # f of what was sent last; 0 where that was nothing that could count
-        self._sent = [torch.zeros_like(chunk) for chunk in anchor.chunks]
-        self._means: dict[int, Tensor] = {}  # of the round that has come back, by bucket
-        self._next_share = 0.0
+def _scaled(x: Tensor, weight: float) -> Tensor:
+    if weight == 0:
+        return x.zero_()  # not a product, which would let a NaN through
+    return x if weight == 1 else x.mul_(weight)
 
-    def bring(self, k: int) -> Tensor:
-        """Fill the buffer with what `finish` has found a moment ago."""
-        return self.buckets.flat(k).copy_(self._sent[k])
 
-    def prepare(self, k: int, group: Group) -> Payload:
-        """Encode, and remember what the others will see of it."""
-        payload = super().prepare(k, group)
-        if payload.wire is not None:
-            self.codec.decode(payload.wire, self._sent[k])
-        return payload
+def _all_reduced(wire: Tensor, group: Group, op: Op, decode: Callable[[Decision], tuple[Tensor, float]]) -> Pending:
+    there_and_back = 2 * (group.size - 1) * wire.nbytes // group.size
+    return Pending(group.all_reduce(wire, op), decode, there_and_back, there_and_back)
 
-    def apply(self, k: int, payload: Payload, result: Tensor, divisor: float) -> None:
-        """Keep it for `finish`, which has all buckets."""
-        self._means[k] = result / divisor
-        self._next_share = payload.weight / divisor
 
-    def finish(self, has_worked: bool) -> None:
-        """Move the anchor by what has come back and by what this rank has done.
-
-        If nothing is new, of this rank or of others, momentum alone would move it, so it stays. So it does if this
-        rank's weights are not finite: the vote that follows will say so.
-        """
-        means, self._means = self._means, {}
-        if not has_worked and (not means or self._num_ranks == 1):
-            self._send_nothing()
-            return
-        share = self._next_share if means else self._share or 1 / self._num_ranks
-        for k, mean in means.items() if self._share else ():
-            mean.sub_(self._sent[k], alpha=self._share)
-        for k, sent in enumerate(self._sent):
-            sent.copy_(self._anchor.delta(k))
-        is_finite = all(bool(torch.isfinite(sent).all()) for sent in self._sent)
-        self._share = share if is_finite else 0.0
-        if is_finite:
-            for k, sent in enumerate(self._sent):
-                mean = means[k] if k in means else torch.zeros_like(sent)
-                self._advance(k, mean.add_(sent, alpha=share))
-
-    def reset_anchor(self) -> None:
-        """anchor <- local, and nothing is under way."""
-        super().reset_anchor()
-        self._send_nothing()
-
-    def rows(self) -> dict[str, list[Tensor]]:
-        """Return what is kept, with what is under way."""
-        return super().rows() | {"sent": self._sent}
-
-    def continue_from(self, other: Averaged) -> None:
-        """Take over the share too."""
-        super().continue_from(other)
-        assert isinstance(other, Eager)
-        self._share = other._share
-
-    def _send_nothing(self) -> None:
-        for sent in self._sent:
-            sent.zero_()
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return copies, with what is under way."""
-        state = super().state_dict() or {}
-        return state | {"sent": [sent.clone() for sent in self._sent], "share": self._share}
-
-    def load_state_dict(self, state: Any) -> None:
-        """Take over what `state_dict` returned."""
-        super().load_state_dict(state)
-        self._share = state["share"]
-        for sent, saved in zip(self._sent, state["sent"], strict=True):
-            sent.copy_(saved)
+def _cloned(node: Any) -> Any:
+    if isinstance(node, Tensor):
+        return node.detach().clone()
+    if isinstance(node, dict):
+        return {key: _cloned(value) for key, value in node.items()}
+    return [_cloned(value) for value in node] if isinstance(node, list) else node

@@ -28,14 +28,14 @@ from farflung.base.sizes import bucket_bytes_for
 from farflung.base.words import counted
 from farflung.comm.group import Group, SoloGroup, TorchGroup
 from farflung.comm.shards import local
-from farflung.outer.aggregate import average
+from farflung.outer.agreement import average
 from farflung.outer.asked import check_same, check_state, checked, one_number
 from farflung.outer.named import OuterConfig
 from farflung.outer.recipe import Recipe
 from farflung.outer.rounds import Rounds
 from farflung.outer.schedule import Action, Apply, Clock, Launch
 from farflung.outer.stats import Meter, Round, Stats
-from farflung.outer.weighting import in_proportion
+from farflung.outer.vote import in_proportion
 
 _HALF = 2**24  # whole numbers below this are exact in fp32
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from farflung.base.checks import check_type, check_whole
 from farflung.base.errors import ConfigError
 from farflung.comm.group import Group
-from farflung.outer.aggregate import average
-from farflung.outer.weighting import Decision
+from farflung.outer.agreement import average
+from farflung.outer.vote import Decision
 
 _COUNTER = "step"  # torch.optim keeps it as a float tensor, which has the shape of a parameter that is a scalar
 

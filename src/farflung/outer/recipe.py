@@ -15,13 +15,13 @@ from farflung.codec.base import Codec, Identity
 from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.named import codec_of
 from farflung.comm.group import SoloGroup
-from farflung.outer.aggregate import Aggregator, Gossip, Mean, TrimmedMean
-from farflung.outer.anchor import MakeOptimizer
+from farflung.outer.aggregate import Gossip, TrimmedMean
+from farflung.outer.agreement import Aggregator, MakeOptimizer, Mean
 from farflung.outer.fragments import Cut, whole
 from farflung.outer.inner import Inner, KeepState
 from farflung.outer.merge import Blend, Merge, Replace
 from farflung.outer.schedule import Levels, Schedule, Streaming, Warmup, check_schedule
-from farflung.outer.weighting import ByWork, Policy
+from farflung.outer.vote import ByWork, Policy
 
 Work: TypeAlias = Literal["steps", "items"]
 

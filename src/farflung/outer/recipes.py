@@ -24,7 +24,7 @@ from farflung.codec.base import Codec
 from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.named import codec_of
 from farflung.outer.aggregate import Gossip, mean_of
-from farflung.outer.anchor import MakeOptimizer
+from farflung.outer.agreement import MakeOptimizer
 from farflung.outer.fragments import Cut, Fragment, by_bytes, strided
 from farflung.outer.merge import Blend
 from farflung.outer.recipe import Recipe

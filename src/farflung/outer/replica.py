@@ -19,13 +19,12 @@ from farflung.codec.base import Identity
 from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group
 from farflung.comm.shards import local
-from farflung.outer.aggregate import Max, mean_of
-from farflung.outer.agreement import Anchored, Averaged, Eager
-from farflung.outer.anchor import Anchor
+from farflung.outer.agreement import Anchor, Anchored, Averaged, Max, Mean
+from farflung.outer.eager import Eager
 from farflung.outer.fragments import Fragment, Place, without_masks
 from farflung.outer.recipe import Recipe
 from farflung.outer.structure import Change, Structure, change_of, describe
-from farflung.outer.weighting import NormHistory
+from farflung.outer.vote import NormHistory
 
 _DIGEST_EVERY = 50  # rounds of a fragment between two checks that the ranks still agree
 
@@ -66,7 +65,7 @@ class BoundFragment:
             anchor = Anchor(parameters, recipe.optimizer, recipe.anchor_on_cpu)
             row = (parameters, recipe.aggregator, recipe.codec, anchor, recipe.merge)
             self.weights = Eager(*row, num_ranks=group.size) if recipe.eager else Anchored(*row)
-        self.buffers = Averaged(averages, mean_of(Identity()), Identity())
+        self.buffers = Averaged(averages, Mean(), Identity())
         self.counters = Averaged(counters, Max(), Identity())
         self.agreements = {"weights": self.weights, "buffers": self.buffers, "counters": self.counters}
 
@@ -77,7 +76,7 @@ class BoundFragment:
             StateError: a tensor is laid out in another way.
         """
         for places, buckets in self._bound:
-            buckets.rebind([place.get() for place in places])
+            buckets.rebind([place.owner[place.key] for place in places])
 
     def load(self, must_look: bool) -> tuple[float, float, bool]:
         """Return what a ballot says of norm, largest magnitude and floating buffers, and fill the buffers.

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.outer.aggregate import Payload, Pending
+from farflung.outer.agreement import Payload, Pending
 from farflung.outer.background import Job
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment
 from farflung.outer.stats import Meter, Round
-from farflung.outer.vote import BALLOT_BYTES, Ballot, FixedMembership, Tally
-from farflung.outer.weighting import Decision, in_proportion
+from farflung.outer.vote import BALLOT_BYTES, Ballot, Decision, FixedMembership, Tally, in_proportion
 
 _AHEAD = 2  # buckets on the wire at a time
 _LAG = 2  # of two buckets that follow each other so, the second is sent only after the first has arrived

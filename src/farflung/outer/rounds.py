@@ -16,7 +16,7 @@ from farflung.base.errors import RankFailure, StateError
 from farflung.base.words import numbered
 from farflung.comm.group import Group
 from farflung.comm.shards import local
-from farflung.outer.aggregate import average
+from farflung.outer.agreement import average
 from farflung.outer.background import BackgroundWorker
 from farflung.outer.inner import KeepState
 from farflung.outer.recipe import Recipe
@@ -25,8 +25,7 @@ from farflung.outer.round import OpenRound
 from farflung.outer.schedule import Launch
 from farflung.outer.stats import Meter, Round
 from farflung.outer.structure import Change
-from farflung.outer.vote import BALLOT_BYTES, Ballot, FixedMembership, Tally
-from farflung.outer.weighting import in_proportion
+from farflung.outer.vote import BALLOT_BYTES, Ballot, FixedMembership, Tally, in_proportion
 
 _BESIDE = "an average beside rounds of "
 

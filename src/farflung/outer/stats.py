@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 
@@ -88,7 +88,7 @@ class Meter:
     """The same figures, growing."""
 
     def __init__(self) -> None:
-        self._figures: dict[str, Any] = asdict(Stats())
+        self._figures: dict[str, Any] = dict(vars(Stats()))
         self._began = time.perf_counter()
 
     def add(self, name: str, amount: float = 1) -> None:

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eager updates: a rank's own moves are in its anchor before anyone else has seen them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.codec.base import Codec
+from farflung.comm.bucket import Buckets
+from farflung.comm.group import Group
+from farflung.outer.agreement import Aggregator, Anchor, Anchored, Averaged, Payload
+from farflung.outer.merge import Merge
+
+
+class Eager(Anchored):
+    """The mean of the last round, in which this rank's own stale term is replaced by what it has done since.
+
+        g = mean(t-1) + f (delta(t) - sent(t-1));  anchor <- outer_opt(anchor, g);  local <- anchor;  send delta(t)
+
+    f is this rank's share of the mean, 1/M where all did alike; of a term it is the same when it is put in and when it
+    is taken out. Anchors differ between ranks.
+
+    Args:
+        num_ranks: M.
+
+    Source: eager updates (arXiv:2502.12996).
+    """
+
+    is_eager = True
+
+    def __init__(
+        self,
+        buckets: Buckets,
+        aggregator: Aggregator,
+        codec: Codec,
+        anchor: Anchor,
+        merge: Merge,
+        num_ranks: int,
+    ) -> None:
+        super().__init__(buckets, aggregator, codec, anchor, merge)
+        self._num_ranks = num_ranks
+        self._share = 1 / num_ranks  # f of what was sent last; 0 where that was nothing that could count
+        self._sent = [torch.zeros_like(chunk) for chunk in anchor.chunks]
+        self._means: dict[int, Tensor] = {}  # of the round that has come back, by bucket
+        self._next_share = 0.0
+
+    def bring(self, k: int) -> Tensor:
+        """Fill the buffer with what `finish` has found a moment ago."""
+        return self.buckets.flat(k).copy_(self._sent[k])
+
+    def prepare(self, k: int, group: Group) -> Payload:
+        """Encode, and remember what the others will see of it."""
+        payload = super().prepare(k, group)
+        if payload.wire is not None:
+            self.codec.decode(payload.wire, self._sent[k])
+        return payload
+
+    def apply(self, k: int, payload: Payload, result: Tensor, divisor: float) -> None:
+        """Keep it for `finish`, which has all buckets."""
+        self._means[k] = result / divisor
+        self._next_share = payload.weight / divisor
+
+    def finish(self, has_worked: bool) -> None:
+        """Move the anchor by what has come back and by what this rank has done.
+
+        If nothing is new, of this rank or of others, momentum alone would move it, so it stays. So it does if this
+        rank's weights are not finite: the vote that follows will say so.
+        """
+        means, self._means = self._means, {}
+        if not has_worked and (not means or self._num_ranks == 1):
+            self._send_nothing()
+            return
+        share = self._next_share if means else self._share or 1 / self._num_ranks
+        for k, mean in means.items() if self._share else ():
+            mean.sub_(self._sent[k], alpha=self._share)
+        for k, sent in enumerate(self._sent):
+            sent.copy_(self._anchor.delta(k))
+        is_finite = all(bool(torch.isfinite(sent).all()) for sent in self._sent)
+        self._share = share if is_finite else 0.0
+        if is_finite:
+            for k, sent in enumerate(self._sent):
+                mean = means[k] if k in means else torch.zeros_like(sent)
+                self._advance(k, mean.add_(sent, alpha=share))
+
+    def reset_anchor(self) -> None:
+        """anchor <- local, and nothing is under way."""
+        super().reset_anchor()
+        self._send_nothing()
+
+    def rows(self) -> dict[str, list[Tensor]]:
+        """Return what is kept, with what is under way."""
+        return super().rows() | {"sent": self._sent}
+
+    def continue_from(self, other: Averaged) -> None:
+        """Take over the share too."""
+        super().continue_from(other)
+        assert isinstance(other, Eager)
+        self._share = other._share
+
+    def _send_nothing(self) -> None:
+        for sent in self._sent:
+            sent.zero_()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return copies, with what is under way."""
+        state = super().state_dict() or {}
+        return state | {"sent": [sent.clone() for sent in self._sent], "share": self._share}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take over what `state_dict` returned."""
+        super().load_state_dict(state)
+        self._share = state["share"]
+        for sent, saved in zip(self._sent, state["sent"], strict=True):
+            sent.copy_(saved)
