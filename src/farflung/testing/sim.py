@@ -160,17 +160,23 @@ class SimGroup:
     Args:
         rank: of the replica on the stage.
         members: the replicas of the group. None: all of them.
+        is_block: they are neighbours within another group; who leaves that one has left this one too.
 
     Attributes:
         members: the replicas of the group, by the ranks that `run_replicas` gave them.
         age: how often the replicas have regrouped.
     """
 
-    def __init__(self, stage: _Stage, rank: int, members: tuple[int, ...] | None = None) -> None:
+    is_concurrent = False
+
+    def __init__(
+        self, stage: _Stage, rank: int, members: tuple[int, ...] | None = None, is_block: bool = False
+    ) -> None:
         self.members = members or tuple(range(stage.size))
         self.rank = self.members.index(rank)
         self.size = len(self.members)
         self.age = stage.regroups[rank]
+        self._is_block = is_block
         self._me = rank
         self._stage = stage
         self._number = 0
@@ -269,8 +275,6 @@ class SimGroup:
 
         return end
 
-    is_concurrent = False
-
     def duplicate(self, in_background: bool = False) -> Group:
         """Return this group: its collectives are compared by number and kind, so none is taken for another."""
         return self
@@ -289,7 +293,7 @@ class SimGroup:
         check_blocks(self.size, size)
         begin = self.rank - self.rank % size
         block = self.members[begin : begin + size]
-        return self if block == self.members else _Block(self._stage, self._me, block)
+        return self if block == self.members else SimGroup(self._stage, self._me, block, is_block=True)
 
     def regroup(self) -> SimGroup:
         """Wait until each replica has come here too or has ended; return the group of those that have come.
@@ -315,7 +319,8 @@ class SimGroup:
 
     def leave(self, reason: str, for_good: bool = False) -> None:
         """Let the others know that this rank will not come."""
-        self._stage.departures[self._me].append(reason)
+        if not self._is_block:
+            self._stage.departures[self._me].append(reason)
 
     def raise_if_broken(self) -> None:
         """Do nothing: waits of replicas end by themselves."""
@@ -344,13 +349,6 @@ class SimGroup:
             del self._stage.calls[key]
         self._number += 1
         return _SimWork(self._stage, call, self._me)
-
-
-class _Block(SimGroup):
-    """Some neighbours of a group: who leaves that one has left this one too."""
-
-    def leave(self, reason: str, for_good: bool = False) -> None:
-        """Do nothing."""
 
 
 def _reduced(xs: list[Tensor], op: Op) -> Tensor:

@@ -92,21 +92,6 @@ class Simulation:
         return self.stats[self.first].bytes_received
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What one replica tells."""
-
-    losses: tuple[float, ...]
-    evaluations: tuple[Evaluation, ...]
-    rounds: tuple[Round, ...]
-    stats: Stats
-    seconds: float
-    waited: float
-    failures: tuple[str, ...]
-    model: nn.Module
-    is_lost: bool
-
-
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
     """Call the model, and take what it returns for the loss, or that's `.loss`; a mapping's entries are arguments."""
     out = model(**batch) if isinstance(batch, Mapping) else model(batch)
@@ -212,31 +197,32 @@ def simulate(
         network=Network(bandwidth_bps, latency_s),
     )
     with Bar(steps, progress) as bar:
-        outcomes = run_replicas(_play, replicas, task, bar, seed=seed)
-    return _summary(outcomes)
+        return _summary(run_replicas(_play, replicas, task, bar, seed=seed))
 
 
-def _summary(outcomes: Sequence[_Outcome]) -> Simulation:
-    there = [rank for rank, outcome in enumerate(outcomes) if not outcome.is_lost]
+def _play(group: SimGroup, task: SimulateArguments, bar: Bar) -> _Replica:
+    replica = _Replica(group, task, bar)
+    replica.play()
+    return replica
+
+
+def _summary(replicas: Sequence[_Replica]) -> Simulation:
+    there = [rank for rank, replica in enumerate(replicas) if not replica.is_lost]
     # Where all were lost the last one to go tells most.
-    first = there[0] if there else max(range(len(outcomes)), key=lambda rank: len(outcomes[rank].losses))
-    told = outcomes[first]
-    evaluations = sorted({e for outcome in outcomes for e in outcome.evaluations}, key=lambda e: (e.step, e.seconds))
+    number = there[0] if there else max(range(len(replicas)), key=lambda rank: len(replicas[rank].losses))
+    first = replicas[number]
+    evaluations = sorted({e for one in replicas for e in one.evaluations}, key=lambda e: (e.step, e.seconds))
     return Simulation(
-        losses=tuple(outcome.losses for outcome in outcomes),
+        losses=tuple(tuple(torch.stack(one.losses).tolist()) if one.losses else () for one in replicas),
         evaluations=tuple(evaluations),
-        rounds=told.rounds,
-        stats=tuple(outcome.stats for outcome in outcomes),
-        seconds=max(outcomes[rank].seconds for rank in there or [first]),
-        waited=tuple(outcome.waited for outcome in outcomes),
-        failures=told.failures,
-        model=told.model,
-        first=first,
+        rounds=tuple(first.rounds),
+        stats=tuple(one.outer.stats() for one in replicas),
+        seconds=max(replicas[rank].clock.now for rank in there or [number]),
+        waited=tuple(one.waited for one in replicas),
+        failures=tuple(first.failures),
+        model=first.model,
+        first=number,
     )
-
-
-def _play(group: SimGroup, task: SimulateArguments, bar: Bar) -> _Outcome:
-    return _Replica(group, task, bar).play()
 
 
 class _Replica:
@@ -248,46 +234,37 @@ class _Replica:
         self._rank = group.rank
         self._group = group
         torch.manual_seed(task.seed)
-        self._model = task.model()
+        self.model = task.model()
         torch.manual_seed((task.seed << 20) + group.rank + 1)  # from here on each replica draws for itself
-        self._optimizer = task.make_optimizer([p for p in self._model.parameters() if p.requires_grad])
+        self._optimizer = task.make_optimizer([p for p in self.model.parameters() if p.requires_grad])
         self._scheduler = task.make_scheduler(self._optimizer) if task.make_scheduler else None
         self._batches = _endless(task.make_data(group.rank))
-        self._clock = Clock()
-        self._waited = 0.0
+        self.clock = Clock()
+        self.waited = 0.0
+        self.is_lost = False
         self._done = self._evaluated = 0
-        self._losses: list[Tensor] = []
-        self._evaluations: list[Evaluation] = []
-        self._rounds: list[Round] = []
-        self._failures: list[str] = []
+        self.losses: list[Tensor] = []
+        self.evaluations: list[Evaluation] = []
+        self.rounds: list[Round] = []
+        self.failures: list[str] = []
         self._aloft = 0.0  # when the line is done with what flies while training goes on
         self._arrivals: dict[int, float] = {}  # of what was sent after a step
         self._landed = 0.0
-        self._outer = self._loop()
+        self.outer = self._loop()
 
-    def play(self) -> _Outcome:
+    def play(self) -> None:
+        """Train to the end, or until this replica is lost."""
         while True:
             try:
-                is_lost = self._train()
-                break
+                self.is_lost = self._train()
+                return
             except RankFailure as failure:
                 self._regroup(failure)
-        return _Outcome(
-            losses=tuple(torch.stack(self._losses).tolist()) if self._losses else (),
-            evaluations=tuple(self._evaluations),
-            rounds=tuple(self._rounds),
-            stats=self._outer.stats(),
-            seconds=self._clock.now,
-            waited=self._waited,
-            failures=tuple(self._failures),
-            model=self._model,
-            is_lost=is_lost,
-        )
 
     def _train(self) -> bool:
         """Do what is left to do; return whether this replica was lost meanwhile."""
         task = self._task
-        while self._done < task.steps and self._clock.now < task.seconds:
+        while self._done < task.steps and self.clock.now < task.seconds:
             if self._done >= task.lost.get(self._rank, math.inf):
                 task.gone.add(self._rank)
                 self._group.leave(f"lost after step {self._done}")
@@ -303,21 +280,21 @@ class _Replica:
     def _step(self) -> None:
         task = self._task
         batch = next(self._batches)
-        loss = task.loss_of(self._model, batch)
+        loss = task.loss_of(self.model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        self._clock.now += task.step_seconds[self._rank] + task.delays.get((self._rank, self._done + 1), 0.0)
-        before = self._clock.now
-        self._outer.average_gradients()
-        self._waited += self._clock.now - before
-        self._losses.append(loss.detach())
+        self.clock.now += task.step_seconds[self._rank] + task.delays.get((self._rank, self._done + 1), 0.0)
+        before = self.clock.now
+        self.outer.average_gradients()
+        self.waited += self.clock.now - before
+        self.losses.append(loss.detach())
         if task.max_norm is not None:
-            nn.utils.clip_grad_norm_(self._model.parameters(), task.max_norm)
+            nn.utils.clip_grad_norm_(self.model.parameters(), task.max_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
         if self._scheduler is not None:
             self._scheduler.step()
         self._done += 1
-        self._outer.count(items=task.items(batch) if task.items else 0)
+        self.outer.count(items=task.items(batch) if task.items else 0)
         self._sync()
 
     def _sync(self) -> None:
@@ -325,49 +302,49 @@ class _Replica:
 
         A recipe with a delay never waits for what it launches; its group, which can't know that, moves the clock on.
         """
-        began = self._landed = self._clock.now
-        self._clock.now = taken_up = max(began, self._aloft)
-        self._outer.sync_if_due()
+        began = self._landed = self.clock.now
+        self.clock.now = taken_up = max(began, self._aloft)
+        self.outer.sync_if_due()
         if self._task.recipe.schedule.delay:
-            if self._clock.now > taken_up:
-                self._arrivals[self._done] = self._aloft = self._clock.now
-            self._clock.now = self._landed
-        self._waited += self._clock.now - began
+            if self.clock.now > taken_up:
+                self._arrivals[self._done] = self._aloft = self.clock.now
+            self.clock.now = self._landed
+        self.waited += self.clock.now - began
 
     def _close(self) -> None:
-        began = self._clock.now
-        self._clock.now = max(began, self._aloft)
-        self._outer.close()
-        self._waited += self._clock.now - began
+        began = self.clock.now
+        self.clock.now = max(began, self._aloft)
+        self.outer.close()
+        self.waited += self.clock.now - began
 
     def _note(self, this: Round) -> None:
-        self._rounds.append(this)
+        self.rounds.append(this)
         self._landed = max(self._landed, self._arrivals.pop(this.step, 0.0))
 
     def _evaluate_if_due(self) -> None:
         every = self._task.evaluate_every
         if self._task.evaluate is None or every is None or self._done % every or self._evaluated == self._done:
             return
-        now = self._clock.now
-        with self._timed.for_free(), self._outer.synced():
+        now = self.clock.now
+        with self._timed.for_free(), self.outer.synced():
             if self._group.rank == 0:
                 self._judge()
-        self._clock.now = now
+        self.clock.now = now
         self._evaluated = self._done
 
     def _judge(self) -> None:
         assert self._task.evaluate is not None
-        self._model.eval()
+        self.model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            value = float(self._task.evaluate(self._model))
-        self._model.train()
-        self._evaluations.append(Evaluation(self._done, self._clock.now, self._outer.stats().bytes_sent, value))
+            value = float(self._task.evaluate(self.model))
+        self.model.train()
+        self.evaluations.append(Evaluation(self._done, self.clock.now, self.outer.stats().bytes_sent, value))
 
     def _loop(self) -> OuterLoop:
-        self._timed = TimedGroup(self._group, self._task.network, self._clock)
+        self._timed = TimedGroup(self._group, self._task.network, self.clock)
         with self._timed.for_free():
             outer = OuterLoop(
-                self._model, self._task.recipe, self._timed, inner=self._optimizer, clock=lambda: self._clock.now
+                self.model, self._task.recipe, self._timed, inner=self._optimizer, clock=lambda: self.clock.now
             )
         outer.listeners.append(self._note)
         return outer
@@ -378,8 +355,8 @@ class _Replica:
         Raises:
             RankFailure: the same one, if more is wrong than that a replica was lost on purpose.
         """
-        state = self._outer.state_dict()
-        self._outer.__exit__(type(failure), failure, None)
+        state = self.outer.state_dict()
+        self.outer.__exit__(type(failure), failure, None)
         members = self._group.members
         self._group = self._group.regroup()
         missing = set(members) - set(self._group.members)
@@ -389,10 +366,10 @@ class _Replica:
             seen = part["history"]["seen"]
             old = [members.index(member) for member in self._group.members]
             part["history"]["seen"] = {rank: seen[before] for rank, before in enumerate(old) if before in seen}
-        self._failures.append(str(failure))
+        self.failures.append(str(failure))
         self._optimizer.zero_grad()  # of a step that ended while gradients were averaged
-        self._outer = self._loop()
-        self._outer.load_state_dict(state)
+        self.outer = self._loop()
+        self.outer.load_state_dict(state)
 
 
 def _endless(batches: Iterable[Any]) -> Iterator[Any]:

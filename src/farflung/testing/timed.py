@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from farflung.base.checks import check_number
-from farflung.comm.group import Group, Op, Work
+from farflung.comm.group import Op, Work
 from farflung.cost.model import copies, hops
 from farflung.testing.sim import SimGroup
 
@@ -76,18 +75,15 @@ class Network:
         return self._near
 
 
-class TimedGroup:
-    """Does what a `SimGroup` does; whoever waits for a collective has its clock moved on to the collective's end."""
-
-    is_concurrent = False
+class TimedGroup(SimGroup):
+    """A `SimGroup` in which whoever waits for a collective has its clock moved on to the collective's end."""
 
     def __init__(self, group: SimGroup, network: Network, clock: Clock) -> None:
-        self.rank, self.size = group.rank, group.size
-        self._group = group
+        super().__init__(group._stage, group._me, group.members, group._is_block)
         self._network = network
         self._line = network.line(group)
         self._clock = clock
-        self._number = 0
+        self._num_timed = 0
         self._is_free = False
 
     @contextmanager
@@ -99,77 +95,40 @@ class TimedGroup:
         finally:
             self._is_free = False
 
-    def supports(self, device: str) -> bool:
-        return self._group.supports(device)
-
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
+        """Reduce in place."""
         sent = copies("reduced", self.size) * x.nbytes
-        return self._under_way(self._group.all_reduce(x, op), sent, hops("reduced", self.size))
+        return self._under_way(super().all_reduce(x, op), sent, hops("reduced", self.size))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        """Concatenate."""
         sent = copies("gathered", self.size) * x.nbytes
-        return self._under_way(self._group.all_gather(out, x), sent, hops("gathered", self.size))
+        return self._under_way(super().all_gather(out, x), sent, hops("gathered", self.size))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
+        """Reduce, and keep this rank's part."""
         sent = copies("reduced", self.size) / 2 * x.nbytes
-        return self._under_way(self._group.reduce_scatter(out, x, op), sent, self.size - 1)
+        return self._under_way(super().reduce_scatter(out, x, op), sent, self.size - 1)
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        """Transpose the parts."""
         sent = copies("reduced", self.size) / 2 * x.nbytes
-        return self._under_way(self._group.all_to_all(out, x), sent, int(self.size > 1))
+        return self._under_way(super().all_to_all(out, x), sent, int(self.size > 1))
 
     def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
-        work = self._group.swap(out, x, to, source)
-        return self._under_way(work, copies("paired", self.size) * x.nbytes, hops("paired", self.size))
+        """Copy from one to one."""
+        sent = copies("paired", self.size) * x.nbytes
+        return self._under_way(super().swap(out, x, to, source), sent, hops("paired", self.size))
 
-    def broadcast(self, x: Tensor, src: int) -> Work:
-        return self._group.broadcast(x, src)
-
-    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
-        return self._group.scatter(out, parts, src)
-
-    def barrier(self) -> None:
-        self._group.barrier()
-
-    def all_gather_small(self, x: Tensor) -> Tensor:
-        return self.begin_all_gather_small(x)()
-
-    def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
-        everyone = x.new_empty(self.size, x.numel())
-        work = self.all_gather(everyone, x)
-
-        def end() -> Tensor:
-            work.wait()
-            return everyone
-
-        return end
-
-    def duplicate(self, in_background: bool = False) -> Group:
-        return self
-
-    def free(self) -> None:
-        return None
-
-    def hand_over(self) -> Callable[[Future[None]], None]:
-        return lambda future: None
-
-    def split(self, size: int) -> Group:
-        return TimedGroup(self._group.split(size), self._network.near(), self._clock)
-
-    def agree_min(self, number: int, name: str) -> int:
-        return self._group.agree_min(number, name)
-
-    def leave(self, reason: str, for_good: bool = False) -> None:
-        self._group.leave(reason, for_good)
-
-    def raise_if_broken(self) -> None:
-        self._group.raise_if_broken()
+    def split(self, size: int) -> SimGroup:
+        """Return the block of neighbours, who are on one machine."""
+        return TimedGroup(super().split(size), self._network.near(), self._clock)
 
     def _under_way(self, work: Work, num_bytes: float, num_hops: int) -> Work:
         sending_s = 0.0 if self._is_free else 8 * num_bytes / self._network.bandwidth_bps
         waiting_s = 0.0 if self._is_free else num_hops * self._network.latency_s
-        number = self._number
-        self._number += 1
+        number = self._num_timed
+        self._num_timed += 1
         self._line.join(number, self._clock.now, self.size, sending_s, waiting_s)
         return _TimedWork(work, self._line, number, self._clock)
 
