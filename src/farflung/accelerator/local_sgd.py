@@ -10,7 +10,6 @@ from torch import nn
 
 from farflung.accelerator import lazy
 from farflung.accelerator.accelerator import Accelerator
-from farflung.accelerator.outer import Outer
 from farflung.base.checks import check_flag, check_type, check_whole
 from farflung.base.errors import StateError
 
@@ -45,7 +44,7 @@ class LocalSGD:
         recipe = lazy.local_sgd(local_sgd_steps)
         self.enabled = enabled and accelerator.use_distributed
         self.local_sgd_steps = local_sgd_steps
-        self._outer: Outer | None = accelerator._outer(model, recipe, each_step=False) if self.enabled else None
+        self._outer = accelerator._outer(model, recipe, each_step=False) if self.enabled else None
         self._loop: OuterLoop | None = None
 
     def __enter__(self) -> LocalSGD:

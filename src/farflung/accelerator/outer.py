@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -221,59 +222,6 @@ class OpenLoops:
             return copy.deepcopy(state) if lenders else state
 
 
-class Outer:
-    """A context manager in which replicas of a prepared model train independently and are synchronized by a recipe.
-
-    Inside it gradients and buffers are not synchronized. Entering returns the `OuterLoop`. Leaving it normally is a
-    collective: ranks that have no more data stay in the rounds until all have arrived, and average a last time. An
-    exception leaves without a collective, and the other ranks get an error.
-
-    Args:
-        model: a prepared model, which one of `optimizers` trains.
-        each_step: rounds happen inside `optimizer.step()`; False leaves them to calls of `sync_if_due`.
-        loops: told of the loop while it is open.
-
-    Raises:
-        ConfigError: none of the optimizers has parameters of the model, or the model already has an outer loop.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        recipe: Recipe,
-        strategy: Strategy,
-        optimizers: Sequence[AcceleratedOptimizer],
-        each_step: bool = True,
-        loops: OpenLoops | None = None,
-    ) -> None:
-        self._loops = loops or OpenLoops()
-        if self._loops.has(model):
-            raise ConfigError(
-                "This model already has an outer loop: Accelerator(outer=), --outer or FARFLUNG_OUTER_RECIPE opened "
-                "one when it was prepared, or a `with` block around this one has. Leave one of them out."
-            )
-        driver(model, optimizers)
-        self._model = model
-        self._recipe = recipe
-        self._strategy = strategy
-        self._optimizers = optimizers
-        self._each_step = each_step
-        self._attached: AttachedLoop | None = None
-
-    def __enter__(self) -> OuterLoop:
-        self._attached = AttachedLoop(self._model, self._recipe, self._strategy, self._optimizers, self._each_step)
-        self._loops.opened(self._attached)
-        return self._attached.loop
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        attached, self._attached = self._attached, None
-        if attached is not None:
-            self._loops.closed(attached)
-            attached.end(kind, error, trace)
-
-
 class OuterMethods:
     """The methods of an Accelerator that open outer loops."""
 
@@ -282,20 +230,50 @@ class OuterMethods:
     _registry: Registry
     _open_loops: OpenLoops
 
-    def outer(self, model: nn.Module, recipe: Recipe | OuterConfig | str) -> Outer:
+    def outer(
+        self, model: nn.Module, recipe: Recipe | OuterConfig | str
+    ) -> AbstractContextManager[OuterLoop, bool | None]:
         """Return a context manager in which replicas of `model` train independently, synchronized by `recipe`.
 
-        The prepared optimizer that owns the model's parameters drives the rounds: there is nothing to call.
+        The prepared optimizer that owns the model's parameters drives the rounds: there is nothing to call. Gradients
+        and buffers are not synchronized. Leaving the block normally is a collective: ranks that have no more data stay
+        in the rounds until all have arrived, and average a last time. An exception leaves without a collective, and
+        the other ranks get an error.
 
         Args:
+            model: a prepared model, which a prepared optimizer trains.
             recipe: from `farflung.outer`, such as `diloco(every=32)`; or an `OuterConfig`, or a recipe's name, such as
                 `"diloco"`, which takes its defaults.
+
+        Raises:
+            ConfigError: no optimizer has parameters of the model, or the model already has an outer loop.
         """
         lazy.check_model(model)
         return self._outer(model, lazy.chosen_recipe(recipe, self._joined.local_size), each_step=True)
 
-    def _outer(self, model: nn.Module, recipe: Recipe, each_step: bool) -> Outer:
-        return Outer(model, recipe, self._strategy, self._registry.optimizers, each_step, self._open_loops)
+    def _outer(
+        self, model: nn.Module, recipe: Recipe, each_step: bool
+    ) -> AbstractContextManager[OuterLoop, bool | None]:
+        if self._open_loops.has(model):
+            raise ConfigError(
+                "This model already has an outer loop: Accelerator(outer=), --outer or FARFLUNG_OUTER_RECIPE opened "
+                "one when it was prepared, or a `with` block around this one has. Leave one of them out."
+            )
+        driver(model, self._registry.optimizers)
+        return self._attached(model, recipe, each_step)
+
+    @contextmanager
+    def _attached(self, model: nn.Module, recipe: Recipe, each_step: bool) -> Iterator[OuterLoop]:
+        attached = AttachedLoop(model, recipe, self._strategy, self._registry.optimizers, each_step)
+        self._open_loops.opened(attached)
+        try:
+            yield attached.loop
+        except BaseException:
+            self._open_loops.closed(attached)
+            attached.end(*sys.exc_info())
+            raise
+        self._open_loops.closed(attached)
+        attached.end()
 
     @property
     def outer_loops(self) -> list[OuterLoop]:

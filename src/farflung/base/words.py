@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+_MAX_SHOWN = 8  # before the rest is counted
+
 
 def counted(number: int, noun: str) -> str:
     """Return `1 process`, or `2 processes`."""
@@ -19,7 +21,9 @@ def plural(noun: str) -> str:
 
 
 def numbered(noun: str, numbers: Iterable[int]) -> str:
-    """Return `rank 1`, or `ranks 1, 2 and 3`."""
+    """Return `rank 1`, or `ranks 1, 2 and 3`; of more than eight, the first ones and how many more there are."""
     words = [str(number) for number in numbers]
+    if len(words) > _MAX_SHOWN:
+        words = [*words[:_MAX_SHOWN], f"{len(words) - _MAX_SHOWN} more"]
     listed = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
     return f"{noun if len(words) == 1 else plural(noun)} {listed}"

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from farflung.base.errors import CollectiveMismatch
+from farflung.base.words import numbered
 from farflung.comm.packet import Header, Kind, Signature
-
-_MAX_SHOWN = 8  # ranks named before the rest is counted
 
 
 def called(signature: Signature) -> str:
@@ -69,16 +68,8 @@ def _by_rank(verb: str, texts: Mapping[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         ranks.setdefault(text, []).append(rank)
-    first, *others = [(_ranks(found), text) for text, found in ranks.items()]
+    first, *others = [(numbered("rank", found), text) for text, found in ranks.items()]
     return ", ".join([" ".join(filter(None, (first[0], verb, first[1]))), *map(" ".join, others)])
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > _MAX_SHOWN:
-        return f"ranks {', '.join(map(str, ranks[:_MAX_SHOWN]))} and {len(ranks) - _MAX_SHOWN} more"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _leaf(kind: Kind, with_device: bool) -> str:

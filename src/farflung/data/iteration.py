@@ -29,22 +29,6 @@ class Iteration:
         has_workers: persistent workers were there when it began.
     """
 
-    __slots__ = (
-        "end_of_dataloader",
-        "epoch",
-        "first",
-        "has_workers",
-        "history",
-        "loader",
-        "num_batches",
-        "prefetched",
-        "remainder",
-        "resumption",
-        "skip",
-        "source",
-        "start",
-    )
-
     def __init__(
         self, loader: Any, epoch: int, skip: int, start: RandomStates, resumption: Resumption | None = None
     ) -> None:
