@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: where scripts look for loaders, samplers and their shards."""
 
+from farflung.accelerator.operations import prepare_data_loader
 from farflung.data.dispatcher import DataLoaderDispatcher
 from farflung.data.iterable import IterableDatasetShard
-from farflung.data.loader import DataLoaderShard, SkipDataLoader
-from farflung.data.prepare import prepare_data_loader, skip_first_batches
+from farflung.data.loader import DataLoaderShard
+from farflung.data.prepare import skip_first_batches
 from farflung.data.samplers import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
+from farflung.data.torch_loaders import SkipDataLoader
 
 __all__ = [
     "BatchSamplerShard",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: where scripts look for the state classes."""
 
-from farflung.accelerator.views import AcceleratorState, GradientState, PartialState
+from farflung.accelerator.views import AcceleratorState, GradientState, PartialState, is_initialized
 from farflung.base.enums import DistributedType
 
-__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState"]
+__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized"]

@@ -29,7 +29,7 @@ def settled():
     assert accelerator.get_state_dict(wrapped).keys() == model.state_dict().keys()
     assert accelerator.prepare(wrapped) is wrapped
     assert accelerator.distributed_type == DistributedType.MULTI_CPU
-    assert (accelerator.use_distributed, accelerator.multi_device) == (True, True)
+    assert (accelerator.use_distributed, accelerator.multi_device) == (True, False)
     assert accelerator.prepare(model) is wrapped
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))  # after its model, and by itself
     assert accelerator.prepare(optimizer) is accelerator.prepare(optimizer.optimizer) is optimizer
@@ -113,6 +113,24 @@ def gradient(hook):
 @pytest.mark.parametrize("hook", [Hook.NO, Hook.BF16, Hook.FP16, Hook.POWER_SGD])
 def test_no_sync_keeps_gradients_at_home_and_hooks_average_them(hook):
     assert run_ranks(gradient, 2, hook) == [(1.0, 3.0), (2.0, 3.0)]
+
+
+def late_gradient():
+    accelerator = Accelerator()
+    model = nn.Linear(1, 1, bias=False)
+    wrapped = accelerator.prepare(model)
+    x = torch.full((1, 1), 1.0 + accelerator.process_index)
+    with accelerator.no_sync(wrapped):
+        losses = [wrapped(factor * x).sum() for factor in (1, 10)]
+    accelerator.backward(losses[0])
+    alone = model.weight.grad.item()
+    with accelerator.trigger_sync_in_backward(wrapped):
+        accelerator.backward(losses[1])
+    return alone, model.weight.grad.item()
+
+
+def test_gradients_of_forward_passes_inside_no_sync_can_be_synchronized_in_their_backward():
+    assert run_ranks(late_gradient, 2) == [(1.0, 16.5), (2.0, 16.5)]
 
 
 def uneven(even_batches):

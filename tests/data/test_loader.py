@@ -16,9 +16,10 @@ from torch.utils.data.distributed import DistributedSampler
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
-from farflung.data.loader import DataLoaderShard, SkipDataLoader
+from farflung.data.loader import DataLoaderShard
 from farflung.data.prepare import prepare_data_loader, prepare_loader, skip_first_batches
 from farflung.data.samplers import BatchSamplerShard
+from farflung.data.torch_loaders import SkipDataLoader
 from farflung.loop.state import LoopState
 from tests.data.support import Seat, SizedStream, Stream, gathered, prepared, values, walk
 

@@ -309,3 +309,13 @@ def test_two_ranks():
         "mixed": {"words": ["w0", "w1"]},
         "dictionary": "WrongType",
     }
+
+
+def devices_of_two(name):
+    accelerator = {"accelerate": accelerate, "farflung": farflung}[name].Accelerator(cpu=True)
+    return str(accelerator.device), torch.zeros(1, device=accelerator.device).device == accelerator.device
+
+
+def test_the_device_of_several_cpu_processes():
+    assert run_ranks(devices_of_two, 2, "accelerate", connect=False) == [("cpu:0", False)] * 2
+    assert run_ranks(devices_of_two, 2, "farflung", connect=False) == [("cpu", True)] * 2

@@ -19,6 +19,7 @@ from farflung.accelerator.checkpoints import Checkpointer, Checkpointing
 from farflung.accelerator.contents import Run
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController
+from farflung.accelerator.engines import OtherAxes
 from farflung.accelerator.join import join_uneven_inputs
 from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics, release_memory
 from farflung.accelerator.outer import OpenLoops, OuterMethods
@@ -34,8 +35,9 @@ from farflung.accelerator.settings import (
     resolve_data,
     resolve_outer,
 )
-from farflung.accelerator.views import AcceleratorState, GradientState
-from farflung.base.checks import check_type, check_whole
+from farflung.accelerator.settled import SettledProperties
+from farflung.accelerator.views import AcceleratorState
+from farflung.base.checks import check_type
 from farflung.base.enums import DynamoBackend
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.comm import collectives
@@ -59,7 +61,6 @@ from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks
 from farflung.precision.amp import choose_precision
 from farflung.process.bootstrap import join_world
-from farflung.process.world import World
 from farflung.strategy.choose import choose_strategy
 from farflung.tools.profile import profile
 
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from farflung.outer.named import OuterConfig
 
 
-class Accelerator(OuterMethods, Checkpointing, ProcessControl):
+class Accelerator(SettledProperties, OtherAxes, OuterMethods, Checkpointing, ProcessControl):
     """Runs your training loop on as many processes as it was started with. Accelerate's parameters, and:
 
     Args:
@@ -138,7 +139,7 @@ class Accelerator(OuterMethods, Checkpointing, ProcessControl):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = [str(kind) for kind in (["generator"] if rng_types is None else rng_types)]
         self._joined = join_world(cpu, self.init_handler, handlers.get(WatchdogKwargs))
-        session = slot.open_or_join(self._joined, mixed_precision, accumulation)
+        session = slot.open_or_join(self._joined, mixed_precision, accumulation, compiling)
         try:
             self._precision = choose_precision(
                 session.mixed_precision, self._joined.device, self.autocast_handler, self.scaler_handler
@@ -170,110 +171,6 @@ class Accelerator(OuterMethods, Checkpointing, ProcessControl):
         self._checkpointer = Checkpointer(run, self.project_configuration)
         self.flag_tensor: Tensor | None = None
         self.trackers: list[Any] = []
-
-    # ---- what was settled
-
-    @property
-    def _world(self) -> World:
-        return self._joined
-
-    @property
-    def state(self) -> AcceleratorState:
-        """A view of the process, its world and the session."""
-        return AcceleratorState()
-
-    @property
-    def gradient_state(self) -> GradientState:
-        """A view of where the training loop stands."""
-        return GradientState()
-
-    @property
-    def mixed_precision(self) -> str:
-        """`no`, `bf16` or `fp16`."""
-        return self._precision.name
-
-    @property
-    def native_amp(self) -> bool:
-        """Whether forward passes compute in a half precision."""
-        return self._precision.name != "no"
-
-    @property
-    def scaler(self) -> Any:
-        """The loss scaler of fp16, else None."""
-        return self._precision.scaler
-
-    @property
-    def multi_device(self) -> bool:
-        """Whether several processes train together."""
-        return self._distributed
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch completes its accumulation window."""
-        return self._loop.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self._loop.sync_gradients = value
-
-    @property
-    def step(self) -> int:
-        """Micro-batches since the accumulation window was last reset."""
-        return self._loop.step
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._loop.step = value
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in one accumulation window."""
-        return self._loop.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        check_whole("gradient_accumulation_steps", value, least=1)
-        self._loop.num_steps = value
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer's last attempted step was skipped because gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._registry.optimizers)
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch size is that of all processes together."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether the main process reads batches and distributes them; None: for iterable datasets only."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether the last round is padded, so that all ranks get the same number of batches."""
-        return self.dataloader_config.even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether shuffling depends only on a seed and the epoch's number."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device without waiting."""
-        return self.dataloader_config.non_blocking
-
-    @property
-    def project_dir(self) -> str | None:
-        """Where the project keeps its files."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | None:
-        """Where the project keeps its logs."""
-        return self.project_configuration.logging_dir
 
     # ---- making things ready
 
@@ -419,6 +316,13 @@ class Accelerator(OuterMethods, Checkpointing, ProcessControl):
             self._precision.scaler,
             self._open_loops,
         )
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which `backward` synchronizes the gradients of `model`, though its forward pass ran
+        inside `no_sync`.
+        """
+        check_type("trigger_sync_in_backward: model", model, nn.Module, "an nn.Module")
+        return self._strategy.sync_in_backward(model)
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from farflung.accelerator.session import flushed
+from farflung.accelerator.session import current, flushed
 from farflung.base.checks import check_type
 from farflung.base.errors import Unsupported
 from farflung.base.optional import compare_versions, is_available
@@ -19,6 +20,7 @@ from farflung.base.torch_internals import compiled_again, compiled_from
 from farflung.base.tree import leaves_of, rebuilt, recursively_apply
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
+from farflung.data import prepare as loading
 from farflung.precision.amp import restore_forward
 from farflung.process.bootstrap import join_world
 from farflung.strategy.compile import without_compile
@@ -96,6 +98,16 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 def wait_for_everyone() -> None:
     """Return when every process has come here."""
     collectives.wait_for_everyone(_flushed())
+
+
+@wraps(loading.prepare_data_loader)
+def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
+    """Prepare a loader; it reports to the loop of the process's latest Accelerator, if there is one."""
+    prepared = loading.prepare_data_loader(*args, **kwargs)
+    session = current()
+    if session is not None:
+        prepared.report_to(session.loop)
+    return prepared
 
 
 def extract_model_from_parallel(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from farflung.base.errors import ConfigError, StateError
 from farflung.comm.exchange import Exchange
 from farflung.config import environ
+from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin
 from farflung.loop.state import LoopState
 from farflung.process.world import World
@@ -26,6 +27,7 @@ class Session:
         mixed_precision: `no`, `bf16` or `fp16`.
         plugin, loop: how gradients are accumulated, and where that stands; an Accelerator that asks for another
             accumulation gets a loop of its own, and `GradientState` shows the latest.
+        compiling: how the latest Accelerator compiles models; None: none has said.
         controllers: of the Accelerators that have outer loops of their own accord.
     """
 
@@ -33,6 +35,7 @@ class Session:
     mixed_precision: str
     plugin: GradientAccumulationPlugin
     loop: LoopState
+    compiling: TorchDynamoPlugin | None = None
     controllers: list[weakref.ref[OuterController]] = field(default_factory=list)
 
 
@@ -55,7 +58,12 @@ def opened() -> Session:
     return _slot
 
 
-def open_or_join(world: World, mixed_precision: str | None, plugin: GradientAccumulationPlugin | None) -> Session:
+def open_or_join(
+    world: World,
+    mixed_precision: str | None,
+    plugin: GradientAccumulationPlugin | None,
+    compiling: TorchDynamoPlugin | None = None,
+) -> Session:
     """Open the session with these settings, or join the open one; None stands for what the session has.
 
     Raises:
@@ -65,13 +73,14 @@ def open_or_join(world: World, mixed_precision: str | None, plugin: GradientAccu
     if _slot is None or _slot.world is not world:  # a session does not outlive its world
         chosen = plugin or GradientAccumulationPlugin(num_steps=1)
         precision = mixed_precision or environ.text("ACCELERATE_MIXED_PRECISION") or "no"
-        _slot = Session(world, precision, chosen, new_loop(chosen))
+        _slot = Session(world, precision, chosen, new_loop(chosen), compiling)
         return _slot
     if mixed_precision is not None and mixed_precision != _slot.mixed_precision:
         raise ConfigError(
             f"mixed_precision={mixed_precision!r}, but this process's first Accelerator has "
             f"{_slot.mixed_precision!r}. Make them equal, or call `AcceleratorState._reset_state()` between two runs."
         )
+    _slot.compiling = compiling or _slot.compiling
     if plugin is not None and plugin != _slot.plugin:
         _slot.plugin = plugin
         _slot.loop = new_loop(plugin)

@@ -9,13 +9,25 @@ import torch
 
 from farflung.accelerator import session as slot
 from farflung.accelerator.control import ProcessControl
-from farflung.accelerator.settings import check_init
+from farflung.accelerator.engines import OtherEngines
+from farflung.accelerator.settings import check_init, refuse_engines, resolve_compile
 from farflung.base.checks import check_flag, check_type, check_word
 from farflung.base.enums import PrecisionType
+from farflung.base.errors import Unsupported
+from farflung.config import environ
+from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
 from farflung.process import world as world_slot
 from farflung.process.bootstrap import join_world, leave_world
 from farflung.process.world import World
+
+
+class _SharedState:
+    """The dictionary of a state class, as it stands when it is read: empty until there is such a state."""
+
+    def __get__(self, instance: Any, owner: Any) -> dict[str, Any]:
+        state = owner.__new__(owner)
+        return {name: getattr(state, name) for name in owner._shared} if state.initialized else {}
 
 
 class PartialState(ProcessControl):
@@ -25,6 +37,17 @@ class PartialState(ProcessControl):
         cpu: stay on the CPU even where there is an accelerator.
         kwargs: arguments of `torch.distributed.init_process_group`: backend, init_method, timeout.
     """
+
+    _shared: tuple[str, ...] = (
+        "backend",
+        "device",
+        "debug",
+        "distributed_type",
+        "num_processes",
+        "process_index",
+        "fork_launched",
+    )
+    _shared_state = _SharedState()
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         known = ("backend", "init_method", "timeout")
@@ -54,6 +77,19 @@ class PartialState(ProcessControl):
         found = torch.accelerator.current_accelerator(check_available=True)
         return found if found is not None else torch.device("cpu")
 
+    @property
+    def debug(self) -> bool:
+        """Whether the launcher asked for its debug mode. What it checks is checked always."""
+        return environ.flag("ACCELERATE_DEBUG_MODE")
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether this process was forked from a notebook's."""
+        return environ.flag("FORK_LAUNCHED")
+
+    def set_device(self) -> None:
+        """Do nothing: the device was chosen when the process joined its world."""
+
     def destroy_process_group(self, group: Any = None) -> None:
         """Destroy `group`, or leave the world and destroy its group where Farflung made it."""
         if group is None:
@@ -68,20 +104,47 @@ class PartialState(ProcessControl):
 
     def __repr__(self) -> str:
         return (
-            f"Distributed environment: {self.distributed_type}  Backend: {self.backend}\n"
+            f"Distributed environment: {self.distributed_type}{f'  Backend: {self.backend}' if self.backend else ''}\n"
             f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
         )
 
 
-class AcceleratorState(PartialState):
-    """This process, its world, and what the first `Accelerator` settled."""
+class AcceleratorState(OtherEngines, PartialState):
+    """This process, its world, and what the first `Accelerator` settled.
 
-    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
+    Raises:
+        ConfigError: settings other than those of the process's first `Accelerator`.
+        Unsupported: a plugin of an engine that Farflung does not support.
+    """
+
+    _shared = (*PartialState._shared, "mixed_precision", "dynamo_plugin", "parallelism_config")
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        refuse_engines(
+            deepspeed_plugin=deepspeed_plugin,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            parallelism_config=parallelism_config,
+        )
         if mixed_precision is not None:
             check_word("mixed_precision", mixed_precision, PrecisionType.list())
         super().__init__(cpu, **kwargs)
-        slot.open_or_join(self._world, mixed_precision, None)
+        compiling = None if dynamo_plugin is None else resolve_compile(None, dynamo_plugin)
+        slot.open_or_join(self._world, mixed_precision, None, compiling)
 
     @property
     def initialized(self) -> bool:
@@ -92,6 +155,38 @@ class AcceleratorState(PartialState):
     def mixed_precision(self) -> str:
         """`no`, `bf16` or `fp16`."""
         return slot.opened().mixed_precision
+
+    @property
+    def dynamo_plugin(self) -> TorchDynamoPlugin:
+        """How the latest `Accelerator` compiles models."""
+        compiling = slot.opened().compiling
+        return TorchDynamoPlugin() if compiling is None else compiling
+
+    @property
+    def deepspeed_plugins(self) -> None:
+        """None: DeepSpeed is not supported."""
+        return None
+
+    @property
+    def device_mesh(self) -> None:
+        """None: processes are arranged along one axis."""
+        return None
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """Refused: there is no plugin to return.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported(f"get_deepspeed_plugin({name!r}): DeepSpeed is not supported. Use DDP, or an outer loop.")
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Refused: there is no plugin to choose.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported(f"select_deepspeed_plugin({name!r}): DeepSpeed is not supported. Use DDP, or an outer loop.")
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
@@ -164,9 +259,18 @@ class GradientState:
         return [under_way.loader for under_way in slot.opened().loop.loaders]
 
     @property
+    def is_xla_gradients_synced(self) -> bool:
+        """False: XLA is not supported."""
+        return False
+
+    @property
     def in_dataloader(self) -> bool:
         """Whether a loader is being iterated."""
         return self.active_dataloader is not None
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """Say whether the micro-batch in hand completes its window, for loops that count on their own."""
+        slot.opened().loop.sync_gradients = sync_gradients
 
     @staticmethod
     def _reset_state() -> None:
@@ -179,3 +283,8 @@ class GradientState:
             f"Sync Gradients: {self.sync_gradients}\nAt end of current dataloader: {self.end_of_dataloader}\n"
             f"Extra samples added: {self.remainder}\nGradient accumulation plugin: {self.plugin_kwargs}\n"
         )
+
+
+def is_initialized() -> bool:
+    """Say whether an `Accelerator` has settled things in this process."""
+    return slot.current() is not None

@@ -13,7 +13,7 @@ class _Listing(EnumMeta):
 
 
 class BaseEnum(str, Enum, metaclass=_Listing):
-    """A word that is also its own text: `DistributedType.NO == "NO"`."""
+    """A word that is also its own text: `PrecisionType.NO == "no"`."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -24,7 +24,13 @@ class BaseEnum(str, Enum, metaclass=_Listing):
         return [member.value for member in cls]
 
 
-class DistributedType(BaseEnum):
+class _Shown(BaseEnum):
+    """A word whose text shows its class, `DistributedType.NO`, as scripts that compare texts expect of these."""
+
+    __str__ = Enum.__str__
+
+
+class DistributedType(_Shown):
     """How the processes of a run work together."""
 
     NO = "NO"
@@ -50,6 +56,15 @@ class PrecisionType(BaseEnum):
     FP8 = "fp8"
     FP16 = "fp16"
     BF16 = "bf16"
+
+
+class FP8BackendType(_Shown):
+    """A library that computes in fp8."""
+
+    NO = "NO"
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"
 
 
 class RNGType(BaseEnum):

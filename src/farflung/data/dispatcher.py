@@ -17,8 +17,9 @@ from farflung.data.batches import BatchView, concatenated, extended, length_of
 from farflung.data.iteration import NOTHING, Iteration
 from farflung.data.loader import PreparedLoader
 from farflung.data.position import plain_or_none, replay
-from farflung.data.samplers import filled
-from farflung.data.torch_loaders import keeper_of, reads_indices, without_first
+from farflung.data.samplers import check_split, filled
+from farflung.data.torch_loaders import keeper_of, made_loader, reads_indices, refuse_mesh, without_first
+from farflung.process.bootstrap import join_world
 
 SliceFn: TypeAlias = Callable[..., Any]
 _Round: TypeAlias = tuple[list[Any], int]  # the parts by rank, and how many samples are no padding when some are (or 0)
@@ -34,22 +35,65 @@ class DataLoaderDispatcher(PreparedLoader):
     knows the last one when it hands it out.
 
     Args:
-        base: makes the batches on rank 0; it is never iterated on the other ranks.
-        group: the ranks that share them.
-        split_batches: cut each batch of the base loader, instead of giving one to each rank.
-        even_batches: complete a round that cannot be cut into equal parts with samples of the first; otherwise parts
-            differ and ranks may get none.
-        drop_last: leave out a last round that has too few batches.
+        dataset: what to load from; it is read on rank 0 alone.
+        split_batches: cut each batch, instead of giving one to each rank.
+        skip_batches: batches of a rank left out at the beginning of each iteration.
+        use_stateful_dataloader: see `DataLoaderConfiguration`.
         slice_fn: `slice_fn(batch, slice, process_index=, num_processes=)` cuts a rank's part out of a round's batch.
-        common: see `PreparedLoader`.
+        torch_device_mesh: of axes along which ranks see different data; it changes nothing.
+        iteration: the number of the first epoch.
+        kwargs: those of torch's `DataLoader`.
     """
 
     def __init__(
         self,
-        base: DataLoader[Any],
-        *,
-        group: Group,
+        dataset: Any,
         split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: SliceFn | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        refuse_mesh(torch_device_mesh)
+        world = join_world()
+        base = made_loader(dataset, use_stateful_dataloader, kwargs)
+        batch_size = base.batch_size
+        if split_batches and batch_size is not None:
+            check_split(batch_size, world.size)
+        factor = 1 if split_batches else world.size
+        common: dict[str, Any] = {"device": world.device, "non_blocking": _non_blocking}
+        common["total_batch_size"] = None if batch_size is None else batch_size * factor
+        self._share_out(base, world.group, split_batches, drop_last=_drop_last, slice_fn=slice_fn, state=None, **common)
+        self.skip_batches = skip_batches
+        self._epochs.choose(iteration)
+
+    @classmethod
+    def over(
+        cls, base: DataLoader[Any], *, group: Group, split_batches: bool = False, **settings: Any
+    ) -> DataLoaderDispatcher:
+        """Prepare a loader that is there already.
+
+        Args:
+            base: makes the batches on rank 0; it is never iterated on the other ranks.
+            group: the ranks that share them.
+            settings: `even_batches`: complete a round that cannot be cut into equal parts with samples of the first;
+                otherwise parts differ and ranks may get none. `drop_last`: leave out a last round that has too few
+                batches. And `slice_fn`, and those of `PreparedLoader`.
+        """
+        made = cls.__new__(cls)
+        made._share_out(base, group, split_batches, **settings)
+        return made
+
+    def _share_out(
+        self,
+        base: DataLoader[Any],
+        group: Group,
+        split_batches: bool,
+        *,
         even_batches: bool = True,
         drop_last: bool = False,
         slice_fn: SliceFn | None = None,

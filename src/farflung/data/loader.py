@@ -10,13 +10,11 @@ from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from farflung.base.errors import StateError
-from farflung.base.torch_internals import expect_batches, forget_workers, has_live_workers, is_exhausted
-from farflung.base.tree import send_to_device
+from farflung.base.torch_internals import forget_workers, has_live_workers, is_exhausted
 from farflung.base.words import counted
-from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.iterable import IterableDatasetShard, Marked
 from farflung.data.iteration import NOTHING, Epochs, Iteration
 from farflung.data.position import (
@@ -26,49 +24,29 @@ from farflung.data.position import (
     generators_of,
     plain_or_none,
     replay,
-    samplers_of,
     set_generators,
     state_of,
     with_present_keys,
 )
-from farflung.data.samplers import SeedableRandomSampler
-from farflung.data.torch_loaders import LoaderView, announce, keeper_of, reads_indices, without_first
+from farflung.data.torch_loaders import (
+    LoaderView,
+    announce,
+    keeper_of,
+    made_loader,
+    mover,
+    num_batches_of,
+    order_of,
+    reads_indices,
+    refuse_mesh,
+    seeded_samplers,
+    set_order,
+    without_first,
+)
 from farflung.data.workers import RecordingCollate, WorkerHistory, WorkerPlan, can_record, checked, plain
 from farflung.loop.state import LoopState
+from farflung.process.seed import synchronize_rng_states
 
 _Prepared = TypeVar("_Prepared", bound="PreparedLoader")
-
-
-class SkipDataLoader(LoaderView):
-    """A loader without its first batches, which are read and thrown away.
-
-    Args:
-        dataset: what to load from.
-        skip_batches: how many batches are left out.
-        use_stateful_dataloader: not done.
-        kwargs: those of torch's `DataLoader`.
-    """
-
-    skip_batches: int
-
-    def __init__(
-        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
-    ) -> None:
-        DataLoaderConfiguration(use_stateful_dataloader=use_stateful_dataloader)  # raises where it is True
-        super().__init__(DataLoader(dataset, **kwargs), skip_batches=skip_batches)
-
-    @classmethod
-    def over(cls, loader: DataLoader[Any], skip_batches: int) -> SkipDataLoader:
-        """Leave out the first batches of a loader that is there already."""
-        view = cls.__new__(cls)
-        LoaderView.__init__(view, loader, skip_batches=skip_batches)
-        return view
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return islice(iter(self.base_dataloader), self.skip_batches, None)
-
-    def __len__(self) -> int:
-        return max(0, len(self.base_dataloader) - self.skip_batches)
 
 
 class PreparedLoader(LoaderView):
@@ -76,7 +54,8 @@ class PreparedLoader(LoaderView):
 
     Args:
         base: the torch loader that makes the batches.
-        state: told when this loader starts, hands out a batch after another one did, and ends.
+        state: told when this loader starts, hands out a batch after another one did, and ends; None: that of the
+            `Accelerator` that prepares it, once there is one.
         device: where batches go; None leaves them where they are.
         non_blocking: do not wait for the copies to the device.
         agree: called at the start of each iteration: makes ranks draw the same random order.
@@ -95,12 +74,14 @@ class PreparedLoader(LoaderView):
     device: torch.device | None
     total_batch_size: int | None
     may_be_uneven: bool
+    _state: LoopState
+    _is_free: bool
 
     def __init__(
         self,
         base: DataLoader[Any],
         *,
-        state: LoopState,
+        state: LoopState | None,
         device: torch.device | None = None,
         non_blocking: bool = False,
         agree: Callable[[], None] | None = None,
@@ -116,13 +97,19 @@ class PreparedLoader(LoaderView):
             device=device,
             total_batch_size=total_batch_size,
             may_be_uneven=may_be_uneven,
-            _state=state,
-            _move=_mover(device, non_blocking),
+            _state=LoopState() if state is None else state,
+            _is_free=state is None,
+            _move=mover(device, non_blocking),
             _agree=agree,
             _epochs=Epochs(),
             _is_copy=False,
             **own,
         )
+
+    def report_to(self, state: LoopState) -> None:
+        """Report to `state` from now on, unless this loader was given one already."""
+        if self._is_free:
+            self._state, self._is_free = state, False
 
     @property
     def iteration(self) -> int:
@@ -217,6 +204,14 @@ class PreparedLoader(LoaderView):
         if chosen is not None:
             epochs.choose(chosen)
 
+    def get_sampler(self) -> Any:
+        """Return the sampler that puts the samples in order."""
+        return order_of(self.base_dataloader)[0]
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Put the samples in the order of another sampler from the next iteration on."""
+        set_order(self.base_dataloader, sampler)
+
     def state_dict(self) -> dict[str, Any]:
         """Return where this loader stands: the epoch, and in the middle of an iteration the position in it.
 
@@ -231,7 +226,7 @@ class PreparedLoader(LoaderView):
             "under_way": epochs.under_way,
             "position": None if position is None else position.to_dict(),
             "generators": [generator.get_state() for generator in generators_of(base)],
-            "seeds": [sampler.initial_seed for sampler in _seeded(base)],
+            "seeds": [sampler.initial_seed for sampler in seeded_samplers(base)],
             "has_workers": self._has_workers,
             "worker_states": plain(epochs.worker_states),
             "total_batch_size": self.total_batch_size,
@@ -250,7 +245,7 @@ class PreparedLoader(LoaderView):
             WorkerPlan.from_dict(position.worker_plan)
         number, under_way, has_workers = int(saved["epoch"]), bool(saved["under_way"]), bool(saved["has_workers"])
         worker_states = checked(saved.get("worker_states"))
-        samplers = _seeded(base)
+        samplers = seeded_samplers(base)
         set_generators(base, saved["generators"])
         for sampler, seed in zip(samplers, saved["seeds"], strict=False):
             sampler.initial_seed = seed
@@ -280,7 +275,7 @@ class PreparedLoader(LoaderView):
         """Return what undoes a `load_state_dict` that comes now."""
         epochs, before = self._epochs, dict(self._epochs.__dict__)
         generators = [(generator, generator.get_state()) for generator in generators_of(self.base_dataloader)]
-        samplers = [(sampler, sampler.initial_seed) for sampler in _seeded(self.base_dataloader)]
+        samplers = [(sampler, sampler.initial_seed) for sampler in seeded_samplers(self.base_dataloader)]
 
         def undo() -> None:
             epochs.__dict__.update(before)
@@ -354,22 +349,68 @@ class PreparedLoader(LoaderView):
 
 
 class DataLoaderShard(PreparedLoader):
-    """A loader whose batches belong to this rank alone.
+    """A loader whose batches belong to this rank alone, and are not shared out any further.
 
     Args:
-        base: makes this rank's batches.
-        count: says how many samples in the last round are no padding, given this rank's batch; 0: all of them.
-        marked: batches of padded rounds come as `Marked`, with that number.
-        common: see `PreparedLoader`.
+        dataset: what to load from.
+        device: where batches go; None leaves them where they are.
+        rng_types: the random states that all ranks take from rank 0 at the start of each iteration.
+        synchronized_generator: the one that `generator` among them means.
+        skip_batches: batches left out at the beginning of each iteration.
+        use_stateful_dataloader: see `DataLoaderConfiguration`.
+        torch_device_mesh: of axes along which ranks see different data; it changes nothing.
+        iteration: the number of the first epoch.
+        kwargs: those of torch's `DataLoader`.
     """
 
     def __init__(
-        self, base: DataLoader[Any], *, count: Callable[[Any], int] | None = None, marked: bool = False, **common: Any
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: list[str] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(base, _count=count, _marked=marked, **common)
+        refuse_mesh(torch_device_mesh)
+        base = made_loader(dataset, use_stateful_dataloader, kwargs)
+        agree = None if not rng_types else partial(synchronize_rng_states, rng_types, synchronized_generator)
+        super().__init__(
+            base,
+            state=None,
+            device=device,
+            non_blocking=_non_blocking,
+            agree=agree,
+            total_batch_size=base.batch_size,
+            _count=None,
+            _marked=False,
+        )
+        self.skip_batches = skip_batches
+        self._epochs.choose(iteration)
+
+    @classmethod
+    def over(
+        cls, base: DataLoader[Any], *, count: Callable[[Any], int] | None = None, marked: bool = False, **common: Any
+    ) -> DataLoaderShard:
+        """Prepare a loader that is there already.
+
+        Args:
+            base: makes this rank's batches.
+            count: says how many samples in the last round are no padding, given this rank's batch; 0: all of them.
+            marked: batches of padded rounds come as `Marked`, with that number.
+            common: see `PreparedLoader`.
+        """
+        made = cls.__new__(cls)
+        PreparedLoader.__init__(made, base, _count=count, _marked=marked, **common)
+        return made
 
     def __len__(self) -> int:
-        return max(0, _num_batches(self.base_dataloader) - self.skip_batches)
+        return max(0, num_batches_of(self.base_dataloader) - self.skip_batches)
 
     def _stream(self, one: Iteration) -> Iterator[tuple[Any, bool, int]]:
         move, marked = self._move, self._marked
@@ -442,30 +483,3 @@ class DataLoaderShard(PreparedLoader):
     def _told(self, position: Position) -> Iterator[Any]:
         keeper_of(self.base_dataloader).load_state_dict(position.dataset)
         return iter(self.base_dataloader)
-
-
-def _mover(device: torch.device | None, non_blocking: bool) -> Callable[[Any], Any] | None:
-    """Return what brings a batch to `device`, or None when it is there already, as on a machine of CPUs alone."""
-    if device is None or (device.type == "cpu" and not torch.accelerator.is_available()):
-        return None
-    return partial(send_to_device, device=device, non_blocking=non_blocking)
-
-
-def _num_batches(loader: DataLoader[Any]) -> int:
-    """Return how many batches a loader makes, also where torch leaves out that each worker of a stream ends by itself.
-
-    Workers are taken to share out a stream sample by sample. Should they do it otherwise, torch warns when there are
-    more batches.
-    """
-    stream = loader.dataset
-    if isinstance(loader, LoaderView) or loader.num_workers < 2 or not isinstance(stream, IterableDataset):
-        return len(loader)
-    if not isinstance(stream, IterableDatasetShard):
-        stream = IterableDatasetShard(stream, loader.batch_size or 1, loader.drop_last)
-    length = stream.num_batches(loader.num_workers)
-    expect_batches(loader, length)
-    return length
-
-
-def _seeded(loader: DataLoader[Any]) -> list[SeedableRandomSampler]:
-    return [sampler for sampler in samplers_of(loader) if isinstance(sampler, SeedableRandomSampler)]

@@ -20,14 +20,21 @@ from farflung.comm.group import Group, SoloGroup
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.dispatcher import DataLoaderDispatcher, SliceFn
 from farflung.data.iterable import MarkedShard, Unmarking
-from farflung.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader
+from farflung.data.loader import DataLoaderShard, PreparedLoader
 from farflung.data.samplers import BatchSamplerShard, SeedableRandomSampler, check_split
-from farflung.data.torch_loaders import altered, index_source, reads_indices, with_indices, without_first
+from farflung.data.torch_loaders import (
+    SkipDataLoader,
+    altered,
+    index_source,
+    reads_indices,
+    refuse_mesh,
+    with_indices,
+    without_first,
+)
 from farflung.loop.state import LoopState
 from farflung.process import world as slot
 from farflung.process.seed import share_rng_state
 
-_DATA_AXES = {"dp", "fsdp", "dp_replicate", "dp_shard"}  # mesh axes along which ranks see different data
 _START = "iter(loader)"  # what ranks do together at the start of a pass, as errors name it
 
 
@@ -36,7 +43,7 @@ def prepare_loader(
     *,
     exchange: Exchange,
     device: torch.device | None,
-    state: LoopState,
+    state: LoopState | None,
     config: DataLoaderConfiguration,
     rng_types: Iterable[str],
     slice_fn: SliceFn | None = None,
@@ -47,7 +54,7 @@ def prepare_loader(
     Args:
         exchange: of the ranks that share the data.
         device: where batches go; None leaves them where they are.
-        state: told about the iterations.
+        state: told about the iterations; None: that of the `Accelerator` that prepares the loader later.
         rng_types: the random states that all ranks take from rank 0 at the start of each iteration; `generator` is that
             of the sampler or of the iterable data set.
         slice_fn: see `DataLoaderDispatcher`.
@@ -58,6 +65,8 @@ def prepare_loader(
         Unsupported: a data pipe on several ranks.
     """
     if isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)):
+        if state is not None:
+            loader.report_to(state)
         return loader
     check_type("prepare_data_loader: data_loader", loader, DataLoader, "a torch DataLoader")
     if config.use_seedable_sampler:
@@ -66,7 +75,7 @@ def prepare_loader(
     batch_size = _batch_size(loader)
     group = fixed_rank or exchange.group
     if group.size == 1:
-        return DataLoaderShard(loader, total_batch_size=batch_size, **common)
+        return DataLoaderShard.over(loader, total_batch_size=batch_size, **common)
     _refuse_unshareable(loader)
     factor = 1 if config.split_batches else group.size
     common["total_batch_size"] = None if batch_size is None else batch_size * factor
@@ -129,9 +138,7 @@ def prepare_data_loader(
         ConfigError: settings that do not fit the loader, or dispatching among processes that are not those of the run.
         Unsupported: a mesh with axes along which ranks see the same data.
     """
-    axes = set(getattr(torch_device_mesh, "mesh_dim_names", None) or ()) - _DATA_AXES
-    if axes:
-        raise Unsupported(f"A mesh with the axes {sorted(axes)} is not supported. Use {sorted(_DATA_AXES)}.")
+    refuse_mesh(torch_device_mesh)
     world = slot.current()
     group: Group = SoloGroup() if world is None else world.group
     exchange = Exchange(group) if world is None else world.exchange
@@ -161,7 +168,7 @@ def prepare_data_loader(
         exchange=exchange,
         fixed_rank=fixed_rank,
         device=device if put_on_device else None,
-        state=LoopState(),
+        state=None,
         config=config,
         rng_types=["generator"] if rng_types is None else rng_types,
         slice_fn=slice_fn_for_dispatch,
@@ -193,7 +200,7 @@ def _sharded(
         return int(collectives.gather(exchange, torch.tensor([own if group.rank < shard.remainder else 0])).sum())
 
     base = with_indices(loader, shard, batch_size=_batch_size_of_rank(loader, group, config))
-    return DataLoaderShard(base, count=count, **common)
+    return DataLoaderShard.over(base, count=count, **common)
 
 
 def _sharded_stream(
@@ -209,7 +216,7 @@ def _sharded_stream(
         attributes["batch_sampler"] = BatchSampler(loader.sampler, batch_size, loader.drop_last)
     if not config.even_batches and _num_files(dataset) >= group.size:
         files = dataset.shard(num_shards=group.size, index=group.rank)
-        return DataLoaderShard(altered(loader, dataset=files, **attributes), **common)
+        return DataLoaderShard.over(altered(loader, dataset=files, **attributes), **common)
     shard = MarkedShard(
         dataset,
         loader.batch_size or 1,
@@ -221,7 +228,7 @@ def _sharded_stream(
         holds_batches=loader.batch_size is None,
     )
     base = altered(loader, dataset=shard, collate_fn=Unmarking(loader.collate_fn), **attributes)
-    return DataLoaderShard(base, marked=True, **common)
+    return DataLoaderShard.over(base, marked=True, **common)
 
 
 def _dispatched(
@@ -235,7 +242,7 @@ def _dispatched(
     batch_size = _batch_size(loader)
     if config.split_batches and batch_size is not None:
         check_split(batch_size, group.size)
-    return DataLoaderDispatcher(
+    return DataLoaderDispatcher.over(
         loader,
         group=group,
         split_batches=config.split_batches,

@@ -3,15 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from farflung.base.errors import ConfigError
-from farflung.base.torch_internals import copied_loader
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.torch_internals import copied_loader, expect_batches
+from farflung.base.tree import send_to_device
+from farflung.config.handlers import DataLoaderConfiguration
+from farflung.data.iterable import IterableDatasetShard
 from farflung.data.position import samplers_of
-from farflung.data.samplers import SkipBatchSampler
+from farflung.data.samplers import SeedableRandomSampler, SkipBatchSampler
+
+_DATA_AXES = {"dp", "fsdp", "dp_replicate", "dp_shard"}  # mesh axes along which ranks see different data
 
 
 class LoaderView(DataLoader[Any]):
@@ -40,6 +48,50 @@ class LoaderView(DataLoader[Any]):
 
     def __len__(self) -> int:
         return len(self.base_dataloader)
+
+
+class SkipDataLoader(LoaderView):
+    """A loader without its first batches, which are read and thrown away.
+
+    Args:
+        dataset: what to load from.
+        skip_batches: how many batches are left out.
+        use_stateful_dataloader: see `DataLoaderConfiguration`.
+        kwargs: those of torch's `DataLoader`.
+    """
+
+    skip_batches: int
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(made_loader(dataset, use_stateful_dataloader, kwargs), skip_batches=skip_batches)
+
+    @classmethod
+    def over(cls, loader: DataLoader[Any], skip_batches: int) -> SkipDataLoader:
+        """Leave out the first batches of a loader that is there already."""
+        view = cls.__new__(cls)
+        LoaderView.__init__(view, loader, skip_batches=skip_batches)
+        return view
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return islice(iter(self.base_dataloader), self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.base_dataloader) - self.skip_batches)
+
+
+def made_loader(dataset: Any, stateful: bool, arguments: dict[str, Any]) -> DataLoader[Any]:
+    """Return the loader that Accelerate's constructors make of a data set and the arguments of torch's."""
+    DataLoaderConfiguration(use_stateful_dataloader=stateful)  # raises where it is True
+    return DataLoader(dataset, **arguments)
+
+
+def refuse_mesh(mesh: Any) -> None:
+    """Raise Unsupported for a device mesh with axes along which ranks see the same data."""
+    axes = set(getattr(mesh, "mesh_dim_names", None) or ()) - _DATA_AXES
+    if axes:
+        raise Unsupported(f"A mesh with the axes {sorted(axes)} is not supported. Use {sorted(_DATA_AXES)}.")
 
 
 def reads_indices(loader: DataLoader[Any]) -> bool:
@@ -90,3 +142,55 @@ def keeper_of(loader: Any) -> Any:
     if hasattr(loader, "load_state_dict"):
         return loader
     return loader.dataset if loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset) else None
+
+
+def order_of(loader: DataLoader[Any]) -> tuple[Any, Any]:
+    """Return what puts the samples of a loader in order, and what holds it: a batch sampler, or None."""
+    holder: Any = None
+    inner: Any = index_source(loader)
+    while (next_inner := getattr(inner, "batch_sampler", None) or getattr(inner, "sampler", None)) is not None:
+        holder, inner = inner, next_inner
+    return inner, holder
+
+
+def set_order(loader: DataLoader[Any], sampler: Any) -> None:
+    """Put the samples of a loader in the order of `sampler`.
+
+    Raises:
+        Unsupported: the loader does no batching, or has a batch sampler that makes its order by itself.
+    """
+    holder = order_of(loader)[1]
+    if holder is None or not hasattr(holder, "sampler"):
+        raise Unsupported(
+            f"set_sampler: the order comes from a {type(index_source(loader)).__name__} that holds no sampler. "
+            "Prepare a loader with the sampler instead."
+        )
+    holder.sampler = sampler
+
+
+def mover(device: torch.device | None, non_blocking: bool) -> Callable[[Any], Any] | None:
+    """Return what brings a batch to `device`, or None when it is there already, as on a machine of CPUs alone."""
+    if device is None or (device.type == "cpu" and not torch.accelerator.is_available()):
+        return None
+    return partial(send_to_device, device=device, non_blocking=non_blocking)
+
+
+def num_batches_of(loader: DataLoader[Any]) -> int:
+    """Return how many batches a loader makes, also where torch leaves out that each worker of a stream ends by itself.
+
+    Workers are taken to share out a stream sample by sample. Should they do it otherwise, torch warns when there are
+    more batches.
+    """
+    stream = loader.dataset
+    if isinstance(loader, LoaderView) or loader.num_workers < 2 or not isinstance(stream, IterableDataset):
+        return len(loader)
+    if not isinstance(stream, IterableDatasetShard):
+        stream = IterableDatasetShard(stream, loader.batch_size or 1, loader.drop_last)
+    length = stream.num_batches(loader.num_workers)
+    expect_batches(loader, length)
+    return length
+
+
+def seeded_samplers(loader: DataLoader[Any]) -> list[SeedableRandomSampler]:
+    """Return the samplers of a loader whose order depends on a seed and the epoch alone."""
+    return [sampler for sampler in samplers_of(loader) if isinstance(sampler, SeedableRandomSampler)]

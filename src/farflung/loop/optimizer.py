@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from farflung.base.tree import send_to_device
 from farflung.loop.state import LoopState, Window
-from farflung.precision.base import Closure, Precision
+from farflung.precision.base import Closure, Full, GivenScaler, Precision
+from farflung.process import world as slot
 
 
 class StepCounter(Protocol):
@@ -24,6 +25,13 @@ class StepCounter(Protocol):
 
 class AcceleratedOptimizer(Optimizer):
     """An optimizer that skips `step` and `zero_grad` inside an accumulation window.
+
+    Args:
+        device_placement: move the optimizer's state to this process's device, if that is known.
+        scaler: scales the losses that this optimizer steps on, and is updated after each step.
+        state: the loop whose windows it follows; None: there are none, and each step counts.
+        precision: what it steps through; None: `scaler`, if there is one.
+        device: where the state goes in place of this process's device.
 
     Attributes:
         optimizer: the one that does the work.
@@ -38,12 +46,23 @@ class AcceleratedOptimizer(Optimizer):
     """
 
     def __init__(
-        self, optimizer: Optimizer, *, state: LoopState, precision: Precision, device: torch.device | None = None
+        self,
+        optimizer: Optimizer,
+        device_placement: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        state: LoopState | None = None,
+        precision: Precision | None = None,
+        device: torch.device | None = None,
     ) -> None:
         # Not Optimizer.__init__: this one has no parameters of its own, it only passes for an optimizer.
+        world = slot.current()
+        if device is None and device_placement and precision is None and world is not None:
+            device = world.device
+        state = LoopState() if state is None else state
         self.optimizer = optimizer
         self.loop_state = state
-        self.precision = precision
+        self.precision = precision or (Full() if scaler is None else GivenScaler(scaler))
         self.step_was_skipped = False
         self.attached: list[StepCounter] = []
         self.window: Window | None = None
@@ -67,11 +86,27 @@ class AcceleratedOptimizer(Optimizer):
         for outer in self.attached:
             outer.step_attempted(done)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients when the window is complete, else do nothing."""
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients when the window is complete, else do nothing; None: as the optimizer does by itself."""
         if (self.window or self.loop_state.window).complete:
             self.finished = self.loop_state.backwards
-            self.optimizer.zero_grad(set_to_none)
+            if set_to_none is None:
+                self.optimizer.zero_grad()
+            else:
+                self.optimizer.zero_grad(set_to_none)
+
+    def train(self) -> None:
+        """Turn an optimizer without a schedule to training; others need not be told."""
+        self._turn("train")
+
+    def eval(self) -> None:
+        """Turn an optimizer without a schedule to evaluation; others need not be told."""
+        self._turn("eval")
+
+    def _turn(self, mode: str) -> None:
+        turn = getattr(self.optimizer, mode, None) or getattr(getattr(self.optimizer, "optimizer", None), mode, None)
+        if callable(turn):
+            turn()
 
     @property
     def is_unfinished(self) -> bool:

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import (
 from farflung.base.torch_internals import sequence_of
 from farflung.base.words import counted
 from farflung.loop.optimizer import AcceleratedOptimizer
+from farflung.process import world as slot
 
 Ticks = Literal["per_process", "per_update"]
 
@@ -35,23 +36,28 @@ class AcceleratedScheduler:
     """A scheduler that follows its optimizers.
 
     Args:
-        optimizers: the prepared optimizers to follow.
+        optimizers: the prepared optimizers to follow, or the one.
         step_with_optimizer: False ticks on each call, whatever the optimizers did.
-        ticks: how often an update ticks.
+        split_batches: an update ticks once; otherwise as often as there are processes.
+        ticks: how often an update ticks; None: as `split_batches` says.
         warns: whether this process warns of a schedule that does not fit; one of all is enough.
     """
 
     def __init__(
         self,
         scheduler: LRScheduler,
-        optimizers: Sequence[AcceleratedOptimizer],
-        *,
+        optimizers: Sequence[AcceleratedOptimizer] | AcceleratedOptimizer,
         step_with_optimizer: bool = True,
-        ticks: int = 1,
+        split_batches: bool = False,
+        *,
+        ticks: int | None = None,
         warns: bool = True,
     ) -> None:
+        if ticks is None:
+            world = slot.current()
+            ticks = 1 if split_batches or world is None else world.size
         self.scheduler = scheduler
-        self.optimizers = list(optimizers)
+        self.optimizers = [optimizers] if isinstance(optimizers, AcceleratedOptimizer) else list(optimizers)
         self.step_with_optimizer = step_with_optimizer
         self._ticks = 1 if isinstance(scheduler, ReduceLROnPlateau) else ticks
         self._total = getattr(scheduler, "total_steps", None)

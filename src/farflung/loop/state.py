@@ -19,9 +19,12 @@ class ActiveLoader(Protocol):
 
     loader: Any  # the one that is iterated
     num_batches: int  # that it has handed out
-    position: str | None  # which batch is in hand, where ranks may have different numbers of them
     end_of_dataloader: bool  # the batch handed out last was the final one
     remainder: int  # samples of the final global batch that are no padding; 0: all of them, -1: not known
+
+    @property
+    def position(self) -> str | None:
+        """Which batch is in hand, where ranks may have different numbers of them."""
 
 
 class Observer(Protocol):

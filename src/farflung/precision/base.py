@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from farflung.base.torch_internals import overflowed
 from farflung.config.handlers import AutocastKwargs
 
 Closure = Callable[[], Any] | None
@@ -78,3 +79,31 @@ class Full:
 
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
         return None
+
+
+class GivenScaler(Full):
+    """Numbers as they are, but for losses that a script scales with a `torch.amp.GradScaler` of its own.
+
+    Args:
+        scaler: unscales gradients where a step needs it, and is updated after each step.
+    """
+
+    name = "fp16"
+
+    def __init__(self, scaler: Any) -> None:
+        self.scaler = scaler
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return self.scaler.scale(loss)  # type: ignore[no-any-return]
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, closure: Closure = None) -> bool:
+        if closure is None:
+            self.scaler.step(optimizer)
+        else:
+            self.scaler.step(optimizer, closure)
+        done = not overflowed(self.scaler, optimizer)
+        self.scaler.update()
+        return done

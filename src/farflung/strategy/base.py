@@ -30,6 +30,9 @@ class Strategy(Protocol):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which the gradients of `model` stay on this process."""
 
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context whose backward passes synchronize the gradients of `model`, wherever its forward ran."""
+
     def local(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which nothing of `model` travels by itself: neither gradients nor buffers."""
 

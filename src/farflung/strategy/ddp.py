@@ -61,6 +61,21 @@ class DDP:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     @contextmanager
+    def _synchronized(self, ddp: DistributedDataParallel) -> Iterator[None]:
+        before = ddp.require_backward_grad_sync
+        ddp.require_backward_grad_sync = True
+        ddp.reducer.prepare_for_backward([])  # as the forward pass does where gradients are to be synchronized
+        try:
+            yield
+        finally:
+            ddp.require_backward_grad_sync = before
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        if isinstance(model, DistributedDataParallel) and self.synchronizes(model):
+            return self._synchronized(model)
+        return nullcontext()
+
+    @contextmanager
     def _alone(self, ddp: DistributedDataParallel) -> Iterator[None]:
         # The first forward pass after a synchronized backward broadcasts the buffers, even inside no_sync().
         before = ddp.require_forward_param_sync

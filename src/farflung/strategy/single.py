@@ -28,6 +28,9 @@ class Single:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def local(self, model: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()
 

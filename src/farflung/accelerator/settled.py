@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an `Accelerator` answers about what was settled when it was made, and about where its loop stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from farflung.accelerator.prepare import PreparedLoader, Registry
+from farflung.accelerator.views import AcceleratorState, GradientState
+from farflung.base.checks import check_whole
+from farflung.config.handlers import DataLoaderConfiguration, ProjectConfiguration
+from farflung.loop.optimizer import AcceleratedOptimizer
+from farflung.loop.scheduler import AcceleratedScheduler
+from farflung.loop.state import LoopState
+from farflung.precision.base import Precision
+from farflung.process.world import World
+
+
+class SettledProperties:
+    """The properties of an Accelerator that read its settings, its loop and what it has prepared."""
+
+    dataloader_config: DataLoaderConfiguration
+    project_configuration: ProjectConfiguration
+    _joined: World
+    _loop: LoopState
+    _precision: Precision
+    _registry: Registry
+
+    @property
+    def _world(self) -> World:
+        return self._joined
+
+    @property
+    def state(self) -> AcceleratorState:
+        """A view of the process, its world and the session."""
+        return AcceleratorState()
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """A view of where the training loop stands."""
+        return GradientState()
+
+    @property
+    def mixed_precision(self) -> str:
+        """`no`, `bf16` or `fp16`."""
+        return self._precision.name
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether forward passes compute in a half precision."""
+        return self._precision.name != "no"
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scaler of fp16, else None."""
+        return self._precision.scaler
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several processes train together, each on an accelerator of its own."""
+        return self._joined.size > 1 and self._joined.device.type != "cpu"
+
+    # ---- where the loop stands
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch completes its accumulation window."""
+        return self._loop.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._loop.sync_gradients = value
+
+    @property
+    def step(self) -> int:
+        """Micro-batches since the accumulation window was last reset."""
+        return self._loop.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._loop.step = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in one accumulation window."""
+        return self._loop.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        check_whole("gradient_accumulation_steps", value, least=1)
+        self._loop.num_steps = value
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer's last attempted step was skipped because gradients overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._registry.optimizers)
+
+    # ---- how data are shared out
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is that of all processes together."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the main process reads batches and distributes them; None: for iterable datasets only."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last round is padded, so that all ranks get the same number of batches."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether shuffling depends only on a seed and the epoch's number."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device without waiting."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether prepared loaders keep their position, for `state_dict` and `load_state_dict`."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    # ---- where files go
+
+    @property
+    def project_dir(self) -> str | None:
+        """Where the project keeps its files."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Where the project keeps its logs."""
+        return self.project_configuration.logging_dir
+
+    # ---- what was prepared, under Accelerate's private names, which libraries read
+
+    @property
+    def _models(self) -> list[nn.Module]:
+        return self._registry.models
+
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return self._registry.optimizers
+
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return self._registry.schedulers
+
+    @property
+    def _dataloaders(self) -> list[PreparedLoader]:
+        return self._registry.loaders

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The members of Accelerate's classes, with their parameters and defaults: here too, or listed with the reason."""
+
+from __future__ import annotations
+
+import inspect
+
+import accelerate
+import accelerate.data_loader
+import accelerate.optimizer
+import accelerate.scheduler
+import accelerate.state
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+import farflung
+import farflung.data_loader
+import farflung.optimizer
+import farflung.scheduler
+import farflung.state
+from farflung.base.errors import StateError, Unsupported
+from farflung.data_loader import DataLoaderDispatcher, prepare_data_loader
+from farflung.optimizer import AcceleratedOptimizer
+from farflung.scheduler import AcceleratedScheduler
+from farflung.state import AcceleratorState, GradientState, PartialState
+from farflung.testing.ranks import run_ranks
+
+LIBRARIES = ("accelerate", "farflung")
+WHERE = {
+    "data_loader": [
+        "BatchSamplerShard",
+        "DataLoaderDispatcher",
+        "DataLoaderShard",
+        "IterableDatasetShard",
+        "SeedableRandomSampler",
+        "SkipBatchSampler",
+        "SkipDataLoader",
+    ],
+    "optimizer": ["AcceleratedOptimizer"],
+    "scheduler": ["AcceleratedScheduler"],
+    "state": ["AcceleratorState", "GradientState", "PartialState"],
+}
+STATES = ("Accelerator", "AcceleratorState", "PartialState")
+PAIRS = {
+    "Accelerator": (accelerate.Accelerator, farflung.Accelerator),
+    **{
+        name: (getattr(getattr(accelerate, module), name), getattr(getattr(farflung, module), name))
+        for module, names in WHERE.items()
+        for name in names
+    },
+}
+LOADERS = ("DataLoaderDispatcher", "DataLoaderShard", "SkipDataLoader")
+ABSENT = {
+    # An iteration keeps its own end and remainder, so that two of one loader can be under way.
+    **{(loader, name): "of an iteration" for loader in LOADERS for name in ("begin", "end", "reset")},
+    **{(loader, name): "an attribute" for loader in LOADERS[:2] for name in ("end_of_dataloader", "remainder")},
+    **{(loader, "total_batch_size"): "an attribute" for loader in LOADERS[:2]},
+    **{("SkipDataLoader", name): "not reported to a loop" for name in ("end_of_dataloader", "remainder")},
+    **{(loader, "adjust_state_dict_for_prefetch"): "states count what was handed out" for loader in LOADERS},
+    **{("SkipDataLoader", name): "that of a loader inside" for name in ("state_dict", "load_state_dict")},
+    ("AcceleratedOptimizer", "step_was_skipped"): "an attribute",
+    ("AcceleratedScheduler", "get_lr"): "that of the scheduler inside",
+    ("AcceleratedScheduler", "print_lr"): "that of the scheduler inside",
+    ("Accelerator", "get_tracker"): "no trackers yet",
+    ("Accelerator", "init_trackers"): "no trackers yet",
+    ("Accelerator", "log"): "no trackers yet",
+}
+OTHER_DEFAULTS = {
+    ("Accelerator", "__init__", "split_batches"): "None in place of a private mark: nothing was said",
+    ("Accelerator", "__init__", "gradient_accumulation_steps"): "None takes the first Accelerator's, or 1",
+    **{(kind, "on_last_process", "function"): "may be left out, as of its siblings" for kind in STATES},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_states():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def members(kind):
+    return ["__init__", *(name for name in dir(kind) if not name.startswith("_"))]
+
+
+def differing(name, member):
+    """What of a member's parameters differs from Accelerate's, beside parameters of ours that may be left out."""
+    theirs, ours = PAIRS[name]
+    if not inspect.isfunction(getattr(theirs, member, None)):
+        return []
+    wanted = list(inspect.signature(getattr(theirs, member)).parameters.values())
+    found = inspect.signature(getattr(ours, member)).parameters
+    if wanted and wanted[0].name != "self" and next(iter(found)) == "self":
+        found = dict(list(found.items())[1:])  # theirs is a static method
+    places = {name: place for place, name in enumerate(found)}
+    odd = [p.name for place, p in enumerate(wanted) if places.get(p.name) != place and p.kind is not p.VAR_KEYWORD]
+    odd += [
+        p.name
+        for p in wanted
+        if p.name in found and p.default != found[p.name].default and (name, member, p.name) not in OTHER_DEFAULTS
+    ]
+    needed = [p for p in found.values() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return odd + [p.name for p in needed if p.name not in {other.name for other in wanted}]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_each_member_is_here_with_its_parameters_and_defaults(name):
+    theirs, ours = PAIRS[name]
+    missing = {member for member in members(theirs) if not hasattr(ours, member)}
+    assert missing <= {member for kind, member in ABSENT if kind == name}
+    assert not {member: odd for member in members(theirs) if member not in missing and (odd := differing(name, member))}
+
+
+def test_engines_and_axes_that_are_not_there_are_answered_as_accelerate_answers_without_them():
+    accelerator = farflung.Accelerator(cpu=True)
+    for state in (accelerator, accelerator.state):
+        plugins = (state.deepspeed_plugin, state.fsdp_plugin, state.megatron_lm_plugin, state.parallelism_config)
+        assert plugins == (None, None, None, None)
+        assert state.is_fsdp2 is False
+    assert (accelerator.torch_device_mesh, accelerator.state.device_mesh) == (None, None)
+    assert (accelerator.fp8_backend, accelerator.should_save_model) == ("NO", True)
+    assert accelerator.state.dynamo_plugin.backend == "NO"
+    assert (accelerator.state.debug, accelerator.state.fork_launched) == (False, False)
+    loader = DataLoader(range(2))
+    assert accelerator.deepspeed_ulysses_dl_adapter(loader, None) is loader
+    with accelerator.maybe_context_parallel(buffers=[torch.ones(1)], buffer_seq_dims=[0]):
+        pass
+    for name, error in (("tensor_parallel_rank", StateError), ("context_parallel_rank", Unsupported)):
+        with pytest.raises(error, match=name):
+            getattr(accelerator, name)
+    with pytest.raises(Unsupported, match="LOMO"):
+        accelerator.lomo_backward(torch.ones(1), learning_rate=0.1)
+    with pytest.raises(Unsupported, match="DeepSpeed"):
+        AcceleratorState(deepspeed_plugin=object())
+
+
+def test_a_device_map_over_several_devices_is_found():
+    accelerator, model = farflung.Accelerator(cpu=True), nn.Sequential(nn.Linear(1, 1))
+    assert not accelerator.verify_device_map(model)
+    model[0].hf_device_map = {"a": 0, "b": "cpu"}
+    assert accelerator.verify_device_map(model)
+
+
+def test_states_say_whether_they_are_there_and_what_is_in_them():
+    assert (farflung.state.is_initialized(), PartialState._shared_state) == (False, {})
+    accelerator = farflung.Accelerator(cpu=True, mixed_precision="bf16", dynamo_backend="eager")
+    assert farflung.state.is_initialized()
+    assert PartialState._shared_state["num_processes"] == 1
+    assert AcceleratorState._shared_state["mixed_precision"] == "bf16"
+    assert AcceleratorState().dynamo_plugin.backend == "EAGER"
+    assert str(accelerator.distributed_type) == f"{accelerator.distributed_type}" == "DistributedType.NO"
+    PartialState().set_device()
+    assert PartialState().device == torch.device("cpu")
+
+
+def test_what_was_prepared_is_read_through_accelerates_private_names():
+    accelerator = farflung.Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    prepared = accelerator.prepare(model, optimizer, scheduler, DataLoader(range(2)))
+    listed = (accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders)
+    assert all(one is other for one, [other] in zip(prepared, listed, strict=True))
+    accelerator.free_memory()
+    assert (accelerator._models, accelerator._dataloaders) == ([], [])
+
+
+def test_a_loop_that_counts_by_itself_says_when_gradients_are_synchronized():
+    accelerator = farflung.Accelerator(cpu=True)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    for complete in (False, True):
+        GradientState()._set_sync_gradients(complete)
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (accelerator.sync_gradients, model.weight.item()) == (True, -2.0)
+
+
+def seen(accelerator, loader):
+    state, gathered = accelerator.gradient_state, accelerator.gather_for_metrics
+    return [(batch.tolist(), state.end_of_dataloader, gathered(batch).tolist()) for batch in loader]
+
+
+def rows_of_ranks(name):
+    library = {"accelerate": accelerate, "farflung": farflung}[name]
+    loaders = library.data_loader
+    accelerator = library.Accelerator(cpu=True)
+    shard = loaders.DataLoaderShard(range(5), batch_size=2, skip_batches=1, rng_types=["torch"], iteration=3)
+    dispatched = loaders.DataLoaderDispatcher(torch.arange(6), batch_size=2, skip_batches=1)
+    split = loaders.DataLoaderDispatcher(torch.arange(6), split_batches=True, batch_size=2, _drop_last=True)
+    sampler = loaders.BatchSamplerShard(BatchSampler(SequentialSampler(range(6)), 2, False), 2, 1)
+    prepared = loaders.prepare_data_loader(DataLoader(range(7), batch_size=2), put_on_device=True)
+    if library is farflung:
+        shard, dispatched, split = accelerator.prepare(shard, dispatched, split)
+    found = [seen(accelerator, loader) for loader in (dispatched, split, prepared)]
+    return found, [batch.tolist() for batch in shard], shard.iteration, list(sampler), shard.total_batch_size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_loaders_are_constructed_as_accelerates_are(size):
+    theirs, ours = (run_ranks(rows_of_ranks, size, name, connect=size > 1) for name in LIBRARIES)
+    assert theirs == ours
+
+
+class Modal(torch.optim.SGD):
+    """An optimizer without a schedule: it is told whether the model trains."""
+
+    mode = None
+
+    def train(self):
+        self.mode = "train"
+
+    def eval(self):
+        self.mode = "eval"
+
+
+def test_optimizers_and_schedulers_are_constructed_as_accelerates_are():
+    weight = nn.Parameter(torch.zeros(1))
+    inner = Modal([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = AcceleratedOptimizer(inner, device_placement=True, scaler=scaler)
+    scheduler = AcceleratedScheduler(torch.optim.lr_scheduler.StepLR(inner, 1), optimizer, True, False)
+    for factor, skipped in ((1.0, False), (float("inf"), True)):
+        scaler.scale(weight * factor).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        assert optimizer.step_was_skipped == skipped
+    assert (weight.item(), scaler.get_scale(), scheduler.get_last_lr()) == (-1.0, 2.0**15, [0.1])
+    for mode in ("train", "eval"):
+        getattr(optimizer, mode)()
+        assert inner.mode == mode
+    AcceleratedOptimizer(torch.optim.SGD([weight])).train()  # which most need not be told
+    with pytest.raises(Unsupported, match="mesh"):
+        DataLoaderDispatcher([], torch_device_mesh=type("Mesh", (), {"mesh_dim_names": ("tp",)})())
+
+
+def test_a_sampler_can_be_read_and_replaced():
+    loader = prepare_data_loader(DataLoader(range(4), batch_size=2), num_processes=2, process_index=1)
+    assert type(loader.get_sampler()) is SequentialSampler
+    loader.set_sampler([3, 2, 1, 0])
+    assert [batch.tolist() for batch in loader] == [[1, 0]]
+    with pytest.raises(Unsupported, match="set_sampler"):
+        prepare_data_loader(DataLoader(range(4), batch_size=None)).set_sampler([0])
