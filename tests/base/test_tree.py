@@ -137,11 +137,13 @@ def test_recursively_apply_passes_arguments_and_names_the_operation_that_met_a_s
 
 
 def test_concatenate_joins_leaf_by_leaf():
-    parts = [{"x": torch.full((n, 2), n), "y": (torch.full((n,), -n),), "note": n} for n in (1, 3)]
+    parts = [{"x": torch.full((n, 2), n), "y": (torch.full((n,), -n),)} for n in (1, 3)]
     joined = tree.concatenate(parts)
     assert joined["x"].tolist() == [[1, 1]] + 3 * [[3, 3]]
     assert joined["y"][0].tolist() == [-1, -3, -3, -3]
-    assert joined["note"] == 1
+    with pytest.raises(TypeError, match="'first'; it must be a tensor"):
+        tree.concatenate([{"note": "first"}, {"note": "second"}])
+    assert tree.concatenate(["alone"]) == "alone"
     assert tree.concatenate([torch.zeros(2, 1), torch.zeros(2, 2)], dim=1).shape == (2, 3)
     with pytest.raises(TypeError, match="structures differ"):
         tree.concatenate([{"x": torch.ones(1)}, {"z": torch.ones(1)}])

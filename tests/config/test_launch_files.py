@@ -134,6 +134,15 @@ def test_no_is_a_word_and_not_a_boolean(home, text):
     }
 
 
+def test_no_with_several_processes_is_one_process_and_says_so(home):
+    (home / "farflung.yaml").write_text("distributed_type: NO\nnum_processes: 8\n")
+    chosen = resolve({})
+    assert (chosen.settings.num_processes, chosen.origins["num_processes"].place) == (1, "farflung.yaml:1")
+    assert "farflung.yaml:2 says num_processes: 8" in chosen.notes[0]
+    chosen = resolve({"num_processes": "2"})
+    assert (chosen.settings.num_processes, chosen.notes) == (2, ())
+
+
 @pytest.mark.parametrize("word", ["yes", "NO", "on", "1", "'maybe'"])
 def test_only_true_and_false_are_booleans(home, word):
     assert stated("debug: True\nquiet: false\n", home) == {"debug": True, "quiet": False}
@@ -167,10 +176,6 @@ def test_null_says_nothing(home):
         ("num_processes: [2]\n", r"train.yaml:1: num_processes must be a plain value"),
         ("debug: true\n- 1\n", r"train.yaml:\d: this is not YAML"),
         ("- 1\n", r"train.yaml:1: the file must be a mapping of `key: value` lines"),
-        (
-            "distributed_type: NO\nnum_processes: 4\n",
-            r"train.yaml:1: distributed_type is NO .*train.yaml:2 says num_processes: 4",
-        ),
         (
             "debug: true\nrole: !!python/object:os.system x\n",
             r"train.yaml:2: `!!python/object:os.system` is a YAML tag",

@@ -8,6 +8,7 @@ the others make, and when.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -46,8 +47,7 @@ def join_uneven_inputs(
         outers: the models in them need no joining: their ranks stay in the rounds when they have no more data.
 
     Raises:
-        ConfigError: one of `joinables` is not under DDP; or `even_batches` is given, but a loader hands out batches
-            from one rank or iterates.
+        ConfigError: one of `joinables` is not under DDP.
         RankFailure: another rank left the block by an exception, or died.
     """
     check_type("join_uneven_inputs: joinables", joinables, (list, tuple), "a list of prepared models, such as [model]")
@@ -162,10 +162,13 @@ def _catch_up(probe: _JoinProbe, world: World, registry: Registry, scaler: Any) 
 def _overridden(loader: PreparedLoader, even_batches: bool) -> Iterator[None]:
     shard = loader.batch_sampler
     if not isinstance(shard, BatchSamplerShard):
-        raise ConfigError(
-            "join_uneven_inputs: even_batches can only be changed on loaders over map-style data that each rank reads "
-            f"for itself, and {loader!r} is none. Leave even_batches out."
+        warnings.warn(
+            "join_uneven_inputs: even_batches is changed only on loaders over map-style data that each rank reads for "
+            "itself. Other loaders stay as they are.",
+            stacklevel=5,
         )
+        yield
+        return
     before = shard.even_batches
     shard.even_batches = even_batches
     try:

@@ -177,10 +177,10 @@ def slice_tensors(
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Concatenate trees of one structure, tensor by tensor; of leaves that are no tensors the first is kept.
+    """Concatenate trees of one structure, tensor by tensor.
 
     Raises:
-        WrongType: there is no tree, or they differ in structure.
+        WrongType: there is no tree, they differ in structure, or something in them is no tensor.
         ConfigError: tensors differ in shape beyond `dim`, or have no such dimension.
     """
     if not isinstance(data, (list, tuple)) or not data:
@@ -189,11 +189,15 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     if any(spec != flat[0][1] for _, spec in flat[1:]):
         specs = ", ".join(str(spec) for _, spec in flat)
         raise WrongType(f"concatenate: the structures differ: {specs}. Bring nested tensors of one structure.")
+    if len(data) == 1:
+        return data[0]
     columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    for leaf in (leaf for column in columns for leaf in column if not isinstance(leaf, Tensor)):
+        raise wrong_type("concatenate: something in data", leaf, "a tensor, as nothing else can be concatenated")
     try:
-        joined = [torch.cat(column, dim=dim) if isinstance(column[0], Tensor) else column[0] for column in columns]
+        joined = [torch.cat(column, dim=dim) for column in columns]
     except (RuntimeError, IndexError, TypeError) as error:
-        shapes = ", ".join(str([list(x.shape) for x in column]) for column in columns if isinstance(column[0], Tensor))
+        shapes = ", ".join(str([list(x.shape) for x in column]) for column in columns)
         raise ConfigError(f"concatenate: tensors of the shapes {shapes} can't be joined along dim={dim!r}.") from error
     return unflatten(flat[0][1], joined)
 

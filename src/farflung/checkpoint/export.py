@@ -83,16 +83,21 @@ def num_bytes(size: int | str, what: str = "max_shard_size", least: int = 1) -> 
 
 
 def _shards(state: dict[str, Any], limit: int) -> list[dict[str, Any]]:
-    shards: list[dict[str, Any]] = [{}]
+    """Divide `state` as `huggingface_hub` does: in order, and a tensor over `limit` in a file of its own."""
+    shards: list[dict[str, Any]] = []
+    current: dict[str, Any] = {}
     filled = 0
     for name, value in state.items():
         size = _bytes_of(value)
-        if shards[-1] and filled + size > limit:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = value
+        if size > limit:
+            shards.append({name: value})
+            continue
+        if filled + size > limit:
+            shards.append(current)
+            current, filled = {}, 0
+        current[name] = value
         filled += size
-    return shards
+    return [*shards, current] if current or not shards else shards
 
 
 def _bytes_of(value: Any) -> int:

@@ -33,10 +33,11 @@ _DEEPEST = 20  # blocks in blocks; settings stand in two, and what Accelerate wr
 
 @dataclass(frozen=True)
 class Stated:
-    """A value, and the place where it stands (`train.yaml:3`)."""
+    """A value, and the place where it stands (`train.yaml:3`); with what the user should be told about it."""
 
     value: Value
     place: str
+    note: str | None = None
 
 
 def own_file() -> Path:
@@ -195,9 +196,11 @@ def _read_distributed_type(node: Node, place: str, stated: dict[str, Stated]) ->
         stated.setdefault(name, Stated(value, place))
     count = stated.get("num_processes")
     if word == "NO" and count is not None and isinstance(count.value, int) and count.value > 1:
-        raise ConfigError(
-            f"{place}: distributed_type is NO (one process), but {count.place} says num_processes: {count.value}. "
-            "Use MULTI_CPU or MULTI_GPU, or one process."
+        stated["num_processes"] = Stated(
+            1,
+            place,
+            f"one process, as {place} says distributed_type: NO, though {count.place} says num_processes: "
+            f"{count.value}. Use MULTI_CPU or MULTI_GPU, or --num_processes, for more.",
         )
 
 

@@ -30,11 +30,12 @@ class Origin:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The settings that count, where each came from, and the file that was read."""
+    """The settings that count, where each came from, the file that was read, and what to tell the user about them."""
 
     settings: LaunchSettings
     origins: Mapping[str, Origin]
     file: Path | None
+    notes: tuple[str, ...] = ()
 
     def explained(self, error: ConfigError) -> ConfigError:
         """Return an error about these settings with what the user wrote for them, and the file that was read."""
@@ -60,8 +61,9 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     for entry in FIELDS:
         values[entry.name], origins[entry.name] = _first(entry, flags, stated)
     _let_the_stronger_choose_the_device(values, origins)
+    notes = tuple(one.note for name, one in stated.items() if one.note and origins[name].kind == "file")
     try:
-        return Resolved(LaunchSettings.of(values), origins, path)
+        return Resolved(LaunchSettings.of(values), origins, path, notes)
     except ConfigError as error:
         raise _explained(error, path, origins) from None
 

@@ -23,6 +23,7 @@ from farflung.data.iterable import MarkedShard, Unmarking
 from farflung.data.loader import DataLoaderShard, PreparedLoader
 from farflung.data.samplers import BatchSamplerShard, SeedableRandomSampler, check_split
 from farflung.data.torch_loaders import (
+    LoaderView,
     SkipDataLoader,
     altered,
     index_source,
@@ -74,16 +75,18 @@ def prepare_loader(
     common: dict[str, Any] = {"state": state, "device": device, "non_blocking": config.non_blocking}
     batch_size = _batch_size(loader)
     group = fixed_rank or exchange.group
+    streams = isinstance(loader.dataset, IterableDataset)
+    dispatches = config.dispatch_batches
+    if dispatches is None:
+        dispatches = streams and device is not None
+    if config.dispatch_batches and loader.generator is not None and not isinstance(loader, LoaderView):
+        loader = altered(loader, generator=None)  # as in Accelerate: a loader that dispatches draws no seeds from it
     if group.size == 1:
         return DataLoaderShard.over(loader, total_batch_size=batch_size, **common)
     _refuse_unshareable(loader)
     factor = 1 if config.split_batches else group.size
     common["total_batch_size"] = None if batch_size is None else batch_size * factor
     common["may_be_uneven"] = not config.even_batches
-    streams = isinstance(loader.dataset, IterableDataset)
-    dispatches = config.dispatch_batches
-    if dispatches is None:
-        dispatches = streams and device is not None
     common["agree"] = _agreement(loader, exchange, [str(kind) for kind in rng_types], dispatches)
     if dispatches:
         return _dispatched(loader, group, config, slice_fn, common)
@@ -206,7 +209,11 @@ def _sharded(
 def _sharded_stream(
     loader: DataLoader[Any], group: Group, config: DataLoaderConfiguration, common: dict[str, Any]
 ) -> DataLoaderShard:
-    """Let each rank read the whole stream and keep its own part; or only its own files, where it has these."""
+    """Let each rank read the whole stream and keep its own part; or only its own files, where it has these.
+
+    Files differ in length, so with `even_batches` the whole stream it is: nothing but a collective for each batch could
+    tell a rank that another one still has data.
+    """
     dataset: Any = loader.dataset
     if config.split_batches:
         check_split(loader.batch_size, group.size)

@@ -37,6 +37,8 @@ def _launch(script: str, script_args: tuple[str, ...], **params: Any) -> None:
         new = former_files().get(resolved.file)
         advice = f" (this package was called {FORMER_NAME}; rename the file to {new})" if new else ""
         click.echo(f"farflung: settings from {resolved.file}{advice}", err=True)
+    for note in resolved.notes:
+        click.echo(f"farflung: {note}", err=True)
     plan = make_plan(settings, script, script_args)
     _check_recipe(resolved, plan)
     if settings.num_machines > 1 and not settings.quiet:

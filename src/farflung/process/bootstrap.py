@@ -92,14 +92,18 @@ def read_rank_info() -> RankInfo:
 def choose_device(info: RankInfo, cpu: bool) -> torch.device:
     """Return this process's device: the CPU when asked for or when there is nothing else, else its own accelerator.
 
+    `ACCELERATE_TORCH_DEVICE` names another one, unless the CPU is asked for.
+
     Raises:
         ConfigError: the machine has fewer accelerators than processes.
     """
     named = environ.text("ACCELERATE_TORCH_DEVICE")
-    if cpu or environ.flag("ACCELERATE_USE_CPU") or not torch.accelerator.is_available():
+    if cpu or environ.flag("ACCELERATE_USE_CPU"):
         return torch.device("cpu")
     if named:
         return torch.device(named)
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     available = torch.accelerator.device_count()

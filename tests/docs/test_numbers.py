@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small programs with both libraries: where their numbers differ, docs/migrating.md has a row that names the test."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import accelerate
+import accelerate.utils
+import pytest
+import torch
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+from torch import nn
+from torch.utils.data import DataLoader, SubsetRandomSampler
+
+import farflung
+import farflung.utils
+from farflung.base.errors import ConfigError
+from farflung.config import environ
+from farflung.config.resolve import resolve
+from farflung.launch.plan import make_plan
+from farflung.process.bootstrap import RankInfo, choose_device
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+
+LIBRARIES = {"accelerate": accelerate, "farflung": farflung}
+
+
+@pytest.fixture(autouse=True)
+def fresh_states():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+def on_ranks(program, size=2):
+    """The values of each rank, with Accelerate and with Farflung."""
+    return tuple(run_ranks(program, size, name, connect=False) for name in LIBRARIES)
+
+
+class Modules(nn.Module):
+    def __init__(self, *sizes):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1, size, bias=False) for size in sizes)
+
+
+def program(name):
+    """What one rank sees of many small things, by their names."""
+    warnings.simplefilter("ignore")
+    library = LIBRARIES[name]
+    seen = {}
+    accelerator = library.Accelerator(cpu=True, split_batches=True)
+    values = torch.tensor([1.0, 2.0]) * (1 + accelerator.process_index)
+    for reduction in ("sum", "mean"):
+        seen[f"scaled {reduction}"] = accelerator.reduce(values.clone(), reduction, scale=10.0).tolist()
+    loader = accelerator.prepare(DataLoader(range(8), batch_size=4))
+    seen["split_batches"] = [batch.tolist() for batch in loader]
+    for flags in ({"use_seedable_sampler": True}, {"dispatch_batches": True}):
+        reset(library)
+        accelerator = library.Accelerator(cpu=True, dataloader_config=library.utils.DataLoaderConfiguration(**flags))
+        if "dispatch_batches" in flags:
+            generator = torch.Generator().manual_seed(3)
+            loader = accelerator.prepare(DataLoader(range(8), 2, shuffle=True, generator=generator))
+            seen["dispatched, with a generator"] = [batch.tolist() for _ in range(2) for batch in loader]
+            model = accelerator.prepare(nn.Linear(1, 1))
+            loader = accelerator.prepare(DataLoader(torch.arange(7), batch_size=2))
+            with accelerator.join_uneven_inputs([model], even_batches=False):
+                seen["dispatched, joined"] = [batch.tolist() for batch in loader]
+        else:
+            torch.manual_seed(accelerator.process_index)
+            loader = accelerator.prepare(DataLoader(range(8), 2, sampler=SubsetRandomSampler(range(8))))
+            seen["seedable, another sampler"] = sorted(x for batch in loader for x in batch.tolist())
+    return seen
+
+
+def reset(library):
+    if library is accelerate:
+        accelerate.state.AcceleratorState._reset_state()
+        accelerate.state.GradientState._reset_state()
+    else:
+        AcceleratorState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """What both ranks see under a name, with Accelerate and with Farflung."""
+    theirs, ours = on_ranks(program)
+
+    def both(name):
+        return [rank[name] for rank in theirs], [rank[name] for rank in ours]
+
+    return both
+
+
+def test_reduce_multiplies_by_its_scale(seen):
+    assert seen("scaled sum") == ([[3.0, 6.0]] * 2, [[30.0, 60.0]] * 2)
+    assert seen("scaled mean") == ([[1.5, 3.0]] * 2, [[15.0, 30.0]] * 2)
+
+
+def test_split_batches_as_an_argument(seen):
+    theirs, ours = seen("split_batches")
+    assert theirs == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    assert ours == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+def test_a_dispatching_loader_draws_the_same_order_from_a_generator(seen):
+    theirs, ours = seen("dispatched, with a generator")
+    assert theirs == ours
+
+
+def test_joining_leaves_dispatched_loaders_as_they_are(seen):
+    theirs, ours = seen("dispatched, joined")
+    assert theirs == ours
+
+
+def test_any_sampler_is_shared_among_ranks_under_the_seedable_sampler(seen):
+    theirs, ours = seen("seedable, another sampler")
+    assert sorted(theirs[0] + theirs[1]) != list(range(8))
+    assert sorted(ours[0] + ours[1]) == list(range(8))
+
+
+def test_a_window_that_follows_the_end_of_data_drawn_inside_accumulate():
+    def gradients(library):
+        accelerator = library.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        layer = nn.Linear(1, 1, bias=False)
+        model, loader = accelerator.prepare(layer, DataLoader(torch.ones(3, 1)))
+        optimizer = accelerator.prepare(torch.optim.SGD(layer.parameters(), lr=0.0))
+        cycle, found = (batch for _ in range(3) for batch in loader), []
+        for _ in range(7):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(next(cycle)).sum())
+                if accelerator.sync_gradients:
+                    found.append(layer.weight.grad.item())
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    assert gradients(accelerate) == [1.0, 1.0, 1.0, 0.5]
+    assert gradients(farflung) == [1.0, 1.0, 1.0, 1.0]
+
+
+def test_concatenate_refuses_what_is_no_tensor():
+    for library in LIBRARIES.values():
+        with pytest.raises(TypeError, match="tensor"):
+            library.utils.concatenate([{"x": "a"}, {"x": "b"}])
+
+
+def test_a_device_that_a_variable_names_is_taken_without_accelerators(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
+    assert str(accelerate.PartialState().device) == "meta"
+    if not torch.accelerator.is_available():
+        assert str(choose_device(RankInfo(0, 1, 0, 1), cpu=False)) == "meta"
+    assert str(choose_device(RankInfo(0, 1, 0, 1), cpu=True)) == "cpu"
+
+
+@pytest.mark.parametrize("sizes", [(10, 600, 10), (100, 100, 100), (600, 600), (10, 240, 10, 240, 500)])
+def test_a_model_is_saved_in_the_same_files(sizes, tmp_path):
+    names = []
+    for name, library in LIBRARIES.items():
+        library.Accelerator(cpu=True).save_model(Modules(*sizes), tmp_path / name, max_shard_size=1000)
+        index = tmp_path / name / "model.safetensors.index.json"
+        names.append(json.loads(index.read_text())["weight_map"] if index.exists() else None)
+    assert names[0] == names[1]
+
+
+def test_gpus_by_flag_and_the_cpu_by_variable(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.chdir(tmp_path)
+    with environ.patched({"ACCELERATE_USE_CPU": "true"}):
+        settings = resolve({"multi_gpu": True, "num_processes": "2"}).settings
+        assert settings.multi_gpu
+        if not torch.cuda.is_available():
+            with pytest.raises(ConfigError, match="Use --cpu to train without"):
+                make_plan(settings, str(script), [])
+        words = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", str(script)]
+        arguments = launch_command_parser().parse_args(words)
+        arguments.dynamo_backend = "no"
+        assert prepare_multi_gpu_env(arguments)["ACCELERATE_USE_CPU"] == "true"  # which its processes obey
