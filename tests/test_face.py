@@ -9,8 +9,8 @@ FARFLUNG = """
 Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs
 DistributedType GradScalerKwargs InitProcessGroupKwargs LocalSGD OuterConfig PartialState ProfileKwargs WatchdogKwargs
 __version__ cpu_offload cpu_offload_with_hook debug_launcher disk_offload dispatch_model infer_auto_device_map
-init_empty_weights init_on_device load_checkpoint_and_dispatch load_checkpoint_in_model notebook_launcher
-skip_first_batches synchronize_rng_states
+init_empty_weights init_on_device install_as_accelerate load_checkpoint_and_dispatch load_checkpoint_in_model
+notebook_launcher skip_first_batches synchronize_rng_states
 """
 OUTER = """
 AverageState Blend ByTime ByWork Cast ClippedToMedian E3M0 ErrorFeedback Every Fp8 GatherMean Gossip Identity Int4

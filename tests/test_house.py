@@ -29,11 +29,13 @@ FLOORS = {
     "data": 5,
     "launch": 5,
     "accelerator": 6,
+    "integrations": 6,
     "demo": 8,  # a user of the doors
 }
 DOOR_FLOOR = 7
 # The places that load our own modules by name, so that `import farflung` and `--help` don't load torch, an Accelerator
-# no outer loop, and a codec no Triton. `config/recipes.py` goes further: it reads a file of a higher floor as text.
+# no outer loop, and a codec no Triton; and what answers imports of `accelerate` by name. `config/recipes.py` goes
+# further: it reads a file of a higher floor as text.
 LAZY_TABLES = (
     "__init__.py",
     "launch/main.py",
@@ -41,6 +43,7 @@ LAZY_TABLES = (
     "demo/command.py",
     "accelerator/lazy.py",
     "codec/fused.py",
+    "integrations/as_accelerate.py",
 )
 FILES = sorted(SOURCE.rglob("*.py"))
 NAMES = [path.relative_to(SOURCE).as_posix() for path in FILES]

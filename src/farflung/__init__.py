@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from farflung.config.handlers import ProfileKwargs as ProfileKwargs
     from farflung.config.handlers import WatchdogKwargs as WatchdogKwargs
     from farflung.data.prepare import skip_first_batches as skip_first_batches
+    from farflung.integrations.as_accelerate import install_as_accelerate as install_as_accelerate
     from farflung.launch.notebook import debug_launcher as debug_launcher
     from farflung.launch.notebook import notebook_launcher as notebook_launcher
     from farflung.outer.named import OuterConfig as OuterConfig
@@ -63,6 +64,7 @@ _WHERE = {
     "WatchdogKwargs": "farflung.config.handlers",
     "OuterConfig": "farflung.outer.named",
     "skip_first_batches": "farflung.data.prepare",
+    "install_as_accelerate": "farflung.integrations.as_accelerate",
     "debug_launcher": "farflung.launch.notebook",
     "notebook_launcher": "farflung.launch.notebook",
     "synchronize_rng_states": "farflung.process.seed",

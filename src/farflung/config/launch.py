@@ -22,7 +22,6 @@ Value = int | float | bool | str | None
 Question = str | Callable[[Mapping[str, Value]], str]
 
 _PREFIX = "FARFLUNG_"
-
 _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # what CUDA_VISIBLE_DEVICES takes
 
 
@@ -287,6 +286,7 @@ class LaunchSettings:
     module: bool = setting(
         False, "Run the script as a module, like `python -m`.", flags=("-m", "--module"), in_file=False
     )
+    as_accelerate: bool = setting(False, "Answer `import accelerate` with Farflung, also in libraries.")
     no_python: bool = setting(False, "Run the script directly, without Python.", in_file=False)
     max_restarts: int = setting(0, "How many times all processes are restarted after a failure.")
     monitor_interval: float = setting(0.1, "Seconds between two checks of the processes.")

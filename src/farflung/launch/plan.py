@@ -82,7 +82,7 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -
         ConfigError: the script does not exist, GPUs are missing, or the port is in use.
     """
     command_line(settings, script, arguments)  # what can't be found is refused before GPUs are counted
-    if settings.outer_recipe is not None and not settings.no_python:
+    if settings.outer_recipe is not None and not settings.no_python and not settings.as_accelerate:
         refuse_accelerate(settings, script)
     num_local, on_cpu = _count_processes(settings)
     if settings.num_cpu_threads_per_process is not None:

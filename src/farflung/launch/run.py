@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -40,6 +41,9 @@ def _launch(script: str, script_args: tuple[str, ...], **params: Any) -> None:
     for note in resolved.notes:
         click.echo(f"farflung: {note}", err=True)
     plan = make_plan(settings, script, script_args)
+    if settings.as_accelerate:
+        variables = import_module("farflung.integrations.as_accelerate").path_variables()
+        plan = replace(plan, variables={**plan.variables, **variables})
     _check_recipe(resolved, plan)
     if settings.num_machines > 1 and not settings.quiet:
         where = f"machine {settings.machine_rank} of {settings.num_machines}"

@@ -73,7 +73,7 @@ def refuse_accelerate(settings: LaunchSettings, script: str) -> None:
     if accelerates:
         raise ConfigError(
             f"{script} imports accelerate, which knows nothing of --outer {settings.outer_recipe}. "
-            "Import the same names from farflung instead."
+            "Import the same names from farflung instead, or launch it with --as-accelerate."
         )
 
 

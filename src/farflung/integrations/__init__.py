@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Integrations: how libraries that are written for Accelerate run on Farflung."""

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Farflung answers `import accelerate` where that is asked for: in a process and its children, nowhere else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from farflung.testing.patience import patience
+
+# Says who answers here and in child processes of three kinds. `base` is a room that loads without torch.
+PROBE = """
+import json, multiprocessing, subprocess, sys
+from importlib.metadata import metadata, version
+from importlib.util import find_spec
+
+def look(_=None):
+    import accelerate.base.words
+    import farflung.base.words
+    ours = accelerate.base.words is farflung.base.words is sys.modules["accelerate.base.words"]
+    return [ours, accelerate.__version__, version("accelerate"), "Farflung" in metadata("accelerate")["Summary"]]
+
+if __name__ == "__main__":
+    SETUP
+    import accelerate
+    code = "import accelerate; print(accelerate.__version__, accelerate.__file__)"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        spawned = pool.map(look, [0])[0]
+    print(json.dumps({"here": look(), "spawned": spawned, "child": child.stdout.split(), "file": accelerate.__file__,
+                      "spec": find_spec("accelerate").origin}))
+"""
+LOOK = "import accelerate, sys; print(accelerate.__file__, [type(f).__module__ for f in sys.meta_path], sys.path)"
+
+
+def run(*command, code=None):
+    """What a fresh process prints."""
+    arguments = [sys.executable, *command] if code is None else [sys.executable, "-c", code]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=patience(60))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def launched_in(tmp_path, monkeypatch, setup, *flags):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "probe.py").write_text(PROBE.replace("SETUP", setup))
+    start = ("-m", "farflung", "launch", "--num_processes", "1", *flags) if flags else ()
+    return json.loads(run(*start, "probe.py").splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("setup", "flags"),
+    [
+        ("import farflung; farflung.install_as_accelerate(); farflung.install_as_accelerate()", ()),
+        ("", ("--as-accelerate",)),
+    ],
+    ids=["install_as_accelerate", "--as-accelerate"],
+)
+def test_imports_and_the_version_are_answered_here_and_in_children(tmp_path, monkeypatch, setup, flags):
+    seen = launched_in(tmp_path, monkeypatch, setup, *flags)
+    assert seen["here"] == seen["spawned"] == [True, "1.15.0", "1.15.0", True]
+    assert seen["child"] == ["1.15.0", seen["file"]]
+    assert seen["file"] == seen["spec"]
+    assert "farflung" in seen["file"]
+
+
+def test_without_the_flag_nothing_is_touched(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "look.py").write_text(f"import farflung, farflung.utils\n{LOOK}")
+    seen = run("-m", "farflung", "launch", "--cpu", "look.py")
+    assert "farflung" not in seen.split()[0]
+    assert "integrations" not in seen
+
+
+def test_the_names_are_farflungs_and_what_it_lacks_says_so():
+    said = run(
+        code="""
+import farflung; farflung.install_as_accelerate()
+import accelerate
+from accelerate import Accelerator, utils
+import accelerate.state as state
+import farflung.utils
+assert Accelerator is farflung.Accelerator and utils is farflung.utils and state is farflung.state
+assert accelerate.logging is farflung.logging and {"Accelerator", "__version__"} <= set(dir(accelerate))
+lines = "import accelerate.nowhere; import accelerate.utils.nowhere; accelerate.nowhere; from accelerate import nowhere"
+for line in lines.split("; "):
+    try: exec(line)
+    except (ImportError, AttributeError) as error: print(type(error).__name__, error)
+"""
+    ).splitlines()
+    assert said[0].startswith(
+        "ModuleNotFoundError No module named 'accelerate.nowhere': Farflung answers for accelerate"
+    )
+    assert said[1].startswith("ModuleNotFoundError No module named 'accelerate.utils.nowhere': Farflung answers")
+    assert said[2].startswith("AttributeError module 'accelerate' has no attribute 'nowhere' (Farflung answers")
+    assert said[3].startswith("ImportError cannot import name 'nowhere' from 'accelerate'")
+
+
+def test_an_accelerate_that_is_loaded_already_is_an_error():
+    said = run(
+        code="""
+import sys, types
+sys.modules["accelerate"] = real = types.ModuleType("accelerate")
+real.__file__ = "/elsewhere/accelerate/__init__.py"
+import farflung
+try: farflung.install_as_accelerate()
+except farflung.base.errors.StateError as error: print(error)
+"""
+    )
+    assert "accelerate was already imported, from /elsewhere/accelerate/__init__.py" in said
+    assert "--as-accelerate" in said
