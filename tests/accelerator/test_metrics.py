@@ -187,3 +187,15 @@ def test_the_right_loader_says_what_is_padding():
     for seen, evaluated in run_ranks(inside_another_loop, 2):
         assert seen == list(range(5))
         assert evaluated == [100, 101, 102] * 2
+
+
+def alone_on_a_short_last_batch():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(range(7), batch_size=4))
+    repeated = [len(accelerator.gather_for_metrics(torch.zeros(1).repeat(4))) for _ in loader]
+    numbers = [accelerator.gather_for_metrics(torch.tensor(2.0)).item() for _ in loader]
+    return repeated, numbers
+
+
+def test_alone_what_is_repeated_for_each_sample_of_a_batch_is_cut_to_a_short_one():
+    assert run_ranks(alone_on_a_short_last_batch, 1) == [([4, 3], [2.0, 2.0])]

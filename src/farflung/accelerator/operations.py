@@ -60,7 +60,8 @@ def gather_for_metrics(
     """
     if not use_gather_object and _holds_tensors_alone(data):
         gathered = collectives.gather(exchange, data, ragged=True, at=at)
-        return recursively_apply(lambda x: x[:remainder], gathered) if remainder > 0 else gathered
+        # One process gathers a number as it is: nothing to cut.
+        return recursively_apply(lambda x: x[:remainder] if x.ndim else x, gathered) if remainder > 0 else gathered
     if use_gather_object or not isinstance(data, Mapping):
         items = collectives.gather_object(exchange, data, at, "gather_for_metrics")
         return items[:remainder] if remainder > 0 else items

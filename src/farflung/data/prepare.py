@@ -82,7 +82,8 @@ def prepare_loader(
     if config.dispatch_batches and loader.generator is not None and not isinstance(loader, LoaderView):
         loader = altered(loader, generator=None)  # as in Accelerate: a loader that dispatches draws no seeds from it
     if group.size == 1:
-        return DataLoaderShard.over(loader, total_batch_size=batch_size, **common)
+        count = _short(batch_size) if batch_size is not None and reads_indices(loader) else None
+        return DataLoaderShard.over(loader, total_batch_size=batch_size, count=count, **common)
     _refuse_unshareable(loader)
     factor = 1 if config.split_batches else group.size
     common["total_batch_size"] = None if batch_size is None else batch_size * factor
@@ -93,6 +94,16 @@ def prepare_loader(
     if streams:
         return _sharded_stream(loader, group, config, common)
     return _sharded(loader, group, exchange, config, common)
+
+
+def _short(batch_size: int) -> Callable[[Any], int]:
+    """Return what counts the samples of a last batch that is shorter than `batch_size`; 0: it is not."""
+
+    def count(batch: Any) -> int:
+        length = find_batch_size(batch) or 0
+        return length if length < batch_size else 0
+
+    return count
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
