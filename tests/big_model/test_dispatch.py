@@ -8,8 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from farflung import Accelerator
 from farflung.base.errors import ConfigError, StateError
-from farflung.big_modeling import cpu_offload, disk_offload, dispatch_model, infer_auto_device_map
+from farflung.big_modeling import (
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    infer_auto_device_map,
+    load_checkpoint_in_model,
+)
 from farflung.hooks import remove_hook_from_submodules
 from farflung.utils.modeling import find_tied_parameters, get_state_dict_from_offload, get_state_dict_offloaded_model
 from tests.big_model.models import IDS, Tied, made
@@ -119,6 +126,17 @@ def test_a_loose_parameter_of_the_whole_model_is_saved_too():
     model.loose, model.inner = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
     cpu_offload(model)
     assert set(get_state_dict_offloaded_model(model)) == {"loose", "inner.weight", "inner.bias"}
+
+
+def test_an_accelerator_saves_offloaded_weights(tmp_path):
+    model, expected = made()
+    dispatch_model(model, MAPS[1], offload_dir=tmp_path / "away")
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_model(accelerator.prepare(model), tmp_path / "saved")
+    other = Tied().eval()
+    load_checkpoint_in_model(other, tmp_path / "saved", strict=True)
+    assert torch.equal(output(other), expected)
+    accelerator.end_training()
 
 
 def test_a_model_with_offloaded_weights_is_not_moved(tmp_path, caplog):

@@ -14,10 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from farflung.accelerator import contents
+from farflung.accelerator import contents, lazy
 from farflung.accelerator.contents import Loaded, Run
 from farflung.accelerator.operations import extract_model_from_parallel
 from farflung.accelerator.session import flushed
@@ -402,11 +402,16 @@ class Checkpointing:
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the state of a prepared model, with the names of the bare one unless `unwrap` is False.
 
-        Inside an outer loop whose replicas agree on weights now and then, it is those. Talks to no one.
+        Inside an outer loop whose replicas agree on weights now and then, it is those. Weights that a hook keeps on
+        the CPU or on the disk are brought to the CPU. Talks to no one.
         """
         check_type("get_state_dict: model", model, nn.Module, "an nn.Module")
         inner = extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model
-        return self._checkpointer.state_of(inner)
+        state = self._checkpointer.state_of(inner)
+        has_hooks = any(hasattr(module, "_hf_hook") for module in inner.modules())
+        if has_hooks and any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
+            state = lazy.get_state_dict_offloaded_model(inner)
+        return state
 
     @property
     def _writes(self) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this room uses of the outer loop and of the launch settings, loaded at its first use, not with the Accelerator.
+"""What this room seldom uses of the outer loop and other rooms, loaded at its first use, not with the Accelerator.
 
 Python collects all garbage, torch's too, when an import makes some ten thousand objects: 0.08 s in mid-import.
 """
@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from farflung.big_model.load import get_state_dict_offloaded_model as get_state_dict_offloaded_model
     from farflung.config.launch import launched_outer as launched_outer
     from farflung.config.launch import outer_variables as outer_variables
     from farflung.config.outer import renamed as renamed
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from farflung.outer.recipes import local_sgd as local_sgd
 
 _WHERE = {
+    "get_state_dict_offloaded_model": "farflung.big_model.load",
     "OuterLoop": "farflung.outer.engine",
     "check_model": "farflung.outer.asked",
     "chosen_recipe": "farflung.outer.named",
