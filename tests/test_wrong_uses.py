@@ -392,7 +392,7 @@ SETTINGS = [
     ('DataLoaderConfiguration(dispatch_batches="no")', "dispatch_batches", "'no'"),
     ("DataLoaderConfiguration(data_seed=3)", "data_seed", "3"),
     ('DataLoaderConfiguration(data_seed="3", use_seedable_sampler=True)', "data_seed", "'3'"),
-    ("DataLoaderConfiguration(use_stateful_dataloader=True)", "use_stateful_dataloader", "skip_first_batches"),
+    ('DataLoaderConfiguration(use_stateful_dataloader="yes")', "use_stateful_dataloader", "True or False"),
     ("DataLoaderConfiguration(batch_size=3)", "batch_size"),
     ("ProjectConfiguration(total_limit=-1)", "total_limit", "-1"),
     ("ProjectConfiguration(total_limit=0)", "total_limit", "0"),

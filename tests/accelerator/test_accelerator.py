@@ -116,8 +116,6 @@ def test_handlers_refuse_what_nothing_would_read():
         DistributedDataParallelKwargs(comm_state_option={"matrix_approximation_rank": 2})
     with pytest.raises(ConfigError, match="data_seed"):
         DataLoaderConfiguration(data_seed=1)
-    with pytest.raises(Unsupported, match="stateful"):
-        DataLoaderConfiguration(use_stateful_dataloader=True)
     assert DistributedDataParallelKwargs(find_unused_parameters=True).to_kwargs() == {"find_unused_parameters": True}
     assert InitProcessGroupKwargs().to_kwargs() == {}
 

@@ -358,3 +358,10 @@ def test_a_checkpoint_of_accelerate_is_read_and_ours_by_it(size, write, read, tm
     saved = run_ranks(write, size, tmp_path / "ckpt", "save", connect=False)
     loaded = run_ranks(read, size, tmp_path / "ckpt", "load", connect=False)
     assert loaded == saved
+
+
+def test_places_of_loaders_that_torchdata_wrote_are_not_read_and_it_is_said(tmp_path, capsys):
+    accelerate.Accelerator(cpu=True).save_state(tmp_path)
+    (tmp_path / "dl_state_dict.bin").touch()
+    Accelerator(cpu=True).load_state(tmp_path)
+    assert "torchdata's and is not read, so their data start over. Use skip_first_batches" in capsys.readouterr().err

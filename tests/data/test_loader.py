@@ -364,8 +364,7 @@ def test_skipped_batches_are_not_read(size):
 def test_a_skipping_loader_has_accelerates_constructor():
     loader = SkipDataLoader(range(7), skip_batches=2, batch_size=2)
     assert (numbers(loader), len(loader), loader.batch_size) == ([[4, 5], [6]], 2, 2)
-    with pytest.raises(Unsupported):
-        SkipDataLoader(range(7), use_stateful_dataloader=True)
+    assert numbers(SkipDataLoader(range(4), 1, use_stateful_dataloader=True, batch_size=3)) == [[3]]
     with pytest.raises(ConfigError, match="-1"):
         skip_first_batches(DataLoader(range(3)), -1)
 

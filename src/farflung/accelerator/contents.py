@@ -165,6 +165,11 @@ def read(run: Run, folder: Path, size: int | None) -> Loaded:
     else:
         found.random = _read_if_there(folder / layout.random_states(rank))
         found.own = _read_if_there(folder / layout.loop_state(rank))
+        if found.own is None and any(folder.glob(layout.TORCHDATA_LOADERS)):
+            found.notes.append(
+                "what it says of loaders is torchdata's and is not read, so their data start over. Use "
+                "skip_first_batches"
+            )
     _check_own(run, found, folder)
     return found
 

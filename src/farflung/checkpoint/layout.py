@@ -14,6 +14,7 @@ PREFIX = "checkpoint_"
 NAMED = re.compile(rf"{PREFIX}(\d+)")
 FOLDERS = ("loop_state", "outer_state")  # of what each rank writes by itself
 SCALER = "scaler.pt"
+TORCHDATA_LOADERS = "dl_state_dict*.bin"  # what Accelerate writes of loaders that are stateful
 MANIFEST = "farflung.json"
 FORMER_MANIFEST = f"{FORMER_NAME}.json"
 MANIFESTS = (MANIFEST, FORMER_MANIFEST)

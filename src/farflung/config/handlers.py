@@ -21,7 +21,7 @@ from farflung.base.checks import (
     wrong_type,
 )
 from farflung.base.enums import DDPCommunicationHookType
-from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.errors import ConfigError
 
 _ACTIVITIES = ("cpu", "cuda", "xpu", "mtia", "hpu", "privateuse1")
 _SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait", "acc_events")
@@ -222,7 +222,8 @@ class DataLoaderConfiguration:
         use_seedable_sampler: shuffle by a seed and the epoch's number alone.
         data_seed: that seed; None takes torch's initial seed.
         non_blocking: copy to the device without waiting; useful with `pin_memory=True`.
-        use_stateful_dataloader: not supported.
+        use_stateful_dataloader: prepared loaders have `state_dict` and `load_state_dict`. They always do, so that
+            neither value changes anything.
     """
 
     split_batches: bool = False
@@ -235,8 +236,6 @@ class DataLoaderConfiguration:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.use_stateful_dataloader:
-            raise Unsupported("use_stateful_dataloader=True is not supported. Leave it out and use skip_first_batches.")
         if self.data_seed is not None and not self.use_seedable_sampler:
             raise ConfigError(f"data_seed is {self.data_seed}, but it has no effect without use_seedable_sampler=True.")
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from farflung.base.checks import check_flag
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.torch_internals import copied_loader, expect_batches
 from farflung.base.tree import send_to_device
-from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.iterable import IterableDatasetShard
 from farflung.data.position import samplers_of
 from farflung.data.samplers import SeedableRandomSampler, SkipBatchSampler
@@ -83,7 +83,7 @@ class SkipDataLoader(LoaderView):
 
 def made_loader(dataset: Any, stateful: bool, arguments: dict[str, Any]) -> DataLoader[Any]:
     """Return the loader that Accelerate's constructors make of a data set and the arguments of torch's."""
-    DataLoaderConfiguration(use_stateful_dataloader=stateful)  # raises where it is True
+    check_flag("use_stateful_dataloader", stateful)
     return DataLoader(dataset, **arguments)
 
 

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loaders with a state: Accelerate's `use_stateful_dataloader`, loaders that keep a state of their own, torchdata's."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from farflung.data_loader import DataLoaderDispatcher, DataLoaderShard
+from tests.data.support import prepared
+
+
+class Counting(IterableDataset):
+    """0, 1, ... 10; knows how far it was read, and all that was read of it."""
+
+    def __init__(self):
+        self.at, self.read = 0, []
+
+    def __iter__(self):
+        while self.at < 11:
+            self.at += 1
+            self.read.append(self.at - 1)
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Plain(IterableDataset):
+    """0, 1, ... 10; has no state."""
+
+    def __init__(self, read):
+        self.read = read
+
+    def __iter__(self):
+        for number in range(11):
+            self.read.append(number)
+            yield number
+
+
+class Remembering(DataLoader):
+    """A loader that knows how many batches it has made, and goes on there without its data set's help."""
+
+    made = start = 0
+
+    def __iter__(self):
+        self.made, self.start = self.start, 0
+        for number in range(self.made, 6):
+            self.made += 1
+            yield torch.arange(11)[2 * number : 2 * number + 2]
+        self.made = 0
+
+    def state_dict(self):
+        return {"made": self.made}
+
+    def load_state_dict(self, state):
+        self.start = state["made"]
+
+
+def gone_on(make, after=2):
+    """What is left of an iteration whose state is loaded into a fresh loader, and the iteration that follows."""
+    loader = make()
+    batches = iter(loader)
+    for _ in range(after):
+        next(batches)
+    state = loader.state_dict()
+    other = make()
+    other.load_state_dict(state)
+    return [[batch.tolist() for batch in other] for _ in range(2)]
+
+
+WHOLE = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
+
+
+@pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher])
+@pytest.mark.parametrize("data", [range, Counting])
+def test_a_stateful_loader_goes_on_where_its_state_was_taken(kind, data):
+    made = []
+
+    def make():
+        made.append(data(11) if data is range else data())
+        return kind(made[-1], batch_size=2, use_stateful_dataloader=True)
+
+    assert gone_on(make) == [WHOLE[2:], WHOLE]
+    if data is Counting:
+        assert made[-1].read[:5] == [6, 7, 8, 9, 10]  # the third batch had been read ahead
+
+
+def test_a_loader_with_a_state_of_its_own_is_asked_for_it():
+    read = []
+    assert gone_on(lambda: prepared(Remembering(Plain(read), 2), use_stateful_dataloader=True)) == [WHOLE[2:], WHOLE]
+    assert read == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("data", [range, Counting])
+def test_torchdatas_loader_goes_on_where_its_state_was_taken(data, workers):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchdata uses what torch is about to drop
+        torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+        def make():
+            stream = data(11) if data is range else data()
+            return prepared(torchdata.StatefulDataLoader(stream, 2, num_workers=workers))
+
+        assert gone_on(make) == [WHOLE[2:], WHOLE]
