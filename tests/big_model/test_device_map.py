@@ -20,7 +20,8 @@ def drawn(seed):
     model, draw = Random(seed), random.Random(seed)
     total = int(ours.compute_module_sizes(model)[""])
     memory = {gpu: draw.randint(0, total) for gpu in range(draw.randint(0, 3))}
-    memory["cpu"] = draw.randint(0, total)
+    if draw.random() < 0.9:
+        memory["cpu"] = draw.randint(0, total)
     return (
         model,
         memory,

@@ -56,16 +56,30 @@ def test_a_dispatched_model_gives_the_same_and_is_itself_again_without_its_hooks
     check_removed(model, expected, state)
 
 
-def test_hooks_sit_where_accelerate_puts_them(tmp_path):
-    device_map = MAPS[2]
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        MAPS[2],
+        # The meta device stands for a GPU, next to which weights wait on the CPU.
+        {"embed": "meta", "head": "meta", "norm": "meta", "blocks.0": "meta", "blocks.1": "cpu"},
+        {"embed": "cpu", "head": "cpu", "norm": "meta", "blocks.0": "disk", "blocks.1": "cpu"},
+    ],
+    ids=str,
+)
+def test_hooks_and_weights_are_where_accelerate_puts_them(device_map, tmp_path):
     mine, theirs = made(with_scale=False)[0], made(with_scale=False)[0]
     dispatch_model(mine, device_map, offload_dir=tmp_path / "mine")
     accelerate.dispatch_model(theirs, device_map, offload_dir=tmp_path / "theirs")
+    with torch.no_grad():
+        outputs = [model(IDS.to("meta" if "meta" in device_map.values() else "cpu")) for model in (mine, theirs)]
+    assert outputs[0].device == outputs[1].device
     for (name, one), (_, other) in zip(mine.named_modules(), theirs.named_modules(), strict=True):
         assert repr(getattr(one, "_hf_hook", None)) == repr(getattr(other, "_hf_hook", None)), name
-        tensors = zip(one.named_parameters(recurse=False), other.named_parameters(recurse=False), strict=True)
-        assert all(a.device == b.device for (_, a), (_, b) in tensors)
-    assert torch.equal(output(mine), output(theirs))
+        assert [t.device for t in own_tensors(one)] == [t.device for t in own_tensors(other)], name
+
+
+def own_tensors(module):
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def test_a_model_for_one_device_gets_no_hooks_unless_they_are_asked_for():

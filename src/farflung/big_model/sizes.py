@@ -190,17 +190,16 @@ def get_balanced_memory(
     gpus = sorted(d for d in usable if isinstance(d, int))
     if not usable:
         return memory
-    if len(usable) == 1:
-        low_zero = False
-        if max_memory is None and gpus:
-            memory[gpus[0]] = int(memory[gpus[0]] * 0.9)  # activations need some of it
+    low_zero = low_zero and len(usable) > 1 and 0 in memory
+    if len(usable) == 1 and max_memory is None and gpus:
+        memory[gpus[0]] = int(memory[gpus[0]] * 0.9)  # activations need some of it
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     share = sizes[""] // (len(usable) - 1 if low_zero else len(usable))
     share += _slack(model, sizes, names_of(no_split_module_classes))
     for gpu in gpus[:-1]:  # the last one takes what is left
         memory[gpu] = min(memory[0] if low_zero and gpu == 0 else share, memory[gpu])
     if low_zero:
-        elsewhere = sum(memory[gpu] for gpu in range(1, len(usable)))
+        elsewhere = sum(memory[gpu] for gpu in gpus if gpu != 0)
         memory[0] = min(max(0, sizes[""] - elsewhere), memory[0])
     return memory
 
