@@ -15,8 +15,10 @@ from farflung.big_modeling import (
     disk_offload,
     dispatch_model,
     infer_auto_device_map,
+    init_empty_weights,
     load_checkpoint_in_model,
 )
+from farflung.checkpoint.export import save_sharded
 from farflung.hooks import remove_hook_from_submodules
 from farflung.utils.modeling import find_tied_parameters, get_state_dict_from_offload, get_state_dict_offloaded_model
 from tests.big_model.models import IDS, Tied, made
@@ -89,6 +91,19 @@ def test_a_model_for_one_device_gets_no_hooks_unless_they_are_asked_for():
     dispatch_model(model, {"": "cpu"}, force_hooks=True)
     assert hasattr(model, "_hf_hook")
     assert torch.equal(output(model), expected)
+
+
+def test_weights_that_only_the_index_has_are_loaded_to_where_the_map_wants_them(tmp_path):
+    model, expected = made()
+    save_sharded(model.state_dict(), tmp_path)
+    with init_empty_weights():
+        empty = Tied().eval()
+    load_checkpoint_in_model(empty, tmp_path, {"": "disk"}, offload_folder=tmp_path / "away")
+    file = str(tmp_path / "model.safetensors")
+    index = {name: {"safetensors_file": file} for name in model.state_dict() if name != "head.weight"}
+    dispatch_model(empty, {"embed": "disk", "blocks": "cpu", "norm": "cpu", "head": "cpu"}, offload_index=index)
+    assert not empty.blocks[0].up.weight.is_meta
+    assert torch.equal(output(empty), expected)
 
 
 def test_parameters_beside_submodules_go_where_the_map_sends_them(tmp_path):

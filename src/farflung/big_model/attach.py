@@ -36,9 +36,11 @@ class _Attacher:
     preload: Sequence[str]
     ties: TiedWeights | None
 
-    def hook(self, module: nn.Module, device: Device | None, path: str = "", append: bool = False, **more: Any) -> None:
-        """Attach one hook; `more` are arguments of `AlignDevicesHook`."""
-        if more.get("offload") and self.weights_map is not None:
+    def hook(
+        self, module: nn.Module, device: Device | None, path: str | None = None, append: bool = False, **more: Any
+    ) -> None:
+        """Attach one hook; with a `path`, it knows the weights below it. `more` are arguments of `AlignDevicesHook`."""
+        if path is not None and self.weights_map is not None:
             more["weights_map"] = PrefixedDataset(self.weights_map, f"{path}." if path else "")
         hook = AlignDevicesHook(
             device,
@@ -71,7 +73,7 @@ class _Attacher:
         """Attach hooks to the modules that two maps name, and to those whose own tensors they name."""
         is_root = path == ""
         if path in devices and path in offload and not offload[path]:
-            self.hook(module, devices[path], io_same_device=is_root, place_submodules=True)
+            self.hook(module, devices[path], path, io_same_device=is_root, place_submodules=True)
             self.execute(module, devices[path])
         elif path in devices and path in offload:
             self.align(module, devices[path], True, path)

@@ -146,9 +146,6 @@ def _waiting_weights(
     main_device: Device,
 ) -> OffloadedWeightsLoader | None:
     """Return the weights that wait on the CPU and on the disk; the latter are written there."""
-    empty = [name for name, value in (on_cpu or {}).items() if value.is_meta]
-    if empty:
-        raise ConfigError(f"{empty} are for the CPU and on the meta device, so they have no values. Load them first.")
     direct = None if index is None else main_device
     if on_disk and index is None:
         if folder is None:
@@ -156,7 +153,12 @@ def _waiting_weights(
         index = _written(on_disk, folder, ties)
     if on_cpu is None and index is None:
         return None
-    return OffloadedWeightsLoader(on_cpu, folder, with_shared_names(index or {}, ties), device=direct)
+    known = with_shared_names(index or {}, ties)
+    empty = [name for name, value in (on_cpu or {}).items() if value.is_meta and name not in known]
+    if empty:
+        raise ConfigError(f"{empty} are for the CPU and on the meta device, so they have no values. Load them first.")
+    on_cpu = {name: value for name, value in (on_cpu or {}).items() if not value.is_meta}
+    return OffloadedWeightsLoader(on_cpu, folder, known, device=direct)
 
 
 def _written(state_dict: Mapping[str, Tensor], folder: Folder, ties: list[list[str]]) -> dict[str, Any]:

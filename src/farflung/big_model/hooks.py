@@ -162,7 +162,8 @@ class AlignDevicesHook(ModelHook):
         execution_device: where the forward pass runs; by default wherever weights and inputs are.
         offload: take the weights from `weights_map` before each forward pass and drop them afterwards.
         io_same_device: put the output where the input was.
-        weights_map: the weights by name. By default a copy on the CPU. What it lacks stays on `execution_device`.
+        weights_map: the weights by name. To offload, by default a copy on the CPU; what it lacks stays on
+            `execution_device`. Without offloading, it has values for what is on the meta device.
         offload_buffers: offload buffers too.
         place_submodules: see to the weights of all submodules, not only to the module's own.
         skip_keys: keyword arguments, and keys of outputs, that are not moved.
@@ -218,7 +219,9 @@ class AlignDevicesHook(ModelHook):
                     "are no values for it. Load it before it is dispatched."
                 )
             elif self.execution_device is not None:
-                self._set(module, name, self.execution_device)
+                is_elsewhere = tensor.is_meta and as_device(self.execution_device).type != "meta"
+                value = (self.weights_map or {}).get(name) if is_elsewhere else None
+                self._set(module, name, self.execution_device, value)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
