@@ -34,13 +34,14 @@ FLOORS = {
 }
 DOOR_FLOOR = 7
 # The places that load our own modules by name, so that `import farflung` and `--help` don't load torch, an Accelerator
-# no outer loop, and a codec no Triton; and what answers imports of `accelerate` by name. `config/recipes.py` goes
-# further: it reads a file of a higher floor as text.
+# no outer loop and none of the doors, and a codec no Triton; and what answers imports of `accelerate` by name.
+# `config/recipes.py` goes further: it reads a file of a higher floor as text.
 LAZY_TABLES = (
     "__init__.py",
     "launch/main.py",
     "launch/run.py",
     "demo/command.py",
+    "accelerator/__init__.py",
     "accelerator/lazy.py",
     "codec/fused.py",
     "integrations/as_accelerate.py",

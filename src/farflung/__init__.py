@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from farflung.accelerator.accelerator import Accelerator as Accelerator
     from farflung.accelerator.local_sgd import LocalSGD as LocalSGD
     from farflung.accelerator.views import PartialState as PartialState
+    from farflung.base.absent import DeepSpeedPlugin as DeepSpeedPlugin
+    from farflung.base.absent import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from farflung.base.absent import prepare_pippy as prepare_pippy
     from farflung.base.enums import DDPCommunicationHookType as DDPCommunicationHookType
     from farflung.base.enums import DistributedType as DistributedType
     from farflung.big_model.device_map import infer_auto_device_map as infer_auto_device_map
@@ -31,12 +34,15 @@ if TYPE_CHECKING:
     from farflung.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from farflung.config.handlers import ProfileKwargs as ProfileKwargs
     from farflung.config.handlers import WatchdogKwargs as WatchdogKwargs
+    from farflung.config.parallelism import ParallelismConfig as ParallelismConfig
+    from farflung.config.variables import is_rich_available as is_rich_available
     from farflung.data.prepare import skip_first_batches as skip_first_batches
     from farflung.integrations.as_accelerate import install_as_accelerate as install_as_accelerate
     from farflung.launch.notebook import debug_launcher as debug_launcher
     from farflung.launch.notebook import notebook_launcher as notebook_launcher
     from farflung.outer.named import OuterConfig as OuterConfig
     from farflung.process.seed import synchronize_rng_states as synchronize_rng_states
+    from farflung.tools.memory import find_executable_batch_size as find_executable_batch_size
 
 __version__ = "0.1.0"
 
@@ -68,6 +74,12 @@ _WHERE = {
     "debug_launcher": "farflung.launch.notebook",
     "notebook_launcher": "farflung.launch.notebook",
     "synchronize_rng_states": "farflung.process.seed",
+    "DeepSpeedPlugin": "farflung.base.absent",
+    "FullyShardedDataParallelPlugin": "farflung.base.absent",
+    "prepare_pippy": "farflung.base.absent",
+    "ParallelismConfig": "farflung.config.parallelism",
+    "is_rich_available": "farflung.config.variables",
+    "find_executable_batch_size": "farflung.tools.memory",
 }
 
 __all__ = [*_WHERE, "__version__"]

@@ -2,6 +2,7 @@
 """Door: where scripts look for loaders, samplers and their shards."""
 
 from farflung.accelerator.operations import prepare_data_loader
+from farflung.base.absent import DataLoaderAdapter, DataLoaderStateMixin, get_sampler
 from farflung.data.dispatcher import DataLoaderDispatcher
 from farflung.data.iterable import IterableDatasetShard
 from farflung.data.loader import DataLoaderShard
@@ -11,12 +12,15 @@ from farflung.data.torch_loaders import SkipDataLoader
 
 __all__ = [
     "BatchSamplerShard",
+    "DataLoaderAdapter",
     "DataLoaderDispatcher",
     "DataLoaderShard",
+    "DataLoaderStateMixin",
     "IterableDatasetShard",
     "SeedableRandomSampler",
     "SkipBatchSampler",
     "SkipDataLoader",
+    "get_sampler",
     "prepare_data_loader",
     "skip_first_batches",
 ]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: where scripts look for the prepared optimizer's class."""
 
+from farflung.base.absent import move_to_device, patch_optimizer_step
 from farflung.loop.optimizer import AcceleratedOptimizer
 
-__all__ = ["AcceleratedOptimizer"]
+__all__ = ["AcceleratedOptimizer", "move_to_device", "patch_optimizer_step"]

@@ -169,9 +169,9 @@ def test_send_to_device_moves_all_but_the_skipped_and_uses_a_container_s_own_way
 
 def test_batch_size_and_device_are_those_of_the_first_tensor():
     data = ["text", {"scalar": torch.tensor(1.0), "x": torch.zeros(5, 2, device="meta")}, torch.zeros(7)]
-    assert tree.find_batch_size(data) == 5
+    assert tree.batch_size_of(data) == 5
     assert tree.find_device(data) == torch.device("cpu")
-    assert tree.find_batch_size(["text"]) is None
+    assert tree.batch_size_of(["text"]) is None
     assert tree.find_device([]) is None
 
 

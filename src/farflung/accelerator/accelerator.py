@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from farflung.accelerator import lazy
 from farflung.accelerator import session as slot
 from farflung.accelerator.checkpoints import Checkpointer, Checkpointing
 from farflung.accelerator.contents import Run
@@ -21,7 +22,7 @@ from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController
 from farflung.accelerator.engines import OtherAxes
 from farflung.accelerator.join import join_uneven_inputs
-from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics, release_memory
+from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics
 from farflung.accelerator.outer import OpenLoops, OuterMethods
 from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
 from farflung.accelerator.settings import (
@@ -380,7 +381,8 @@ class Accelerator(SettledProperties, OtherAxes, OuterMethods, Checkpointing, Pro
         self._controller.drop()
         self._registry.clear()
         self._loop.reset()
-        return release_memory(*objects)
+        released: list[None] = lazy.release_memory(*objects)
+        return released
 
     def clear(self, *objects: Any) -> list[None]:
         """The same as `free_memory`."""

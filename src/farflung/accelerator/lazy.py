@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from farflung.outer.named import named_outer as named_outer
     from farflung.outer.named import recipe_of as recipe_of
     from farflung.outer.recipes import local_sgd as local_sgd
+    from farflung.tools.memory import release_memory as release_memory
 
 _WHERE = {
     "get_state_dict_offloaded_model": "farflung.big_model.load",
@@ -35,6 +36,7 @@ _WHERE = {
     "named_outer": "farflung.outer.named",
     "outer_variables": "farflung.config.launch",
     "recipe_of": "farflung.outer.named",
+    "release_memory": "farflung.tools.memory",
     "renamed": "farflung.config.outer",
 }
 

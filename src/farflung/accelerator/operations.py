@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from functools import wraps
 from typing import Any
@@ -15,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from farflung.accelerator.session import current, flushed
 from farflung.base.checks import check_type
 from farflung.base.errors import Unsupported
-from farflung.base.optional import compare_versions, is_available
+from farflung.base.optional import is_available
 from farflung.base.torch_internals import compiled_again, compiled_from
 from farflung.base.tree import leaves_of, rebuilt, recursively_apply
 from farflung.comm import collectives
@@ -144,37 +143,12 @@ def extract_model_from_parallel(
     return compiled if compiled_from(compiled) is inner else compiled_again(compiled, inner)
 
 
-def release_memory(*objects: Any) -> list[None]:
-    """Return a None for each of `objects` and free what nobody else holds."""
-    released = [None] * len(objects)
-    del objects
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return released
-
-
-def is_torch_version(operation: str, version: str) -> bool:
-    """Say whether torch's version stands in the relation `operation` (`>=`, `<` ...) to `version`."""
-    return compare_versions("torch", operation, version)
-
-
 def is_peft_model(model: Any) -> bool:
     """Say whether `model`, or what is inside it, is a PeftModel."""
     if not is_available("peft"):
         return False
     kinds = type(extract_model_from_parallel(model)).__mro__
     return any(kind.__module__.split(".")[0] == "peft" and kind.__name__ == "PeftModel" for kind in kinds)
-
-
-def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Say whether this machine's first device computes in bf16 (`ignore_tpu` is unused: there is no TPU here)."""
-    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
-
-
-def is_fp16_available() -> bool:
-    """Say whether fp16 can be trained in: always."""
-    return True
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:

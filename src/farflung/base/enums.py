@@ -7,12 +7,14 @@ from enum import Enum, EnumMeta
 from typing import Any
 
 
-class _Listing(EnumMeta):
+class EnumWithContains(EnumMeta):
+    """Lets `"bf16" in PrecisionType` ask for a member by its value."""
+
     def __contains__(cls, item: object) -> bool:
         return isinstance(item, cls) or item in [member.value for member in cls]  # type: ignore[var-annotated]
 
 
-class BaseEnum(str, Enum, metaclass=_Listing):
+class BaseEnum(str, Enum, metaclass=EnumWithContains):
     """A word that is also its own text: `PrecisionType.NO == "no"`."""
 
     def __str__(self) -> str:

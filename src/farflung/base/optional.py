@@ -7,11 +7,12 @@ import operator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Any
 
 from farflung.base.checks import check_text, check_word
 from farflung.base.errors import ConfigError
 
-_COMPARISONS = {
+STR_OPERATION_TO_FUNC = {
     ">": operator.gt,
     ">=": operator.ge,
     "==": operator.eq,
@@ -27,22 +28,28 @@ def is_available(module: str) -> bool:
     return find_spec(module) is not None
 
 
-def compare_versions(library: str, operation: str, requirement: str) -> bool:
-    """Say whether the installed version of `library` stands in the relation `operation` to `requirement`.
+def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
+    """Say whether a version stands in the relation `operation` to `requirement_version`.
 
     Args:
+        library_or_version: the name of an installed library, or a `packaging.version.Version`.
         operation: one of `>`, `>=`, `==`, `!=`, `<=`, `<`.
 
     Raises:
-        ConfigError: another operation, or `library` is not installed.
+        ConfigError: another operation, or the library is not installed.
     """
-    check_word("operation", operation, _COMPARISONS)
-    check_text("version", requirement)
+    check_word("operation", operation, STR_OPERATION_TO_FUNC)
+    check_text("version", requirement_version)
     try:
-        installed = version(library)
+        installed = version(library_or_version) if isinstance(library_or_version, str) else str(library_or_version)
     except PackageNotFoundError:
-        raise ConfigError(f"compare_versions: {library} is not installed.") from None
-    return bool(_COMPARISONS[operation](_numbers(installed), _numbers(requirement)))
+        raise ConfigError(f"compare_versions: {library_or_version} is not installed.") from None
+    return compare_release(installed, operation, requirement_version)
+
+
+def compare_release(one: str, operation: str, other: str) -> bool:
+    """Say whether the release of version `one` stands in the relation `operation` to that of `other`."""
+    return bool(STR_OPERATION_TO_FUNC[operation](_numbers(one), _numbers(other)))
 
 
 def installed_version(library: str) -> str:

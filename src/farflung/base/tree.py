@@ -149,7 +149,7 @@ def leaves_of(data: Any) -> list[Any]:
     return flatten(data)[0]
 
 
-def find_batch_size(data: Any) -> int | None:
+def batch_size_of(data: Any) -> int | None:
     """Return the first dimension of the first tensor in `data` that has one, or None when there is no such tensor."""
     for leaf in leaves_of(data):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:

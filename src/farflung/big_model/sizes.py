@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -13,6 +12,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 
+from farflung.base.environments import CustomDtype
 from farflung.base.errors import ConfigError
 from farflung.big_model.tensors import as_dtype, named_module_tensors
 from farflung.checkpoint.export import num_bytes
@@ -20,14 +20,6 @@ from farflung.checkpoint.export import num_bytes
 Part: TypeAlias = "tuple[str, nn.Module | Tensor]"  # a module, parameter or buffer, with its name
 
 _log = logging.getLogger(__name__)
-
-
-class CustomDtype(enum.Enum):
-    """Dtypes that torch has none of, for planning where a quantized model goes."""
-
-    FP8 = "fp8"
-    INT4 = "int4"
-    INT2 = "int2"
 
 
 _CUSTOM_BYTES = {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}

@@ -56,6 +56,18 @@ def allowed() -> list[Any]:
     return [one for one in (*_ARRAYS, *named) if one not in there]
 
 
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Return what `torch.save` wrote to `f`; unless told otherwise, only what runs no code: tensors and plain data.
+
+    Args:
+        f: a path, or a file that is open for reading.
+        map_location: where the tensors go, as of `torch.load`.
+        kwargs: further arguments of `torch.load`; `weights_only=False` unpickles anything.
+    """
+    with torch.serialization.safe_globals(allowed()):
+        return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+
+
 def read_torch(path: Path) -> Any:
     """Return what `torch.save` wrote, on the CPU.
 

@@ -23,3 +23,8 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
     if set(map(type, tensors)) <= _PLAIN:
         return list(map(Tensor.data_ptr, tensors))
     return [local(tensor).data_ptr() for tensor in tensors]
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Say whether a parameter of `model` is a DTensor."""
+    return any(type(parameter) not in _PLAIN and hasattr(parameter, "to_local") for parameter in model.parameters())

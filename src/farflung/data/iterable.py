@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, default_convert
 
-from farflung.base.tree import find_batch_size
+from farflung.base.tree import batch_size_of
 from farflung.data.position import plain_or_none, state_of
 from farflung.data.samplers import check_split, rounds
 
@@ -169,5 +169,5 @@ class Unmarking:
 
 
 def _num_samples(batch: Any) -> int:
-    length = find_batch_size(default_convert(batch))  # type: ignore[no-untyped-call]
+    length = batch_size_of(default_convert(batch))  # type: ignore[no-untyped-call]
     return 1 if length is None else length

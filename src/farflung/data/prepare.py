@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from farflung.base.checks import check_type, check_whole
 from farflung.base.errors import ConfigError, Unsupported
-from farflung.base.tree import find_batch_size
+from farflung.base.tree import batch_size_of
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
@@ -100,7 +100,7 @@ def _short(batch_size: int) -> Callable[[Any], int]:
     """Return what counts the samples of a last batch that is shorter than `batch_size`; 0: it is not."""
 
     def count(batch: Any) -> int:
-        length = find_batch_size(batch) or 0
+        length = batch_size_of(batch) or 0
         return length if length < batch_size else 0
 
     return count
@@ -209,7 +209,7 @@ def _sharded(
         if in_batches or shard.remainder == 0:
             return shard.remainder
         # Each index stands for a whole batch, whose length only the rank that read it knows.
-        length = find_batch_size(batch)
+        length = batch_size_of(batch)
         own = 1 if length is None else length
         return int(collectives.gather(exchange, torch.tensor([own if group.rank < shard.remainder else 0])).sum())
 

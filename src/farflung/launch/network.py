@@ -19,6 +19,7 @@ from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 
+DEFAULT_PORT = 29500  # torchrun's and Accelerate's
 _SIOCGIFCONF = 0x8912
 _IFREQ_BYTES = 40
 _MAX_ADDRESSES = 256
@@ -150,3 +151,16 @@ def refuse_busy_port(port: int) -> None:
                 f"Port {port} can't be used here: {error.strerror}. Choose another one with --main_process_port, or "
                 "leave it out on a single machine to get a free one."
             ) from None
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Say whether some program of this machine listens on `port`, by default on torch's 29500."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", DEFAULT_PORT if port is None else port)) == 0
+
+
+def get_free_port() -> int:
+    """Return a port of this machine that no program uses now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -18,8 +18,8 @@ from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings, check_variables, field_named, rank_variables
 from farflung.launch.agent import Watch, run_agent
-from farflung.launch.network import choose_interface, refuse_busy_port, resolve_host
-from farflung.launch.plan import DEFAULT_PORT, Meeting, fit_for_cores, network_variables, usable_cores
+from farflung.launch.network import DEFAULT_PORT, choose_interface, refuse_busy_port, resolve_host
+from farflung.launch.plan import Meeting, fit_for_cores, network_variables, usable_cores
 from farflung.launch.report import explain
 from farflung.process import world
 

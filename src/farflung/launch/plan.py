@@ -18,10 +18,9 @@ from farflung.base.errors import ConfigError
 from farflung.base.words import counted, plural
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings, rank_variables
-from farflung.launch.network import Interface, choose_interface, refuse_busy_port, resolve_host
+from farflung.launch.network import DEFAULT_PORT, Interface, choose_interface, refuse_busy_port, resolve_host
 from farflung.launch.script import command_line, refuse_accelerate
 
-DEFAULT_PORT = 29500  # torchrun's and Accelerate's
 MAX_PER_CORE = 16  # more than that on a CPU is a slip: each of them takes 0.2 GB before it has done anything
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -32,7 +32,15 @@ between the CPU (--cpu) and GPUs (--multi_gpu, --gpu_ids) if both are requested.
 
 
 def _launch(script: str, script_args: tuple[str, ...], **params: Any) -> None:
-    resolved = resolve(given(params))
+    sys.exit(launch_script(resolve(given(params)), script, script_args, exec_alone=True))
+
+
+def launch_script(resolved: Resolved, script: str, script_args: tuple[str, ...], exec_alone: bool = False) -> int:
+    """Run a script to its end with these settings, and return its exit code.
+
+    Args:
+        exec_alone: where one process suffices, let it take the place of this one.
+    """
     settings = resolved.settings
     if resolved.file is not None and not settings.quiet:
         new = former_files().get(resolved.file)
@@ -51,9 +59,9 @@ def _launch(script: str, script_args: tuple[str, ...], **params: Any) -> None:
             f"farflung: {where} waits for the others at {plan.meeting.endpoint}, over {plan.meeting.interface}",
             err=True,
         )
-    if plan.alone:
+    if plan.alone and exec_alone:
         become(plan)
-    sys.exit(start(settings, plan))
+    return start(settings, plan)
 
 
 def _check_recipe(resolved: Resolved, plan: Plan) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from farflung.base.tree import find_batch_size
+from farflung.base.tree import batch_size_of
 from farflung.loop.joined import JoinedRanks
 
 
@@ -215,7 +215,7 @@ class LoopState:
         """Take `loader` as the current one: it starts, or it hands out a batch."""
         self._handed_out += 1
         if self.counts_samples and batch is not None:
-            self._samples[id(loader)] = self.samples_of(loader) + (find_batch_size(batch) or 0)
+            self._samples[id(loader)] = self.samples_of(loader) + (batch_size_of(batch) or 0)
         self._latest[id(loader)] = self._handed_out
         if not self.loaders or self.loaders[-1] is not loader:
             self.loaders = [*(other for other in self.loaders if other is not loader), loader]

@@ -46,6 +46,11 @@ def has_compiled_regions(module: nn.Module) -> bool:
     return any(map(is_compiled_module, module.modules()))
 
 
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Say whether `module` or a module in it is a list of repeated blocks."""
+    return any(map(is_repeated_blocks, module.modules()))
+
+
 def compile_in_place(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
     """Compile the calls of `model`, or of its regions, unless something of it is compiled already or none is to be."""
     model = _held(model)
@@ -92,16 +97,17 @@ def _held(module: nn.Module) -> nn.Module:
 
 def _regions(module: nn.Module) -> Iterator[list[nn.Module]]:
     """Yield what regional compilation compiles: each list of repeated blocks, and the largest parts that have none."""
-    if _is_repeated(module):
+    if is_repeated_blocks(module):
         yield list(module.children())
-    elif isinstance(module, (nn.ModuleList, nn.ModuleDict)) or any(map(_is_repeated, module.modules())):
+    elif isinstance(module, (nn.ModuleList, nn.ModuleDict)) or has_repeated_blocks(module):
         for child in module.children():  # lists and dictionaries of modules are never called themselves
             yield from _regions(child)
     else:
         yield [module]
 
 
-def _is_repeated(module: nn.Module) -> bool:
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Say whether `module` is a `ModuleList` of modules of one class, which are compiled as one region."""
     if not isinstance(module, nn.ModuleList) or len(module) == 0:
         return False
     kind = type(module[0])

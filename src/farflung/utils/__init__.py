@@ -1,110 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Door: handlers, enums, random states, and operations over nested data and over processes."""
+"""Door: the names of all modules in this folder, and those of parallelism and of launched functions."""
 
-from farflung.accelerator.operations import (
-    broadcast,
-    broadcast_object_list,
-    extract_model_from_parallel,
-    gather,
-    gather_object,
-    is_bf16_available,
-    is_fp16_available,
-    is_peft_model,
-    is_torch_version,
-    pad_across_processes,
-    reduce,
-    release_memory,
-    tqdm,
-    wait_for_everyone,
+from farflung.base.absent import (
+    AbstractTrainStep,
+    BertTrainStep,
+    GPTTrainStep,
+    MegatronEngine,
+    MegatronLMDummyDataLoader,
+    MegatronLMDummyScheduler,
+    MegatronLMOptimizerWrapper,
+    MegatronLMSchedulerWrapper,
+    T5TrainStep,
+    avg_losses_across_data_parallel_group,
+    gather_across_data_parallel_groups,
+    megatron_lm_initialize,
+    megatron_lm_prepare_data_loader,
+    megatron_lm_prepare_model_optimizer_scheduler,
+    megatron_lm_prepare_optimizer,
+    megatron_lm_prepare_scheduler,
 )
-from farflung.base.enums import (
-    DDPCommunicationHookType,
-    DistributedType,
-    DynamoBackend,
-    LoggerType,
-    PrecisionType,
-    RNGType,
-)
-from farflung.base.optional import compare_versions
-from farflung.base.tree import (
-    concatenate,
-    convert_to_fp32,
-    find_batch_size,
-    find_device,
-    honor_type,
-    is_namedtuple,
-    is_torch_tensor,
-    listify,
-    recursively_apply,
-    send_to_device,
-    slice_tensors,
-)
-from farflung.config.compile import TorchDynamoPlugin
-from farflung.config.handlers import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    ProfileKwargs,
-    ProjectConfiguration,
-    WatchdogKwargs,
-)
-from farflung.launch.ask import write_basic_config
-from farflung.process.seed import set_seed, synchronize_rng_state, synchronize_rng_states
-from farflung.strategy.compile import compile_regions, has_compiled_regions, is_compiled_module
-
-__all__ = [
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "DynamoBackend",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "LoggerType",
-    "PrecisionType",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "RNGType",
-    "TorchDynamoPlugin",
-    "WatchdogKwargs",
-    "broadcast",
-    "broadcast_object_list",
-    "compare_versions",
-    "compile_regions",
-    "concatenate",
-    "convert_to_fp32",
-    "extract_model_from_parallel",
-    "find_batch_size",
-    "find_device",
-    "gather",
-    "gather_object",
-    "has_compiled_regions",
-    "honor_type",
-    "is_bf16_available",
-    "is_compiled_module",
-    "is_fp16_available",
-    "is_namedtuple",
-    "is_peft_model",
-    "is_torch_tensor",
-    "is_torch_version",
-    "listify",
-    "pad_across_processes",
-    "recursively_apply",
-    "reduce",
-    "release_memory",
-    "send_to_device",
-    "set_seed",
-    "slice_tensors",
-    "synchronize_rng_state",
-    "synchronize_rng_states",
-    "tqdm",
-    "wait_for_everyone",
-    "write_basic_config",
-]
+from farflung.config.parallelism import ParallelismConfig
+from farflung.utils.bnb import *
+from farflung.utils.constants import *
+from farflung.utils.dataclasses import *
+from farflung.utils.deepspeed import *
+from farflung.utils.environment import *
+from farflung.utils.fsdp_utils import *
+from farflung.utils.imports import *
+from farflung.utils.launch import *
+from farflung.utils.memory import *
+from farflung.utils.modeling import *
+from farflung.utils.offload import *
+from farflung.utils.operations import *
+from farflung.utils.other import *
+from farflung.utils.random import *
+from farflung.utils.torch_xla import *
+from farflung.utils.tqdm import *
+from farflung.utils.transformer_engine import *
+from farflung.utils.versions import *

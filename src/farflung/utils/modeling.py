@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: sizes, device maps and tensors of models that are larger than a device."""
 
+from farflung.accelerator.helpers import get_mixed_precision_context_manager
+from farflung.accelerator.operations import is_peft_model
+from farflung.base.plain import convert_file_size_to_int
 from farflung.big_model.device_map import (
     check_device_map,
     clean_device_map,
@@ -38,6 +41,7 @@ from farflung.big_model.tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
+from farflung.precision.outputs import get_grad_scaler
 
 __all__ = [
     "align_module_device",
@@ -49,11 +53,14 @@ __all__ = [
     "clean_device_map",
     "compute_module_sizes",
     "compute_module_total_buffer_size",
+    "convert_file_size_to_int",
     "dtype_byte_size",
     "find_tied_parameters",
     "get_balanced_memory",
+    "get_grad_scaler",
     "get_max_layer_size",
     "get_max_memory",
+    "get_mixed_precision_context_manager",
     "get_module_leaves",
     "get_non_persistent_buffers",
     "get_state_dict_from_offload",
@@ -61,6 +68,7 @@ __all__ = [
     "has_offloaded_params",
     "id_tensor_storage",
     "infer_auto_device_map",
+    "is_peft_model",
     "load_checkpoint_in_model",
     "load_offloaded_weights",
     "load_state_dict",

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accelerate's free functions that few scripts call: files, copies of one rank's tensor, blocks of mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from farflung.accelerator import session as slot
+from farflung.accelerator.operations import broadcast, gather_object
+from farflung.base.checks import check_path
+from farflung.base.errors import CollectiveMismatch
+from farflung.base.forms import get_data_structure, initialize_tensors
+from farflung.checkpoint.save import save_object
+from farflung.config.handlers import AutocastKwargs
+from farflung.process.bootstrap import join_world
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Give every process the tensor of the one that has it; the others bring None and need not know its shape.
+
+    Raises:
+        CollectiveMismatch: no process has a tensor, or several have one; on every process.
+    """
+    world = join_world()
+    forms = gather_object([get_data_structure(tensor)])
+    owners = [rank for rank, form in enumerate(forms) if form is not None]
+    if len(owners) != 1:
+        raise CollectiveMismatch(
+            f"copy_tensor_to_devices: ranks {owners} of {world.size} brought a tensor; exactly one rank must."
+        )
+    here = initialize_tensors(forms[owners[0]]) if tensor is None else tensor
+    result: torch.Tensor = broadcast(here.to(world.device), owners[0])
+    return result
+
+
+def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """Write `obj` to `f` on the first process. Talks to no one.
+
+    Args:
+        save_on_each_node: each machine's first process writes.
+        safe_serialization: write a dictionary of tensors as safetensors instead of with `torch.save`.
+    """
+    if not hasattr(f, "write"):
+        check_path("save: f", f)
+    world = join_world()
+    if world.is_local_main if save_on_each_node else world.is_main:
+        save_object(obj, f, safe_serialization)
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """Return a block in which the mixed precision that the `Accelerator` was made with computes.
+
+    Args:
+        native_amp: False returns a block that changes nothing.
+        autocast_kwargs: further arguments of `torch.autocast`.
+    """
+    if not native_amp:
+        return nullcontext()
+    session = slot.opened()
+    arguments = (autocast_kwargs or AutocastKwargs()).to_kwargs()
+    arguments.pop("outputs_to_fp32", None)
+    return torch.autocast(session.world.device.type, dtype=_HALVES.get(session.mixed_precision), **arguments)
+
+
+@contextmanager
+def GatheredParameters(
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> Iterator[None]:
+    """Open a block that changes nothing: without DeepSpeed's ZeRO-3, each parameter is whole on its rank."""
+    yield

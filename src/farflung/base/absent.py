@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of Accelerate's for what Farflung does not do: they can be imported, and using one says what to do instead.
+
+`isinstance(x, DeepSpeedPlugin)` is False, a class may be derived from, and everything else raises `Unsupported`. Each
+name is a word in one of the lists below; the doors import it from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from farflung.base.errors import Unsupported
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Something that Farflung does not do.
+
+    Attributes:
+        what: its name, as the README lists it.
+        instead: what to use.
+        classes: the names of its classes.
+        functions: the names of its functions.
+        is_engine: it does something for a run, so the README says that it is not there.
+    """
+
+    what: str
+    instead: str
+    classes: str = ""
+    functions: str = ""
+    is_engine: bool = True
+
+    def error(self, name: str) -> Unsupported:
+        """Return the error for a use of `name`."""
+        return Unsupported(f"{name} belongs to {self.what}, which Farflung does not support. {self.instead}")
+
+
+ABSENT: tuple[Absent, ...] = (
+    Absent(
+        "DeepSpeed",
+        "Leave it out to train with DDP, or use an outer loop over it.",
+        classes="DeepSpeedPlugin DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim "
+        "DummyScheduler HfDeepSpeedConfig DeepSpeedSequenceParallelConfig",
+        functions="compile_regions_deepspeed deepspeed_launcher get_active_deepspeed_plugin "
+        "map_pytorch_optim_to_deepspeed prepare_deepspeed_cmd_env",
+    ),
+    Absent(
+        "Megatron-LM",
+        "Leave it out to train with DDP, or use an outer loop over it.",
+        classes="AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader "
+        "MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMPlugin MegatronLMSchedulerWrapper T5TrainStep",
+        functions="add_model_config_to_megatron_parser avg_losses_across_data_parallel_group finish_mpu_init "
+        "gather_across_data_parallel_groups megatron_lm_initialize megatron_lm_prepare_data_loader "
+        "megatron_lm_prepare_model_optimizer_scheduler megatron_lm_prepare_optimizer megatron_lm_prepare_scheduler "
+        "model_provider_func parse_bert_config parse_glm4_moe_config parse_gpt2_config parse_llama_config "
+        "parse_t5_config",
+    ),
+    Absent(
+        "TransformerEngine",
+        "Use mixed_precision='bf16'.",
+        classes="FP8RecipeKwargs TERecipeKwargs",
+        functions="apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers",
+    ),
+    Absent("MS-AMP", "Use mixed_precision='bf16'.", classes="MSAMPRecipeKwargs"),
+    Absent(
+        "TPU/XLA",
+        "Use torch_xla's own launcher and loop.",
+        functions="install_xla prepare_tpu tpu_command_launcher tpu_command_parser tpu_launcher tpu_pod_launcher",
+    ),
+    Absent(
+        "SageMaker",
+        "Start `farflung launch` inside the job.",
+        classes="SageMakerConfig",
+        functions="get_sagemaker_input prepare_sagemager_args_inputs sagemaker_launcher",
+    ),
+    Absent(
+        "bitsandbytes quantization",
+        "Quantize with transformers or peft before `prepare`.",
+        classes="BnbQuantizationConfig",
+        functions="get_keys_to_not_convert get_parameter_device get_quantized_model_device_map has_4bit_bnb_layers "
+        "load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers",
+    ),
+    Absent(
+        "pipeline parallelism (PiPPy)",
+        "Use torch.distributed.pipelining, or dispatch_model for inference.",
+        functions="build_pipeline find_pippy_batch_size generate_device_map pad_input_tensors pippy_forward "
+        "prepare_pippy",
+    ),
+    Absent(
+        "FSDP",
+        "It is not there yet. Use DDP, or an outer loop over it.",
+        classes="FullyShardedDataParallelPlugin",
+        functions="compile_regions_fsdp2 disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading "
+        "ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model "
+        "fsdp2_prepare_auto_wrap_policy fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler "
+        "get_parameters_from_modules load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model "
+        "save_fsdp_optimizer",
+    ),
+    Absent(
+        "tensor/context parallelism",
+        "They are not there yet. Use DDP, or an outer loop over it.",
+        classes="TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin",
+        functions="prepare_extend_env_parallelism_config",
+    ),
+    Absent(
+        "Accelerate's commands as functions",
+        "Use the command `farflung`; `farflung --help` lists what it does.",
+        classes="BaseConfig CustomArgumentGroup CustomArgumentParser CustomHelpFormatter SubcommandHelpFormatter "
+        "ConversionStatus",
+        functions="add_timm_hub_prefix check_has_model clean_option config_command config_command_parser "
+        "convert_config_to_fsdp2 create_ascii_table create_empty_model default_command_parser default_config_command "
+        "env_command env_command_parser estimate_command estimate_command_parser estimate_training_usage gather_data "
+        "get_cluster_input get_config_parser get_user_input load_config merge_command merge_command_parser "
+        "setup_fp8_env test_command test_command_parser test_launch to_fsdp2_command to_fsdp2_command_parser "
+        "update_command_parser update_config update_config_command verify_on_hub",
+        is_engine=False,
+    ),
+    Absent(
+        "the inside of Accelerate",
+        "Use `Accelerator`, whose methods do what it is for.",
+        classes="DataLoaderAdapter DataLoaderStateMixin ThreadLocalSharedDict",
+        functions="chained_operation do_nothing gather_tensor_shape get_sampler is_torch_xpu_tensor "
+        "load_accelerator_state load_custom_state mocked_dataloaders mocked_dataloaders_for_autoregressive_models "
+        "move_to_device patch_optimizer_step save_accelerator_state save_custom_state verify_operation",
+        is_engine=False,
+    ),
+)
+
+
+class _AbsentClass(type):
+    """The class of absent classes: calling one raises, deriving from one does not."""
+
+    absent: Absent
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise cls.absent.error(cls.__name__)
+
+
+def _class(absent: Absent, name: str) -> type:
+    return _AbsentClass(name, (), {"absent": absent, "__module__": __name__, "__doc__": str(absent.error(name))})
+
+
+def _function(absent: Absent, name: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise absent.error(name)
+
+    refuse.__name__ = refuse.__qualname__ = name
+    refuse.__doc__ = str(absent.error(name))
+    return refuse
+
+
+_MADE: dict[str, Any] = {
+    name: make(absent, name)
+    for absent in ABSENT
+    for make, names in ((_class, absent.classes), (_function, absent.functions))
+    for name in names.split()
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MADE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _MADE[name]
+
+
+def deepspeed_required(func: Callable[..., Any]) -> Callable[..., NoReturn]:
+    """Return a function that raises `Unsupported` when it is called: what needs DeepSpeed can't run."""
+    return _function(ABSENT[0], getattr(func, "__name__", "deepspeed_required"))

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Door: the command."""
+
+from farflung.launch.main import main
+
+__all__ = ["main"]

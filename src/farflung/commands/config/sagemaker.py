@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Door: SageMaker, which is not there."""
+
+from farflung.base.absent import get_sagemaker_input
+
+__all__ = ["get_sagemaker_input"]

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Door: estimating memory, which is not there."""
+
+from farflung.base.absent import (
+    add_timm_hub_prefix,
+    check_has_model,
+    create_ascii_table,
+    create_empty_model,
+    estimate_command,
+    estimate_command_parser,
+    estimate_training_usage,
+    gather_data,
+    verify_on_hub,
+)
+
+__all__ = [
+    "add_timm_hub_prefix",
+    "check_has_model",
+    "create_ascii_table",
+    "create_empty_model",
+    "estimate_command",
+    "estimate_command_parser",
+    "estimate_training_usage",
+    "gather_data",
+    "verify_on_hub",
+]

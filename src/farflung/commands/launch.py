@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Door: the launcher as functions."""
+
+from farflung.base.absent import (
+    CustomHelpFormatter,
+    clean_option,
+    deepspeed_launcher,
+    sagemaker_launcher,
+    tpu_launcher,
+    tpu_pod_launcher,
+)
+from farflung.launch.functions import launch_command, launch_command_parser
+from farflung.launch.functions import launch_command as multi_gpu_launcher
+from farflung.launch.functions import launch_command as simple_launcher
+from farflung.launch.main import main
+
+__all__ = [
+    "CustomHelpFormatter",
+    "clean_option",
+    "deepspeed_launcher",
+    "launch_command",
+    "launch_command_parser",
+    "main",
+    "multi_gpu_launcher",
+    "sagemaker_launcher",
+    "simple_launcher",
+    "tpu_launcher",
+    "tpu_pod_launcher",
+]

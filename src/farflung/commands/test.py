@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Door: Accelerate's test of an installation."""
+
+from farflung.base.absent import test_command, test_command_parser
+
+__all__ = ["test_command", "test_command_parser"]

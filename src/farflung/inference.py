@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Door: pipeline parallelism for inference, which is not there."""
+
+from farflung.base.absent import (
+    build_pipeline,
+    find_pippy_batch_size,
+    generate_device_map,
+    pippy_forward,
+    prepare_pippy,
+)
+
+__all__ = ["build_pipeline", "find_pippy_batch_size", "generate_device_map", "pippy_forward", "prepare_pippy"]

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accelerate's functions around its launcher, for programs that start scripts from Python."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from farflung.base.enums import DistributedType
+from farflung.base.errors import Unsupported
+from farflung.config import environ
+from farflung.config.foreign import foreign_flag
+from farflung.config.launch import FIELDS, Field, LaunchSettings, rank_variables
+from farflung.config.resolve import resolve
+from farflung.config.spelling import underscored
+from farflung.launch.run import launch_script
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """End with `message`, or refuse the first flag in it that asks for what Farflung does not do.
+
+        Raises:
+            Unsupported: there is such a flag.
+        """
+        words = [underscored(word.lstrip("-")) for word in message.split() if word.startswith("--")]
+        for word in words:
+            foreign = foreign_flag(word.split("=")[0])
+            if foreign is not None:
+                raise Unsupported(
+                    f"--{word} asks for {foreign.what}, which Farflung does not support. {foreign.instead}"
+                )
+        super().error(message)
+
+
+def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return a parser of what stands behind `farflung launch` on a command line.
+
+    What it parses has the launch settings by name, None where a flag is left out, and `training_script` and
+    `training_script_args`.
+
+    Args:
+        subparsers: what `ArgumentParser.add_subparsers` returned; the parser becomes its command `launch`.
+    """
+    description = "Run a script in one or several distributed processes."
+    if subparsers is not None:
+        parser: argparse.ArgumentParser = subparsers.add_parser("launch", description=description, allow_abbrev=False)
+        parser.set_defaults(func=launch_command)
+    else:
+        parser = _Parser("farflung launch", description=description, allow_abbrev=False)
+    for entry in FIELDS:
+        _add(parser, entry)
+    parser.add_argument("training_script", help="The script, a module with -m, or a program with --no_python.")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="Its arguments.")
+    return parser
+
+
+def _add(parser: argparse.ArgumentParser, entry: Field) -> None:
+    flags = [spelled for flag in entry.flags for spelled in dict.fromkeys((flag, _dashed(flag)))]
+    text = entry.help.replace("%", "%%")
+    if entry.kind is not bool:
+        parser.add_argument(*flags, dest=entry.name, type=entry.kind, default=None, help=text)
+        return
+    parser.add_argument(*flags, dest=entry.name, action="store_true", default=None, help=text)
+    for flag in flags if entry.in_file else ():
+        if flag.startswith("--"):
+            words = dict.fromkeys((f"--no_{flag[2:]}", f"--no-{flag[2:]}"))
+            parser.add_argument(*words, dest=entry.name, action="store_false", default=None, help=argparse.SUPPRESS)
+
+
+def _dashed(flag: str) -> str:
+    return flag[:2] + flag[2:].replace("_", "-")
+
+
+def _flags(args: argparse.Namespace) -> dict[str, str | bool]:
+    """Return what a namespace says of the launch settings, as a command line says it."""
+    said = {entry.name: getattr(args, entry.name, None) for entry in FIELDS}
+    return {name: value if isinstance(value, bool) else str(value) for name, value in said.items() if value is not None}
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Run a script as `farflung launch` does, and return when all of its processes have ended.
+
+    Args:
+        args: as `launch_command_parser` parses them; more attributes may be there.
+
+    Raises:
+        SystemExit: a process failed; what failed has been shown.
+    """
+    code = launch_script(resolve(_flags(args)), args.training_script, tuple(args.training_script_args))
+    if code != 0:
+        sys.exit(code)
+
+
+def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """Return the command that runs a script in one process, and its environment.
+
+    Args:
+        args: as `launch_command_parser` parses them.
+    """
+    settings = resolve(_flags(args)).settings
+    python = [] if settings.no_python else [sys.executable, *(["-m"] if settings.module else [])]
+    return [*python, args.training_script, *args.training_script_args], _environment(settings)
+
+
+def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
+    """Return the environment of each process of a script, without what tells them apart.
+
+    Args:
+        args: as `launch_command_parser` parses them.
+    """
+    return _environment(resolve(_flags(args)).settings)
+
+
+def _environment(settings: LaunchSettings) -> dict[str, str]:
+    return environ.snapshot() | rank_variables(settings)
+
+
+def _filter_args(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Sequence[str] = ()
+) -> argparse.Namespace:
+    """Return what `parser` makes of `default_args`, with the values of `args` for what both have."""
+    filtered, _ = parser.parse_known_args(list(default_args))
+    for name in vars(filtered).keys() & vars(args).keys():
+        setattr(filtered, name, getattr(args, name))
+    return filtered
+
+
+class PrepareForLaunch:
+    """A function to be called in a process of its own, with the process's number and further arguments.
+
+    Args:
+        launcher: the function; it gets the further arguments.
+        distributed_type: with several processes, each is told its rank by the environment variables.
+        debug: join a gloo group by the file that `ACCELERATE_DEBUG_RDV_FILE` names instead.
+    """
+
+    def __init__(
+        self, launcher: Callable[..., Any], distributed_type: str | DistributedType = "NO", debug: bool = False
+    ) -> None:
+        self.launcher = launcher
+        self.distributed_type = DistributedType(distributed_type)
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> None:
+        if self.debug:
+            size = environ.integer("WORLD_SIZE") or 1
+            store = dist.FileStore(environ.text("ACCELERATE_DEBUG_RDV_FILE") or "", size)  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", rank=index, store=store, world_size=size)
+        elif self.distributed_type.value.startswith("MULTI_"):
+            before = (environ.integer("NODE_RANK") or 0) * (environ.integer("NPROC") or 1)
+            environ.export({"LOCAL_RANK": str(index), "RANK": str(before + index)})
+        environ.export({"FORK_LAUNCHED": "1"})
+        self.launcher(*args)

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Door: the launcher's commands and environments."""
+
+from farflung.base.absent import (
+    prepare_deepspeed_cmd_env,
+    prepare_extend_env_parallelism_config,
+    prepare_sagemager_args_inputs,
+    prepare_tpu,
+    setup_fp8_env,
+)
+from farflung.config.variables import env_var_path_add
+from farflung.launch.functions import (
+    PrepareForLaunch,
+    _filter_args,
+    prepare_multi_gpu_env,
+    prepare_simple_launcher_cmd_env,
+)
+
+__all__ = [
+    "PrepareForLaunch",
+    "_filter_args",
+    "env_var_path_add",
+    "prepare_deepspeed_cmd_env",
+    "prepare_extend_env_parallelism_config",
+    "prepare_multi_gpu_env",
+    "prepare_sagemager_args_inputs",
+    "prepare_simple_launcher_cmd_env",
+    "prepare_tpu",
+    "setup_fp8_env",
+]

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Door: Megatron-LM, which is not there."""
+
+from farflung.base.absent import (
+    AbstractTrainStep,
+    BertTrainStep,
+    GPTTrainStep,
+    MegatronEngine,
+    MegatronLMDummyDataLoader,
+    MegatronLMDummyScheduler,
+    MegatronLMOptimizerWrapper,
+    MegatronLMSchedulerWrapper,
+    T5TrainStep,
+    avg_losses_across_data_parallel_group,
+    finish_mpu_init,
+    gather_across_data_parallel_groups,
+    model_provider_func,
+)
+from farflung.base.absent import megatron_lm_initialize as initialize
+from farflung.base.absent import megatron_lm_prepare_data_loader as prepare_data_loader
+from farflung.base.absent import megatron_lm_prepare_model_optimizer_scheduler as prepare_model_optimizer_scheduler
+from farflung.base.absent import megatron_lm_prepare_optimizer as prepare_optimizer
+from farflung.base.absent import megatron_lm_prepare_scheduler as prepare_scheduler
+
+__all__ = [
+    "AbstractTrainStep",
+    "BertTrainStep",
+    "GPTTrainStep",
+    "MegatronEngine",
+    "MegatronLMDummyDataLoader",
+    "MegatronLMDummyScheduler",
+    "MegatronLMOptimizerWrapper",
+    "MegatronLMSchedulerWrapper",
+    "T5TrainStep",
+    "avg_losses_across_data_parallel_group",
+    "finish_mpu_init",
+    "gather_across_data_parallel_groups",
+    "initialize",
+    "model_provider_func",
+    "prepare_data_loader",
+    "prepare_model_optimizer_scheduler",
+    "prepare_optimizer",
+    "prepare_scheduler",
+]

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Door: giving back memory, and the batch size that fits."""
+
+from farflung.tools.memory import (
+    clear_device_cache,
+    find_executable_batch_size,
+    release_memory,
+    should_reduce_batch_size,
+)
+
+__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]

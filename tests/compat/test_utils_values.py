@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Helpers over plain values, trees and modules: Accelerate's answers on the same inputs."""
+
+import copy
+import json
+from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
+
+import accelerate
+import accelerate.utils as theirs
+import accelerate.utils.dataclasses as their_dataclasses
+import accelerate.utils.memory as their_memory
+import accelerate.utils.modeling as their_modeling
+import accelerate.utils.operations as their_operations
+import accelerate.utils.other as their_other
+import pytest
+import torch
+from torch import nn
+
+import farflung.utils as ours
+import farflung.utils.dataclasses as our_dataclasses
+import farflung.utils.memory as our_memory
+import farflung.utils.operations as our_operations
+import farflung.utils.other as our_other
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.state import AcceleratorState
+
+Pair = namedtuple("Pair", ["first", "second"])
+TREES = {
+    "tensor": lambda: torch.arange(6.0).view(2, 3),
+    "list": lambda: [torch.ones(2, 3), torch.zeros(2)],
+    "pair": lambda: Pair(torch.ones(2, dtype=torch.float16), torch.zeros(2, 1, dtype=torch.bfloat16)),
+    "dictionary": lambda: OrderedDict(a=torch.ones(3), b=[torch.zeros(3, 2, dtype=torch.int64)]),
+    "others": lambda: {"a": torch.ones(3), "b": "text", "c": None, "d": (1, torch.ones(1))},
+}
+
+
+def plain(tree):
+    """A tree in words and numbers, for comparison."""
+    if isinstance(tree, torch.Tensor):
+        return (tree.dtype, tree.tolist())
+    if type(tree).__name__ == "TensorInformation":
+        return ("information", tree.shape, tree.dtype)
+    if isinstance(tree, dict):
+        return {type(tree).__name__: {key: plain(value) for key, value in tree.items()}}
+    if isinstance(tree, (list, tuple)):
+        return (type(tree).__name__, [plain(value) for value in tree])
+    return tree
+
+
+def attempt(action, *arguments, **kwargs):
+    """The value of a call, or which of the two usual errors it raised."""
+    try:
+        return plain(action(*arguments, **kwargs))
+    except (ValueError, TypeError) as error:
+        return ValueError if isinstance(error, ValueError) and not isinstance(error, TypeError) else TypeError
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("convert_to_fp32", ()),
+        ("find_batch_size", ()),
+        ("find_device", ()),
+        ("get_data_structure", ()),
+        ("get_shape", ()),
+        ("ignorant_find_batch_size", ()),
+        ("is_namedtuple", ()),
+        ("is_tensor_information", ()),
+        ("is_torch_tensor", ()),
+        ("listify", ()),
+        ("send_to_device", ("cpu",)),
+        ("slice_tensors", (slice(0, 1),)),
+    ],
+)
+def test_a_tree_gives_what_it_gives_there(name, tree, arguments):
+    assert attempt(getattr(our_operations, name), TREES[tree](), *arguments) == attempt(
+        getattr(their_operations, name), TREES[tree](), *arguments
+    )
+
+
+@pytest.mark.parametrize("data", [[], {}, (), [[]], "text", [3], {"a": "x"}, None, [torch.ones(4), "text"]])
+def test_a_batch_size_is_found_where_it_is_found_there(data):
+    for name in ("find_batch_size", "ignorant_find_batch_size"):
+        assert attempt(getattr(ours, name), data) == attempt(getattr(theirs, name), data)
+
+
+def test_a_tensor_without_dimensions_has_no_batch_size():
+    with pytest.raises(ConfigError, match="no batch size"):
+        ours.find_batch_size(torch.tensor(1.0))
+
+
+def test_tensors_are_made_of_what_is_known_of_them():
+    for module in (ours, theirs):
+        tree = {"a": [module.TensorInformation(torch.Size([2, 3]), torch.int32)], "b": "text"}
+        made = module.initialize_tensors(tree)
+        assert (made["a"][0].shape, made["a"][0].dtype, made["b"]) == ((2, 3), torch.int32, "text")
+        assert module.is_tensor_information(tree["a"][0])
+
+
+def test_functions_are_applied_and_trees_are_joined_as_there():
+    for module in (ours, theirs):
+        tree = module.recursively_apply(lambda x, y: x + y, Pair(torch.ones(1), [torch.zeros(1)]), 2)
+        assert plain(tree) == plain(Pair(torch.full((1,), 3.0), [torch.full((1,), 2.0)]))
+        assert module.recursively_apply(lambda x: x * 2, [1, "a"], test_type=lambda x: x == 1) == [2, "a"]
+        with pytest.raises(TypeError):
+            module.recursively_apply(abs, ["text"], error_on_other_type=True)
+        assert plain(module.concatenate([{"a": torch.ones(1)}, {"a": torch.zeros(2)}])) == plain(
+            {"a": torch.tensor([1.0, 0.0, 0.0])}
+        )
+        assert module.honor_type(Pair(1, 2), iter([3, 4])) == Pair(3, 4)
+        kept = module.send_to_device({"a": torch.ones(1), "b": torch.ones(1)}, "meta", skip_keys="a")
+        assert (kept["a"].device.type, kept["b"].device.type) == ("cpu", "meta")
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float64", "int64"])
+def test_outputs_are_converted_to_fp32_as_there(name):
+    dtype = getattr(torch, name)
+
+    def forward(x):
+        """Documented."""
+        return {"out": x.to(dtype), "other": "text"}
+
+    for module in (our_operations, their_operations):
+        assert plain(module.convert_outputs_to_fp32(forward)(torch.ones(2))) == plain(
+            their_operations.ConvertOutputsToFp32(forward)(torch.ones(2))
+        )
+        converting = module.ConvertOutputsToFp32(forward)
+        assert converting.__doc__ == "Documented."
+        with pytest.raises(Exception, match=r"[Uu]nwrap"):
+            copy.deepcopy(converting)
+
+
+@pytest.mark.parametrize("size", [0, 5, 1023, 1024, 1500, 5 * 2**20, 3.5 * 2**30, 2**45, 2**52, 2**60])
+def test_bytes_in_words(size):
+    assert ours.convert_bytes(size) == theirs.convert_bytes(size)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [0, 5, "5GB", "5.5MB", "1KB", "2GiB", "1.5MiB", "3KiB", "8Gb", "8mb", "8kb", "5gib", "5", "5XB", "GB", "-5GB", -1],
+)
+def test_sizes_in_words(size):
+    assert attempt(ours.convert_file_size_to_int, size) == attempt(their_modeling.convert_file_size_to_int, size)
+
+
+def test_dictionaries_names_and_attributes():
+    for module in (ours, theirs):
+        inner = {"b": 1, "c": {"d": 2}}
+        merged = module.merge_dicts({"a": {"c": {"e": 3}}, "f": 4}, {"a": inner})
+        assert merged == {"a": {"b": 1, "c": {"d": 2, "e": 3}}, "f": 4}
+        assert merged["a"] is inner
+        model = nn.Sequential(nn.Linear(1, 2))
+        assert module.recursive_getattr(model, "0.weight.shape") == (2, 1)
+        with pytest.raises(AttributeError):
+            module.recursive_getattr(model, "0.nothing")
+        assert [module.get_pretty_name(obj) for obj in (nn.Linear, model.forward, model, len, 3)] == [
+            "Linear",
+            "Sequential.forward",
+            "Sequential",
+            "len",
+            "int",
+        ]
+
+
+@pytest.fixture
+def states():
+    """A process that both libraries know, and neither afterwards."""
+    accelerate.PartialState(cpu=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+        self.head = nn.Sequential(nn.ReLU(), nn.Linear(1, 1))
+
+
+def test_modules_are_listed_and_asked_as_there():
+    model = Block()
+    for fqns in (False, True):
+        listed = ours.get_module_children_bottom_up(model, return_fqns=fqns)
+        assert listed == theirs.get_module_children_bottom_up(model, return_fqns=fqns)
+    assert listed[-1] == ("", model)
+    for module in (our_dataclasses, their_dataclasses):
+        assert module.get_module_class_from_name(model, "ReLU") is nn.ReLU
+        assert module.get_module_class_from_name(model, "Tanh") is None
+    for module in (our_other, their_other):
+        assert [module.is_repeated_blocks(m) for m in (model, model.layers, model.head)] == [False, True, False]
+        assert [module.has_repeated_blocks(m) for m in (model, model.layers, model.head)] == [True, True, False]
+        assert not module.model_has_dtensor(model)
+        assert not module.is_compiled_module(model)
+        assert not module.has_compiled_regions(model)
+        assert module.extract_model_from_parallel(nn.DataParallel(model)) is model
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {},
+        {"tp_size": 4},
+        {"config": SimpleNamespace()},
+        {"config": SimpleNamespace(distributed_config={"tp_size": 2})},
+        {"config": SimpleNamespace(distributed_config=SimpleNamespace(tp_size=3))},
+        {"tp_size": None, "config": SimpleNamespace(distributed_config=None)},
+    ],
+)
+def test_the_degree_of_tensor_parallelism_is_read_as_there(attributes):
+    model = nn.Linear(1, 1)
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    assert ours.get_model_tp_size(model) == theirs.get_model_tp_size(model)
+
+
+def test_memory_is_released():
+    for module in (our_memory, their_memory):
+        assert module.release_memory([1], "x") == [None, None]
+        module.clear_device_cache(garbage_collection=True)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA out of memory."),
+        RuntimeError("MPS backend out of memory (x)"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: x"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."),
+        RuntimeError("something else"),
+        RuntimeError("CUDA out of memory.", "two"),
+        ValueError("CUDA out of memory."),
+        torch.OutOfMemoryError("CUDA out of memory."),
+    ],
+)
+def test_errors_that_say_that_memory_is_out(error):
+    assert our_memory.should_reduce_batch_size(error) == their_memory.should_reduce_batch_size(error)
+
+
+@pytest.mark.parametrize("fits", [128, 100, 17, 1, 0])
+@pytest.mark.parametrize("own", [False, True])
+def test_batch_sizes_are_tried_in_the_same_order(fits, own):
+    def tried(module):
+        seen = []
+        sizes = iter([64, 32, 16, 8, 4, 2, 1, 0])
+
+        def train(batch_size, word, more=None):
+            seen.append((batch_size, word, more))
+            if batch_size > fits:
+                raise RuntimeError("CUDA out of memory.")
+            return batch_size
+
+        chosen = {"reduce_batch_size_fn": lambda: next(sizes)} if own else {}
+        found = module.find_executable_batch_size(train, starting_batch_size=128, **chosen)
+        try:
+            return found("x", more=2), found("again"), seen
+        except RuntimeError as error:
+            return str(error), seen
+
+    assert tried(ours) == tried(theirs)
+
+
+def test_wrong_calls_of_a_function_that_looks_for_its_batch_size():
+    for module in (ours, theirs):
+
+        @module.find_executable_batch_size(starting_batch_size=4)
+        def train(batch_size):
+            raise KeyError("another error")
+
+        with pytest.raises(KeyError, match="another"):
+            train()
+        with pytest.raises(TypeError, match="atch size"):
+            train(4)
+
+
+def test_constants_are_accelerates():
+    import accelerate.utils.constants as their_constants
+
+    import farflung.utils.constants as our_constants
+
+    theirs_named = {name: value for name, value in vars(their_constants).items() if name.isupper()}
+    assert {name: getattr(our_constants, name, None) for name in theirs_named} == theirs_named
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ComputeEnvironment",
+        "CustomDtype",
+        "DDPCommunicationHookType",
+        "DistributedType",
+        "DynamoBackend",
+        "FP8BackendType",
+        "LoggerType",
+        "PrecisionType",
+        "RNGType",
+        "SageMakerDistributedType",
+    ],
+)
+def test_enumerations_have_the_same_members(name):
+    mine, other = getattr(our_dataclasses, name), getattr(their_dataclasses, name)
+    assert {member.name: member.value for member in mine} == {member.name: member.value for member in other}
+    if hasattr(other, "list"):
+        assert mine.list() == other.list()
+        assert other.list()[0] in mine
+        assert "nothing" not in mine
+
+
+def test_a_configuration_of_parallelism_that_only_replicates(monkeypatch):
+    mine, other = ours.ParallelismConfig(), theirs.ParallelismConfig()
+    names = [name for name in dir(other) if name[0] != "_" and not callable(getattr(other, name))]
+    assert {name: getattr(mine, name) for name in names} == {name: getattr(other, name) for name in names}
+    assert mine.build_device_mesh("cpu") is other.build_device_mesh("cpu") is None
+    assert mine == ours.ParallelismConfig(dp_replicate_size=1, tp_size=1)
+    with pytest.raises(Unsupported, match="tp_size=2"):
+        ours.ParallelismConfig(tp_size=2)
+    with pytest.raises(Unsupported, match="dp_shard_size=4"):
+        mine.dp_shard_size = 4
+    with pytest.raises(ConfigError, match="cp_size"):
+        ours.ParallelismConfig(cp_size=0)
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    with pytest.raises(Unsupported, match="cp_size=2"):
+        ours.ParallelismConfig()
+
+
+def test_state_dicts_are_cleaned_for_safetensors_without_losing_parts_of_a_tensor(states):
+    base = torch.arange(4.0)
+    state = OrderedDict(tied=base, again=base, turned=torch.ones(2, 3).T, word="x")
+    mine = ours.clean_state_dict_for_safetensors(state)
+    assert plain(mine) == plain(dict(theirs.clean_state_dict_for_safetensors(OrderedDict(state))))
+    assert mine["turned"].is_contiguous()
+    halves = OrderedDict(first=base[:2], second=base[2:])
+    assert list(ours.clean_state_dict_for_safetensors(halves)) == ["first", "second"]
+    assert list(theirs.clean_state_dict_for_safetensors(OrderedDict(halves))) == ["first"]
+
+
+def test_objects_are_saved_and_loaded_as_there(states, tmp_path):
+    import numpy as np
+
+    obj = {"tensor": torch.ones(2), "array": np.arange(3, dtype=np.uint32), "list": [1, "x"]}
+    for writer in (ours, theirs):
+        writer.save(obj, tmp_path / "file")
+        for reader in (ours, theirs):
+            read = reader.load(tmp_path / "file", map_location="cpu")
+            assert (read["tensor"].tolist(), read["array"].tolist(), read["list"]) == ([1, 1], [0, 1, 2], [1, "x"])
+        writer.save(OrderedDict(w=torch.ones(2)), tmp_path / "safe", safe_serialization=True, save_on_each_node=True)
+    for reader in (ours, theirs):
+        torch.save(SimpleNamespace(x=1), tmp_path / "code")
+        with pytest.raises(Exception, match=r"[Ww]eights"):
+            reader.load(tmp_path / "code")
+        assert reader.load(tmp_path / "code", weights_only=False).x == 1
+
+
+def test_a_nested_tensor_is_not_padded(states):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.warns(theirs.CannotPadNestedTensorWarning):
+        assert theirs.pad_across_processes(nested) is nested
+    with pytest.raises(TypeError, match="pad_across_processes"):
+        ours.pad_across_processes(nested)
+
+
+def test_ports_are_found_free_and_in_use():
+    import socket
+
+    for module in (our_other, their_other):
+        port = module.get_free_port()
+        assert not module.is_port_in_use(port)
+        with socket.create_server(("localhost", port)):
+            assert module.is_port_in_use(port)
+
+
+def test_configuration_files_are_read_as_objects(tmp_path):
+    from accelerate.commands.config import load_config_from_file as their_load
+
+    from farflung.commands.config import load_config_from_file as our_load
+
+    file = tmp_path / "train.yaml"
+    file.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nmixed_precision: bf16\nnum_processes: 4\n"
+        "num_machines: 2\nmachine_rank: 1\nmain_process_ip: node0\nmain_process_port: 29501\nuse_cpu: true\n"
+        "debug: false\ndynamo_config:\n  dynamo_backend: INDUCTOR\n"
+    )
+    mine, other = our_load(str(file)), their_load(str(file))
+    for name in ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "use_cpu"):
+        assert getattr(mine, name) == getattr(other, name), name
+    assert (mine.mixed_precision, mine.distributed_type.value) == ("bf16", other.distributed_type.value)
+    assert mine.dynamo_config["dynamo_backend"].upper() == other.dynamo_config["dynamo_backend"]
+    for suffix in ("yaml", "json"):
+        again = tmp_path / f"again.{suffix}"
+        getattr(mine, f"to_{suffix}_file")(again)
+        assert our_load(again) == mine
+    assert json.loads(again.read_text())["num_processes"] == 4
