@@ -418,11 +418,13 @@ class TorchGroup:
 
     def abort(self) -> None:
         """Close the connections: a gloo operation that can never end would hold up the exit of this process."""
-        if self.supports("cpu") and self.size > 1:
-            # A time-out is what closes gloo's connections. Nobody sends what is waited for here, while a collective
-            # could meet one that the other ranks are in.
-            with suppress(RuntimeError):
-                self.pg.recv([torch.empty(1)], (self.rank + 1) % self.size, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        if self.supports("cpu"):
+            # A time-out is what closes gloo's connections, all of them. Nobody sends what is waited for here, while a
+            # collective could meet one that the other ranks are in. At a connection that is closed already the wait
+            # does not even begin, so each is tried.
+            for peer in [rank for rank in range(self.size) if rank != self.rank]:
+                with suppress(RuntimeError):
+                    self.pg.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def _started(self, is_gloo: bool, kind: str, work: Any) -> Work:
         assert work is not None, "this process is not a member of the group"
