@@ -144,6 +144,16 @@ def test_an_index_that_names_files_elsewhere_is_refused(tmp_path):
         load_checkpoint_in_model(Tied(), tmp_path / "nothing.bin")
 
 
+def test_files_that_lack_what_their_index_names_are_noticed(tmp_path):
+    save_sharded({"weight": torch.ones(2, 2)}, tmp_path)
+    index = {"weight_map": dict.fromkeys(("weight", "bias"), "model.safetensors")}
+    (tmp_path / "all.index.json").write_text(json.dumps(index))
+    with init_empty_weights():
+        layer = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"names \['bias'\], and the files lack them"):
+        load_checkpoint_in_model(layer, tmp_path / "all.index.json", {"": "cpu"})
+
+
 def test_eight_bit_weights_and_other_frameworks_are_refused(tmp_path):
     save_file(
         {"weight": torch.ones(2, 2, dtype=torch.int8), "weight.SCB": torch.ones(2)}, tmp_path / "8bit.safetensors"

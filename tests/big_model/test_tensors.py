@@ -56,6 +56,14 @@ def test_parameters_keep_their_class_attributes_and_requires_grad():
     assert (layer.weight.tag, layer.weight.requires_grad) == ("here", False)
 
 
+def test_a_parameter_as_value_is_not_shared_with_its_owner():
+    layer, other = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
+    set_module_tensor_to_device(layer, "weight", "cpu", other.weight)
+    assert torch.equal(layer.weight, other.weight)
+    assert layer.weight is not other.weight
+    assert not layer.weight.requires_grad
+
+
 def test_a_tensor_moves_with_another_value_and_dtype():
     model, _ = made()
     kept = model.norm

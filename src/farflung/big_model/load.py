@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ from farflung.checkpoint import layout
 from farflung.checkpoint.reader import DAMAGE, read_weights
 from farflung.checkpoint.regular import is_file
 
+_Source: TypeAlias = "Path | dict[str, Tensor]"  # a file with weights, or what was in it
+
 _log = logging.getLogger(__name__)
 
 
@@ -56,14 +58,17 @@ def load_state_dict(checkpoint_file: Folder, device_map: Mapping[str, Device] | 
             device = "cpu"
         return "cpu" if device == "disk" else device
 
-    if path.suffix != ".safetensors":
+    if not _is_safe(path):
         return read_weights(path)
     return {name: tensor.to(as_device(device_of(name))) for name, tensor in _read_one_by_one(path)}
 
 
-def _read_one_by_one(path: Path) -> Iterator[tuple[str, Tensor]]:
+def _read_one_by_one(path: _Source) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a file; of a safetensors file, only one of them is in memory at a time."""
-    if path.suffix != ".safetensors":
+    if not isinstance(path, Path):
+        yield from path.items()
+        return
+    if not _is_safe(path):
         yield from read_weights(path).items()
         return
     is_file(path)
@@ -80,7 +85,7 @@ def _read_one_by_one(path: Path) -> Iterator[tuple[str, Tensor]]:
         raise CheckpointError(f"{path} can't be read, so it is missing or damaged: {error}") from error
 
 
-def _files_of(checkpoint: Path) -> tuple[list[Path], set[str] | None]:
+def _files_of(checkpoint: Path) -> tuple[list[_Source], set[str] | None]:
     """Return the files with weights, and the names in them where an index says them.
 
     Raises:
@@ -104,15 +109,19 @@ def _files_of(checkpoint: Path) -> tuple[list[Path], set[str] | None]:
     try:
         index = json.loads(checkpoint.read_text(encoding="utf-8"))
         weight_map: dict[str, str] = index.get("weight_map", index)
-        files = [checkpoint.parent / layout.inside(name) for name in sorted(set(weight_map.values()))]
+        files: list[_Source] = [checkpoint.parent / layout.inside(name) for name in sorted(set(weight_map.values()))]
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{checkpoint} is no index of weights: {error}") from error
     return files, set(weight_map)
 
 
-def _names_in(path: Path) -> set[str]:
-    if path.suffix != ".safetensors":
-        return set(read_weights(path))
+def _is_safe(path: Path) -> bool:
+    return path.suffix == ".safetensors"
+
+
+def _names_in(path: _Source) -> set[str]:
+    if not isinstance(path, Path):
+        return set(path)
     try:
         with safe_open(path, framework="pt") as file:
             return set(file.keys())
@@ -162,7 +171,9 @@ def load_checkpoint_in_model(
     files, names = _files_of(Path(checkpoint))
     is_reader = not broadcast_from_rank0 or dist.get_rank() == 0
     if is_reader:
-        names = set().union(*map(_names_in, files)) if names is None else names
+        if names is None:  # torch's files are read whole to know their names, so they are kept
+            files = [file if _is_safe(file) else read_weights(file) for file in files if isinstance(file, Path)]
+            names = set().union(*map(_names_in, files))
         _check_names(model, checkpoint, names, ties, strict)
     is_sharded = dist.is_available() and dist.is_initialized() and device_map is None and dtype is None
     if is_sharded:
@@ -173,7 +184,9 @@ def load_checkpoint_in_model(
             "they go with neither device_map nor dtype."
         )
     else:
-        _Loader(model, device_map, offload_folder, as_dtype(dtype), offload_buffers, keep_in_fp32_modules).load(files)
+        _Loader(model, device_map, offload_folder, as_dtype(dtype), offload_buffers, keep_in_fp32_modules).load(
+            files, names or set()
+        )
     read = names or set()  # their dtype is the one that was asked for
     retie_parameters(model, [sorted(group, key=lambda name: name not in read) for group in ties])
 
@@ -201,13 +214,13 @@ def _check_names(
             _log.warning("%s %s %s", checkpoint, what, found)
 
 
-def _load_sharded(model: nn.Module, files: list[Path], num_files: int, full: bool, broadcast: bool) -> None:
+def _load_sharded(model: nn.Module, files: list[_Source], num_files: int, full: bool, broadcast: bool) -> None:
     """Load into a model that may be split over ranks; `files` is empty where rank 0 reads for all."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     options = StateDictOptions(full_state_dict=full, strict=False, broadcast_from_rank0=broadcast)
     for number in range(num_files):
-        shard: dict[str, Any] = dict(read_weights(files[number])) if files else {}
+        shard: dict[str, Any] = dict(_read_one_by_one(files[number])) if files else {}
         set_model_state_dict(model, shard, options=options)
 
 
@@ -234,13 +247,19 @@ class _Loader:
         self._staying = set() if offload_buffers else {name for name, _ in model.named_buffers()}
         self._index: Index = {}
 
-    def load(self, files: list[Path]) -> None:
+    def load(self, files: list[_Source], names: set[str]) -> None:
+        lost = set(names)
         for path in files:
             for name, value in _read_one_by_one(path):
+                lost.discard(name)
                 if name in self._own:
                     self._put(name, value)
         if self._folder is not None:
             save_offload_index(self._index, self._folder)
+        if lost:
+            raise CheckpointError(
+                f"The index names {sorted(lost)}, and the files lack them, so the model is incomplete."
+            )
 
     def _put(self, name: str, value: Tensor) -> None:
         old = get_tensor(self._model, name)

@@ -255,7 +255,7 @@ def ensure_weights_retied(
 def like_parameter(old: nn.Parameter, data: Tensor) -> nn.Parameter:
     """Return a parameter of `data` with the class, the attributes and `requires_grad` of `old`."""
     requires_grad = old.requires_grad and (data.is_floating_point() or data.is_complex())
-    if isinstance(data, nn.Parameter) and type(data) is type(old) and data is not old:
+    if isinstance(data, nn.Parameter) and type(data) is type(old) is not nn.Parameter:
         new = data  # a class of its own that takes its state along when it moves
     elif issubclass(type(old), nn.Parameter):
         new = type(old)(data, requires_grad=requires_grad)  # type: ignore[call-arg, unused-ignore]
