@@ -21,7 +21,7 @@ import farflung.optimizer
 import farflung.scheduler
 import farflung.state
 from farflung.base.errors import StateError, Unsupported
-from farflung.data_loader import DataLoaderDispatcher, prepare_data_loader
+from farflung.data_loader import DataLoaderDispatcher, DataLoaderShard, prepare_data_loader
 from farflung.optimizer import AcceleratedOptimizer
 from farflung.scheduler import AcceleratedScheduler
 from farflung.state import AcceleratorState, GradientState, PartialState
@@ -203,6 +203,14 @@ def rows_of_ranks(name):
 def test_loaders_are_constructed_as_accelerates_are(size):
     theirs, ours = (run_ranks(rows_of_ranks, size, name, connect=size > 1) for name in LIBRARIES)
     assert theirs == ours
+
+
+def test_a_constructed_loader_reports_to_the_loop_once_it_is_prepared():
+    accelerator = farflung.Accelerator(cpu=True)
+    loader = DataLoaderShard(range(3), batch_size=2)
+    for expected in ([False, False], [False, True]):
+        assert [accelerator.gradient_state.end_of_dataloader for _ in loader] == expected
+        assert accelerator.prepare(loader) is loader
 
 
 class Modal(torch.optim.SGD):

@@ -79,7 +79,7 @@ def prepare_loader(
     dispatches = config.dispatch_batches
     if dispatches is None:
         dispatches = streams and device is not None
-    if config.dispatch_batches and loader.generator is not None and not isinstance(loader, LoaderView):
+    if dispatches and loader.generator is not None and not isinstance(loader, LoaderView):
         loader = altered(loader, generator=None)  # as in Accelerate: a loader that dispatches draws no seeds from it
     if group.size == 1:
         count = _short(batch_size) if batch_size is not None and reads_indices(loader) else None
