@@ -136,6 +136,7 @@ def test_a_module_that_uses_weights_of_others_gets_them_all_at_once():
             self.inner[0].register_buffer("once", torch.ones(2), persistent=False)
 
         def forward(self, x):
+            assert self.inner[0].weight is self.inner[1].weight  # it takes its memory once
             return x @ self.inner[0].weight + self.inner[1].bias @ self.inner[1].weight + self.inner[0].once
 
     odd, x = Odd(), torch.ones(1, 2)
