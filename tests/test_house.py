@@ -24,6 +24,7 @@ FLOORS = {
     "strategy": 4,
     "checkpoint": 4,
     "cost": 4,
+    "tracking": 4,
     "testing": 5,
     "big_model": 5,
     "data": 5,

@@ -15,6 +15,7 @@ import farflung
 from farflung import Accelerator, PartialState
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.config import environ
+from farflung.config.fp8 import AORecipeKwargs
 from farflung.state import AcceleratorState, GradientState
 from farflung.utils import (
     AutocastKwargs,
@@ -96,9 +97,10 @@ def test_each_accelerator_keeps_its_own_accumulation_and_registry():
         ({"kwargs_handlers": ["ddp"]}, ConfigError, "ddp"),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ConfigError, "two AutocastKwargs"),
         ({"kwargs_handlers": [GradScalerKwargs()]}, ConfigError, "no loss scaler"),
+        ({"kwargs_handlers": [AORecipeKwargs()]}, ConfigError, "mixed_precision='fp8'"),
         ({"deepspeed_plugin": object()}, Unsupported, "DeepSpeed"),
         ({"fsdp_plugin": object()}, Unsupported, "FSDP"),
-        ({"log_with": "wandb"}, Unsupported, "is_main_process"),
+        ({"log_with": "jsonl"}, ConfigError, "project_dir"),
         ({"dynamo_backend": "inductr"}, ConfigError, "Did you mean `inductor`"),
         ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin("eager")}, ConfigError, "both"),
         ({"scheduler_ticks": "never"}, ConfigError, "never"),
@@ -234,6 +236,24 @@ def test_profiling_writes_a_trace(tmp_path):
     assert (tmp_path / "profile_0.json").exists()
     with pytest.raises(ConfigError, match="gpu"), accelerator.profile(ProfileKwargs(activities=["gpu"])):
         pass
+
+
+def test_a_profile_of_a_schedule_calls_back_and_says_when_it_has_recorded_nothing(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    ready = []
+    schedule = {"wait": 1, "warmup": 1, "active": 2, "repeat": 1}
+    handler = ProfileKwargs(schedule_option=schedule, on_trace_ready=ready.append, output_trace_dir=str(tmp_path))
+    with accelerator.profile(handler) as profiler:
+        for _ in range(6):
+            torch.ones(2) + 1
+            profiler.step()
+    assert ready == [profiler]
+    assert sum(event.count for event in profiler.key_averages() if event.key == "aten::add") == 2
+    late = ProfileKwargs(schedule_option={**schedule, "wait": 5}, output_trace_dir=str(tmp_path))
+    with pytest.raises(StateError, match=r"no step was recorded.*in 1 step"), accelerator.profile(late) as profiler:
+        profiler.step()
+    with pytest.raises(ConfigError, match="lacks warmup and active"):
+        ProfileKwargs(schedule_option={"wait": 1})
 
 
 def test_set_trigger_is_seen_once():

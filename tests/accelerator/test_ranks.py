@@ -99,8 +99,9 @@ def test_metrics_take_a_ragged_last_batch():
         assert words == [f"w{i}" for i in range(7)]
 
 
-def gradient(hook):
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook)])
+def gradient(hook, wrapper):
+    handler = DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
     model = nn.Linear(2, 1, bias=False)
     wrapped = accelerator.prepare(model)
     with accelerator.no_sync(wrapped):
@@ -110,9 +111,19 @@ def gradient(hook):
     return alone[0, 0].item(), model.weight.grad[0, 0].item()
 
 
-@pytest.mark.parametrize("hook", [Hook.NO, Hook.BF16, Hook.FP16, Hook.POWER_SGD])
-def test_no_sync_keeps_gradients_at_home_and_hooks_average_them(hook):
-    assert run_ranks(gradient, 2, hook) == [(1.0, 3.0), (2.0, 3.0)]
+@pytest.mark.parametrize(
+    ("hook", "wrapper"),
+    [
+        (Hook.NO, Hook.NO),
+        (Hook.BF16, Hook.NO),
+        (Hook.FP16, Hook.NO),
+        (Hook.POWER_SGD, Hook.NO),
+        (Hook.POWER_SGD, Hook.FP16),
+        (Hook.POWER_SGD, Hook.BF16),
+    ],
+)
+def test_no_sync_keeps_gradients_at_home_and_hooks_average_them(hook, wrapper):
+    assert run_ranks(gradient, 2, hook, wrapper) == [(1.0, 3.0), (2.0, 3.0)]
 
 
 def late_gradient():

@@ -21,7 +21,6 @@ from farflung.accelerator.contents import Run
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController
 from farflung.accelerator.engines import OtherAxes
-from farflung.accelerator.join import join_uneven_inputs
 from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics
 from farflung.accelerator.outer import OpenLoops, OuterMethods
 from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
@@ -35,8 +34,10 @@ from farflung.accelerator.settings import (
     resolve_compile,
     resolve_data,
     resolve_outer,
+    resolve_precision,
 )
 from farflung.accelerator.settled import SettledProperties
+from farflung.accelerator.trackers import TrackerMethods
 from farflung.accelerator.views import AcceleratorState
 from farflung.base.checks import check_type
 from farflung.base.enums import DynamoBackend
@@ -60,16 +61,14 @@ from farflung.loop import clip
 from farflung.loop.accumulation import Accumulate, explain_loss, weighed
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks
-from farflung.precision.amp import choose_precision
 from farflung.process.bootstrap import join_world
 from farflung.strategy.choose import choose_strategy
-from farflung.tools.profile import profile
 
 if TYPE_CHECKING:
     from farflung.outer.named import OuterConfig
 
 
-class Accelerator(SettledProperties, OtherAxes, OuterMethods, Checkpointing, ProcessControl):
+class Accelerator(SettledProperties, OtherAxes, OuterMethods, Checkpointing, TrackerMethods, ProcessControl):
     """Runs your training loop on as many processes as it was started with. Accelerate's parameters, and:
 
     Args:
@@ -119,7 +118,6 @@ class Accelerator(SettledProperties, OtherAxes, OuterMethods, Checkpointing, Pro
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
             parallelism_config=parallelism_config,
-            log_with=log_with,
         )
         check_loop(device_placement, cpu, step_scheduler_with_optimizer, rng_types, scheduler_ticks)
         check_folders(project_dir, project_config)
@@ -135,6 +133,7 @@ class Accelerator(SettledProperties, OtherAxes, OuterMethods, Checkpointing, Pro
         self.project_configuration = project_config or ProjectConfiguration()
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(os.fspath(project_dir))
+        self._tracking = None if log_with is None else lazy.Tracking(log_with, self.logging_dir)
         self.dataloader_config = resolve_data(dataloader_config, split_batches)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -142,9 +141,7 @@ class Accelerator(SettledProperties, OtherAxes, OuterMethods, Checkpointing, Pro
         self._joined = join_world(cpu, self.init_handler, handlers.get(WatchdogKwargs))
         session = slot.open_or_join(self._joined, mixed_precision, accumulation, compiling)
         try:
-            self._precision = choose_precision(
-                session.mixed_precision, self._joined.device, self.autocast_handler, self.scaler_handler
-            )
+            self._precision = resolve_precision(session.mixed_precision, self._joined.device, handlers)
         except (ConfigError, Unsupported):
             slot.close()
             raise
@@ -171,7 +168,6 @@ class Accelerator(SettledProperties, OtherAxes, OuterMethods, Checkpointing, Pro
         run = Run(self._joined, self._loop, self._precision, self._strategy, self._registry, self._open_loops, [])
         self._checkpointer = Checkpointer(run, self.project_configuration)
         self.flag_tensor: Tensor | None = None
-        self.trackers: list[Any] = []
 
     # ---- making things ready
 
@@ -308,7 +304,7 @@ class Accelerator(SettledProperties, OtherAxes, OuterMethods, Checkpointing, Pro
         Args:
             even_batches: for its length, overrides the setting of prepared map-style loaders.
         """
-        return join_uneven_inputs(
+        return lazy.join_uneven_inputs(
             joinables,
             even_batches,
             self._joined,
@@ -327,11 +323,16 @@ class Accelerator(SettledProperties, OtherAxes, OuterMethods, Checkpointing, Pro
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
-        """Profile the block with `torch.profiler` and write a trace for each rank where the handler says so."""
+        """Profile the block with `torch.profiler`.
+
+        Where the handler has an `output_trace_dir`, each rank writes its trace there, and waits for the others'.
+        """
         check_type("profile_handler", profile_handler, (ProfileKwargs, NoneType), "a ProfileKwargs(activities=...)")
         handler = profile_handler or self.profile_handler or ProfileKwargs()
-        with profile(handler, self._joined.rank) as profiler:
+        with lazy.profile(handler, self._joined.rank) as profiler:
             yield profiler
+        if handler.output_trace_dir is not None:
+            self.wait_for_everyone()
 
     # ---- talking to the other processes
 
@@ -389,9 +390,13 @@ class Accelerator(SettledProperties, OtherAxes, OuterMethods, Checkpointing, Pro
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Wait for the last checkpoint to be written, then destroy the process group."""
-        self._controller.end()
-        self._checkpointer.settle()
+        """Wait for the last checkpoint to be written, finish the trackers, and destroy the process group."""
+        try:
+            self._controller.end()
+            self._checkpointer.settle()
+        finally:
+            if self._tracking is not None:
+                self._tracking.finish()
         AcceleratorState._reset_state(reset_partial_state=True)
 
     def __repr__(self) -> str:

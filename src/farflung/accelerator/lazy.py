@@ -10,7 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from farflung.accelerator.join import join_uneven_inputs as join_uneven_inputs
     from farflung.big_model.load import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+    from farflung.config.fp8 import AORecipeKwargs as AORecipeKwargs
     from farflung.config.launch import launched_outer as launched_outer
     from farflung.config.launch import outer_variables as outer_variables
     from farflung.config.outer import renamed as renamed
@@ -22,19 +24,29 @@ if TYPE_CHECKING:
     from farflung.outer.named import named_outer as named_outer
     from farflung.outer.named import recipe_of as recipe_of
     from farflung.outer.recipes import local_sgd as local_sgd
+    from farflung.precision.fp8 import Fp8 as Fp8
     from farflung.tools.memory import release_memory as release_memory
+    from farflung.tools.profile import profile as profile
+    from farflung.tracking.base import GeneralTracker as GeneralTracker
+    from farflung.tracking.tracking import Tracking as Tracking
 
 _WHERE = {
     "get_state_dict_offloaded_model": "farflung.big_model.load",
+    "AORecipeKwargs": "farflung.config.fp8",
+    "Fp8": "farflung.precision.fp8",
+    "GeneralTracker": "farflung.tracking.base",
     "OuterLoop": "farflung.outer.engine",
+    "Tracking": "farflung.tracking.tracking",
     "check_model": "farflung.outer.asked",
     "chosen_recipe": "farflung.outer.named",
     "OuterConfig": "farflung.outer.named",
+    "join_uneven_inputs": "farflung.accelerator.join",
     "launched_outer": "farflung.config.launch",
     "local_sgd": "farflung.outer.recipes",
     "merge_states": "farflung.outer.merge_states",
     "named_outer": "farflung.outer.named",
     "outer_variables": "farflung.config.launch",
+    "profile": "farflung.tools.profile",
     "recipe_of": "farflung.outer.named",
     "release_memory": "farflung.tools.memory",
     "renamed": "farflung.config.outer",

@@ -24,7 +24,7 @@ class Session:
     """The settings that all Accelerators of a process share.
 
     Attributes:
-        mixed_precision: `no`, `bf16` or `fp16`.
+        mixed_precision: `no`, `bf16`, `fp16` or `fp8`.
         plugin, loop: how gradients are accumulated, and where that stands; an Accelerator that asks for another
             accumulation gets a loop of its own, and `GradientState` shows the latest.
         compiling: how the latest Accelerator compiles models; None: none has said.

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from farflung.accelerator import lazy
@@ -26,6 +27,8 @@ from farflung.config.handlers import (
     ProjectConfiguration,
     WatchdogKwargs,
 )
+from farflung.precision.amp import choose_precision
+from farflung.precision.base import Precision
 
 if TYPE_CHECKING:
     from farflung.outer.named import OuterConfig
@@ -46,7 +49,6 @@ _INSTEAD = {
     "fsdp_plugin": "FSDP is not supported yet; use DDP, or an outer loop over it",
     "torch_tp_plugin": "tensor parallelism is not supported; use DDP",
     "parallelism_config": "parallelism configurations are not supported yet; use DDP",
-    "log_with": "trackers are not supported yet; call yours on the main process (`accelerator.is_main_process`)",
 }
 
 
@@ -165,6 +167,22 @@ def _launched() -> OuterConfig | None:
         raise lazy.renamed(error, lazy.outer_variables()) from None
 
 
+def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, Any]) -> Precision:
+    """Return the precision of this name, with the arguments that `handlers` has for it.
+
+    Raises:
+        Unsupported: a precision that the device does not have, or fp8 without torchao.
+        ConfigError: another word, or arguments that this precision does not read.
+    """
+    autocast, scaler = handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs)
+    if name == "fp8" and scaler is None:
+        precision: Precision = lazy.Fp8(device, autocast, handlers.get(lazy.AORecipeKwargs))
+        return precision
+    if not handlers.keys() <= set(_HANDLERS):
+        raise ConfigError(f"An AORecipeKwargs was given, but mixed_precision is {name!r}. Give mixed_precision='fp8'.")
+    return choose_precision(name, device, autocast, scaler)
+
+
 def handlers_by_kind(handlers: Sequence[KwargsHandler] | None) -> dict[type, Any]:
     """Return the handlers by their class.
 
@@ -172,12 +190,14 @@ def handlers_by_kind(handlers: Sequence[KwargsHandler] | None) -> dict[type, Any
         ConfigError: no list, something in it that is no handler, or two of one class.
     """
     found: dict[type, Any] = {}
-    names = " or ".join(f"{kind.__name__}()" for kind in _HANDLERS)
+    names = " or ".join(f"{name}()" for name in (*(kind.__name__ for kind in _HANDLERS), "AORecipeKwargs"))
     if handlers is not None and not isinstance(handlers, (list, tuple)):
         wanted = f"a list, such as [{type(handlers).__name__}(...)]" if isinstance(handlers, _HANDLERS) else "a list"
         raise wrong_type("kwargs_handlers", handlers, wanted)
     for handler in handlers or ():
-        check_type("Each of kwargs_handlers", handler, _HANDLERS, f"one of {names}")
+        if not isinstance(handler, _HANDLERS):
+            kinds = (*_HANDLERS, lazy.AORecipeKwargs)
+            check_type("Each of kwargs_handlers", handler, kinds, f"one of {names}")
         if type(handler) in found:
             raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}; give one.")
         found[type(handler)] = handler

@@ -44,7 +44,7 @@ class SettledProperties:
 
     @property
     def mixed_precision(self) -> str:
-        """`no`, `bf16` or `fp16`."""
+        """`no`, `bf16`, `fp16` or `fp8`."""
         return self._precision.name
 
     @property

@@ -21,10 +21,10 @@ from farflung.base.checks import (
     wrong_type,
 )
 from farflung.base.enums import DDPCommunicationHookType
-from farflung.base.errors import ConfigError
+from farflung.base.errors import ConfigError, Unsupported
 
 _ACTIVITIES = ("cpu", "cuda", "xpu", "mtia", "hpu", "privateuse1")
-_SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait", "acc_events")
+_SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")
 
 
 class KwargsHandler:
@@ -81,14 +81,19 @@ class DistributedDataParallelKwargs(KwargsHandler):
         check_fields(self)
         check_whole("DistributedDataParallelKwargs: bucket_cap_mb", self.bucket_cap_mb, least=1)
         check_word("DistributedDataParallelKwargs: comm_hook", self.comm_hook, DDPCommunicationHookType.list())
+        if self.comm_hook == DDPCommunicationHookType.BATCHED_POWER_SGD:
+            raise Unsupported(
+                "comm_hook=batched_power_sgd: torch's hook of that name fails in its first compressed step: it "
+                "makes matrices where its own orthogonalization takes batches of them. Use power_sgd."
+            )
         check_word("DistributedDataParallelKwargs: comm_wrapper", self.comm_wrapper, ("no", "fp16", "bf16"))
         options = "a dictionary of arguments of PowerSGDState"
         check_type("DistributedDataParallelKwargs: comm_state_option", self.comm_state_option, Mapping, options)
         wraps = self.comm_wrapper != DDPCommunicationHookType.NO
-        if (self.comm_state_option or wraps) and "power_sgd" not in str(self.comm_hook):
+        if (self.comm_state_option or wraps) and self.comm_hook != DDPCommunicationHookType.POWER_SGD:
             raise ConfigError(
                 f"comm_wrapper {self.comm_wrapper!s} and comm_state_option {self.comm_state_option} are for PowerSGD, "
-                f"but comm_hook is {self.comm_hook!s}. Use power_sgd or batched_power_sgd, or leave them out."
+                f"but comm_hook is {self.comm_hook!s}. Use power_sgd, or leave them out."
             )
 
     def ddp_arguments(self) -> dict[str, Any]:
@@ -182,10 +187,29 @@ class ProfileKwargs(KwargsHandler):
         if self.schedule_option is not None:
             wanted = "a dictionary, such as {'wait': 1, 'warmup': 1, 'active': 3}"
             check_type("ProfileKwargs: schedule_option", self.schedule_option, Mapping, wanted)
-        for name in self.schedule_option or ():
-            check_word("ProfileKwargs: each key of schedule_option", name, _SCHEDULE)
+            for name in self.schedule_option:
+                check_word("ProfileKwargs: each key of schedule_option", name, _SCHEDULE)
+            missing = [name for name in _SCHEDULE[:3] if name not in self.schedule_option]
+            if missing:
+                raise ConfigError(f"ProfileKwargs: schedule_option lacks {' and '.join(missing)}; it must be {wanted}.")
         if self.on_trace_ready is not None:
             check_callable("ProfileKwargs: on_trace_ready", self.on_trace_ready, "one that takes the profiler")
+
+    def build(self) -> Any:
+        """Return the `torch.profiler.profile` with these arguments."""
+        import torch  # here, as settings are read by the launcher too, which trains nothing
+
+        activities = torch.profiler.ProfilerActivity.__members__
+        return torch.profiler.profile(
+            activities=None if self.activities is None else [activities[name.upper()] for name in self.activities],
+            schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
 
 
 @dataclass(frozen=True)

@@ -175,16 +175,14 @@ def choose_precision(
     autocast: AutocastKwargs | None = None,
     scaler: GradScalerKwargs | None = None,
 ) -> Precision:
-    """Return the precision for one of `no`, `bf16`, `fp16`.
+    """Return the precision for one of `no`, `bf16`, `fp16`; that for `fp8` is `precision.fp8.Fp8`.
 
     Raises:
-        Unsupported: `fp8`, or a half precision that the device does not have.
+        Unsupported: a half precision that the device does not have.
         ConfigError: another word, or a scaler's arguments without fp16.
     """
-    if name == "fp8":
-        raise Unsupported("mixed_precision='fp8' is not supported. Use 'bf16'.")
-    if name not in ("no", "bf16", "fp16"):
-        raise ConfigError(f"mixed_precision is {name!r}; it must be one of no, fp16, bf16.")
+    if name not in ("no", "bf16", "fp16", "fp8"):
+        raise ConfigError(f"mixed_precision is {name!r}; it must be one of no, fp16, bf16, fp8.")
     if scaler is not None and name != "fp16":
         raise ConfigError(f"A GradScalerKwargs was given, but mixed_precision is {name!r}, which uses no loss scaler.")
     if name == "fp16":

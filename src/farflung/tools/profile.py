@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from farflung.base.errors import ConfigError
+from farflung.base.errors import StateError
+from farflung.base.words import counted
 from farflung.config.handlers import ProfileKwargs
+
+if TYPE_CHECKING:
+    import torch
 
 
 @contextmanager
@@ -18,27 +21,18 @@ def profile(handler: ProfileKwargs, rank: int) -> Iterator[torch.profiler.profil
     """Profile the block; write `profile_{rank}.json` into `handler.output_trace_dir` where that is set.
 
     Raises:
-        ConfigError: an activity that torch's profiler does not have.
+        StateError: there is nothing to write, as the schedule has recorded no step.
     """
-    with torch.profiler.profile(
-        activities=None if handler.activities is None else [_activity(name) for name in handler.activities],
-        schedule=None if handler.schedule_option is None else torch.profiler.schedule(**handler.schedule_option),
-        on_trace_ready=handler.on_trace_ready,
-        record_shapes=handler.record_shapes,
-        profile_memory=handler.profile_memory,
-        with_stack=handler.with_stack,
-        with_flops=handler.with_flops,
-        with_modules=handler.with_modules,
-    ) as profiler:
+    with handler.build() as profiler:
         yield profiler
-    if handler.output_trace_dir is not None:
-        folder = Path(handler.output_trace_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / f"profile_{rank}.json"))
-
-
-def _activity(name: str) -> torch.profiler.ProfilerActivity:
-    known = torch.profiler.ProfilerActivity.__members__
-    if name.upper() not in known:
-        raise ConfigError(f"ProfileKwargs: activity {name!r} is not one of {sorted(word.lower() for word in known)}.")
-    return known[name.upper()]
+    if handler.output_trace_dir is None:
+        return
+    if profiler.profiler is None:
+        raise StateError(
+            f"profile: no step was recorded with the schedule {handler.schedule_option} in "
+            f"{counted(profiler.step_num, 'step')}. "
+            "Call profiler.step() once a step, and profile more of them."
+        )
+    folder = Path(handler.output_trace_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / f"profile_{rank}.json"))

@@ -20,6 +20,7 @@ from farflung.base.absent import (
     megatron_lm_prepare_scheduler,
 )
 from farflung.config.parallelism import ParallelismConfig
+from farflung.utils.ao import *
 from farflung.utils.bnb import *
 from farflung.utils.constants import *
 from farflung.utils.dataclasses import *

@@ -35,6 +35,7 @@ from farflung.base.environments import ComputeEnvironment, CustomDtype, SageMake
 from farflung.base.forms import TensorInformation
 from farflung.base.modules import get_module_class_from_name
 from farflung.config.compile import TorchDynamoPlugin
+from farflung.config.fp8 import AORecipeKwargs
 from farflung.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -49,6 +50,7 @@ from farflung.config.handlers import (
 )
 
 __all__ = [
+    "AORecipeKwargs",
     "AutocastKwargs",
     "BaseEnum",
     "BnbQuantizationConfig",

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an Accelerator has for experiment trackers, in Accelerate's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from farflung.accelerator import lazy
+from farflung.base.checks import check_text, check_type
+from farflung.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from farflung.process.world import World
+    from farflung.tracking.tracking import Arguments, Tracking
+
+
+class TrackerMethods:
+    """Accelerate's words for trackers."""
+
+    _tracking: Tracking | None
+
+    if TYPE_CHECKING:
+
+        @property
+        def _world(self) -> World: ...
+
+    @property
+    def log_with(self) -> list[Any]:
+        """The trackers that were asked for, by name or as objects."""
+        return [] if self._tracking is None else self._tracking.asked
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The trackers of the run, from `init_trackers` to `end_training`; none but on the main process."""
+        return [] if self._tracking is None else self._tracking.started
+
+    def init_trackers(
+        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Arguments | None = None
+    ) -> None:
+        """Begin the run of all trackers, on the main process; on the others do nothing.
+
+        A tracker that fails, now or later, does not end training: one warning tells of it, and `end_training` says how
+        many events it lost.
+
+        Args:
+            project_name: what each tracker calls the project.
+            config: the settings that the run begins with.
+            init_kwargs: arguments by tracker, such as `{"wandb": {"tags": ["a"]}}`.
+
+        Raises:
+            ConfigError: an argument of another kind, or the trackers have been started already.
+            TypeError: a tracker does not have an argument of `init_kwargs`.
+        """
+        if self._tracking is None or not self._world.is_main:
+            return
+        check_text("init_trackers: project_name", project_name)
+        if self.trackers:
+            raise ConfigError("init_trackers was called before, and its run has not ended. Call end_training() first.")
+        self._tracking.start(project_name, config, init_kwargs or {})
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Arguments | None = None) -> None:
+        """Have all trackers record `values`, on the main process; on the others do nothing.
+
+        Args:
+            values: numbers, texts and what else a tracker takes, by name.
+            step: the step that they belong to.
+            log_kwargs: arguments by tracker, such as `{"wandb": {"commit": False}}`.
+        """
+        if self._tracking is None or not self._world.is_main:
+            return
+        check_type("log: values", values, Mapping, "a dictionary, such as {'loss': 0.5}")
+        self._tracking.log(values, step, log_kwargs or {})
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return the tracker of this name; on processes without trackers, one that does nothing.
+
+        Args:
+            unwrap: return the client's own object instead.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        for tracker in self.trackers:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        if self.trackers:
+            known = ", ".join(tracker.name for tracker in self.trackers)
+            raise ConfigError(f"get_tracker: there is no tracker {name!r}; there is {known}.")
+        return lazy.GeneralTracker(_blank=True)

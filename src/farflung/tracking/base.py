@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every experiment tracker is: a name, and how to start, log and finish."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from farflung.base.checks import shown
+from farflung.base.errors import Unsupported
+from farflung.process.bootstrap import read_rank_info
+from farflung.process.world import current
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def on_main_process(function: Function) -> Function:
+    """Make a tracker's method run on the main process alone, unless the tracker's `main_process_only` is False."""
+
+    @functools.wraps(function)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "main_process_only", False) and not _is_main():
+            return None
+        return function(self, *args, **kwargs)
+
+    return guarded  # type: ignore[return-value]
+
+
+def _is_main() -> bool:
+    """Whether this is the main process, also of a script that makes its tracker before its Accelerator."""
+    world = current()
+    return read_rank_info().rank == 0 if world is None else world.is_main
+
+
+class GeneralTracker:
+    """The base of all trackers. Derive from it to write your own, and pass an instance as `log_with`.
+
+    A subclass defines `name`, `requires_logging_directory` and the property `tracker`, and the methods that it needs.
+
+    Attributes:
+        name: what `get_tracker` knows it by.
+        requires_logging_directory: whether it is made with `Accelerator.logging_dir`, after the name of the project.
+        tracker: the client's own object.
+        main_process_only: whether the methods under `on_main_process` do nothing on other processes. An Accelerator
+            calls its trackers on the main process in any case.
+
+    Raises:
+        Unsupported: a NotImplementedError; the subclass lacks one of the three.
+    """
+
+    name: str
+    requires_logging_directory: bool
+    main_process_only: bool = True
+
+    if TYPE_CHECKING:
+
+        @property
+        def tracker(self) -> Any: ...
+
+    def __init__(self, _blank: bool = False) -> None:
+        required = ("name", "requires_logging_directory", "tracker")  # in dir(): `tracker` may need `start` first
+        missing = [] if _blank else [name for name in required if name not in dir(self)]
+        if missing:
+            raise Unsupported(f"{type(self).__name__} has no {' and no '.join(missing)}. Define it in the class.")
+
+    def start(self) -> None:
+        """Begin the run. The Accelerator's processes are connected by now."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the settings that the run begins with."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record values, of the optimizer step `step` where that is given."""
+
+    def finish(self) -> None:
+        """End the run."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is one number of Python's or NumPy's."""
+    return isinstance(value, Real)
+
+
+def taken(
+    tracker: GeneralTracker, values: Mapping[str, Any], takes: Callable[[Any], bool], what: str
+) -> dict[str, Any]:
+    """Return those of `values` that the tracker's client takes, and warn of the others.
+
+    Args:
+        what: what it takes, for the warning.
+    """
+    found = {key: value for key, value in values.items() if takes(value)}
+    for key in values.keys() - found.keys():
+        said = f"The tracker {tracker.name} does not record {key!r}, {shown(values[key])}: it takes {what}."
+        warnings.warn(said, stacklevel=4)
+    return found

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what `log_with` says to trackers: which there are, which are installed, and which need a folder."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from farflung.base import probes
+from farflung.base.checks import check_word, shown, wrong_type
+from farflung.base.enums import LoggerType
+from farflung.base.errors import ConfigError
+from farflung.tracking.base import GeneralTracker
+from farflung.tracking.clients import AimTracker, ClearMLTracker, CometMLTracker, DVCLiveTracker
+from farflung.tracking.jsonl import JSONLTracker
+from farflung.tracking.mlflow import MLflowTracker
+from farflung.tracking.runs import SwanLabTracker, TrackioTracker, WandBTracker
+from farflung.tracking.tensorboard import TensorBoardTracker
+
+# By name; `register_tracker_class` adds to it, and so do scripts.
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
+    "aim": AimTracker,
+    "clearml": ClearMLTracker,
+    "comet_ml": CometMLTracker,
+    "dvclive": DVCLiveTracker,
+    "jsonl": JSONLTracker,
+    "mlflow": MLflowTracker,
+    "swanlab": SwanLabTracker,
+    "tensorboard": TensorBoardTracker,
+    "trackio": TrackioTracker,
+    "wandb": WandBTracker,
+}
+Tracker = str | LoggerType | GeneralTracker
+
+
+def get_available_trackers() -> list[str]:
+    """Return the names of the trackers whose client is installed, and `jsonl`, which needs none."""
+    return [*(kind for kind in LoggerType if kind is not LoggerType.ALL and _is_installed(str(kind))), "jsonl"]
+
+
+def _is_installed(name: str) -> bool:
+    return name == "jsonl" or bool(getattr(probes, f"is_{name}_available")())
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Let `log_with` name a tracker of yours, from the next `Accelerator` on.
+
+    Args:
+        tracker_class: has a `name` and `requires_logging_directory`. It is made with the name of the project, the
+            logging directory where it requires one, and its part of `init_kwargs`.
+
+    Raises:
+        ConfigError: no such class.
+    """
+    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+        raise wrong_type("tracker_class", tracker_class, "a class derived from GeneralTracker")
+    name = getattr(tracker_class, "name", None)
+    if not isinstance(name, str) or not name or not hasattr(tracker_class, "requires_logging_directory"):
+        raise ConfigError(f"{tracker_class.__name__} needs a name and requires_logging_directory in its class.")
+    if name in LOGGER_TYPE_TO_CLASS:
+        warnings.warn(
+            f"{tracker_class.__name__} takes the place of the tracker {name} ({LOGGER_TYPE_TO_CLASS[name].__name__}).",
+            stacklevel=2,
+        )
+    LOGGER_TYPE_TO_CLASS[name] = tracker_class
+
+
+def filter_trackers(
+    log_with: Tracker | Sequence[Tracker] | None, logging_dir: str | os.PathLike[str] | None = None
+) -> list[Any]:
+    """Return the trackers that `log_with` asks for, each once.
+
+    Args:
+        log_with: names of trackers, members of `LoggerType`, trackers of your own, or `"all"`: those whose client is
+            installed, and JSON lines where there is a `logging_dir`.
+
+    Raises:
+        ConfigError: no such tracker, its client is not installed, or it needs a `logging_dir`.
+    """
+    asked = log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
+    wants_all = any(isinstance(each, str) and str(each) == "all" for each in asked)
+    chosen: list[Any] = [each for each in asked if not isinstance(each, str)] if wants_all else list(asked)
+    if wants_all:
+        chosen += [kind for kind in get_available_trackers() if kind != "jsonl" or logging_dir is not None]
+    found: list[Any] = []
+    for each in chosen:
+        tracker = _checked(each, logging_dir)
+        if tracker not in found:
+            found.append(tracker)
+    return found
+
+
+def _checked(asked: Any, logging_dir: str | os.PathLike[str] | None) -> Any:
+    if isinstance(asked, GeneralTracker):
+        return asked
+    if isinstance(asked, type) and issubclass(asked, GeneralTracker):
+        raise wrong_type("log_with", asked, f"a tracker, such as {asked.__name__}(...)")
+    name = str(asked) if isinstance(asked, str) else asked
+    check_word("log_with", name, ["all", *LOGGER_TYPE_TO_CLASS])
+    kind = LOGGER_TYPE_TO_CLASS[name]
+    if kind.__module__.startswith("farflung.") and not _is_installed(name):
+        raise ConfigError(f"log_with={name!r}, but its client is not installed: `pip install {name}`.")
+    if kind.requires_logging_directory and logging_dir is None:
+        raise ConfigError(
+            f"The tracker {name} needs a folder, but logging_dir is {shown(logging_dir)}. Give "
+            "Accelerator(project_dir=...), or a logging_dir in its ProjectConfiguration."
+        )
+    return LoggerType(name) if name in LoggerType else name
+
+
+def make_tracker(
+    name: str, project: str, logging_dir: str | os.PathLike[str] | None, arguments: Mapping[str, Any]
+) -> GeneralTracker:
+    """Return a new tracker of this name, which has not started."""
+    kind: Any = LOGGER_TYPE_TO_CLASS[name]
+    place = (logging_dir,) if kind.requires_logging_directory else ()
+    made: GeneralTracker = kind(project, *place, **arguments)
+    return made

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thin adapters over the official clients of Aim, ClearML, Comet and DVCLive."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from farflung.base.errors import ConfigError
+from farflung.base.tree import listify
+from farflung.config import environ
+from farflung.tracking.base import GeneralTracker, is_number, on_main_process, taken
+
+
+class CometMLTracker(GeneralTracker):
+    """Comet. Its key is read from Comet's own configuration.
+
+    Args:
+        run_name: the name of the project.
+        kwargs: arguments of `comet_ml.start`.
+    """
+
+    name = "comet_ml"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+
+    @on_main_process
+    def start(self) -> None:
+        import comet_ml
+
+        begin = getattr(comet_ml, "start", None) or comet_ml.Experiment  # `start` came with 3.41
+        self.writer = begin(project_name=self.run_name, **self.init_kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        """Comet's experiment."""
+        return self.writer
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.writer.log_parameters(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record numbers, dictionaries of numbers, and texts.
+
+        Args:
+            kwargs: arguments of `log_metric`, `log_metrics` or `log_other`.
+        """
+        if step is not None:
+            self.writer.set_step(step)
+        loggable = taken(
+            self, listify(values), lambda value: is_number(value) or isinstance(value, (str, dict)), "numbers and texts"
+        )
+        for key, value in loggable.items():
+            if isinstance(value, str):
+                self.writer.log_other(key, value, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.log_metrics(value, step=step, **kwargs)
+            else:
+                self.writer.log_metric(key, value, step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        self.writer.end()
+
+
+class AimTracker(GeneralTracker):
+    """Aim.
+
+    Args:
+        run_name: the name of the run.
+        logging_dir: the folder of Aim's repository.
+        kwargs: arguments of `aim.Run`.
+    """
+
+    name = "aim"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.aim_repo_path = logging_dir
+        self.init_kwargs = kwargs
+
+    @on_main_process
+    def start(self) -> None:
+        from aim import Run
+
+        self.writer = Run(repo=self.aim_repo_path, **self.init_kwargs)
+        self.writer.name = self.run_name
+
+    @property
+    def tracker(self) -> Any:
+        """Aim's run."""
+        return self.writer
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.writer["hparams"] = values
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record values.
+
+        Args:
+            kwargs: arguments of the run's `track`.
+        """
+        for key, value in values.items():
+            self.writer.track(value, name=key, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        """Record an image, or an image and its caption, by name.
+
+        Args:
+            kwargs: arguments of `aim.Image` under `aim_image`, of the run's `track` under `track`.
+        """
+        import aim
+
+        given = kwargs or {}
+        for key, value in values.items():
+            image, caption = value if isinstance(value, tuple) else (value, "")
+            picture = aim.Image(image, caption=caption, **given.get("aim_image", {}))
+            self.writer.track(picture, name=key, step=step, **given.get("track", {}))
+
+    @on_main_process
+    def finish(self) -> None:
+        self.writer.close()
+
+
+class ClearMLTracker(GeneralTracker):
+    """ClearML. A task that runs already is used, and left open at the end.
+
+    A name that begins with `eval_`, `test_` or `train_` is reported without that, in the series of the same name; any
+    other in the series `train`.
+
+    Args:
+        run_name: the project's and the task's name where CLEARML_PROJECT and CLEARML_TASK are not set.
+        kwargs: arguments of `clearml.Task.init`.
+    """
+
+    name = "clearml"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.user_provided_run_name = run_name
+        self._initialized_externally = False
+        self.init_kwargs = kwargs
+
+    @on_main_process
+    def start(self) -> None:
+        from clearml import Task
+
+        running = Task.current_task()
+        self._initialized_externally = bool(running)
+        name = self.user_provided_run_name
+        names = {
+            "project_name": environ.text("CLEARML_PROJECT", name),
+            "task_name": environ.text("CLEARML_TASK", name),
+        }
+        self.task = running or Task.init(**{**names, **self.init_kwargs})
+
+    @property
+    def tracker(self) -> Any:
+        """ClearML's task."""
+        return self.task
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.task.connect_configuration(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record numbers: as points at `step`, or, without one, as single values.
+
+        Args:
+            kwargs: arguments of `report_scalar` or `report_single_value`.
+        """
+        logger = self.task.get_logger()
+        for key, value in taken(self, listify(values), is_number, "numbers").items():
+            if step is None:
+                logger.report_single_value(name=key, value=value, **kwargs)
+            else:
+                title, series = _title_and_series(key)
+                logger.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record an image by name.
+
+        Args:
+            kwargs: arguments of `report_image`.
+        """
+        for key, image in values.items():
+            title, series = _title_and_series(key)
+            self.task.get_logger().report_image(title=title, series=series, iteration=step, image=image, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record a table, given by its rows or as a pandas data frame.
+
+        Args:
+            columns: None: the first row has their names.
+            kwargs: arguments of `report_table`.
+
+        Raises:
+            ConfigError: there are neither rows nor a data frame.
+        """
+        if dataframe is None and data is None:
+            raise ConfigError(
+                f"log_table: the table {table_name!r} has neither data nor a dataframe. Give one of them."
+            )
+        table = dataframe if dataframe is not None else [*([columns] if columns else []), *(data or [])]
+        title, series = _title_and_series(table_name)
+        self.task.get_logger().report_table(title=title, series=series, table_plot=table, iteration=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        if not self._initialized_externally:
+            self.task.close()
+
+
+def _title_and_series(name: str) -> tuple[str, str]:
+    series, _, title = name.partition("_")
+    return (title, series) if title and series in ("eval", "test", "train") else (name, "train")
+
+
+class DVCLiveTracker(GeneralTracker):
+    """DVCLive.
+
+    Args:
+        run_name: unused: DVCLive has no names for runs.
+        live: a `dvclive.Live` to use; None makes one.
+        kwargs: arguments of `dvclive.Live`.
+    """
+
+    name = "dvclive"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.live = live
+        self.init_kwargs = kwargs
+
+    @on_main_process
+    def start(self) -> None:
+        from dvclive import Live
+
+        self.live = self.live if self.live is not None else Live(**self.init_kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        """The `dvclive.Live`."""
+        return self.live
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.live.log_params(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record metrics, and go on to the next step.
+
+        Args:
+            kwargs: arguments of `log_metric`.
+        """
+        from dvclive.plots import Metric
+
+        if step is not None:
+            self.live.step = step
+        for key, value in taken(self, listify(values), Metric.could_log, "numbers and texts").items():
+            self.live.log_metric(key, value, **kwargs)
+        self.live.next_step()
+
+    @on_main_process
+    def finish(self) -> None:
+        self.live.end()

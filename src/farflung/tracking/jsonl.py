@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tracker that needs no library: a file with one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from farflung.base.tree import listify
+from farflung.tracking.base import GeneralTracker, is_number, on_main_process
+
+
+class JSONLTracker(GeneralTracker):
+    """Appends each event to `{logging_dir}/{run_name}.jsonl`, at once: what was logged survives a crash.
+
+    A line has `event` (`start`, `config`, `log`, `table` or `finish`), `run`, `time` in seconds since the epoch, and
+    for `log` and `table` the `step`. Tensors and arrays are written as nested lists, NaN and infinities as the texts
+    `NaN`, `Infinity` and `-Infinity`, and what JSON has no word for as its text.
+
+    Args:
+        run_name: the name of the project.
+        logging_dir: where the file is; made when the run starts. A file that is there is continued.
+    """
+
+    name = "jsonl"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.path = Path(logging_dir) / f"{run_name}.jsonl"
+
+    @property
+    def tracker(self) -> TextIO:
+        """The open file."""
+        return self._file
+
+    @on_main_process
+    def start(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        self._write("start")
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._write("config", config=values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write a line; keyword arguments are written beside `step`."""
+        self._write("log", step=step, **kwargs, values=values)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a table, given by its columns and rows or as a pandas data frame."""
+        if dataframe is not None:
+            columns, data = list(dataframe.columns), dataframe.to_numpy().tolist()
+        self._write("table", step=step, **kwargs, table=table_name, columns=columns, data=data)
+
+    @on_main_process
+    def finish(self) -> None:
+        self._write("finish")
+        self._file.close()
+
+    def _write(self, event: str, **fields: Any) -> None:
+        line = {"event": event, "run": self.run_name, "time": time.time(), **fields}
+        self._file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON has a word for."""
+    if hasattr(value, "tolist"):  # a tensor, or an array or a number of NumPy's
+        value = listify(value) if hasattr(value, "detach") else value.tolist()
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if is_number(value):
+        number = float(value)
+        if math.isfinite(number):
+            return number
+        return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+    return str(value)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trackers of one Accelerator: they are called on the main process, and never so that training ends."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from farflung.base.words import counted
+from farflung.tracking.choose import filter_trackers, make_tracker
+
+Arguments = Mapping[str, Mapping[str, Any]]
+
+
+class Tracking:
+    """The trackers of one Accelerator, and what they failed to record.
+
+    Attributes:
+        asked: the trackers that `log_with` asks for, by name or as objects.
+        started: the trackers of the run.
+        lost: by a tracker's name, how many events it failed to record.
+    """
+
+    def __init__(self, log_with: Any, logging_dir: str | os.PathLike[str] | None) -> None:
+        self.asked = filter_trackers(log_with, logging_dir)
+        self.started: list[Any] = []
+        self.lost: Counter[str] = Counter()
+        self._has_warned = False
+        self._logging_dir = logging_dir
+
+    def start(self, project: str, config: Any, arguments: Arguments) -> None:
+        """Make the trackers that are named, start all, and have them store `config` where there is one."""
+        for asked in self.asked:
+            if isinstance(asked, str):
+                asked = make_tracker(str(asked), project, self._logging_dir, arguments.get(str(asked), {}))
+            self.started.append(asked)
+        for tracker in self.started:
+            self._attempt(tracker, "start")
+            if config is not None:
+                self._attempt(tracker, "store_init_configuration", config)
+
+    def log(self, values: Mapping[str, Any], step: int | None, arguments: Arguments) -> None:
+        """Have each tracker record `values`."""
+        if self.asked and not self.started and not self._has_warned:
+            self._has_warned = True
+            warnings.warn("log() records nothing before init_trackers() and after end_training().", stacklevel=3)
+        for tracker in self.started:
+            self._attempt(tracker, "log", values, step=step, **arguments.get(tracker.name, {}))
+
+    def finish(self) -> None:
+        """Finish the trackers, and say what they lost."""
+        while self.started:
+            self._attempt(self.started.pop(0), "finish")
+        for name, number in self.lost.items():
+            warnings.warn(f"The tracker {name} lost {counted(number, 'event')} of this run.", stacklevel=3)
+        self.lost.clear()
+
+    def _attempt(self, tracker: Any, method: str, *args: Any, **kwargs: Any) -> None:
+        """Call a tracker's method. What it raises is an event lost; a warning tells of the first."""
+        try:
+            getattr(tracker, method)(*args, **kwargs)
+        except Exception as error:
+            if method == "start" and isinstance(error, TypeError):
+                raise  # an argument that the client does not have: nothing has been trained yet
+            self.lost[tracker.name] += 1
+            if self.lost[tracker.name] == 1:
+                warnings.warn(
+                    f"The tracker {tracker.name} failed in {method}: {type(error).__name__}: {error}. Training goes on "
+                    "without what it can't record; end_training says how much that was.",
+                    stacklevel=4,
+                )

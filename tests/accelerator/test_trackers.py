@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An Accelerator's trackers: on the main process, with what was asked for, and never so that training ends."""
+
+import json
+
+import pytest
+
+from farflung import Accelerator
+from farflung.base.errors import ConfigError
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+from farflung.tracking import GeneralTracker
+from farflung.utils import ProjectConfiguration
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Keeping(GeneralTracker):
+    """Keeps the calls, and fails in the methods that it is told."""
+
+    name = "keeping"
+    requires_logging_directory = False
+
+    def __init__(self, *failing):
+        super().__init__()
+        self.calls, self.failing = [], failing
+
+    @property
+    def tracker(self):
+        return self.calls
+
+    def _call(self, name, *args):
+        self.calls.append((name, *args))
+        if name in self.failing:
+            raise ConnectionError(f"no server for {name}")
+
+    def start(self):
+        self._call("start")
+
+    def store_init_configuration(self, values):
+        self._call("config", values)
+
+    def log(self, values, step=None, **kwargs):
+        self._call("log", values, step, kwargs)
+
+    def finish(self):
+        self._call("finish")
+
+
+def test_a_run_goes_through_all_trackers_in_order(tmp_path):
+    keeping = Keeping()
+    project = ProjectConfiguration(project_dir=str(tmp_path), logging_dir=str(tmp_path / "logs"))
+    accelerator = Accelerator(cpu=True, log_with=["jsonl", keeping], project_config=project)
+    assert accelerator.log_with == ["jsonl", keeping]
+    accelerator.init_trackers("project", config={"lr": 0.1})
+    accelerator.log({"loss": 0.5}, step=1, log_kwargs={"keeping": {"commit": False}})
+    assert accelerator.get_tracker("keeping") is keeping
+    assert accelerator.get_tracker("keeping", unwrap=True) is keeping.calls
+    assert [tracker.name for tracker in accelerator.trackers] == ["jsonl", "keeping"]
+    with pytest.raises(ValueError, match=r"no tracker 'wandb'; there is jsonl, keeping"):
+        accelerator.get_tracker("wandb")
+    with pytest.raises(ConfigError, match="end_training"):
+        accelerator.init_trackers("project")
+    accelerator.end_training()
+    assert keeping.calls == [
+        ("start",),
+        ("config", {"lr": 0.1}),
+        ("log", {"loss": 0.5}, 1, {"commit": False}),
+        ("finish",),
+    ]
+    events = [json.loads(line)["event"] for line in (tmp_path / "logs" / "project.jsonl").read_text().splitlines()]
+    assert events == ["start", "config", "log", "finish"]
+
+
+def test_without_trackers_log_does_nothing():
+    accelerator = Accelerator(cpu=True)
+    accelerator.init_trackers("project", config={})
+    accelerator.log({"loss": 0.5})
+    assert accelerator.trackers == accelerator.log_with == []
+    accelerator.get_tracker("wandb").log({"loss": 0.5})
+
+
+def test_logging_before_the_run_has_begun_is_said_once():
+    accelerator = Accelerator(cpu=True, log_with=Keeping())
+    with pytest.warns(UserWarning, match="before init_trackers"):
+        accelerator.log({"loss": 0.5})
+    accelerator.log({"loss": 0.5})
+
+
+def test_a_failing_tracker_is_named_once_counted_and_does_not_stop_the_others():
+    failing, good = Keeping("config", "log", "finish"), Keeping()
+    failing.name = "failing"
+    accelerator = Accelerator(cpu=True, log_with=[failing, good])
+    with pytest.warns(
+        UserWarning, match=r"tracker failing failed in store_init_configuration: ConnectionError: no ser"
+    ):
+        accelerator.init_trackers("project", config={"lr": 0.1})
+    for step in range(3):
+        accelerator.log({"loss": 0.5}, step=step)
+    with pytest.warns(UserWarning, match="The tracker failing lost 5 events of this run"):
+        accelerator.end_training()
+    assert [name for name, *_ in good.calls] == ["start", "config", "log", "log", "log", "finish"]
+
+
+def test_a_tracker_that_does_not_start_does_not_end_training_but_a_wrong_argument_does():
+    accelerator = Accelerator(cpu=True, log_with=Keeping("start"))
+    with pytest.warns(UserWarning, match="failed in start"):
+        accelerator.init_trackers("project")
+
+    class Narrow(Keeping):
+        def start(self):
+            raise TypeError("start() got an unexpected keyword argument 'colour'")
+
+    accelerator = Accelerator(cpu=True, log_with=Narrow())
+    with pytest.raises(TypeError, match="colour"):
+        accelerator.init_trackers("project")
+
+
+def logged(folder):
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=folder)
+    accelerator.init_trackers("project", config={"lr": 0.1})
+    accelerator.log({"rank": accelerator.process_index}, step=1)
+    tracker = accelerator.get_tracker("jsonl")
+    tracker.log({"rank": accelerator.process_index}, step=2)
+    names = [each.name for each in accelerator.trackers]
+    accelerator.end_training()
+    return names
+
+
+def test_only_the_main_process_tracks(tmp_path):
+    assert run_ranks(logged, 2, tmp_path) == [["jsonl"], []]
+    lines = [json.loads(line) for line in (tmp_path / "project.jsonl").read_text().splitlines()]
+    assert [line["values"]["rank"] for line in lines if line["event"] == "log"] == [0, 0]

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each tracker writes, read back where its client is installed; and how clients are called where it isn't."""
+
+import json
+import math
+import sqlite3
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from farflung import Accelerator
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.state import AcceleratorState
+from farflung.tracking import (
+    LOGGER_TYPE_TO_CLASS,
+    AimTracker,
+    ClearMLTracker,
+    CometMLTracker,
+    DVCLiveTracker,
+    GeneralTracker,
+    JSONLTracker,
+    SwanLabTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandBTracker,
+    choose,
+    filter_trackers,
+    get_available_trackers,
+    on_main_process,
+    register_tracker_class,
+)
+from farflung.utils import LoggerType
+from tests.tracking.fakes import fake_client
+
+CONFIG = {"lr": 0.1, "layers": 2, "name": "small", "tied": True}
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def lines_of(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def run(tracker):
+    tracker.start()
+    tracker.store_init_configuration(CONFIG)
+    tracker.log({"loss": 0.5, "note": "warm"}, step=1)
+    tracker.finish()
+    return tracker
+
+
+def test_json_lines_hold_each_event_at_once_and_a_second_run_goes_on(tmp_path):
+    tracker = JSONLTracker("project/run", tmp_path)
+    tracker.start()
+    tracker.store_init_configuration({"lr": 0.1, "where": Path("data"), "dtype": torch.bfloat16, "none": None})
+    values = {"loss": torch.tensor(0.5), "grads": np.float32(2), "many": torch.arange(2), 3: math.nan, "inf": -math.inf}
+    tracker.log(values, step=7, split="train")
+    path = tmp_path / "project" / "run.jsonl"
+    written = lines_of(path)
+    assert [line["event"] for line in written] == ["start", "config", "log"]
+    assert written[1]["config"] == {"lr": 0.1, "where": "data", "dtype": "torch.bfloat16", "none": None}
+    assert written[2]["values"] == {"loss": 0.5, "grads": 2.0, "many": [0, 1], "3": "NaN", "inf": "-Infinity"}
+    assert (written[2]["step"], written[2]["split"], written[2]["run"]) == (7, "train", "project/run")
+    tracker.log_table("answers", ["q", "a"], [["1+1", 2]], step=8)
+    tracker.finish()
+    run(JSONLTracker("project/run", tmp_path))
+    events = ["start", "config", "log", "table", "finish", "start", "config", "log", "finish"]
+    assert [line["event"] for line in lines_of(path)] == events
+    assert lines_of(path)[3]["data"] == [["1+1", 2]]
+
+
+def test_tensorboard_reads_back_what_was_logged(tmp_path):
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
+    )
+    tracker = TensorBoardTracker("run", tmp_path, flush_secs=1)
+    tracker.start()
+    tracker.store_init_configuration({**CONFIG, "betas": [0.9, 0.95], "none": None})
+    tracker.log(
+        {"loss": torch.tensor(0.5), "small": np.float32(2), "note": "warm", "two": {"a": 1.0, "b": 2.0}}, step=3
+    )
+    with pytest.warns(UserWarning, match=r"tensorboard does not record 'odd', \[1, 2\]"):
+        tracker.log({"odd": [1, 2], "loss": 0.25}, step=4)
+    tracker.log_images({"picture": torch.zeros(2, 3, 4, 4)}, step=4)
+    tracker.finish()
+    found = accumulator.EventAccumulator(str(tmp_path / "run"))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(3, 0.5), (4, 0.25)]
+    assert [event.value for event in found.Scalars("small")] == [2.0]
+    assert {"note/text_summary"} <= set(found.Tags()["tensors"])
+    assert found.Tags()["images"]
+    (hparams,) = (tmp_path / "run").rglob("hparams.yml")
+    assert yaml.safe_load(hparams.read_text()) == {**CONFIG, "betas": "[0.9, 0.95]", "none": "None"}
+
+
+def test_wandb_writes_an_offline_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed: 60 MB that few developers need")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    tracker = WandBTracker("project", name="first", tags=["a"])
+    tracker.start()
+    tracker.store_init_configuration(CONFIG)
+    tracker.log({"loss": 0.5}, step=1)
+    tracker.log_table("answers", columns=["q", "a"], data=[["1+1", 2]], step=1)
+    tracker.log_images({"picture": [np.zeros((4, 4, 3), dtype=np.uint8)]}, step=2)
+    assert dict(tracker.tracker.config) == CONFIG
+    assert tracker.tracker.summary["loss"] == 0.5
+    tracker.finish()
+    (written,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"loss" in written.read_bytes()
+
+
+def test_mlflow_writes_to_a_local_store(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: 90 MB that few developers need")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the skinny package has no other local store
+    mlflow.set_tracking_uri(tmp_path.as_uri())
+    monkeypatch.setenv("MLFLOW_TAGS", '{"team": "far"}')
+    kind = LOGGER_TYPE_TO_CLASS["mlflow"]
+    outer = kind("project", run_name="outer")
+    outer.start()
+    many = {f"p{i}": i for i in range(150)}
+    with pytest.warns(UserWarning, match="mlflow does not record 'long'"):
+        outer.store_init_configuration({**CONFIG, **many, "long": "x" * 10_000})
+    with pytest.warns(UserWarning, match="mlflow does not record 'note'"):
+        outer.log({"loss": torch.tensor(0.5), "note": "warm"}, step=3)
+    (tmp_path / "file.txt").write_text("kept")
+    outer.log_artifact(str(tmp_path / "file.txt"))
+    monkeypatch.setenv("MLFLOW_NESTED_RUN", "true")
+    inner = kind("project", run_name="inner")
+    inner.start()
+    inner.log({"loss": 0.25})
+    inner.finish()
+    outer.finish()
+    stored = mlflow.get_run(outer.tracker.info.run_id)
+    assert stored.data.metrics == {"loss": 0.5}
+    assert (len(stored.data.params), stored.data.params["name"], stored.data.tags["team"]) == (154, "small", "far")
+    nested = mlflow.get_run(inner.tracker.info.run_id)
+    assert nested.data.tags["mlflow.parentRunId"] == outer.tracker.info.run_id
+    assert stored.info.status == nested.info.status == "FINISHED"
+
+
+def test_trackio_writes_to_a_local_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # before it is imported
+    pytest.importorskip("trackio", reason="trackio is not installed: with its server 60 MB")
+    tracker = run(TrackioTracker("project", auto_log_cpu=False))
+    assert tracker.tracker.project == "project"
+    with sqlite3.connect(tmp_path / "project.db") as stored:
+        rows = stored.execute("select step, metrics from metrics").fetchall()
+    assert [(step, json.loads(metrics)) for step, metrics in rows] == [(1, {"loss": 0.5, "note": "warm"})]
+
+
+def test_comet_is_called_as_its_client_wants(monkeypatch):
+    record = []
+    monkeypatch.setitem(sys.modules, "comet_ml", fake_client("comet_ml", record))
+    tracker = CometMLTracker("project", online=False)
+    run(tracker)
+    tracker.log({"both": {"a": 1.0}}, flush=True)
+    assert record == [
+        ("start", (), {"project_name": "project", "online": False}),
+        ("start.log_parameters", (CONFIG,), {}),
+        ("start.set_step", (1,), {}),
+        ("start.log_metric", ("loss", 0.5), {"step": 1}),
+        ("start.log_other", ("note", "warm"), {}),
+        ("start.end", (), {}),
+        ("start.log_metrics", ({"a": 1.0},), {"step": None, "flush": True}),
+    ]
+
+
+def test_aim_is_called_as_its_client_wants(monkeypatch):
+    record = []
+    monkeypatch.setitem(sys.modules, "aim", fake_client("aim", record))
+    tracker = run(AimTracker("first", "repository", experiment="e"))
+    tracker.log_images({"a": ("pixels", "a cat")}, step=2, kwargs={"track": {"context": {"subset": "val"}}})
+    assert tracker.tracker.name == "first"
+    picture = record[-1][1][0]
+    assert record == [
+        ("Run", (), {"repo": "repository", "experiment": "e"}),
+        ("Run[]", ("hparams", CONFIG), {}),
+        ("Run.track", (0.5,), {"name": "loss", "step": 1}),
+        ("Run.track", ("warm",), {"name": "note", "step": 1}),
+        ("Run.close", (), {}),
+        ("Image", ("pixels",), {"caption": "a cat"}),
+        ("Run.track", (picture,), {"name": "a", "step": 2, "context": {"subset": "val"}}),
+    ]
+
+
+def test_clearml_is_called_as_its_client_wants(monkeypatch):
+    record = []
+    monkeypatch.setitem(sys.modules, "clearml", fake_client("clearml", record, {"Task.current_task": None}))
+    monkeypatch.setenv("CLEARML_TASK", "first")
+    tracker = ClearMLTracker("project")
+    tracker.start()
+    tracker.log({"eval_loss": 0.5, "loss": 1}, step=1)
+    tracker.log({"best": 0.25})
+    with pytest.warns(UserWarning, match="clearml does not record 'note'"):
+        tracker.log({"note": "warm"})
+    tracker.log_table("test_answers", ["q", "a"], [["1+1", 2]], step=3)
+    tracker.finish()
+    with pytest.raises(ConfigError, match="neither data nor a dataframe"):
+        tracker.log_table("answers")
+    called = [(name.removeprefix("Task.init.get_logger."), kwargs) for name, _, kwargs in record if kwargs]
+    assert called == [
+        ("Task.init", {"project_name": "project", "task_name": "first"}),
+        ("report_scalar", {"title": "loss", "series": "eval", "value": 0.5, "iteration": 1}),
+        ("report_scalar", {"title": "loss", "series": "train", "value": 1, "iteration": 1}),
+        ("report_single_value", {"name": "best", "value": 0.25}),
+        (
+            "report_table",
+            {"title": "answers", "series": "test", "table_plot": [["q", "a"], ["1+1", 2]], "iteration": 3},
+        ),
+    ]
+    assert record[-1][0] == "Task.init.close"
+
+
+def test_dvclive_is_called_as_its_client_wants(monkeypatch):
+    record = []
+    monkeypatch.setitem(sys.modules, "dvclive", fake_client("dvclive", record))
+    monkeypatch.setitem(sys.modules, "dvclive.plots", fake_client("plots", [], {"Metric.could_log": True}))
+    run(DVCLiveTracker("ignored", dir="here"))
+    assert [(name, args or kwargs) for name, args, kwargs in record] == [
+        ("Live", {"dir": "here"}),
+        ("Live.log_params", (CONFIG,)),
+        ("Live.log_metric", ("loss", 0.5)),
+        ("Live.log_metric", ("note", "warm")),
+        ("Live.next_step", {}),
+        ("Live.end", {}),
+    ]
+
+
+@pytest.mark.parametrize("kind", [WandBTracker, SwanLabTracker, TrackioTracker])
+def test_runs_are_called_as_their_clients_want(kind, monkeypatch):
+    record = []
+    monkeypatch.setitem(sys.modules, kind.name, fake_client(kind.name, record))
+    tracker = run(kind("project", group="g"))
+    assert record == [
+        ("init", (), {"project": "project", "group": "g"}),
+        ("config.update", (CONFIG,), {"allow_val_change": True}),
+        ("init.log", ({"loss": 0.5, "note": "warm"},), {"step": 1}),
+        ("init.finish", (), {}),
+    ]
+    if hasattr(tracker, "log_images"):
+        tracker.log_images({"picture": ["pixels"]}, step=2)
+        assert [name for name, _, _ in record[-2:]] == ["Image", "init.log"]
+
+
+# ---- which trackers
+
+
+class Own(GeneralTracker):
+    name = "own"
+    requires_logging_directory = True
+
+    def __init__(self, run_name, logging_dir=None, **kwargs):
+        super().__init__()
+        self.made_with = run_name, logging_dir, kwargs
+
+    @property
+    def tracker(self):
+        return self.made_with
+
+
+@pytest.fixture
+def own_class():
+    before = dict(LOGGER_TYPE_TO_CLASS)
+    yield Own
+    LOGGER_TYPE_TO_CLASS.clear()
+    LOGGER_TYPE_TO_CLASS.update(before)
+
+
+def test_the_trackers_that_are_asked_for_come_once_each(monkeypatch):
+    installed = ("tensorboard", "wandb")
+    monkeypatch.setattr(choose, "_is_installed", lambda name: name in (*installed, "jsonl"))
+    own = Own("mine")
+    assert get_available_trackers() == ["tensorboard", "wandb", "jsonl"]
+    assert filter_trackers(None) == []
+    assert filter_trackers("wandb") == [LoggerType.WANDB]
+    assert filter_trackers([LoggerType.WANDB, "wandb", own, own], "logs") == ["wandb", own]
+    assert filter_trackers("all", "logs") == ["tensorboard", "wandb", "jsonl"]
+    assert filter_trackers([own, LoggerType.ALL], "logs") == [own, "tensorboard", "wandb", "jsonl"]
+    monkeypatch.setattr(choose, "_is_installed", lambda name: name in ("wandb", "jsonl"))
+    assert filter_trackers("all") == ["wandb"]
+    with pytest.raises(ConfigError, match="pip install tensorboard"):
+        filter_trackers("tensorboard", "logs")
+    with pytest.raises(ConfigError, match="jsonl needs a folder"):
+        filter_trackers("jsonl")
+    with pytest.raises(ConfigError, match="Did you mean `wandb`"):
+        filter_trackers("wandbb")
+    with pytest.raises(TypeError, match=r"Own\(\.\.\.\)"):
+        filter_trackers(Own)
+
+
+def test_a_class_of_ones_own_can_be_registered_by_name(tmp_path, own_class):
+    register_tracker_class(own_class)
+    accelerator = Accelerator(cpu=True, log_with="own", project_dir=tmp_path)
+    accelerator.init_trackers("project", init_kwargs={"own": {"color": "red"}})
+    assert accelerator.get_tracker("own", unwrap=True) == ("project", str(tmp_path), {"color": "red"})
+    with pytest.warns(UserWarning, match="takes the place of the tracker own"):
+        register_tracker_class(own_class)
+    with pytest.raises(TypeError, match="GeneralTracker"):
+        register_tracker_class(dict)
+    with pytest.raises(ConfigError, match="needs a name"):
+        register_tracker_class(type("Nameless", (GeneralTracker,), {}))
+
+
+def test_a_tracker_class_that_lacks_something_says_what():
+    nameless = type("Nameless", (GeneralTracker,), {"requires_logging_directory": False})
+    with pytest.raises(NotImplementedError, match="Nameless has no name and no tracker"):
+        nameless()
+    with pytest.raises(Unsupported, match="no requires_logging_directory"):
+        GeneralTracker()
+    GeneralTracker(_blank=True).log({"loss": 1.0})
+
+
+@pytest.mark.parametrize(("rank", "main_only", "is_run"), [("0", True, True), ("1", True, False), ("1", False, True)])
+def test_methods_for_the_main_process_know_it_before_there_is_an_accelerator(rank, main_only, is_run, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", rank)
+
+    class Early(Own):
+        main_process_only = main_only
+
+        @on_main_process
+        def start(self):
+            return "started"
+
+    assert Early("run").start() == ("started" if is_run else None)
