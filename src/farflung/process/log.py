@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from farflung.base.checks import check_word
@@ -25,8 +25,8 @@ class MultiProcessAdapter(_Adapter):
     other, and is a barrier: every process must make the call.
     """
 
-    def __init__(self, logger: logging.Logger) -> None:
-        super().__init__(logger, {})
+    def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
+        super().__init__(logger, extra or {})
         self._said: set[str] = set()
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:

@@ -26,6 +26,10 @@ _TRACKERS = (
 )
 
 
+def _nothing() -> int:
+    return 0
+
+
 def get_backend() -> tuple[str, int, Callable[[], int]]:
     """Return the kind of this machine's accelerators, how many it has, and what says how much memory is in use.
 
@@ -33,9 +37,9 @@ def get_backend() -> tuple[str, int, Callable[[], int]]:
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
-        return "cpu", 1, int
+        return "cpu", 1, _nothing
     module: Any = torch.get_device_module(device)
-    used: Callable[[], int] = getattr(module, "memory_allocated", getattr(module, "current_allocated_memory", int))
+    used: Callable[[], int] = getattr(module, "memory_allocated", getattr(module, "current_allocated_memory", _nothing))
     return device.type, torch.accelerator.device_count(), used
 
 

@@ -3,6 +3,7 @@
 
 from farflung.accelerator.helpers import get_mixed_precision_context_manager
 from farflung.accelerator.operations import is_peft_model
+from farflung.base.absent import fallback_allocate, get_module_size_with_ties
 from farflung.base.plain import convert_file_size_to_int
 from farflung.big_model.device_map import (
     check_device_map,
@@ -55,6 +56,7 @@ __all__ = [
     "compute_module_total_buffer_size",
     "convert_file_size_to_int",
     "dtype_byte_size",
+    "fallback_allocate",
     "find_tied_parameters",
     "get_balanced_memory",
     "get_grad_scaler",
@@ -62,6 +64,7 @@ __all__ = [
     "get_max_memory",
     "get_mixed_precision_context_manager",
     "get_module_leaves",
+    "get_module_size_with_ties",
     "get_non_persistent_buffers",
     "get_state_dict_from_offload",
     "get_state_dict_offloaded_model",
