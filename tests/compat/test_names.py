@@ -46,7 +46,6 @@ TABLES = tables((HERE / "names.toml").read_text())
 SAME = {(module, name) for module, names in TABLES["same"].items() for name in names.split()}
 ABSENT = {(module, name) for module, names in TABLES["absent"].items() for name in names.split()}
 DIFFERS = {tuple(key.rsplit(".", 1)): row for key, row in TABLES["differs"].items()}
-NOT_YET = {(module, name) for module, names in TABLES["not yet"].items() for name in names.split()}
 LEFT_OUT = TABLES["left out"]
 
 
@@ -75,7 +74,7 @@ def names() -> set[tuple[str, str]]:
         for name, value in vars(module).items():
             is_own = getattr(value, "__module__", None) == module.__name__
             is_constant = path == "utils.constants" and name.isupper()
-            if name[0] != "_" and name != "main" and (is_own or is_constant) and (path, name) not in NOT_YET:
+            if name[0] != "_" and name != "main" and (is_own or is_constant):
                 found.add((path, name))
     return found
 
@@ -90,14 +89,13 @@ def test_each_name_of_accelerates_is_listed_and_none_that_is_no_more():
 
 def test_each_name_is_imported_from_the_same_path():
     missing = [f"{path}: {name}" for path, name in sorted(names()) if not hasattr(ours(path), name)]
-    later = {name for _, name in NOT_YET}
     for path in GATHERED:
         theirs = {
             name
             for name, value in vars(modules()[path]).items()
             if name[0] != "_" and not isinstance(value, ModuleType) and "accelerate" in getattr(value, "__module__", "")
         }
-        missing += [f"{path}: {name}" for name in sorted(theirs - later) if not hasattr(ours(path), name)]
+        missing += [f"{path}: {name}" for name in sorted(theirs) if not hasattr(ours(path), name)]
         assert len(theirs) > 20
     assert missing == []
 
@@ -135,6 +133,33 @@ def test_what_is_the_same_takes_the_same_arguments():
         elif callable(other) and not isinstance(other, EnumMeta) and not takes_the_same(mine, other):
             wrong.append(f"{path}.{name}")
     assert wrong == []
+
+
+def lacking(mine: type, other: type) -> set[str]:
+    """The public members of `other` that `mine` lacks, or that take other arguments there."""
+    fields = {*getattr(mine, "__dataclass_fields__", {}), *dir(mine)}
+    methods = {name for name, value in vars(other).items() if inspect.isfunction(value) and name in fields}
+    differ = {
+        name
+        for name in methods
+        if [each.kind for each in parameters(getattr(other, name)) or ()][-2:-1] != [inspect.Parameter.VAR_POSITIONAL]
+        and not takes_the_same(getattr(mine, name), getattr(other, name))
+    }
+    return {name for name in {*vars(other)} - fields | differ if name[0] != "_"}
+
+
+def test_classes_have_the_same_members():
+    found = {}
+    for path, name in sorted(SAME | {("accelerator", "Accelerator")}):
+        other = getattr(modules()[path], name)
+        members = (
+            lacking(getattr(ours(path), name), other)
+            if inspect.isclass(other) and not isinstance(other, EnumMeta)
+            else ()
+        )
+        if members:
+            found[f"{path}.{name}"] = " ".join(sorted(members))
+    assert found == TABLES["members"]
 
 
 def is_absent(value: Any) -> bool:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_DOORS = ("farflung.utils", "farflung.state", "farflung.data_loader", "farflung.optimizer", "farflung.scheduler")
+_DOORS = tuple(
+    f"farflung.{door}" for door in ("utils", "state", "data_loader", "optimizer", "scheduler", "hooks", "tracking")
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ class RegressionModel(nn.Module):
         self.b = nn.Parameter(torch.tensor(b).float())
         self.first_batch = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any = None) -> Tensor:
         """Return `a x + b`."""
         if self.first_batch:
             print(f"Model dtype: {self.a.dtype}, {self.b.dtype}. Input dtype: {x.dtype}")
