@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from farflung.base.enums import FP8BackendType
 from farflung.base.errors import StateError, Unsupported
 
 
@@ -50,7 +49,7 @@ class OtherEngines:
 
 
 class OtherAxes(OtherEngines):
-    """What an `Accelerator` says of axes other than that of the data, and of engines that compute in fp8."""
+    """What an `Accelerator` says of axes other than that of the data, and of engines and optimizers of others."""
 
     @property
     def torch_device_mesh(self) -> None:
@@ -93,19 +92,19 @@ class OtherAxes(OtherEngines):
         return True
 
     @property
-    def fp8_backend(self) -> FP8BackendType:
-        """`NO`: nothing computes in fp8."""
-        return FP8BackendType.NO
-
-    @property
-    def fp8_enabled(self) -> bool:
-        """False: nothing computes in fp8."""
-        return False
-
-    @property
-    def fp8_recipe_handler(self) -> None:
-        """None: nothing computes in fp8."""
+    def te_recipe_handler(self) -> None:
+        """None: TransformerEngine is not supported."""
         return None
+
+    @property
+    def msamp_recipe_handler(self) -> None:
+        """None: MS-AMP is not supported."""
+        return None
+
+    @property
+    def delayed_fp8_autocast(self) -> bool:
+        """False: that is of TransformerEngine."""
+        return False
 
     @property
     def has_lomo_optimizer(self) -> bool:

@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from farflung.accelerator.prepare import PreparedLoader, Registry
 from farflung.accelerator.views import AcceleratorState, GradientState
 from farflung.base.checks import check_whole
+from farflung.base.enums import FP8BackendType
 from farflung.config.handlers import DataLoaderConfiguration, ProjectConfiguration
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler
 from farflung.loop.state import LoopState
 from farflung.precision.base import Precision
 from farflung.process.world import World
+
+if TYPE_CHECKING:
+    from farflung.config.fp8 import AORecipeKwargs
 
 
 class SettledProperties:
@@ -56,6 +60,31 @@ class SettledProperties:
     def scaler(self) -> Any:
         """The loss scaler of fp16, else None."""
         return self._precision.scaler
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """`AO` where linear layers multiply in fp8, else `NO`."""
+        return FP8BackendType.AO if self.fp8_enabled else FP8BackendType.NO
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether linear layers multiply in fp8."""
+        return self._precision.name == "fp8"
+
+    @property
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """How torchao converts models to fp8; None without it."""
+        return getattr(self._precision, "recipe", None)
+
+    @property
+    def fp8_recipe_handler(self) -> AORecipeKwargs | None:
+        """The same as `ao_recipe_handler`: there is no other kind."""
+        return self.ao_recipe_handler
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Whether there is a recipe for fp8."""
+        return self.ao_recipe_handler is not None
 
     @property
     def multi_device(self) -> bool:

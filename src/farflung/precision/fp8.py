@@ -35,15 +35,15 @@ class Fp8(Autocast):
     ) -> None:
         super().__init__("bf16", device.type, handler)
         self.name = "fp8"
-        self._recipe = recipe or AORecipeKwargs()
+        self.recipe = recipe or AORecipeKwargs()
         if not installed_version("torchao"):
             raise Unsupported(f"mixed_precision='fp8' needs torchao: `pip install torchao`. Or: {_INSTEAD}")
-        if not getattr(self._recipe.config, "emulate", False):
+        if not getattr(self.recipe.config, "emulate", False):
             _check_device(device)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if not has_ao_layers(model):
-            convert_model_to_fp8_ao(model, self._config(), self._recipe.module_filter_func)
+            convert_model_to_fp8_ao(model, self._config(), self.recipe.module_filter_func)
             if not has_ao_layers(model):
                 warnings.warn(
                     f"mixed_precision='fp8': no layer of this {type(model).__name__} was converted, so it computes in "
@@ -55,7 +55,7 @@ class Fp8(Autocast):
     def _config(self) -> Any:
         from torchao.float8 import Float8LinearConfig
 
-        return self._recipe.config or Float8LinearConfig(pad_inner_dim=self._recipe.pad_inner_dim is not False)
+        return self.recipe.config or Float8LinearConfig(pad_inner_dim=self.recipe.pad_inner_dim is not False)
 
 
 def _check_device(device: torch.device) -> None:
