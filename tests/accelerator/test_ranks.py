@@ -48,6 +48,20 @@ def test_what_ranks_know_of_each_other_and_that_preparing_again_changes_nothing(
     assert run_ranks(settled, num_ranks) == [(rank, num_ranks, rank == 0, rank == ranks[-1]) for rank in ranks]
 
 
+def evaluated_and_then_trained():
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+    wrapped = accelerator.prepare(model)
+    assert accelerator.prepare_model(model, evaluation_mode=True) is accelerator.prepare(model) is wrapped
+    return isinstance(wrapped, DistributedDataParallel), len(accelerator._registry.models)
+
+
+def test_a_model_that_was_prepared_for_evaluation_can_be_prepared_for_training():
+    assert run_ranks(evaluated_and_then_trained, 2) == [(True, 1)] * 2
+
+
 def computed_in_half():
     seen = []
     for handlers in ([], [AutocastKwargs(outputs_to_fp32=False)]):

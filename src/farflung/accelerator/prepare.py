@@ -38,9 +38,14 @@ PreparedLoader = DataLoaderShard | DataLoaderDispatcher
 
 @dataclass
 class Registry:
-    """What one Accelerator has prepared, in order, and which wrapper stands for which original."""
+    """What one Accelerator has prepared, in order, and which wrapper stands for which original.
+
+    Attributes:
+        evaluated: those of `models` that were prepared for evaluation alone.
+    """
 
     models: list[nn.Module] = field(default_factory=list)
+    evaluated: list[nn.Module] = field(default_factory=list)
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
@@ -58,7 +63,7 @@ class Registry:
 
     def clear(self) -> None:
         """Forget everything."""
-        for listed in (self.models, self.optimizers, self.schedulers, self.loaders):
+        for listed in (self.models, self.evaluated, self.optimizers, self.schedulers, self.loaders):
             listed.clear()
         self._known.clear()
 
@@ -112,7 +117,8 @@ class Preparer:
         self, model: nn.Module, place: bool | None, optimizers: list[Optimizer], evaluation_mode: bool = False
     ) -> nn.Module:
         known = self.registry.find(model)
-        if known is not None:
+        was_evaluated = any(known is other for other in self.registry.evaluated)
+        if known is not None and (evaluation_mode or not was_evaluated):
             return known  # type: ignore[no-any-return]
         devices = set((getattr(model, "hf_device_map", None) or {}).values())
         if len(devices) > 1 and self.world.size > 1:
@@ -126,7 +132,12 @@ class Preparer:
         compile_in_place(model, self.compiling)
         owners = [optimizer for optimizer in optimizers if _owns(optimizer, model)]
         prepared = model if evaluation_mode else self.strategy.prepare([(model, owners)])[0]
+        if was_evaluated:  # and is trained now
+            for listed in (self.registry.models, self.registry.evaluated):
+                listed[:] = [other for other in listed if other is not known]
         self.registry.models.append(prepared)
+        if evaluation_mode:
+            self.registry.evaluated.append(prepared)
         self.registry.remember(model, prepared)
         return prepared
 
