@@ -82,6 +82,15 @@ def test_each_accelerator_keeps_its_own_accumulation_and_registry():
     assert second._registry.models == []
 
 
+def test_an_accelerator_made_before_a_reset_keeps_what_it_was_made_with():
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    AcceleratorState._reset_state()
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    assert (accelerator.mixed_precision, accelerator.sync_gradients) == ("bf16", False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

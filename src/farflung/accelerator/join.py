@@ -163,8 +163,8 @@ def _overridden(loader: PreparedLoader, even_batches: bool) -> Iterator[None]:
     shard = loader.batch_sampler
     if not isinstance(shard, BatchSamplerShard):
         warnings.warn(
-            "join_uneven_inputs: even_batches is changed only on loaders over map-style data that each rank reads for "
-            "itself. Other loaders stay as they are.",
+            "join_uneven_inputs: overriding even_batches is only supported for map-style datasets that each rank reads "
+            "for itself. Other loaders stay as they are.",
             stacklevel=5,
         )
         yield

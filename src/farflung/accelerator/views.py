@@ -82,6 +82,11 @@ class PartialState(ProcessControl):
         """Whether the launcher asked for its debug mode. What it checks is checked always."""
         return environ.flag("ACCELERATE_DEBUG_MODE")
 
+    @debug.setter
+    def debug(self, value: bool) -> None:
+        check_flag("debug", value)
+        environ.export({"ACCELERATE_DEBUG_MODE": str(value).lower()})
+
     @property
     def fork_launched(self) -> bool:
         """Whether this process was forked from a notebook's."""
