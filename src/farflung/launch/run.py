@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Collection
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -51,7 +51,7 @@ def launch_script(resolved: Resolved, script: str, script_args: tuple[str, ...],
     plan = make_plan(settings, script, script_args)
     if settings.as_accelerate:
         variables = import_module("farflung.integrations.as_accelerate").path_variables()
-        plan = replace(plan, variables={**plan.variables, **variables})
+        plan = dataclasses.replace(plan, variables={**plan.variables, **variables})
     _check_recipe(resolved, plan)
     if settings.num_machines > 1 and not settings.quiet:
         where = f"machine {settings.machine_rank} of {settings.num_machines}"
@@ -128,6 +128,8 @@ def _warn_of_idle_outer(settings: LaunchSettings, notes: Collection[str]) -> Non
         why = "the script did not prepare a model together with its optimizer (`accelerator.prepare`)"
     else:
         why = "the script created no `farflung.Accelerator`"
+        if not settings.as_accelerate:
+            why += "; transformers and other libraries create one under --as-accelerate"
     click.echo(f"farflung: warning: --outer {settings.outer_recipe} did nothing: {why}.", err=True)
 
 

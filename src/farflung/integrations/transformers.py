@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers' Trainer with an outer loop: a callback that opens it, checkpoints it and closes it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from farflung.base.errors import CheckpointError, ConfigError, StateError
+from farflung.checkpoint import layout
+from farflung.checkpoint.checksum import crc32
+from farflung.checkpoint.entries import Entry, write
+from farflung.checkpoint.reader import read_torch
+from farflung.outer.engine import OuterLoop
+from farflung.outer.named import OuterConfig
+from farflung.outer.recipe import Recipe
+from farflung.process.log import get_logger
+
+
+class OuterCallback(TrainerCallback):
+    """Trains replicas of a Trainer's model independently, synchronized by an outer loop.
+
+    `trainer.add_callback(OuterCallback(trainer, "diloco", every=32))`. The Trainer's own `Accelerator` must be
+    Farflung's: see `farflung.install_as_accelerate`. Replicas are synchronized after each epoch and at the end of
+    training too. What is evaluated and saved in between are the weights that all ranks agreed on last. Checkpoints
+    have the outer loop's state for each rank, and a resumed run continues as if it had not been interrupted.
+
+    Args:
+        trainer: a Trainer, such as trl's SFTTrainer.
+        recipe: from `farflung.outer`, such as `diloco(every=32)`; an `OuterConfig`; or a recipe's name.
+        options: with a name, the recipe's options, as of `OuterConfig`.
+
+    Attributes:
+        loop: the outer loop of the latest training; None before. `loop.stats()` says what it did.
+
+    Raises:
+        ConfigError: the Trainer's Accelerator is not Farflung's, or the recipe can't be.
+    """
+
+    def __init__(self, trainer: Any, recipe: Recipe | OuterConfig | str, **options: Any) -> None:
+        if options and not isinstance(recipe, str):
+            raise ConfigError(f"OuterCallback: the options {sorted(options)} only go with a recipe's name.")
+        if not hasattr(trainer.accelerator, "outer"):
+            raise ConfigError(
+                "OuterCallback: this Trainer's Accelerator is not Farflung's. Call farflung.install_as_accelerate() "
+                "before transformers is imported, or start the script with `farflung launch --as-accelerate`."
+            )
+        self._trainer = trainer
+        self._recipe = OuterConfig(recipe, **options) if isinstance(recipe, str) else recipe
+        self._open: ExitStack | None = None
+        self._agreed: ExitStack | None = None  # while the model has the agreed weights
+        self.loop: OuterLoop | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the outer loop (a collective), and continue it where a resumed training stands.
+
+        Raises:
+            StateError: the training before ended with an error.
+            CheckpointError: the checkpoint's outer loop is damaged, or not of this training.
+        """
+        if self._open is not None:
+            raise StateError("OuterCallback: the training before did not end. Make a new Trainer and a new callback.")
+        self._open = ExitStack()
+        outer = self._trainer.accelerator.outer(self._trainer.model_wrapped, self._recipe)
+        self.loop = self._open.enter_context(outer)
+        if state.global_step > 0:
+            self._resume(args, state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Train this rank's own weights again, after an evaluation or a checkpoint."""
+        self._take_own()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Have agreed weights in the model if it is evaluated or saved now."""
+        if control.should_training_stop:
+            self._flush()
+        elif control.should_evaluate or control.should_save:
+            assert self.loop is not None
+            self._agreed = ExitStack()
+            self._agreed.enter_context(self.loop.synced())
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Synchronize the replicas: a collective."""
+        self._take_own()
+        self._flush()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write this rank's outer loop and optimizer into the Trainer's checkpoint."""
+        agreed = _checksum(self._trainer.model)
+        self._take_own()
+        if args.save_only_model or self.loop is None:
+            return
+        accelerator = self._trainer.accelerator
+        content = {
+            "loop": self.loop.state_dict(),
+            "optimizer": self._trainer.optimizer.state_dict(),
+            "world_size": accelerator.num_processes,
+            "agreed": agreed,
+        }
+        write(
+            Entry(layout.outer_state(accelerator.process_index), content, origin="the outer loop"), _folder(args, state)
+        )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Close the outer loop: a collective. All ranks have the same weights afterwards."""
+        self._take_own()
+        if self._open is None or self.loop is None:
+            return
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self.loop.reset_anchor()  # the Trainer has loaded the best weights on all ranks
+        self._open.close()
+        self._open = None
+
+    def _take_own(self) -> None:
+        agreed, self._agreed = self._agreed, None
+        if agreed is not None:
+            agreed.close()
+
+    def _flush(self) -> None:
+        assert self.loop is not None
+        if not self.loop.is_warming:  # while gradients are averaged the replicas are alike
+            self.loop.flush()
+
+    def _resume(self, args: Any, state: Any) -> None:
+        assert self.loop is not None
+        accelerator = self._trainer.accelerator
+        given = args.resume_from_checkpoint
+        folder = Path(given) if isinstance(given, str) and Path(given).is_dir() else _folder(args, state)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"OuterCallback: training resumes at step {state.global_step}, but there is no {folder}. Say where the "
+                "checkpoint is: TrainingArguments(resume_from_checkpoint=...)."
+            )
+        path = folder / layout.outer_state(accelerator.process_index)
+        if not path.parent.is_dir():
+            get_logger(__name__).warning(f"{folder} was written without an outer loop: it starts from its weights.")
+            return
+        saved = read_torch(path)
+        if saved["world_size"] != accelerator.num_processes:
+            raise CheckpointError(
+                f"{path} was written by {saved['world_size']} processes, and here are {accelerator.num_processes}. "
+                "Resume with as many."
+            )
+        if saved["agreed"] != _checksum(self._trainer.model):
+            raise CheckpointError(
+                f"{path} does not belong to the weights that the Trainer resumes from. Say where the checkpoint is: "
+                "TrainingArguments(resume_from_checkpoint=...)."
+            )
+        self._trainer.optimizer.load_state_dict(saved["optimizer"])
+        self.loop.load_state_dict(saved["loop"])
+
+
+def _folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def _checksum(model: nn.Module) -> int:
+    """Return a checksum of the weights that are trained."""
+    found = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            found = crc32(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), found)
+    return found

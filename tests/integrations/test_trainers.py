@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainer, SFTTrainer and LoRA models train to the same losses on Farflung as on Accelerate, and resume."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from farflung.testing.patience import patience
+
+PROGRAM = Path(__file__).with_name("trainers.py")
+RUNS = ("trainer", "bf16", "sft", "lora")
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def trained(request, tmp_path_factory):
+    """What the program logged under each library, both started at once."""
+    ways = {"accelerate": ([], []), "farflung": (["--as-accelerate"], ["--resume"])}
+    folders, started = {}, []
+    for name, (flags, words) in ways.items():
+        folders[name] = folder = tmp_path_factory.mktemp(name)
+        flags = ["--cpu", "--num_processes", str(request.param), "--num_cpu_threads_per_process", "1", *flags]
+        command = [sys.executable, "-m", "farflung", "launch", *flags, str(PROGRAM), str(folder), *words]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    try:
+        for process in started:
+            said, _ = process.communicate(timeout=patience(150))
+            assert process.returncode == 0, said[-5000:]
+    finally:
+        for process in started:
+            process.kill()
+    theirs, ours = (json.loads((folder / "losses.json").read_text()) for folder in folders.values())
+    assert (theirs["by"], ours["by"]) == ("accelerate", "farflung")
+    return theirs["runs"], ours["runs"]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("run", RUNS)
+def test_losses_norms_and_rates_are_those_under_accelerate(trained, run):
+    theirs, ours = trained
+    assert len(ours[run]["whole"]) >= 4
+    assert ours[run]["whole"] == theirs[run]["whole"]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("run", RUNS)
+def test_a_resumed_training_is_the_training(trained, run):
+    _, ours = trained
+    whole, resumed = ours[run]["whole"], ours[run]["resumed"]
+    counted = {"num_tokens"}  # trl counts from the resume on
+    assert [{k: v for k, v in entry.items() if k not in counted} for entry in whole[:-1]] == [
+        {k: v for k, v in entry.items() if k not in counted} for entry in resumed[:-1]
+    ]  # the last entry says how long it took

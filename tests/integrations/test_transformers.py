@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Trainer with an outer loop: replicas train alone, meet in rounds, and a resumed training is the training."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from farflung.testing.patience import patience
+
+PROGRAM = Path(__file__).with_name("outer_training.py")
+ROUNDS = [3, 6, 7, 9, 12, 14]  # each third step, and the last one of each epoch of seven
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What the program saw with the callback, and with the launcher's flags; both run at once."""
+    ways = {"callback": ((), ()), "launched": (("--outer", "diloco", "--outer_every", "3"), ("--launched",))}
+    started, found = {}, {}
+    for way, (flags, words) in ways.items():
+        folder = tmp_path_factory.mktemp(way)
+        start = [
+            "launch",
+            "--as-accelerate",
+            "--cpu",
+            "--num_processes",
+            "2",
+            *flags,
+            str(PROGRAM),
+            str(folder),
+            *words,
+        ]
+        command = [sys.executable, "-m", "farflung", *start]
+        started[folder] = way, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        for folder, (way, process) in started.items():
+            said, _ = process.communicate(timeout=patience(100))
+            assert process.returncode == 0, said[-5000:]
+            found[way] = json.loads((folder / "seen.json").read_text())
+    finally:
+        for _, process in started.values():
+            process.kill()
+    return found
+
+
+def test_replicas_train_alone_and_are_equal_after_each_round(seen):
+    apart = [step for step, difference in enumerate(seen["callback"]["after_steps"], 1) if difference > 0]
+    assert apart == [step for step in range(1, 15) if step % 3]  # the round of an epoch's end comes after its last step
+    assert seen["callback"]["rounds"] == len(ROUNDS)
+    assert seen["callback"]["end"] == 0
+
+
+def test_what_is_evaluated_are_the_weights_that_all_agreed_on(seen):
+    assert len(seen["callback"]["evaluated"]) == 4
+    assert not any(seen["callback"]["evaluated"])
+
+
+def test_a_training_resumed_in_mid_round_is_the_training(seen):
+    assert seen["callback"]["resumed"][:-1] == seen["callback"]["logged"][:-1]
+    assert seen["callback"]["resumed_alike"]
+
+
+def test_the_best_weights_are_left_as_they_were_saved(seen):
+    assert (seen["callback"]["best_alike"], seen["callback"]["best_apart"]) == (True, 0)
+
+
+def test_wrong_uses_are_refused(seen):
+    not_ours, with_options, no_recipe, elsewhere = seen["callback"]["refusals"]
+    assert "this Trainer's Accelerator is not Farflung's" in not_ours
+    assert "the options ['every'] only go with a recipe's name" in with_options
+    assert "Did you mean `diloco`?" in no_recipe
+    assert "Say where the checkpoint is: TrainingArguments(resume_from_checkpoint=...)" in elsewhere
+
+
+def test_the_launchers_flags_do_it_without_a_line(seen):
+    launched = seen["launched"]
+    apart = [step for step, difference in enumerate(launched["after_steps"], 1) if difference > 0]
+    assert apart == [step for step in range(1, 15) if step not in ROUNDS]
+    assert launched["end"] == 0
+    losses = [[entry for entry in seen[way]["logged"] if "loss" in entry] for way in ("callback", "launched")]
+    assert losses[0] == losses[1]
