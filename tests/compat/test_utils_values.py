@@ -369,6 +369,8 @@ def test_a_configuration_of_parallelism_that_only_replicates(monkeypatch):
         mine.dp_shard_size = 4
     with pytest.raises(ConfigError, match="cp_size"):
         ours.ParallelismConfig(cp_size=0)
+    assert Accelerator(cpu=True, parallelism_config=mine).parallelism_config is None
+    AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
     with pytest.raises(Unsupported, match="cp_size=2"):
         ours.ParallelismConfig()
