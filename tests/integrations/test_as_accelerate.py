@@ -99,6 +99,13 @@ for line in lines.split("; "):
     assert said[3].startswith("ImportError cannot import name 'nowhere' from 'accelerate'")
 
 
+def test_the_command_by_its_module_is_refused():
+    code = "import farflung, runpy; farflung.install_as_accelerate(); runpy.run_module('accelerate.commands.launch')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60))
+    assert done.returncode == 1
+    assert "can't be run where Farflung answers for accelerate. Use `farflung launch`." in done.stderr
+
+
 def test_an_accelerate_that_is_loaded_already_is_an_error():
     said = run(
         code="""

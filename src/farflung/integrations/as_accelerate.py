@@ -116,13 +116,15 @@ class _Alias(InspectLoader):
         sys.modules[module.__name__] = importlib.import_module(self._own.name)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Return the module's code, for `python -m`."""
-        loader = self._own.loader
-        return loader.get_code(self._own.name) if isinstance(loader, InspectLoader) else None
+        """Refuse `python -m`, for which Farflung has a command.
+
+        Raises:
+            ImportError: always.
+        """
+        raise ImportError(f"{fullname} can't be run where Farflung answers for {_NAME}. Use `farflung launch`.")
 
     def get_source(self, fullname: str) -> str | None:
-        loader = self._own.loader
-        return loader.get_source(self._own.name) if isinstance(loader, InspectLoader) else None
+        return None
 
 
 def _who_answers() -> str:
