@@ -66,6 +66,8 @@ def test_a_run_goes_through_all_trackers_in_order(tmp_path):
     with pytest.raises(ConfigError, match="end_training"):
         accelerator.init_trackers("project")
     accelerator.end_training()
+    accelerator.end_training()
+    assert accelerator.trackers[1] is keeping
     assert keeping.calls == [
         ("start",),
         ("config", {"lr": 0.1}),

@@ -32,11 +32,11 @@ class TrackerMethods:
 
     @property
     def trackers(self) -> list[Any]:
-        """The trackers of the run, from `init_trackers` to `end_training`; none but on the main process."""
+        """The trackers of the run, or of the last one; none but on the main process."""
         return [] if self._tracking is None else self._tracking.started
 
     def init_trackers(
-        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Arguments | None = None
+        self, project_name: str | None, config: Mapping[str, Any] | None = None, init_kwargs: Arguments | None = None
     ) -> None:
         """Begin the run of all trackers, on the main process; on the others do nothing.
 
@@ -44,7 +44,7 @@ class TrackerMethods:
         many events it lost.
 
         Args:
-            project_name: what each tracker calls the project.
+            project_name: what each tracker calls the project; None where trackers of your own need none.
             config: the settings that the run begins with.
             init_kwargs: arguments by tracker, such as `{"wandb": {"tags": ["a"]}}`.
 
@@ -54,8 +54,9 @@ class TrackerMethods:
         """
         if self._tracking is None or not self._world.is_main:
             return
-        check_text("init_trackers: project_name", project_name)
-        if self.trackers:
+        if project_name is not None:
+            check_text("init_trackers: project_name", project_name)
+        if self._tracking.is_running:
             raise ConfigError("init_trackers was called before, and its run has not ended. Call end_training() first.")
         self._tracking.start(project_name, config, init_kwargs or {})
 

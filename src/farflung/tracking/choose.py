@@ -111,7 +111,7 @@ def _checked(asked: Any, logging_dir: str | os.PathLike[str] | None) -> Any:
 
 
 def make_tracker(
-    name: str, project: str, logging_dir: str | os.PathLike[str] | None, arguments: Mapping[str, Any]
+    name: str, project: str | None, logging_dir: str | os.PathLike[str] | None, arguments: Mapping[str, Any]
 ) -> GeneralTracker:
     """Return a new tracker of this name, which has not started."""
     kind: Any = LOGGER_TYPE_TO_CLASS[name]

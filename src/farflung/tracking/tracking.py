@@ -20,7 +20,8 @@ class Tracking:
 
     Attributes:
         asked: the trackers that `log_with` asks for, by name or as objects.
-        started: the trackers of the run.
+        started: the trackers of the run, or of the last one.
+        is_running: whether they have started and not finished.
         lost: by a tracker's name, how many events it failed to record.
     """
 
@@ -28,11 +29,14 @@ class Tracking:
         self.asked = filter_trackers(log_with, logging_dir)
         self.started: list[Any] = []
         self.lost: Counter[str] = Counter()
+        self.is_running = False
         self._has_warned = False
         self._logging_dir = logging_dir
 
-    def start(self, project: str, config: Any, arguments: Arguments) -> None:
+    def start(self, project: str | None, config: Any, arguments: Arguments) -> None:
         """Make the trackers that are named, start all, and have them store `config` where there is one."""
+        self.started.clear()
+        self.is_running = True
         for asked in self.asked:
             if isinstance(asked, str):
                 asked = make_tracker(str(asked), project, self._logging_dir, arguments.get(str(asked), {}))
@@ -44,16 +48,19 @@ class Tracking:
 
     def log(self, values: Mapping[str, Any], step: int | None, arguments: Arguments) -> None:
         """Have each tracker record `values`."""
-        if self.asked and not self.started and not self._has_warned:
-            self._has_warned = True
-            warnings.warn("log() records nothing before init_trackers() and after end_training().", stacklevel=3)
+        if not self.is_running:
+            if self.asked and not self._has_warned:
+                self._has_warned = True
+                warnings.warn("log() records nothing before init_trackers() and after end_training().", stacklevel=3)
+            return
         for tracker in self.started:
             self._attempt(tracker, "log", values, step=step, **arguments.get(tracker.name, {}))
 
     def finish(self) -> None:
         """Finish the trackers, and say what they lost."""
-        while self.started:
-            self._attempt(self.started.pop(0), "finish")
+        for tracker in self.started if self.is_running else ():
+            self._attempt(tracker, "finish")
+        self.is_running = False
         for name, number in self.lost.items():
             warnings.warn(f"The tracker {name} lost {counted(number, 'event')} of this run.", stacklevel=3)
         self.lost.clear()
