@@ -311,7 +311,7 @@ class Accelerator(SettledProperties, OtherAxes, OuterMethods, Checkpointing, Tra
             self._loop,
             self._registry,
             self._precision.scaler,
-            self._open_loops,
+            self._open_loops.has,
         )
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:

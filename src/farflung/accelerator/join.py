@@ -9,7 +9,7 @@ the others make, and when.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from farflung.accelerator.outer import OpenLoops
 from farflung.accelerator.prepare import PreparedLoader, Registry
 from farflung.base.checks import check_type
 from farflung.base.errors import ConfigError, RankFailure
@@ -37,14 +36,15 @@ def join_uneven_inputs(
     loop: LoopState,
     registry: Registry,
     scaler: Any,
-    outers: OpenLoops,
+    has_outer: Callable[[nn.Module], bool],
 ) -> Iterator[None]:
     """Hold torch's `Join` over `joinables`, with `even_batches` overridden on the loaders that have it.
 
     Args:
         joinables: models under DDP.
         scaler: the loss scaler of fp16, or None.
-        outers: the models in them need no joining: their ranks stay in the rounds when they have no more data.
+        has_outer: says whether a model has an outer loop, and so needs no joining: its ranks stay in the rounds when
+            they have no more data.
 
     Raises:
         ConfigError: one of `joinables` is not under DDP.
@@ -65,7 +65,7 @@ def join_uneven_inputs(
         if even_batches is not None:
             for loader in registry.loaders:
                 stack.enter_context(_overridden(loader, even_batches))
-        joinables = [one for one in joinables if not outers.has(one)]
+        joinables = [one for one in joinables if not has_outer(one)]
         if not joinables:
             yield
             return
