@@ -28,7 +28,6 @@ FILES = {
     "both.yaml": "use_cpu: true\ngpu_ids: 0,1\n",
     "deepspeed.yaml": "distributed_type: DEEPSPEED\n",
     "zero.yaml": "deepspeed_config:\n  zero_stage: 2\n",
-    "no.yaml": "distributed_type: NO\nnum_processes: 4\n",
     "outer.yaml": "outer: diloco\n",
     "slip.yaml": "outer:\n  recipe: diloco\n  evry: 4\n",
     "broken.json": "{",
@@ -167,7 +166,6 @@ WRONG = [
     ("launch --config_file both.yaml train.py", "gpu_ids is '0,1'"),
     ("launch --config_file deepspeed.yaml train.py", "DEEPSPEED"),
     ("launch --config_file zero.yaml train.py", "`deepspeed_config` asks for DeepSpeed"),
-    ("launch --config_file no.yaml train.py", "num_processes: 4"),
     ("launch --config_file outer.yaml train.py", "outer.yaml:1"),
     ("launch --config_file slip.yaml train.py", "`outer_evry`. Did you mean `outer_every`?"),
     # the other commands
