@@ -7,23 +7,17 @@ is told the interface to use: that of the route to the main machine.
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import socket
-import struct
-from array import array
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
 
 from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 
 DEFAULT_PORT = 29500  # torchrun's and Accelerate's
-_SIOCGIFCONF = 0x8912
-_IFREQ_BYTES = 40
-_MAX_ADDRESSES = 256
-_IF_INET6 = Path("/proc/net/if_inet6")
 
 
 @dataclass(frozen=True)
@@ -96,20 +90,13 @@ def _address_towards(address: str) -> str:
 
 def interfaces() -> list[Interface]:
     """Return the interfaces of this machine that are up, once for each of their addresses."""
-    table = array("B", bytes(_IFREQ_BYTES * _MAX_ADDRESSES))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        asked = struct.pack("iL", len(table), table.buffer_info()[0])
-        num_bytes = struct.unpack("iL", fcntl.ioctl(probe, _SIOCGIFCONF, asked))[0]
-    raw = table.tobytes()
-    found = []
-    for start in range(0, num_bytes, _IFREQ_BYTES):
-        name = raw[start : start + 16].split(b"\0", 1)[0].decode().split(":")[0]  # eth0:1 is a second address of eth0
-        found.append(Interface(name, socket.inet_ntoa(raw[start + 20 : start + 24])))
-    if _IF_INET6.exists():
-        for line in _IF_INET6.read_text(encoding="ascii").splitlines():
-            digits, *_, name = line.split()
-            found.append(Interface(name, str(ipaddress.IPv6Address(bytes.fromhex(digits)))))
-    return found
+    states = psutil.net_if_stats()
+    return [
+        Interface(name, one.address.partition("%")[0])  # fe80::1%eth0 is fe80::1
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family in (socket.AF_INET, socket.AF_INET6) and name in states and states[name].isup
+    ]
 
 
 def is_loopback(address: str) -> bool:

@@ -55,12 +55,15 @@ class MLflowTracker(GeneralTracker):
     def start(self) -> None:
         import mlflow
 
-        experiment = mlflow.get_experiment_by_name(self.experiment_name)
-        if experiment is not None:
-            experiment_id = experiment.experiment_id
-        else:
+        name, experiment_id = self.experiment_name, None  # None: MLflow's default experiment
+        if name is not None:
+            experiment = mlflow.get_experiment_by_name(name)
             place = None if self.logging_dir is None else os.fspath(self.logging_dir)
-            experiment_id = mlflow.create_experiment(self.experiment_name, artifact_location=place, tags=self.tags)
+            experiment_id = (
+                mlflow.create_experiment(name, artifact_location=place, tags=self.tags)
+                if experiment is None
+                else experiment.experiment_id
+            )
         self.active_run = mlflow.start_run(
             run_id=self.run_id,
             experiment_id=experiment_id,
