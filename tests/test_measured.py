@@ -44,6 +44,15 @@ def test_the_page_of_recipes_has_the_times_over_a_slow_line():
         assert row(name, one) in PAGE, row(name, one)
 
 
+def test_the_page_of_checkpoints_has_the_times_of_loading():
+    run = json.loads((ROOT / "benchmarks" / "results" / "load.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    page = (ROOT / "docs" / "concepts" / "checkpoint.md").read_text(encoding="utf-8")
+    assert f"Loading {run['bytes'] / 1e9:.2f} GB" in page
+    for kind, words in (("cold", " times as long as"), ("warm", " times\n  from the file cache")):
+        seconds = dict(run["figures"][kind])
+        assert f"{seconds.pop('farflung') / min(seconds.values()):.2f}{words}" in page
+
+
 def test_the_page_of_the_demo_says_how_real_lines_compare_with_what_the_demo_computes():
     run = json.loads(SLOW.read_text(encoding="utf-8").splitlines()[-1])
     recipes = {
