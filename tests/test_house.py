@@ -28,9 +28,9 @@ FLOORS = {
     "testing": 5,
     "big_model": 5,
     "data": 5,
-    "launch": 5,
+    "integrations": 5,
+    "launch": 6,
     "accelerator": 6,
-    "integrations": 6,
     "demo": 8,  # a user of the doors
 }
 DOOR_FLOOR = 7

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import time
 from pathlib import Path
 from threading import Thread
@@ -48,7 +49,10 @@ class Screen(Thread):
             time.sleep(0.05)
 
     def end(self) -> str:
-        self.process.wait(_PATIENCE_S)
+        try:
+            self.process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{self.process.args} did not end; it said:\n{self.text}")
         self.join()
         return self.text
 

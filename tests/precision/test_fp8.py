@@ -9,7 +9,7 @@ from farflung import Accelerator
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.config.fp8 import AORecipeKwargs
 from farflung.precision import fp8
-from farflung.precision.fp8 import Fp8
+from farflung.precision.fp8 import Float8
 from farflung.state import AcceleratorState
 
 CPU = torch.device("cpu")
@@ -24,16 +24,16 @@ def fresh_state():
 def test_fp8_is_refused_without_torchao_and_on_hardware_without_it(monkeypatch):
     monkeypatch.setattr(fp8, "installed_version", lambda library: "")
     with pytest.raises(Unsupported, match=r"pip install torchao.*bf16"):
-        Fp8(CPU)
+        Float8(CPU)
     monkeypatch.setattr(fp8, "installed_version", lambda library: "1.0")
     with pytest.raises(Unsupported, match=r"not on cpu. Use mixed_precision='bf16'"):
-        Fp8(CPU)
+        Float8(CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(Unsupported, match="A100 does not compute in fp8"):
-        Fp8(torch.device("cuda"))
+        Float8(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert Fp8(torch.device("cuda")).name == "fp8"
+    assert Float8(torch.device("cuda")).name == "fp8"
 
 
 def test_a_recipe_that_nothing_reads_or_that_contradicts_itself_is_refused():

@@ -20,10 +20,11 @@ from farflung.accelerator.checkpoints import Checkpointer, Checkpointing
 from farflung.accelerator.contents import Run
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController
-from farflung.accelerator.engines import OtherAxes
+from farflung.accelerator.engines import UnsupportedAxes
 from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics
 from farflung.accelerator.outer import OpenLoops, OuterMethods
 from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
+from farflung.accelerator.properties import AcceleratorProperties
 from farflung.accelerator.settings import (
     check_folders,
     check_init,
@@ -36,7 +37,6 @@ from farflung.accelerator.settings import (
     resolve_outer,
     resolve_precision,
 )
-from farflung.accelerator.settled import SettledProperties
 from farflung.accelerator.trackers import TrackerMethods
 from farflung.accelerator.views import AcceleratorState
 from farflung.base.checks import check_type
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from farflung.outer.named import OuterConfig
 
 
-class Accelerator(SettledProperties, OtherAxes, OuterMethods, Checkpointing, TrackerMethods, ProcessControl):
+class Accelerator(AcceleratorProperties, UnsupportedAxes, OuterMethods, Checkpointing, TrackerMethods, ProcessControl):
     """Runs your training loop on as many processes as it was started with. Accelerate's parameters, and:
 
     Args:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from farflung.base.errors import StateError, Unsupported
 
 
-class OtherEngines:
+class UnsupportedEngines:
     """The plugins of other engines, which `Accelerator` and `AcceleratorState` both have: there are none."""
 
     @property
@@ -48,7 +48,7 @@ class OtherEngines:
         return False
 
 
-class OtherAxes(OtherEngines):
+class UnsupportedAxes(UnsupportedEngines):
     """What an `Accelerator` says of axes other than that of the data, and of engines and optimizers of others."""
 
     @property

@@ -18,7 +18,7 @@ from farflung.checkpoint.save import save_object
 from farflung.config.handlers import AutocastKwargs
 from farflung.process.bootstrap import join_world
 
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_HALVES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:

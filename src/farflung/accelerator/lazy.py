@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from farflung.outer.named import named_outer as named_outer
     from farflung.outer.named import recipe_of as recipe_of
     from farflung.outer.recipes import local_sgd as local_sgd
-    from farflung.precision.fp8 import Fp8 as Fp8
+    from farflung.precision.fp8 import Float8 as Float8
     from farflung.tools.memory import release_memory as release_memory
     from farflung.tools.profile import profile as profile
     from farflung.tracking.base import GeneralTracker as GeneralTracker
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "get_state_dict_offloaded_model": "farflung.big_model.load",
     "AORecipeKwargs": "farflung.config.fp8",
-    "Fp8": "farflung.precision.fp8",
+    "Float8": "farflung.precision.fp8",
     "GeneralTracker": "farflung.tracking.base",
     "OuterLoop": "farflung.outer.engine",
     "Tracking": "farflung.tracking.tracking",

@@ -176,7 +176,7 @@ def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, A
     """
     autocast, scaler = handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs)
     if name == "fp8" and scaler is None:
-        precision: Precision = lazy.Fp8(device, autocast, handlers.get(lazy.AORecipeKwargs))
+        precision: Precision = lazy.Float8(device, autocast, handlers.get(lazy.AORecipeKwargs))
         return precision
     if not handlers.keys() <= set(_HANDLERS):
         raise ConfigError(f"An AORecipeKwargs was given, but mixed_precision is {name!r}. Give mixed_precision='fp8'.")

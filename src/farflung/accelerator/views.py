@@ -9,7 +9,7 @@ import torch
 
 from farflung.accelerator import session as slot
 from farflung.accelerator.control import ProcessControl
-from farflung.accelerator.engines import OtherEngines
+from farflung.accelerator.engines import UnsupportedEngines
 from farflung.accelerator.settings import check_init, refuse_engines, resolve_compile
 from farflung.base.checks import check_flag, check_type, check_word
 from farflung.base.enums import PrecisionType
@@ -115,7 +115,7 @@ class PartialState(ProcessControl):
         )
 
 
-class AcceleratorState(OtherEngines, PartialState):
+class AcceleratorState(UnsupportedEngines, PartialState):
     """This process, its world, and what the first `Accelerator` settled.
 
     Raises:

@@ -24,6 +24,7 @@ from farflung.big_model.tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
+from farflung.tools.memory import clear_device_cache
 
 SkipKeys: TypeAlias = "str | list[str] | None"
 
@@ -386,17 +387,15 @@ class CpuOffload(ModelHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.prev_module_hook is not None:
             self.prev_module_hook.offload()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            clear_device_cache()
         device = as_device(self.execution_device)
         module.to(device)
         return send_to_device(args, device), send_to_device(kwargs, device)
 
 
 def _default_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", 0)
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else as_device(found)
 
 
 class LayerwiseCastingHook(ModelHook):

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from farflung.base.errors import ConfigError, Unsupported, WrongType
 from farflung.base.torch_internals import own_buffers, own_parameters, passing_buffers
 from farflung.config import environ
+from farflung.tools.memory import clear_device_cache
 
 Device: TypeAlias = "int | str | torch.device"
 
@@ -315,8 +316,8 @@ def set_module_tensor_to_device(
         own_parameters(owner)[name] = made
         if ties is not None:
             ties.note(old, made)
-    if clear_cache and target.type == "cuda":
-        torch.cuda.empty_cache()
+    if clear_cache and target.type not in ("cpu", "meta"):
+        clear_device_cache()
 
 
 def _converted(name: str, old: Tensor, value: Any, dtype: torch.dtype | None) -> Tensor:

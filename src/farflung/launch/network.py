@@ -89,13 +89,15 @@ def _address_towards(address: str) -> str:
 
 
 def interfaces() -> list[Interface]:
-    """Return the interfaces of this machine that are up, once for each of their addresses."""
-    states = psutil.net_if_stats()
+    """Return the interfaces of this machine, once for each of their addresses.
+
+    Whether one is up now is not asked: for a second after it comes up, the kernel still says that it isn't.
+    """
     return [
         Interface(name, one.address.partition("%")[0])  # fe80::1%eth0 is fe80::1
         for name, addresses in psutil.net_if_addrs().items()
         for one in addresses
-        if one.family in (socket.AF_INET, socket.AF_INET6) and name in states and states[name].isup
+        if one.family in (socket.AF_INET, socket.AF_INET6)
     ]
 
 

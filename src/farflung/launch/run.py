@@ -17,6 +17,7 @@ from farflung.base.former_name import FORMER_NAME
 from farflung.config.files import former_files
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved, resolve
+from farflung.integrations.as_accelerate import path_variables
 from farflung.launch.agent import Watch, run_agent
 from farflung.launch.options import SettingsCommand, given, launch_options
 from farflung.launch.plan import Plan, lone_environment, make_plan, torch_is_loaded
@@ -50,7 +51,7 @@ def launch_script(resolved: Resolved, script: str, script_args: tuple[str, ...],
         click.echo(f"farflung: {note}", err=True)
     plan = make_plan(settings, script, script_args)
     if settings.as_accelerate:
-        variables = import_module("farflung.integrations.as_accelerate").path_variables()
+        variables = path_variables()
         plan = dataclasses.replace(plan, variables={**plan.variables, **variables})
     _check_recipe(resolved, plan)
     if settings.num_machines > 1 and not settings.quiet:

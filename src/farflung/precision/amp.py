@@ -175,7 +175,7 @@ def choose_precision(
     autocast: AutocastKwargs | None = None,
     scaler: GradScalerKwargs | None = None,
 ) -> Precision:
-    """Return the precision for one of `no`, `bf16`, `fp16`; that for `fp8` is `precision.fp8.Fp8`.
+    """Return the precision for one of `no`, `bf16`, `fp16`; that for `fp8` is `precision.fp8.Float8`.
 
     Raises:
         Unsupported: a half precision that the device does not have.

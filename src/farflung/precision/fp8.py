@@ -19,7 +19,7 @@ from farflung.precision.amp import Autocast
 _INSTEAD = "Use mixed_precision='bf16'."
 
 
-class Fp8(Autocast):
+class Float8(Autocast):
     """bf16 forward passes in which linear layers multiply in fp8.
 
     Args:

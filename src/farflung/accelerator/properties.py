@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from farflung.config.fp8 import AORecipeKwargs
 
 
-class SettledProperties:
+class AcceleratorProperties:
     """The properties of an Accelerator that read its settings, its loop and what it has prepared."""
 
     dataloader_config: DataLoaderConfiguration
