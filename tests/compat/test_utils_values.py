@@ -357,20 +357,18 @@ def test_enumerations_have_the_same_members(name):
         assert "nothing" not in mine
 
 
-def test_a_configuration_of_parallelism_that_only_replicates(monkeypatch):
-    mine, other = ours.ParallelismConfig(), theirs.ParallelismConfig()
-    names = [name for name in dir(other) if name[0] != "_" and not callable(getattr(other, name))]
-    assert {name: getattr(mine, name) for name in names} == {name: getattr(other, name) for name in names}
-    assert mine.build_device_mesh("cpu") is other.build_device_mesh("cpu") is None
+def test_a_configuration_of_parallelism_says_the_same_of_its_axes(monkeypatch):
+    for sizes in ({}, {"dp_shard_size": 4}, {"dp_replicate_size": 4}, {"dp_replicate_size": 2, "dp_shard_size": 2}):
+        mine, other = ours.ParallelismConfig(**sizes), theirs.ParallelismConfig(**sizes)
+        names = [name for name in dir(other) if name[0] != "_" and not callable(getattr(other, name))]
+        assert {name: getattr(mine, name) for name in names} == {name: getattr(other, name) for name in names}
+    mine = ours.ParallelismConfig()
+    assert mine.build_device_mesh("cpu") is theirs.ParallelismConfig().build_device_mesh("cpu") is None
     assert mine == ours.ParallelismConfig(dp_replicate_size=1, tp_size=1)
     with pytest.raises(Unsupported, match="tp_size=2"):
-        ours.ParallelismConfig(tp_size=2)
-    with pytest.raises(Unsupported, match="dp_shard_size=4"):
-        mine.dp_shard_size = 4
+        mine.tp_size = 2
     with pytest.raises(ConfigError, match="cp_size"):
         ours.ParallelismConfig(cp_size=0)
-    assert Accelerator(cpu=True, parallelism_config=mine).parallelism_config is None
-    AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
     with pytest.raises(Unsupported, match="cp_size=2"):
         ours.ParallelismConfig()

@@ -1,0 +1,476 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How models are sharded: Accelerate's `FullyShardedDataParallelPlugin`, of which Farflung does version 2 (FSDP2).
+
+Settings of version 1 are translated where FSDP2 does the same, and refused by name where it does not. torch is loaded
+only when a plugin needs an object of its, so that the launcher can check settings without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
+
+from farflung.base.checks import check_flag, check_whole, check_word, shown, wrong_type
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.config import environ
+
+if TYPE_CHECKING:
+    from torch import dtype, nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+WrapPolicy = Callable[..., bool]
+StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
+
+WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+STATE_DICT_TYPES = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
+MIN_NUM_PARAMS = 100_000_000  # as Accelerate's launcher and torch's own policy have it
+
+_NAME = "FullyShardedDataParallelPlugin"
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # from 1 on
+_RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
+_NUMBERED_STATES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")  # from 1 on
+_PRECISIONS = {"fp8": "bfloat16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
+# torch's own policies, which want arguments that the plugin has.
+_TORCH_POLICIES = {
+    "transformer_auto_wrap_policy": "transformer_based_wrap",
+    "size_based_auto_wrap_policy": "size_based_wrap",
+}
+
+
+@dataclass(init=False)
+class FullyShardedDataParallelPlugin:
+    """How `prepare` shards models by torch's `fully_shard`. Not frozen: trainers set a policy after making it.
+
+    What is None is read from the environment: `FSDP_VERSION`, `FSDP_RESHARD_AFTER_FORWARD`, `FSDP_OFFLOAD_PARAMS` and
+    so on, which `farflung launch --use_fsdp` sets. Each value is checked, and the attributes hold what was made of it.
+
+    Args:
+        fsdp_version: 2; with 1, the other settings are read as those of version 1 where they differ.
+        sharding_strategy: version 1's word for `reshard_after_forward`: FULL_SHARD is True, SHARD_GRAD_OP is False.
+        reshard_after_forward: free the gathered parameters between forward and backward; a number of ranks, which
+            divides the shard axis, keeps them sharded over so many ranks only. True unless said otherwise.
+        backward_prefetch: version 1's. FSDP2 always prefetches as BACKWARD_PRE does, so that and NO_PREFETCH (which is
+            version 1's default) ask for nothing.
+        mixed_precision_policy: torch's `MixedPrecisionPolicy`; or a dictionary of its `param_dtype`, `reduce_dtype` and
+            `output_dtype`; or one dtype for all three: `bf16`, `fp16`, `fp32`, or torch's own.
+        auto_wrap_policy: which modules are sharded by themselves, beside the whole model: `transformer_based_wrap`,
+            `size_based_wrap`, `no_wrap`, or a function of (module, recurse, nonwrapped_numel) as torch's policies are.
+        cpu_offload: keep parameters, gradients and optimizer states in host memory; or torch's `CPUOffloadPolicy`.
+        ignored_modules: modules whose parameters are not sharded; or a regular expression that their names match.
+        state_dict_type: what `save_state` writes: SHARDED_STATE_DICT (each rank its shards) or FULL_STATE_DICT (rank 0
+            the whole). The latter is the default where `fsdp_version` is 1.
+        state_dict_config, optim_state_dict_config: version 1's. Where a state dict is gathered is Farflung's choice.
+        limit_all_gathers: version 1's. FSDP2 always limits them, so only True can be asked for.
+        use_orig_params, sync_module_states: version 1's. FSDP2 always has the original parameters, and `prepare` always
+            gives all ranks those of rank 0, so both ask for nothing.
+        param_init_fn, forward_prefetch: version 1's, which can only be left out.
+        activation_checkpointing: recompute the activations of the modules that `auto_wrap_policy` finds.
+        activation_checkpointing_offload: keep the inputs of those modules in pinned host memory.
+        cpu_ram_efficient_loading: transformers loads a model's weights on rank 0 alone, and `prepare` hands them out.
+        transformer_cls_names_to_wrap: class names for `transformer_based_wrap`, in a list or with commas between; None
+            takes those that the model names itself (`_no_split_modules`).
+        min_num_params: the number of parameters from which `size_based_wrap` takes a module. [100 million]
+
+    Raises:
+        ConfigError: a value that can't be, or two that contradict each other.
+        Unsupported: a setting of version 1 that has no equal in FSDP2.
+    """
+
+    fsdp_version: int
+    sharding_strategy: None
+    reshard_after_forward: bool | int
+    backward_prefetch: None
+    mixed_precision_policy: MixedPrecisionPolicy | None
+    auto_wrap_policy: Literal["transformer_based_wrap", "size_based_wrap"] | WrapPolicy | None
+    cpu_offload: bool
+    ignored_modules: list[nn.Module] | str | None
+    state_dict_type: StateDictType
+    state_dict_config: Any
+    optim_state_dict_config: Any
+    limit_all_gathers: bool
+    use_orig_params: None
+    param_init_fn: None
+    sync_module_states: None
+    forward_prefetch: None
+    activation_checkpointing: bool
+    activation_checkpointing_offload: bool
+    cpu_ram_efficient_loading: bool
+    transformer_cls_names_to_wrap: list[str] | None
+    min_num_params: int
+
+    def __init__(
+        self,
+        fsdp_version: int | None = None,
+        sharding_strategy: Any = None,
+        reshard_after_forward: Any = None,
+        backward_prefetch: Any = None,
+        mixed_precision_policy: Any = None,
+        auto_wrap_policy: WrapPolicy | str | None = None,
+        cpu_offload: Any = None,
+        ignored_modules: Iterable[nn.Module] | str | None = None,
+        state_dict_type: Any = None,
+        state_dict_config: Any = None,
+        optim_state_dict_config: Any = None,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        sync_module_states: bool | None = None,
+        forward_prefetch: bool | None = None,
+        activation_checkpointing: bool | None = None,
+        activation_checkpointing_offload: bool | None = None,
+        cpu_ram_efficient_loading: bool | None = None,
+        transformer_cls_names_to_wrap: Iterable[str] | str | None = None,
+        min_num_params: int | None = None,
+    ) -> None:
+        version = _version(fsdp_version)
+        self.fsdp_version = 2
+        self.reshard_after_forward = _reshards(version, sharding_strategy, reshard_after_forward)
+        _refuse_prefetch(backward_prefetch, _flag("forward_prefetch", forward_prefetch))
+        _refuse_version_1(limit_all_gathers, use_orig_params, sync_module_states, param_init_fn)
+        self.sharding_strategy = self.backward_prefetch = self.forward_prefetch = None
+        self.use_orig_params = self.sync_module_states = self.param_init_fn = None
+        self.limit_all_gathers = True
+        self.mixed_precision_policy = None if mixed_precision_policy is None else _policy(mixed_precision_policy)
+        self._set_offload(cpu_offload)
+        self.ignored_modules = _ignored(ignored_modules)
+        self.state_dict_type = _state_dict_type(version, state_dict_type)
+        self.state_dict_config = _state_dict_config("state_dict_config", state_dict_config)
+        self.optim_state_dict_config = _state_dict_config("optim_state_dict_config", optim_state_dict_config)
+        self.activation_checkpointing = _flag("activation_checkpointing", activation_checkpointing)
+        self.activation_checkpointing_offload = _flag(
+            "activation_checkpointing_offload", activation_checkpointing_offload
+        )
+        if self.activation_checkpointing_offload and not self.activation_checkpointing:
+            raise ConfigError(
+                f"{_NAME}: activation_checkpointing_offload is True, but activation_checkpointing is not. Set both."
+            )
+        self.cpu_ram_efficient_loading = _flag("cpu_ram_efficient_loading", cpu_ram_efficient_loading)
+        self._set_wrapping(auto_wrap_policy, transformer_cls_names_to_wrap, min_num_params)
+
+    def _set_offload(self, asked: Any) -> None:
+        self._offload_policy = None
+        if asked is None or isinstance(asked, (bool, int)):
+            self.cpu_offload = _flag("cpu_offload", asked, "FSDP_OFFLOAD_PARAMS")
+        elif hasattr(asked, "offload_params"):  # version 1's CPUOffload
+            self.cpu_offload = bool(asked.offload_params)
+        else:
+            from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+            if not isinstance(asked, OffloadPolicy):
+                raise wrong_type(f"{_NAME}: cpu_offload", asked, "True, False, or torch's CPUOffloadPolicy()")
+            self.cpu_offload, self._offload_policy = isinstance(asked, CPUOffloadPolicy), asked
+
+    def _set_wrapping(self, policy: Any, names: Any, least: Any) -> None:
+        self.auto_wrap_policy = _wrap_policy(policy)
+        by_class, by_size = (self.auto_wrap_policy == word for word in WRAP_POLICIES[:2])
+        for given, fits, name, word in (
+            (names, by_class, "transformer_cls_names_to_wrap", WRAP_POLICIES[0]),
+            (least, by_size, "min_num_params", WRAP_POLICIES[1]),
+        ):
+            if given is not None and not fits:
+                raise ConfigError(
+                    f"{_NAME}: {name} is {shown(given)}, which is for auto_wrap_policy={word!r} alone, but "
+                    f"auto_wrap_policy is {shown(self.auto_wrap_policy)}. Set that policy, or leave out {name}."
+                )
+        self.transformer_cls_names_to_wrap = _class_names(names) if by_class else None
+        self.min_num_params = _least_params(least) if by_size else 0
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        """What `fully_shard` takes for `cpu_offload`."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+        return self._offload_policy or (CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy())
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Replace a policy that is a word by torch's function for `model`. `prepare` needs no such call.
+
+        Raises:
+            ConfigError: the model has no module of the classes that are asked for, or that it names itself.
+        """
+        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+        if self.auto_wrap_policy == "size_based_wrap":
+            policy = functools.partial(size_based_auto_wrap_policy, min_num_params=self.min_num_params)
+        elif self.auto_wrap_policy == "transformer_based_wrap":
+            names = self.transformer_cls_names_to_wrap or list(getattr(model, "_no_split_modules", None) or ())
+            classes = {type(module) for module in model.modules() if type(module).__name__ in names}
+            if not classes:
+                raise ConfigError(
+                    f"{_NAME}: {type(model).__name__} has no module of the classes {names}. Name the class of its "
+                    "repeated blocks: transformer_cls_names_to_wrap=['...']."
+                )
+            policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+        else:
+            return
+        self.auto_wrap_policy = policy
+
+    def set_mixed_precision(
+        self, mixed_precision: str | dtype, buffer_autocast: bool = False, override: bool = False
+    ) -> None:
+        """Compute, reduce gradients and return outputs in one dtype, unless there is a policy already.
+
+        Args:
+            mixed_precision: `bf16`, `fp16`, `fp32`, `fp8` (torchao multiplies in it; the rest is in bf16), or a dtype.
+            buffer_autocast: keep buffers in fp32, which FSDP2 does with all buffers: they stay as they are.
+            override: replace the policy that there is.
+
+        Raises:
+            ConfigError: no such dtype.
+        """
+        if override or self.mixed_precision_policy is None:
+            self.mixed_precision_policy = _policy(mixed_precision)
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Raise ConfigError unless `mixed_precision_policy` is one of torch's."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        if not isinstance(self.mixed_precision_policy, MixedPrecisionPolicy):
+            name = f"{_NAME}: mixed_precision_policy"
+            raise wrong_type(name, self.mixed_precision_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
+
+    def set_cpu_offload(self) -> None:
+        """Take what `cpu_offload` was set to by hand.
+
+        Raises:
+            ConfigError: it is neither a flag nor a policy of torch's.
+        """
+        if not isinstance(self.cpu_offload, bool):
+            self._set_offload(self.cpu_offload)
+
+    validate_cpu_offload = set_cpu_offload
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Choose what `save_state` writes: FULL_STATE_DICT, say, for the last one of a run. None changes nothing.
+
+        Raises:
+            ConfigError: no such word.
+            Unsupported: LOCAL_STATE_DICT.
+        """
+        self.state_dict_type = _state_dict_type(2, state_dict_type or self.state_dict_type)
+
+
+def fsdp_from_environment() -> FullyShardedDataParallelPlugin | None:
+    """Return the plugin that `ACCELERATE_USE_FSDP` and `FSDP_*` ask for, None where they do not.
+
+    Raises:
+        ConfigError: a variable can't be, or two contradict each other.
+        Unsupported: a setting of version 1 that has no equal in FSDP2.
+    """
+    return FullyShardedDataParallelPlugin() if environ.flag("ACCELERATE_USE_FSDP") else None
+
+
+def _asked(name: str, value: Any, variable: str = "") -> tuple[Any, str]:
+    """Return what was said and how to call it in a message: the argument, or else the variable that stands for it."""
+    if value is not None:
+        return value, f"{_NAME}: {name}"
+    variable = variable or f"FSDP_{name.upper()}"
+    return environ.text(variable) or None, f"The environment variable {variable}"
+
+
+def _flag(name: str, value: Any, variable: str = "") -> bool:
+    if value is None:
+        return environ.flag(variable or f"FSDP_{name.upper()}")
+    check_flag(f"{_NAME}: {name}", value)
+    return bool(value)
+
+
+def _version(given: Any) -> int:
+    """Return 1 or 2; the latter where nobody says it, as there is no other one here."""
+    said, called = _asked("fsdp_version", given, "FSDP_VERSION")
+    if said is None:
+        return 2
+    if isinstance(said, bool) or str(said) not in ("1", "2"):
+        raise ConfigError(f"{called} is {shown(said)}; it must be 2, or 1 to have its settings translated.")
+    return int(said)
+
+
+def _word(said: Any, numbered: tuple[str, ...] = ()) -> str:
+    """Return a word in capitals: a text, the number of one, or the name of a member of torch's enumeration."""
+    word = said.name if isinstance(said, Enum) else str(said)
+    word = word.upper().removeprefix("_")
+    return numbered[int(word) - 1] if word.isdigit() and 0 < int(word) <= len(numbered) else word
+
+
+def _reshards(version: int, strategy: Any, given: Any) -> bool | int:
+    """Return what `fully_shard` takes for `reshard_after_forward`.
+
+    Of the environment, version 1 reads the strategy first: Accelerate's launcher always sets both variables.
+    """
+    by_strategy = None if strategy is None else _strategy(strategy, f"{_NAME}: sharding_strategy")
+    if given is not None:
+        reshards = _reshard(version, given, f"{_NAME}: reshard_after_forward")
+        if by_strategy not in (None, reshards):
+            raise ConfigError(
+                f"{_NAME}: sharding_strategy is {shown(strategy)}, but reshard_after_forward is {shown(given)}. Leave "
+                "out sharding_strategy."
+            )
+        return reshards
+    if by_strategy is not None:
+        return by_strategy
+    variables = ("FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY")
+    for variable in variables if version == 2 else reversed(variables):
+        said, called = _asked("", None, variable)
+        if said is not None:
+            return _reshard(version, said, called)
+    return True
+
+
+def _strategy(said: Any, called: str) -> bool:
+    word = _word(said, _STRATEGIES)
+    if word == "NO_SHARD":
+        raise Unsupported(f"{called} is {shown(said)}, which is not sharding. Leave out FSDP: DDP replicates models.")
+    if word.startswith("HYBRID_SHARD"):
+        reshards = word == "HYBRID_SHARD"
+        raise Unsupported(
+            f"{called} is {shown(said)}, which FSDP2 has as a grid of ranks. Use reshard_after_forward={reshards} and "
+            "ParallelismConfig(dp_replicate_size=..., dp_shard_size=...), whose product is the number of processes."
+        )
+    check_word(called, word, _RESHARDS)
+    return _RESHARDS[word]
+
+
+def _reshard(version: int, said: Any, called: str) -> bool | int:
+    if isinstance(said, bool):
+        return said
+    is_number = isinstance(said, int) or (isinstance(said, str) and said.isdigit())
+    if isinstance(said, str) and (version == 2 or not is_number):
+        word = said.strip().lower()
+        if word in environ.TRUE_WORDS + environ.FALSE_WORDS:
+            return word in environ.TRUE_WORDS
+    if version == 2 and is_number:
+        check_whole(f"{called} (a number of ranks)", int(said), least=2)
+        return int(said)
+    if isinstance(said, (str, int, Enum)):
+        return _strategy(said, called)
+    raise wrong_type(called, said, "True, False, or a number of ranks")
+
+
+def _refuse_prefetch(backward: Any, forward: bool) -> None:
+    said, called = _asked("backward_prefetch", backward)
+    word = "NO_PREFETCH" if said is None else _word(said, ("BACKWARD_PRE", "BACKWARD_POST"))
+    if word == "BACKWARD_POST":
+        raise Unsupported(
+            f"{called} is {shown(said)}, but FSDP2 always prefetches as BACKWARD_PRE does. Leave it out, or set the "
+            "order yourself with set_modules_to_backward_prefetch on the prepared model's modules."
+        )
+    check_word(called, word, ("BACKWARD_PRE", "NO_PREFETCH"))
+    if forward:
+        raise Unsupported(
+            f"{_NAME}: forward_prefetch (FSDP_FORWARD_PREFETCH) is True, which FSDP2 does not have as a setting. Leave "
+            "it out, or use set_modules_to_forward_prefetch on the prepared model's modules."
+        )
+
+
+def _refuse_version_1(limit: Any, original: Any, sync: Any, init: Any) -> None:
+    for name, value in (("use_orig_params", original), ("sync_module_states", sync)):
+        if value is not None:
+            check_flag(f"{_NAME}: {name}", value)
+    check_flag(f"{_NAME}: limit_all_gathers", limit)
+    if not limit:
+        raise Unsupported(f"{_NAME}: limit_all_gathers is False, but FSDP2 always limits them. Leave it out.")
+    if init is not None:
+        raise Unsupported(
+            f"{_NAME}: param_init_fn is {shown(init)}, which FSDP2 does not call. Leave it out, and initialize the "
+            "model on a device before `prepare`."
+        )
+
+
+def _policy(said: Any) -> MixedPrecisionPolicy:
+    """Return torch's policy for a word, a dtype, a dictionary, or a policy of version 1 or 2."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    called = f"{_NAME}: mixed_precision_policy"
+    if isinstance(said, MixedPrecisionPolicy):
+        return said
+    if isinstance(said, (str, torch.dtype)):
+        known: dict[Any, torch.dtype] = {word: getattr(torch, name) for word, name in _PRECISIONS.items()}
+        known |= {kind: kind for kind in known.values()}
+        if said not in known:
+            raise ConfigError(f"{called} is {shown(said)}; use one of {', '.join(_PRECISIONS)}, or their dtypes.")
+        return MixedPrecisionPolicy(param_dtype=known[said], reduce_dtype=known[said], output_dtype=known[said])
+    if hasattr(said, "buffer_dtype"):  # version 1's MixedPrecision
+        said = {name: getattr(said, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
+    if not isinstance(said, Mapping):
+        raise wrong_type(called, said, "a MixedPrecisionPolicy, a dictionary of dtypes, or a word such as 'bf16'")
+    if said.get("buffer_dtype") not in (None, torch.float32):
+        raise Unsupported(
+            f"{called}: buffer_dtype is {said['buffer_dtype']}, but FSDP2 leaves buffers as they are. Leave it out, "
+            "and convert the model's buffers yourself."
+        )
+    dtypes = {name: kind for name, kind in said.items() if name != "buffer_dtype"}
+    for name, kind in dtypes.items():
+        check_word(f"{called}: a key", name, (*_DTYPES, "cast_forward_inputs"))
+        if name in _DTYPES and kind is not None and not isinstance(kind, torch.dtype):
+            raise wrong_type(f"{called}: {name}", kind, "a dtype, such as torch.bfloat16")
+    return MixedPrecisionPolicy(**dtypes)
+
+
+def _ignored(given: Any) -> list[Any] | str | None:
+    said, called = _asked("ignored_modules", given)
+    if said is None:
+        return None
+    if isinstance(said, str):
+        try:
+            re.compile(said)
+        except re.error as error:
+            raise ConfigError(f"{called} is {said!r}, which is no regular expression: {error}.") from None
+        return said
+    modules = list(said) if isinstance(said, Iterable) else [None]
+    if not all(hasattr(module, "named_parameters") for module in modules):
+        raise wrong_type(called, said, "a list of modules, or a regular expression of their names")
+    return modules
+
+
+def _state_dict_type(version: int, given: Any) -> StateDictType:
+    said, called = _asked("state_dict_type", given)
+    if said is None:
+        return "SHARDED_STATE_DICT" if version == 2 else "FULL_STATE_DICT"
+    word = _word(said, _NUMBERED_STATES)
+    if word == "LOCAL_STATE_DICT":
+        raise Unsupported(f"{called} is {shown(said)}, which FSDP2 does not have. Use SHARDED_STATE_DICT.")
+    check_word(called, word, STATE_DICT_TYPES)
+    return "FULL_STATE_DICT" if word == "FULL_STATE_DICT" else "SHARDED_STATE_DICT"
+
+
+def _state_dict_config(name: str, given: Any) -> Any:
+    if given is not None and not hasattr(given, "offload_to_cpu"):
+        raise wrong_type(f"{_NAME}: {name}", given, "one of torch's, such as FullStateDictConfig()")
+    return given
+
+
+def _wrap_policy(given: Any) -> Any:
+    said, called = _asked("auto_wrap_policy", given)
+    if callable(said):
+        return _TORCH_POLICIES.get(getattr(said, "__name__", ""), said)
+    if said is None:
+        return None
+    word = said.lower() if isinstance(said, str) else said
+    check_word(called, word, WRAP_POLICIES)
+    return None if word == "no_wrap" else word
+
+
+def _class_names(given: Any) -> list[str] | None:
+    said, called = _asked("transformer_cls_names_to_wrap", given, "FSDP_TRANSFORMER_CLS_TO_WRAP")
+    if said is None:
+        return None
+    names = said.split(",") if isinstance(said, str) else list(said) if isinstance(said, Iterable) else []
+    names = [name.strip() if isinstance(name, str) else "" for name in names]
+    if not names or not all(names):
+        raise wrong_type(called, said, "a list of class names, such as ['LlamaDecoderLayer']")
+    return names
+
+
+def _least_params(given: Any) -> int:
+    if given is None:
+        given = environ.integer("FSDP_MIN_NUM_PARAMS")
+    if given is None:
+        return MIN_NUM_PARAMS
+    check_whole(f"{_NAME}: min_num_params", given, least=1)
+    return int(given)
