@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layout costs each rank: bytes of memory, and bytes sent along each axis of the grid, as plain arithmetic.
+
+The ranks are a grid of R rows (`dp_replicate_size`) and S columns (`dp_shard_size`). Of N parameters in groups, each of
+which FSDP gathers at once, L is the largest but the root's; w, p and r are the bytes of a value at rest, gathered, and
+while gradients are reduced. A rank that shards holds N/S of everything; one that does not, all of it.
+
+    at rest     = (weights w + gradients w + optimizer) / S
+    gathered    = p (root + 2L)           one group computes while the next one arrives; the root's stays
+                  p N                     where nothing is resharded after the forward pass
+    reducing    = p (root + L) + r L      a group's gradients, and the buffer that is reduced; the root's gradients wait
+    row, a step = (S-1)/S (p N, again p N for the backward pass where weights were resharded, r N for gradients)
+    column      = 2(R-1)/R r N/S a step   or what the outer loop sends of N/S parameters in a round
+
+Sources: what is divided by S is stage 3 of ZeRO (arXiv:1910.02054); what is held in a step is what `fully_shard` of
+torch 2.13 allocates, as measured by the tests; the ring's factors are those of Patarasuk and Yuan (2009).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from farflung.base.checks import check_whole
+from farflung.base.errors import ConfigError
+from farflung.cost.model import Cost, Method, Run, copies, cost_of
+
+_SIZES = (1, 2, 4, 8)  # bytes of a value
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """How large a model is, in plain numbers; `cost.modules.size_of` reads them from a model.
+
+    Args:
+        groups: number of parameters in each group that is gathered at once. The root's comes first: whatever is in no
+            wrapped module, such as embeddings and head.
+        trained: number of those that are trained; None: all.
+        value_bytes: of a parameter at rest.
+        state_values: that the optimizer keeps for each trained parameter, in the parameter's dtype: 2 for Adam, 1 for
+            momentum.
+
+    Raises:
+        ConfigError: a number can't be.
+    """
+
+    groups: tuple[int, ...]
+    trained: int | None = None
+    value_bytes: int = 4
+    state_values: int = 2
+
+    def __post_init__(self) -> None:
+        if not self.groups or min(self.groups) < 0 or self.parameters == 0:
+            raise ConfigError(f"groups={self.groups!r} are the parameters of each group; at least one has some.")
+        if self.trained is not None:
+            check_whole("trained", self.trained, least=1)
+            if self.trained > self.parameters:
+                raise ConfigError(f"trained={self.trained} is more than the {self.parameters} parameters there are.")
+        check_whole("state_values", self.state_values, least=0)
+        _check_bytes("value_bytes", self.value_bytes)
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return sum(self.groups)
+
+    @property
+    def root(self) -> int:
+        """Parameters of the root's group."""
+        return self.groups[0]
+
+    @property
+    def largest_two(self) -> tuple[int, ...]:
+        """Parameters of the largest two other groups, or of as many as there are."""
+        return tuple(sorted(self.groups[1:])[-2:])
+
+    @property
+    def largest(self) -> int:
+        """Parameters of the largest other group; 0 where there is none."""
+        return max(self.groups[1:], default=0)
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that are trained."""
+        return self.parameters if self.trained is None else self.trained
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Where a model lies on a grid of ranks, and who talks to whom.
+
+    Args:
+        dp_replicate_size: rows: ranks of a column, which hold the same values.
+        dp_shard_size: columns: ranks of a row, an island where there is an outer loop.
+        sharded: a row shards one copy of the model (FSDP); otherwise each rank holds all of it (DDP).
+        reshard: sharded weights are given back after the forward pass and gathered again for the backward pass; None:
+            all but the root's, as torch does by itself.
+        param_bytes: of a gathered weight, and of its gradient; None: as at rest. (`MixedPrecisionPolicy.param_dtype`)
+        reduce_bytes: of a gradient that is reduced; None: as gathered. (`MixedPrecisionPolicy.reduce_dtype`)
+        micro_batches: backward passes of a step, of which the last one reduces the gradients (`accumulate`).
+        outer: the outer loop between rows; None: they average gradients in every step (DDP, HSDP).
+        gloo: the backend is gloo, which reduces a copy of all of a row's gradients and sends each of them twice.
+
+    Raises:
+        ConfigError: a number can't be.
+    """
+
+    dp_replicate_size: int = 1
+    dp_shard_size: int = 1
+    sharded: bool = False
+    reshard: bool | None = True
+    param_bytes: int | None = None
+    reduce_bytes: int | None = None
+    micro_batches: int = 1
+    outer: Method | None = None
+    gloo: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dp_replicate_size", "dp_shard_size", "micro_batches"):
+            check_whole(name, getattr(self, name), least=1)
+        for name in ("param_bytes", "reduce_bytes"):
+            if getattr(self, name) is not None:
+                _check_bytes(name, getattr(self, name))
+        if self.outer is not None and self.dp_replicate_size == 1:
+            raise ConfigError(
+                f"{self.outer.name}: there is one row of ranks, so an outer loop has nothing to average. "
+                "Use dp_replicate_size=2 or more."
+            )
+
+    @property
+    def shards(self) -> int:
+        """In how many parts a model lies."""
+        return self.dp_shard_size if self.sharded else 1
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one rank. Activations and the optimizer's scratch memory are not among them.
+
+    Attributes:
+        weights: at rest.
+        gradients: at rest: what the optimizer reads.
+        optimizer: its state.
+        outer: what an outer loop keeps: anchor, momentum, buffers.
+        gathered: weights that FSDP holds in the backward pass: the root's, those of a group and of the next one.
+        reducing: gradients on their way: what waits, a group's and the buffer that is reduced; or DDP's buckets.
+        peak: the most that is there at one time, which not all of the above are.
+        row_bytes: sent to the other ranks of the row in a step.
+        column_bytes: sent to the other ranks of the column in a step; on the average, where they meet every H steps.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    outer: float
+    gathered: float
+    reducing: float
+    peak: float
+    row_bytes: float
+    column_bytes: float
+
+
+def estimate(size: ModelSize, layout: RankLayout) -> Estimate:
+    """Return the bytes of memory, and the bytes sent along each axis, of one rank.
+
+    Rows of a weight that don't divide among the shards are padded: up to S-1 rows of each weight are not counted.
+    Buffers, such as a BatchNorm's, are not either.
+
+    Raises:
+        ConfigError: the outer loop has more fragments than its rounds have steps.
+    """
+    weights = size.parameters * size.value_bytes / layout.shards
+    gradients = size.num_trained * size.value_bytes / layout.shards
+    optimizer = size.state_values * gradients
+    meeting = _meeting(size, layout)
+    outer = 0.0 if meeting is None else meeting.memory.total
+    gathered, reducing, most = _in_passes(size, layout, gradients)
+    row_bytes, column_bytes = _gradient_bytes(size, layout)
+    return Estimate(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        outer=outer,
+        gathered=gathered,
+        reducing=reducing,
+        peak=weights + optimizer + outer + most,
+        row_bytes=row_bytes + _weight_bytes(size, layout),
+        column_bytes=column_bytes if meeting is None else meeting.bytes_sent_per_step,
+    )
+
+
+def _in_passes(size: ModelSize, layout: RankLayout, gradients: float) -> tuple[float, float, float]:
+    """Return what is gathered, what is being reduced, and the most of these and gradients at rest at one time."""
+    if not layout.sharded:
+        buckets = size.num_trained * size.value_bytes * (layout.dp_replicate_size * layout.dp_shard_size > 1)
+        return 0.0, buckets, gradients + buckets
+    param, reduce = _pass_bytes(size, layout)
+    share = size.num_trained / size.parameters
+    keeps, accumulates = layout.reshard is False, layout.micro_batches > 1
+    moving = size.root + sum(size.largest_two)
+    gathered = param * (size.parameters if keeps else moving)
+    waiting = share * (reduce * size.parameters if accumulates else param * size.root)
+    # A group's gradients are copied into the buffer that is reduced; gloo then copies that.
+    buffers = share * (reduce + max(param, reduce * layout.gloo))
+    forward = gathered + param * size.largest * (1 + keeps) + accumulates * waiting
+    # What is kept, or has waited, is freed group by group while gradients come to rest: the start has the most of it.
+    at_rest = 0.0 if keeps or accumulates else gradients * (1 - moving / size.parameters)
+    backward = gathered + waiting + buffers * size.largest + at_rest
+    root = param * size.root + buffers * size.root + gradients * (1 - size.root / size.parameters)
+    return gathered, waiting + buffers * size.largest, max(forward, backward, root, gradients)
+
+
+def _pass_bytes(size: ModelSize, layout: RankLayout) -> tuple[int, int]:
+    """Return the bytes of a value that is gathered, and of a gradient that is reduced."""
+    param = (layout.sharded and layout.param_bytes) or size.value_bytes
+    return param, layout.reduce_bytes or param
+
+
+def _weight_bytes(size: ModelSize, layout: RankLayout) -> float:
+    """Return what a rank sends of weights to its row in a step."""
+    if not layout.sharded:
+        return 0.0
+    again = {True: size.parameters, None: size.parameters - size.root, False: 0}[layout.reshard]
+    times = layout.micro_batches * (size.parameters + again)
+    return copies("gathered", layout.dp_shard_size) * _pass_bytes(size, layout)[0] * times / layout.dp_shard_size
+
+
+def _gradient_bytes(size: ModelSize, layout: RankLayout) -> tuple[float, float]:
+    """Return what a rank sends of gradients to its row, and to its column, in a step."""
+    whole = size.num_trained * _pass_bytes(size, layout)[1]
+    row = copies("reduced", layout.dp_shard_size) * whole
+    if layout.sharded and not layout.gloo:
+        row /= 2  # the first half of an all-reduce
+    return row, copies("reduced", layout.dp_replicate_size) * whole / layout.shards
+
+
+def _meeting(size: ModelSize, layout: RankLayout) -> Cost | None:
+    """Return what the outer loop costs a rank, which exchanges its own shards with its column."""
+    if layout.outer is None:
+        return None
+    layers = max(len(size.groups) - 1, layout.outer.fragments)
+    parameters = math.ceil(size.num_trained / layout.shards)
+    run = Run(parameters, layers, step_s=1.0, replicas=layout.dp_replicate_size, bandwidth_bps=math.inf)
+    return cost_of(run, layout.outer)
+
+
+def _check_bytes(name: str, value: int) -> None:
+    if value not in _SIZES:
+        raise ConfigError(f"{name} is {value!r}; a value has {', '.join(map(str, _SIZES))} bytes.")

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layout costs a rank, as arithmetic: what is shared, what is not, and what travels along which axis."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from farflung.base.errors import ConfigError
+from farflung.cost.layout import ModelSize, RankLayout, estimate
+from farflung.cost.model import Method, Run, cost_of
+from farflung.cost.modules import size_of
+from farflung.demo.gpt import GPT
+from farflung.demo.settings import Shape
+
+DILOCO = Method("diloco(8)", every=8, anchor=True, outer_state=1, confirmed=True)
+SIZES = st.builds(
+    ModelSize,
+    st.lists(st.integers(1, 10**9), min_size=1, max_size=6).map(tuple),
+    value_bytes=st.sampled_from([2, 4]),
+    state_values=st.integers(0, 3),
+)
+LAYOUTS = st.builds(
+    RankLayout,
+    st.integers(1, 8),
+    st.integers(1, 8),
+    sharded=st.booleans(),
+    reshard=st.sampled_from([True, False, None]),
+    param_bytes=st.sampled_from([None, 2]),
+    reduce_bytes=st.sampled_from([None, 2, 4]),
+    micro_batches=st.integers(1, 4),
+    gloo=st.booleans(),
+)
+
+
+@given(SIZES, LAYOUTS)
+def test_what_rests_is_shared_by_the_shards_and_the_peak_has_room_for_it(size, layout):
+    cost = estimate(size, layout)
+    alone = estimate(size, RankLayout())
+    shards = layout.dp_shard_size if layout.sharded else 1
+    for name in ("weights", "gradients", "optimizer"):
+        assert getattr(cost, name) * shards == pytest.approx(getattr(alone, name))
+    rest = cost.weights + cost.gradients + cost.optimizer
+    assert cost.peak >= rest * (1 - 1e-9)
+    assert cost.peak <= (rest + 3 * cost.gathered + 3 * cost.reducing) * (1 + 1e-9)
+
+
+@given(SIZES, LAYOUTS)
+def test_nobody_sends_where_an_axis_has_one_rank(size, layout):
+    assert estimate(size, replace(layout, dp_shard_size=1)).row_bytes == 0
+    assert estimate(size, replace(layout, dp_replicate_size=1)).column_bytes == 0
+
+
+@given(SIZES, st.integers(2, 64))
+def test_sharding_sends_half_as_much_again_as_averaging(size, ranks):
+    """All-gather twice and reduce-scatter once, next to an all-reduce, which is one of each: ZeRO, section 7."""
+    sharded = estimate(size, RankLayout(1, ranks, sharded=True))
+    assert sharded.row_bytes == pytest.approx(1.5 * estimate(size, RankLayout(ranks, 1)).column_bytes)
+    kept = estimate(size, RankLayout(1, ranks, sharded=True, reshard=False))
+    assert kept.row_bytes == pytest.approx(estimate(size, RankLayout(ranks, 1)).column_bytes)
+
+
+@given(SIZES, st.integers(2, 8), st.integers(1, 8))
+def test_columns_exchange_their_shards_alone(size, rows, shards):
+    each = estimate(size, RankLayout(rows, shards, sharded=True)).column_bytes
+    assert each * shards == pytest.approx(estimate(size, RankLayout(rows, 1, sharded=True)).column_bytes)
+
+
+@given(SIZES, st.integers(2, 8), st.integers(1, 8))
+def test_an_outer_loop_costs_a_rank_what_it_costs_for_the_values_that_it_holds(size, rows, shards):
+    cost = estimate(size, RankLayout(rows, shards, sharded=True, outer=DILOCO))
+    inside = estimate(size, RankLayout(1, shards, sharded=True))
+    held = -(-size.parameters // shards)
+    alone = cost_of(Run(held, max(1, len(size.groups) - 1), 1.0, rows, 1e9), DILOCO)
+    assert cost.outer == alone.memory.total >= 8 * held
+    assert cost.peak == pytest.approx(inside.peak + cost.outer)
+    assert cost.row_bytes == inside.row_bytes
+    assert cost.column_bytes == pytest.approx(alone.bytes_sent_per_round / 8)
+
+
+def test_frozen_parameters_have_neither_gradients_nor_states():
+    cost = estimate(ModelSize((10, 100, 100), trained=21), RankLayout(1, 2, sharded=True))
+    assert (cost.weights, cost.gradients, cost.optimizer) == (4 * 105, 4 * 10.5, 8 * 10.5)
+    assert cost.row_bytes == 0.5 * 4 * (210 + 210 + 21)
+
+
+def test_mixed_precision_halves_what_is_gathered_and_sent_and_nothing_at_rest():
+    size, whole = ModelSize((10, 100, 100)), RankLayout(1, 4, sharded=True)
+    half = replace(whole, param_bytes=2, reduce_bytes=2)
+    assert estimate(size, half).row_bytes == estimate(size, whole).row_bytes / 2
+    assert estimate(size, half).gathered == estimate(size, whole).gathered / 2
+    assert estimate(size, half).weights == estimate(size, whole).weights
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: ModelSize(()), r"groups=\(\)"),
+        (lambda: ModelSize((10,), trained=11), "trained=11 is more than the 10 parameters"),
+        (lambda: ModelSize((10,), value_bytes=3), "value_bytes is 3"),
+        (lambda: RankLayout(1, 4, sharded=True, param_bytes=5), "param_bytes is 5"),
+        (lambda: RankLayout(1, 4, sharded=True, outer=DILOCO), "one row of ranks"),
+    ],
+)
+def test_numbers_that_can_not_be_are_refused(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        wrong()
+
+
+def test_a_model_is_measured_in_the_groups_that_it_is_sharded_in():
+    with torch.device("meta"):
+        model = GPT(Shape(width=32, depth=3, heads=4, context=8))
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    rest = sum(parameter.numel() for parameter in model.parameters()) - 3 * block
+    assert size_of(model, ["Block"]) == ModelSize((rest, block, block, block), trained=rest + 3 * block)
+    assert size_of(model).groups == (rest + 3 * block,)
+    model._no_split_modules = ["Block", "LayerNorm"]  # those in a block are taken out of it
+    assert size_of(model, state_values=1).groups[0] == rest - 2 * 32
+
+
+def test_tied_weights_count_once_and_frozen_ones_are_not_trained():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+    model[1].weight = model[0].weight
+    model[2].weight.requires_grad_(False)
+    assert size_of(model) == ModelSize((16 + 8 + 2,), trained=18)
+
+
+def test_a_model_of_several_dtypes_or_without_anything_to_train_has_no_estimate():
+    with pytest.raises(ConfigError, match="2 dtypes"):
+        size_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
+    with pytest.raises(ConfigError, match="0 dtypes"):
+        size_of(nn.Linear(2, 2).requires_grad_(False))
