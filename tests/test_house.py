@@ -45,6 +45,7 @@ LAZY_TABLES = (
     "accelerator/__init__.py",
     "accelerator/lazy.py",
     "codec/fused.py",
+    "strategy/choose.py",
     "integrations/as_accelerate.py",
 )
 FILES = sorted(SOURCE.rglob("*.py"))

@@ -21,6 +21,7 @@ from farflung.accelerator.contents import Run
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController
 from farflung.accelerator.engines import UnsupportedAxes
+from farflung.accelerator.layout import IslandSize, require_replicas, resolve_layout
 from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics
 from farflung.accelerator.outer import OpenLoops, OuterMethods
 from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
@@ -65,6 +66,8 @@ from farflung.process.bootstrap import join_world
 from farflung.strategy.choose import choose_strategy
 
 if TYPE_CHECKING:
+    from farflung.config.parallelism import ParallelismConfig
+    from farflung.config.sharding import FullyShardedDataParallelPlugin
     from farflung.outer.named import OuterConfig
 
 
@@ -78,6 +81,8 @@ class Accelerator(AcceleratorProperties, UnsupportedAxes, OuterMethods, Checkpoi
         outer: trains replicas of each model that is prepared with its optimizer independently, with this recipe; they
             are synchronized after each epoch of the training data too. A recipe's name, such as `"diloco"`, takes its
             defaults. None: as the launcher says (`--outer`).
+        island_size: under an outer loop, how many neighbouring processes average their gradients in every step, as one
+            replica; `host`: those of one machine. None: as the launcher says, or 1. With FSDP it is `dp_shard_size`.
 
     Raises:
         ConfigError: settings that contradict each other or those of the process's first Accelerator.
@@ -93,7 +98,7 @@ class Accelerator(AcceleratorProperties, UnsupportedAxes, OuterMethods, Checkpoi
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
         rng_types: list[str] | None = None,
@@ -106,18 +111,17 @@ class Accelerator(AcceleratorProperties, UnsupportedAxes, OuterMethods, Checkpoi
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
+        parallelism_config: ParallelismConfig | None = None,
         *,
         scheduler_ticks: Ticks = "per_process",
         outer: OuterConfig | str | None = None,
+        island_size: IslandSize | None = None,
     ) -> None:
         refuse_engines(
             deepspeed_plugin=deepspeed_plugin,
             deepspeed_plugins=deepspeed_plugins,
-            fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            parallelism_config=parallelism_config,
         )
         check_loop(device_placement, cpu, step_scheduler_with_optimizer, rng_types, scheduler_ticks)
         check_folders(project_dir, project_config)
@@ -146,7 +150,11 @@ class Accelerator(AcceleratorProperties, UnsupportedAxes, OuterMethods, Checkpoi
             slot.close()
             raise
         self._loop = session.loop
-        self._strategy = choose_strategy(self._joined, self.ddp_handler)
+        layout = resolve_layout(session, fsdp_plugin, parallelism_config, island_size)
+        if asked is not None:
+            require_replicas(layout.mesh)
+        dtype = self._precision.dtype
+        self._strategy = choose_strategy(self._joined, layout.mesh, self.ddp_handler, layout.fsdp, dtype)
         self._distributed = self._joined.size > 1
         self._registry = Registry()
         self._open_loops = loops = OpenLoops()
@@ -256,8 +264,8 @@ class Accelerator(AcceleratorProperties, UnsupportedAxes, OuterMethods, Checkpoi
         try:
             if num_items is not None:
                 models = window.models or tuple(self._registry.models)
-                synced = self._distributed and all(self._strategy.synchronizes(model) for model in models)
-                group = self._joined.group if synced else None
+                groups = [self._strategy.averaged_over(model) for model in models]
+                group = groups[0] if groups and all(one is groups[0] for one in groups) else None
                 loss = weighed(loss, num_items, self._loop, group)
             elif window.scale is not None:
                 raise StateError("backward: the earlier losses of this window came with num_items. Give it to all.")

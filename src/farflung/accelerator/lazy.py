@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from farflung.config.launch import launched_outer as launched_outer
     from farflung.config.launch import outer_variables as outer_variables
     from farflung.config.outer import renamed as renamed
+    from farflung.config.parallelism import parallelism_from_environment as parallelism_from_environment
+    from farflung.config.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from farflung.config.sharding import fsdp_from_environment as fsdp_from_environment
     from farflung.outer.asked import check_model as check_model
     from farflung.outer.engine import OuterLoop as OuterLoop
     from farflung.outer.merge_states import merge_states as merge_states
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 _WHERE = {
     "get_state_dict_offloaded_model": "farflung.big_model.load",
     "AORecipeKwargs": "farflung.config.fp8",
+    "FullyShardedDataParallelPlugin": "farflung.config.sharding",
+    "fsdp_from_environment": "farflung.config.sharding",
+    "parallelism_from_environment": "farflung.config.parallelism",
     "Float8": "farflung.precision.fp8",
     "GeneralTracker": "farflung.tracking.base",
     "OuterLoop": "farflung.outer.engine",

@@ -66,7 +66,7 @@ class AttachedLoop:
         self._samples = self._items = 0
         self._alone: ExitStack | None = None
         bare = self.optimizer.optimizer
-        self.loop = lazy.OuterLoop(strategy.unwrap(model), recipe, group=strategy.replicas, inner=bare)
+        self.loop = lazy.OuterLoop(strategy.unwrap(model), recipe, group=strategy.mesh.replicas, inner=bare)
         self.epochs: EpochTracker | None = None
         self._is_new = True
         self._hook: RemovableHandle = bare.register_step_pre_hook(lambda *_: self._begin_where_it_is())

@@ -94,6 +94,7 @@ class Preparer:
             _refuse_stranger(thing)
         placements = [None] * len(things) if device_placement is None else _placements(device_placement, len(things))
         optimizers = [_bare(thing) for thing in things if isinstance(thing, Optimizer)]
+        optimizers += [one.optimizer for one in self.registry.optimizers]
         first = [
             self._model(thing, place, optimizers)
             if isinstance(thing, nn.Module)
@@ -126,12 +127,13 @@ class Preparer:
                 f"This model is spread over the devices {sorted(map(str, devices))} by its device map, which can't be "
                 f"trained by {self.world.size} processes. Load it without device_map, or start one process."
             )
-        if self._placed(place) and len(devices) <= 1:
+        is_wrapped = not evaluation_mode
+        if self._placed(place) and len(devices) <= 1 and not (is_wrapped and self.strategy.places):
             model = model.to(self.world.device)
         self.precision.wrap(model)
         compile_in_place(model, self.compiling)
         owners = [optimizer for optimizer in optimizers if _owns(optimizer, model)]
-        prepared = model if evaluation_mode else self.strategy.prepare([(model, owners)])[0]
+        prepared = self.strategy.prepare([(model, owners)])[0] if is_wrapped else model
         if was_evaluated:  # and is trained now
             for listed in (self.registry.models, self.registry.evaluated):
                 listed[:] = [other for other in listed if other is not known]
@@ -151,6 +153,7 @@ class Preparer:
         if known is not None:
             return known  # type: ignore[no-any-return]
         device = self.world.device if self._placed(place) else None
+        self.strategy.adopt(_bare(optimizer))
         prepared = AcceleratedOptimizer(_bare(optimizer), state=self.loop, precision=self.precision, device=device)
         self.registry.optimizers.append(prepared)
         self.registry.remember(optimizer, prepared)

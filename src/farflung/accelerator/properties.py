@@ -10,13 +10,14 @@ from torch import nn
 from farflung.accelerator.prepare import PreparedLoader, Registry
 from farflung.accelerator.views import AcceleratorState, GradientState
 from farflung.base.checks import check_whole
-from farflung.base.enums import FP8BackendType
+from farflung.base.enums import DistributedType, FP8BackendType
 from farflung.config.handlers import DataLoaderConfiguration, ProjectConfiguration
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler
 from farflung.loop.state import LoopState
 from farflung.precision.base import Precision
 from farflung.process.world import World
+from farflung.strategy.base import Strategy
 
 if TYPE_CHECKING:
     from farflung.config.fp8 import AORecipeKwargs
@@ -31,6 +32,7 @@ class AcceleratorProperties:
     _loop: LoopState
     _precision: Precision
     _registry: Registry
+    _strategy: Strategy
 
     @property
     def _world(self) -> World:
@@ -45,6 +47,11 @@ class AcceleratorProperties:
     def gradient_state(self) -> GradientState:
         """A view of where the training loop stands."""
         return GradientState()
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes work together."""
+        return self._strategy.kind
 
     @property
     def mixed_precision(self) -> str:

@@ -13,10 +13,28 @@ from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin
 from farflung.loop.state import LoopState
+from farflung.process.mesh import Mesh
 from farflung.process.world import World
 
 if TYPE_CHECKING:
     from farflung.accelerator.controller import OuterController
+    from farflung.config.parallelism import ParallelismConfig
+    from farflung.config.sharding import FullyShardedDataParallelPlugin
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks share models.
+
+    Attributes:
+        mesh: who averages gradients in every step, and who has the same values.
+        fsdp: how models are sharded over a row of it; None: they are not.
+        parallelism: what the script or the launcher said of the axes; None: nothing.
+    """
+
+    mesh: Mesh
+    fsdp: FullyShardedDataParallelPlugin | None = None
+    parallelism: ParallelismConfig | None = None
 
 
 @dataclass
@@ -28,6 +46,7 @@ class Session:
         plugin, loop: how gradients are accumulated, and where that stands; an Accelerator that asks for another
             accumulation gets a loop of its own, and `GradientState` shows the latest.
         compiling: how the latest Accelerator compiles models; None: none has said.
+        layout: how ranks share models; None: no Accelerator has settled that.
         controllers: of the Accelerators that have outer loops of their own accord.
     """
 
@@ -36,6 +55,7 @@ class Session:
     plugin: GradientAccumulationPlugin
     loop: LoopState
     compiling: TorchDynamoPlugin | None = None
+    layout: Layout | None = None
     controllers: list[weakref.ref[OuterController]] = field(default_factory=list)
 
 

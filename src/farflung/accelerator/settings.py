@@ -46,9 +46,7 @@ _INSTEAD = {
     "deepspeed_plugin": "DeepSpeed is not supported; use DDP, or an outer loop over it",
     "deepspeed_plugins": "DeepSpeed is not supported; use DDP, or an outer loop over it",
     "megatron_lm_plugin": "Megatron-LM is not supported; use DDP, or an outer loop over it",
-    "fsdp_plugin": "FSDP is not supported yet; use DDP, or an outer loop over it",
     "torch_tp_plugin": "tensor parallelism is not supported; use DDP",
-    "parallelism_config": "parallelism configurations are not supported yet; use DDP",
 }
 
 
@@ -120,7 +118,7 @@ def refuse_engines(**given: Any) -> None:
         Unsupported: one of the arguments asks for something.
     """
     for name, value in given.items():
-        if value is not None and getattr(value, "total_size", None) != 1:  # a ParallelismConfig that asks for nothing
+        if value is not None:
             raise Unsupported(f"{name}={shown(value)}: {_INSTEAD[name]}.")
 
 

@@ -10,9 +10,10 @@ import torch
 from farflung.accelerator import session as slot
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.engines import UnsupportedEngines
+from farflung.accelerator.layout import resolve_layout
 from farflung.accelerator.settings import check_init, refuse_engines, resolve_compile
 from farflung.base.checks import check_flag, check_type, check_word
-from farflung.base.enums import PrecisionType
+from farflung.base.enums import DistributedType, PrecisionType
 from farflung.base.errors import Unsupported
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
@@ -140,21 +141,28 @@ class AcceleratorState(UnsupportedEngines, PartialState):
     ) -> None:
         refuse_engines(
             deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            parallelism_config=parallelism_config,
         )
         if mixed_precision is not None:
             check_word("mixed_precision", mixed_precision, PrecisionType.list())
         super().__init__(cpu, **kwargs)
         compiling = None if dynamo_plugin is None else resolve_compile(None, dynamo_plugin)
-        slot.open_or_join(self._world, mixed_precision, None, compiling)
+        session = slot.open_or_join(self._world, mixed_precision, None, compiling)
+        if fsdp_plugin is not None or parallelism_config is not None:
+            resolve_layout(session, fsdp_plugin, parallelism_config)
 
     @property
     def initialized(self) -> bool:
         """Whether an `Accelerator` has settled things in this process."""
         return slot.current() is not None
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes work together."""
+        session = slot.current()
+        is_sharded = session is not None and session.layout is not None and session.layout.fsdp is not None
+        return DistributedType.FSDP if is_sharded and self._world.size > 1 else self._world.kind
 
     @property
     def mixed_precision(self) -> str:

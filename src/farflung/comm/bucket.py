@@ -13,6 +13,7 @@ from torch import Tensor
 from farflung.base.errors import StateError, Unsupported
 from farflung.base.sizes import CAP_BYTES
 from farflung.base.torch_internals import foreach_copy_
+from farflung.comm.group import Group
 from farflung.comm.shards import addresses, local
 
 _COARSE = 2**15  # elements in a piece from which one call per piece costs less than another pass over its memory
@@ -177,6 +178,17 @@ class Buckets:
         self._outside = [[piece.of(storages[piece.tensor]) for piece in pieces] for pieces in self._plan]
         self._is_plain = [all(p.dtype == self.dtype and p.dim() == 1 for p in parts) for parts in self._outside]
         self._addresses = addresses(tensors)
+
+
+def broadcast_values(tensors: Sequence[Tensor], group: Group) -> None:
+    """Overwrite the local parts of `tensors` with those of rank 0 of `group`: a collective."""
+    kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors)
+    for dtype, device in kinds:
+        buckets = Buckets([one for one in tensors if (one.dtype, one.device) == (dtype, device)], dtype, num_buffers=1)
+        with torch.no_grad():
+            for k in range(len(buckets)):
+                group.broadcast(buckets.pack(k), 0).wait()
+                buckets.unpack(k)
 
 
 def _cut(storages: Sequence[Tensor], cap: int) -> list[list[_Piece]]:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tensor keeps on this rank: the one place that asks whether it is a DTensor."""
+"""What a tensor keeps on this rank, and what it is a part of: the one place that asks whether it is a DTensor."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 _PLAIN = {Tensor, nn.Parameter}
 
@@ -25,6 +26,34 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [local(tensor).data_ptr() for tensor in tensors]
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Say whether `tensor` is a DTensor."""
+    return type(tensor) not in _PLAIN and hasattr(tensor, "to_local")
+
+
 def model_has_dtensor(model: nn.Module) -> bool:
     """Say whether a parameter of `model` is a DTensor."""
-    return any(type(parameter) not in _PLAIN and hasattr(parameter, "to_local") for parameter in model.parameters())
+    return any(map(is_sharded, model.parameters()))
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Return the whole of which `tensor` is this rank's part: a collective of those that share it, if it is one."""
+    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return whole
+
+
+def meshes(tensors: Iterable[Tensor]) -> list[DeviceMesh]:
+    """Return the different meshes over which `tensors` are spread, in the order in which they come up."""
+    return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor)))  # type: ignore[attr-defined]
+
+
+def spread_like(value: Tensor, shard: Tensor) -> Tensor:
+    """Return this rank's part of a whole `value`, spread as `shard` is. Nothing is sent: each rank has the same value.
+
+    Args:
+        value: of the whole shape of `shard`.
+    """
+    from torch.distributed.tensor import distribute_tensor  # here, as it is slow to import
+
+    mesh, placements = shard.device_mesh, shard.placements  # type: ignore[attr-defined]
+    return distribute_tensor(value.detach().to(local(shard).device), mesh, placements, src_data_rank=None)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
 from torch.nn.utils import clip_grad_value_ as torch_clip_grad_value_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from farflung.base.checks import check_number, wrong_type
 from farflung.base.errors import ConfigError
+from farflung.comm.shards import full, is_sharded
 from farflung.loop.state import Follower, LoopState
 from farflung.precision.base import Precision
 
@@ -33,11 +35,23 @@ def clip_grad_norm_(
         if listed is None:
             return torch.tensor(float("nan"))
         if max_norm >= 0:
-            return torch_clip_grad_norm_(listed, max_norm, norm_type)
+            return _clip(_listed(listed), max_norm, norm_type)
     except (TypeError, AttributeError, ValueError) as error:
         _explain("clip_grad_norm_", parameters, error, max_norm=max_norm, norm_type=norm_type)
         raise
     raise ConfigError(f"clip_grad_norm_: max_norm is {max_norm}; it must be a number, 0 or more.")
+
+
+def _clip(parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """Clip with torch, which takes plain gradients or shards at a time; return the norm of all of them."""
+    kinds = [[p for p in parameters if is_sharded(p) == sharded] for sharded in (False, True)]
+    if not all(kinds):
+        return full(torch_clip_grad_norm_(parameters, max_norm, norm_type))
+    norms = [full(get_total_norm([p.grad for p in kind if p.grad is not None], norm_type)) for kind in kinds]
+    total = get_total_norm(norms, norm_type)
+    for kind in kinds:
+        clip_grads_with_norm_(kind, max_norm, total)
+    return total
 
 
 def clip_grad_value_(

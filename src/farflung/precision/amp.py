@@ -34,14 +34,14 @@ class Autocast(Full):
 
     def __init__(self, name: str, device_type: str, handler: AutocastKwargs | None = None) -> None:
         self.name = name
-        self._dtype = torch.bfloat16 if name == "bf16" else torch.float16
+        self.dtype = torch.bfloat16 if name == "bf16" else torch.float16
         self._device_type = device_type
         self._handler = handler or AutocastKwargs()
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         chosen = handler or self._handler
         return torch.autocast(
-            self._device_type, dtype=self._dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled
+            self._device_type, dtype=self.dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled
         )
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,6 +23,10 @@ class Precision(Protocol):
     @property
     def name(self) -> str:
         """`no`, `bf16`, `fp16` or `fp8`."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What forward passes compute in, where that is not what the model is in."""
 
     @property
     def scaler(self) -> Any:
@@ -53,6 +58,7 @@ class Full:
     """fp32, or whatever the model is in."""
 
     name = "no"
+    dtype: torch.dtype | None = None
     scaler: Any = None
 
     def wrap(self, model: nn.Module) -> nn.Module:

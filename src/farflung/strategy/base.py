@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from farflung.base.enums import DistributedType
 from farflung.comm.group import Group
+from farflung.process.mesh import Mesh
 
 
 class Strategy(Protocol):
@@ -21,11 +22,18 @@ class Strategy(Protocol):
     def kind(self) -> DistributedType: ...
 
     @property
-    def replicas(self) -> Group:
-        """The ranks that hold the same weights as this one: those that an outer loop averages over."""
+    def mesh(self) -> Mesh:
+        """The ranks: an outer loop averages over the columns."""
+
+    @property
+    def places(self) -> bool:
+        """Whether `prepare` moves models to their device itself, piece by piece."""
 
     def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
         """Wrap each model, given with the optimizers that own its parameters; the wrappers come in the same order."""
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Let an optimizer that was made before its models were prepared train what they have become."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which the gradients of `model` stay on this process."""
@@ -34,10 +42,13 @@ class Strategy(Protocol):
         """Return a context whose backward passes synchronize the gradients of `model`, wherever its forward ran."""
 
     def local(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which nothing of `model` travels by itself: neither gradients nor buffers."""
+        """Return a context in which nothing of `model` leaves its island by itself: neither gradients nor buffers."""
 
-    def synchronizes(self, model: nn.Module) -> bool:
-        """Whether the gradients of `model` are averaged over ranks: it is wrapped for it and not inside `local`."""
+    def averaged_over(self, model: nn.Module) -> Group | None:
+        """Return the ranks over which the gradients of `model` are averaged: all, or the island inside `local`.
+
+        None: they are not, as this rank is alone there, or `model` is not wrapped for it.
+        """
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that `prepare` was given."""

@@ -3,16 +3,39 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
 from farflung.base.enums import DistributedType
 from farflung.config.handlers import DistributedDataParallelKwargs
+from farflung.process.mesh import Mesh
 from farflung.process.world import World
 from farflung.strategy.base import Strategy
 from farflung.strategy.ddp import DDP
 from farflung.strategy.single import Single
 
+if TYPE_CHECKING:
+    from farflung.config.sharding import FullyShardedDataParallelPlugin
 
-def choose_strategy(world: World, ddp: DistributedDataParallelKwargs | None = None) -> Strategy:
-    """Return how the processes of `world` train together: DDP when there are several, else nothing at all."""
+
+def choose_strategy(
+    world: World,
+    mesh: Mesh,
+    ddp: DistributedDataParallelKwargs | None = None,
+    fsdp: FullyShardedDataParallelPlugin | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Strategy:
+    """Return how the processes of `world` train together: FSDP where a plugin asks for it, DDP, or nothing at all.
+
+    Args:
+        compute_dtype: in which FSDP computes where its plugin does not say.
+    """
     if world.kind == DistributedType.NO:
-        return Single()
-    return DDP(world.kind, world.group, world.device, ddp)
+        return Single(mesh)
+    if fsdp is not None:
+        sharding: Any = import_module("farflung.strategy.fsdp")  # by name, as torch.distributed.fsdp is slow to import
+        strategy: Strategy = sharding.FSDP(mesh, world.device, fsdp, compute_dtype)
+        return strategy
+    return DDP(world.kind, mesh, world.device, ddp)

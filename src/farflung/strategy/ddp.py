@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,48 +18,81 @@ from torch.optim import Optimizer
 
 from farflung.base.enums import DDPCommunicationHookType as Hook
 from farflung.base.enums import DistributedType
+from farflung.base.errors import ConfigError
+from farflung.comm.bucket import broadcast_values
 from farflung.comm.group import Group
+from farflung.comm.shards import model_has_dtensor
 from farflung.config.handlers import DistributedDataParallelKwargs
+from farflung.process.mesh import Mesh
+from farflung.strategy.sharded import ShardedModels, refuse_muon
 
 
 class DDP:
-    """Replicas that average their gradients in each backward pass.
+    """Replicas that average their gradients in each backward pass. Models that come sharded stay as they are.
 
     Args:
         kind: which word the process's device has for it (MULTI_CPU, MULTI_GPU ...).
-        replicas: all processes.
+        mesh: all processes; where its rows are of several, gradients are averaged over a row alone inside `local`.
         handler: arguments for torch's DDP.
+
+    Raises:
+        ConfigError: PowerSGD with rows of several processes, as it keeps what one set of ranks has averaged.
     """
+
+    places = False
 
     def __init__(
         self,
         kind: DistributedType,
-        replicas: Group,
+        mesh: Mesh,
         device: torch.device,
         handler: DistributedDataParallelKwargs | None = None,
     ) -> None:
         self.kind = kind
-        self.replicas = replicas
+        self.mesh = mesh
         self._device = device
         self._handler = handler or DistributedDataParallelKwargs()
+        self._has_rows = mesh.device_mesh is not None
+        if self._has_rows and self._handler.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD):
+            raise ConfigError(
+                f"comm_hook={self._handler.comm_hook} can't be used with islands. Use fp16, bf16 or none."
+            )
         self._local: list[DistributedDataParallel] = []
+        self._sharded = ShardedModels(mesh)
 
     def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
         return [self._wrapped(model) for model, _ in pairs]
 
+    def adopt(self, optimizer: Optimizer) -> None:
+        refuse_muon(optimizer)
+
     def _wrapped(self, model: nn.Module) -> nn.Module:
         if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
             return model  # torch's DDP refuses a model that has nothing to learn
+        if model_has_dtensor(model):
+            self._sharded.take(model)
+            return model
         on_accelerator = self._device.type != "cpu" and all(p.device == self._device for p in model.parameters())
+        row = self.mesh.row.get_group() if self._has_rows else None
+        if self._has_rows:  # each row's DDP lets it begin alike, so the first ranks of the rows must
+            broadcast_values([*model.parameters(), *model.buffers()], self.mesh.replicas)
         ddp = DistributedDataParallel(
-            model, device_ids=[self._device.index] if on_accelerator else None, **self._handler.ddp_arguments()
+            model,
+            device_ids=[self._device.index] if on_accelerator else None,
+            process_group=row,
+            **self._handler.ddp_arguments(),
         )
-        _register_hook(ddp, self._handler)
+        _register_hook(ddp, self._handler, self._averaging_group if self._has_rows else None)
         atexit.register(_let_go, weakref.ref(ddp))
         return ddp
 
+    def _averaging_group(self, reference: weakref.ref[DistributedDataParallel]) -> dist.ProcessGroup:
+        """Return the ranks that average a model's gradients now: its row, or all."""
+        is_local = any(reference() is other for other in self._local)
+        return self.mesh.row.get_group() if is_local else _everyone()
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else self._sharded.no_sync(model)
 
     @contextmanager
     def _synchronized(self, ddp: DistributedDataParallel) -> Iterator[None]:
@@ -71,17 +105,20 @@ class DDP:
             ddp.require_backward_grad_sync = before
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        if isinstance(model, DistributedDataParallel) and self.synchronizes(model):
-            return self._synchronized(model)
-        return nullcontext()
+        if isinstance(model, DistributedDataParallel):
+            return nullcontext() if self.averaged_over(model) is None else self._synchronized(model)
+        return self._sharded.sync_in_backward(model)
 
     @contextmanager
     def _alone(self, ddp: DistributedDataParallel) -> Iterator[None]:
-        # The first forward pass after a synchronized backward broadcasts the buffers, even inside no_sync().
         before = ddp.require_forward_param_sync
-        ddp.require_forward_param_sync = False
         self._local.append(ddp)
         try:
+            if self._has_rows:
+                yield
+                return
+            # The first forward pass after a synchronized backward broadcasts the buffers, even inside no_sync().
+            ddp.require_forward_param_sync = False
             with ddp.no_sync():
                 yield
         finally:
@@ -89,10 +126,14 @@ class DDP:
             self._local.remove(ddp)
 
     def local(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return self._alone(model) if isinstance(model, DistributedDataParallel) else nullcontext()
+        return self._alone(model) if isinstance(model, DistributedDataParallel) else self._sharded.local(model)
 
-    def synchronizes(self, model: nn.Module) -> bool:
-        return isinstance(model, DistributedDataParallel) and all(model is not other for other in self._local)
+    def averaged_over(self, model: nn.Module) -> Group | None:
+        if not isinstance(model, DistributedDataParallel):
+            return self._sharded.averaged_over(model)
+        if all(model is not other for other in self._local):
+            return self.mesh.everyone
+        return self.mesh.island if self._has_rows else None
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
@@ -105,16 +146,22 @@ def _let_go(reference: weakref.ref[DistributedDataParallel]) -> None:
         ddp.process_group = ddp.reducer = ddp.logger = None  # type: ignore[assignment]
 
 
-def _cast_hook(dtype: torch.dtype) -> Any:
-    """Return a hook that averages gradients in `dtype`, for backends whose torch hook of that name is refused."""
+_Ranks = Callable[[], dist.ProcessGroup]
+
+
+def _average_hook(ranks: _Ranks, dtype: torch.dtype | None = None) -> Any:
+    """Return a hook that averages gradients over the ranks that are asked for each time.
+
+    Args:
+        dtype: in which they travel; None: their own. torch's hooks of that name are refused by some backends.
+    """
 
     # No annotations: torch looks at them, and does not understand postponed ones.
     def hook(state, bucket):  # type: ignore[no-untyped-def]
-        group = dist.group.WORLD
-        assert group is not None
+        group = ranks()
         gradient = bucket.buffer()
-        small = gradient.to(dtype).div_(group.size())
-        work = dist.all_reduce(small, group=group, async_op=True)
+        sent = gradient.to(dtype or gradient.dtype).div_(group.size())
+        work = dist.all_reduce(sent, group=group, async_op=True)
         assert work is not None
         done: torch.futures.Future[torch.Tensor] = work.get_future().then(
             lambda future: gradient.copy_(future.value()[0])
@@ -124,10 +171,26 @@ def _cast_hook(dtype: torch.dtype) -> Any:
     return hook
 
 
-def _register_hook(ddp: DistributedDataParallel, handler: DistributedDataParallelKwargs) -> None:
+def _everyone() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _register_hook(
+    ddp: DistributedDataParallel,
+    handler: DistributedDataParallelKwargs,
+    ranks: Callable[[weakref.ref[DistributedDataParallel]], dist.ProcessGroup] | None,
+) -> None:
+    """Register what the handler asks for.
+
+    Args:
+        ranks: says over which ranks to average a model's gradients now; None: over all, as DDP does by itself.
+    """
     casts = {Hook.FP16: torch.float16, Hook.BF16: torch.bfloat16}
-    if handler.comm_hook in casts:
-        ddp.register_comm_hook(None, _cast_hook(casts[handler.comm_hook]))
+    averaging = _everyone if ranks is None else partial(ranks, weakref.ref(ddp))
+    if handler.comm_hook in casts or ranks is not None:
+        ddp.register_comm_hook(None, _average_hook(averaging, casts.get(handler.comm_hook)))
     elif handler.comm_hook == Hook.POWER_SGD:
         # Here, as it loads torch.distributed.nn and more, which nobody else needs.
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

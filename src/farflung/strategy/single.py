@@ -11,19 +11,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from farflung.base.enums import DistributedType
-from farflung.comm.group import Group, SoloGroup
+from farflung.comm.group import Group
+from farflung.process.mesh import Mesh
 
 
 class Single:
     """One process alone."""
 
     kind = DistributedType.NO
+    places = False
 
-    def __init__(self) -> None:
-        self.replicas: Group = SoloGroup()
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
 
     def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
         return [model for model, _ in pairs]
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        return None
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -34,8 +39,8 @@ class Single:
     def local(self, model: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def synchronizes(self, model: nn.Module) -> bool:
-        return False
+    def averaged_over(self, model: nn.Module) -> Group | None:
+        return None
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of a session share models: settled by the first `Accelerator`, from its arguments or the launcher's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from farflung.accelerator import lazy
+from farflung.accelerator.session import Layout, Session
+from farflung.base.checks import check_whole, shown
+from farflung.base.errors import ConfigError
+from farflung.config import environ
+from farflung.process.mesh import Mesh, make_mesh
+from farflung.process.world import World
+
+if TYPE_CHECKING:
+    from farflung.config.parallelism import ParallelismConfig
+    from farflung.config.sharding import FullyShardedDataParallelPlugin
+
+IslandSize = int | Literal["host"]
+
+
+def resolve_layout(
+    session: Session,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+    parallelism_config: ParallelismConfig | None = None,
+    island_size: IslandSize | None = None,
+) -> Layout:
+    """Return the session's layout; where it has none yet, settle it: a collective if rows are of several ranks.
+
+    Raises:
+        ConfigError: sizes that don't fit the number of processes, or each other, or the session's layout.
+    """
+    settled = session.layout
+    if settled is not None:
+        _check_same(settled, fsdp_plugin, parallelism_config, island_size)
+        return settled
+    world = session.world
+    if fsdp_plugin is None and environ.flag("ACCELERATE_USE_FSDP"):
+        fsdp_plugin = lazy.fsdp_from_environment()
+    if parallelism_config is None and environ.flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        parallelism_config = lazy.parallelism_from_environment()
+    if fsdp_plugin is None and parallelism_config is not None and parallelism_config.dp_shard_size > 1:
+        fsdp_plugin = lazy.FullyShardedDataParallelPlugin()
+    islands = _island_size(world, island_size)
+    if fsdp_plugin is None:
+        if parallelism_config is not None:
+            parallelism_config.check(world.size)
+        session.layout = Layout(make_mesh(world, islands or 1), None, parallelism_config)
+        return session.layout
+    if islands is not None:
+        raise ConfigError(
+            f"island_size={shown(island_size)} and FSDP were both asked for. The ranks that share one sharded model "
+            "are an island: give its size as ParallelismConfig(dp_shard_size=)."
+        )
+    if parallelism_config is None:
+        shards = world.size
+    else:
+        parallelism_config.check(world.size)
+        shards = parallelism_config.dp_shard_size
+        if shards == 1 and world.size > 1:
+            raise ConfigError(
+                f"FSDP was asked for, and ParallelismConfig(dp_replicate_size={parallelism_config.dp_replicate_size}, "
+                "dp_shard_size=1), which cuts nothing. Give a dp_shard_size above 1, or leave the plugin out for DDP."
+            )
+    session.layout = Layout(make_mesh(world, shards), fsdp_plugin, parallelism_config)
+    return session.layout
+
+
+def _island_size(world: World, asked: IslandSize | None) -> int | None:
+    """Return how many ranks average their gradients in every step; None: nobody has said."""
+    size: Any = environ.text("FARFLUNG_ISLAND_SIZE") if asked is None else asked
+    if size is None or size == "":
+        return None
+    if size == "host":
+        sizes = world.group.all_gather_small(torch.tensor([float(world.local_size)])).flatten().tolist()
+        if len(set(sizes)) > 1:
+            raise ConfigError(
+                "island_size='host', but the machines have different numbers of processes: "
+                f"{sorted(set(map(int, sizes)))}. Start equally many on each, or give a number."
+            )
+        size = world.local_size
+    size = int(size) if isinstance(size, str) and size.isdigit() else size
+    check_whole("island_size", size, least=1)
+    if world.size % size:
+        raise ConfigError(
+            f"island_size={size} does not divide the {world.size} processes. Use a divisor, so that islands are alike."
+        )
+    return int(size)
+
+
+def _check_same(
+    settled: Layout,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None,
+    parallelism_config: ParallelismConfig | None,
+    island_size: IslandSize | None,
+) -> None:
+    pairs = (
+        ("fsdp_plugin", fsdp_plugin, settled.fsdp),
+        ("parallelism_config", parallelism_config, settled.parallelism),
+        ("island_size", island_size, settled.mesh.island.size),
+    )
+    for name, given, first in pairs:
+        if given is not None and given != first and given != "host":
+            raise ConfigError(
+                f"{name}={shown(given)}, but this process's first Accelerator has {shown(first)}. Make them equal, or "
+                "call `AcceleratorState._reset_state()` between two runs."
+            )
+
+
+def require_replicas(mesh: Mesh) -> None:
+    """Refuse an outer loop where there is one island, so that there is nothing to average.
+
+    Raises:
+        ConfigError: there is one, of several ranks.
+    """
+    if mesh.replicas.size == 1 and mesh.island.size > 1:
+        raise ConfigError(
+            f"An outer loop averages replicas, but all {mesh.island.size} processes share one. Make several: "
+            f"ParallelismConfig(dp_replicate_size=2, dp_shard_size={max(1, mesh.island.size // 2)}), or a smaller "
+            "island_size."
+        )

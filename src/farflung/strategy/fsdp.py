@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each process holds a part of the model, and gathers the rest for as long as it computes with it: torch's FSDP2."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from farflung.base.enums import DistributedType
+from farflung.base.errors import ConfigError, StateError, Unsupported
+from farflung.base.torch_internals import own_parameters
+from farflung.comm.bucket import broadcast_values
+from farflung.comm.shards import model_has_dtensor, spread_like
+from farflung.process.mesh import Mesh
+from farflung.strategy.checkpointing import recompute_activations
+from farflung.strategy.sharded import ShardedModels, refuse_muon
+from farflung.strategy.wrapping import modules_to_wrap, policy_for
+
+if TYPE_CHECKING:
+    from farflung.config.sharding import FullyShardedDataParallelPlugin
+
+
+class FSDP(ShardedModels):
+    """Models sharded over this rank's row, as a plugin says; models that come sharded stay as they are.
+
+    Args:
+        mesh: its rows are the ranks that share one copy of a model.
+        device: where to compute.
+        plugin: how to shard.
+        compute_dtype: of forward and backward passes, where the plugin has no policy; None: as the weights are.
+    """
+
+    kind = DistributedType.FSDP
+    places = True
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        plugin: FullyShardedDataParallelPlugin,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(mesh)
+        self.mesh = mesh
+        self._device = device
+        self._plugin = plugin
+        self._compute_dtype = compute_dtype
+        self._became: Any = WeakIdKeyDictionary()  # parameters from before, and the shards that took their places
+
+    def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
+        for model, optimizers in pairs:
+            if not model_has_dtensor(model):
+                self._shard(model)
+            self.take(model)
+            for optimizer in optimizers:
+                self.adopt(optimizer)
+        return [model for model, _ in pairs]
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Put the shards into an optimizer's groups, and what it keeps of each parameter with them."""
+        for group in optimizer.param_groups:
+            for number, old in enumerate(group["params"]):
+                shard = self._became.get(old)
+                if shard is None:
+                    continue
+                group["params"][number] = shard
+                if old in optimizer.state:
+                    kept = optimizer.state.pop(old)
+                    optimizer.state[shard] = {name: _spread(value, old, shard) for name, value in kept.items()}
+        refuse_muon(optimizer)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def _shard(self, model: nn.Module) -> None:
+        plugin = self._plugin
+        before = dict(model.named_parameters(remove_duplicate=False))
+        spares_memory = _is_on_meta(model, self.mesh)
+        whole: dict[str, Any] = model.state_dict() if spares_memory and self.mesh.everyone.rank == 0 else {}
+        if not spares_memory:
+            broadcast_values([*model.parameters(), *model.buffers()], self.mesh.everyone)
+        ignored = _ignored(model, plugin.ignored_modules)
+        wrapped = modules_to_wrap(model, policy_for(model, plugin), ignored)
+        if plugin.activation_checkpointing:
+            recompute_activations(wrapped or [model], offload=plugin.activation_checkpointing_offload)
+        settings: dict[str, Any] = {"mesh": self.mesh.row, "mp_policy": self._policy(model)}
+        settings["offload_policy"] = plugin.offload_policy if self._device.type != "cpu" else OffloadPolicy()
+        for module in ignored:
+            module.to(self._device)
+        settings["ignored_params"] = {p for module in ignored for p in module.parameters()} or None
+        for module in wrapped:
+            fully_shard(module, reshard_after_forward=plugin.reshard_after_forward, **settings)
+        # What the root holds itself is used at both ends of a pass, so that freeing it in between gains nothing.
+        fully_shard(model, reshard_after_forward=False if wrapped else plugin.reshard_after_forward, **settings)
+        if spares_memory:
+            self._fill(model, before, whole)
+        after = dict(model.named_parameters(remove_duplicate=False))
+        for name, old in before.items():
+            if after[name] is not old:
+                self._became[old] = after[name]
+
+    def _policy(self, model: nn.Module) -> MixedPrecisionPolicy:
+        given: MixedPrecisionPolicy | None = self._plugin.mixed_precision_policy
+        own = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
+        if given is None:
+            # Said in so many words: what None means for reductions is another thing in torch 2.15 than before.
+            return MixedPrecisionPolicy(
+                param_dtype=self._compute_dtype, reduce_dtype=torch.float32 if self._compute_dtype else own
+            )
+        if given.reduce_dtype is None:
+            return MixedPrecisionPolicy(
+                given.param_dtype, given.param_dtype or own, given.output_dtype, given.cast_forward_inputs
+            )
+        return given
+
+    def _fill(self, model: nn.Module, before: dict[str, nn.Parameter], whole: dict[str, Any]) -> None:
+        """Give every rank its shards of the values that rank 0 alone has loaded."""
+        device = torch.device("cpu") if self._plugin.cpu_offload else self._device
+        if self.mesh.everyone.rank != 0:
+            model.to_empty(device=device)
+            tied: dict[int, nn.Parameter] = {}
+            for name, old in before.items():
+                path, _, key = name.rpartition(".")
+                owner = own_parameters(model.get_submodule(path))
+                owner[key] = tied.setdefault(id(old), owner[key])
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, whole, options=options)
+        broadcast_values(list(model.buffers()), self.mesh.everyone)
+
+
+def _is_on_meta(model: nn.Module, mesh: Mesh) -> bool:
+    """Whether rank 0 alone has the values of a model, the others only its shapes: the same answer on all ranks.
+
+    Raises:
+        ConfigError: nobody has them, or some ranks other than rank 0 do.
+    """
+    mine = all(parameter.is_meta for parameter in model.parameters())
+    flags = mesh.everyone.all_gather_small(torch.tensor([float(mine)])).flatten().tolist()
+    if not any(flags):
+        return False
+    if flags[0] or not all(flags[1:]):
+        empty = [rank for rank, flag in enumerate(flags) if flag]
+        raise ConfigError(
+            f"The model has no values (meta device) on the ranks {empty} of {mesh.everyone.size}. Load it on rank 0 "
+            "at least, and on all others or on none of them (cpu_ram_efficient_loading)."
+        )
+    return True
+
+
+def _ignored(model: nn.Module, asked: Any) -> list[nn.Module]:
+    """Return the modules that stay whole: given themselves, or by a pattern that their names match.
+
+    Raises:
+        ConfigError: the pattern matches nothing.
+        Unsupported: one of them is trained.
+    """
+    found = list(asked or ())
+    if isinstance(asked, str):
+        found = [module for name, module in model.named_modules() if name and re.fullmatch(asked, name)]
+        if not found:
+            raise ConfigError(f"ignored_modules={asked!r} matches no module's name in this {type(model).__name__}.")
+    if any(parameter.requires_grad for module in found for parameter in module.parameters()):
+        raise Unsupported(
+            "ignored_modules has a module that is trained, and nothing would average its gradients. Shard it too, or "
+            "freeze it."
+        )
+    return found
+
+
+def _spread(value: Any, old: Tensor, shard: Tensor) -> Any:
+    """Return what an optimizer keeps of a parameter, as it keeps it of a shard."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    if value.shape != old.shape:
+        raise StateError(
+            f"The optimizer keeps a tensor of shape {list(value.shape)} of a parameter of shape {list(old.shape)}, "
+            "which can't be sharded. Prepare the optimizer before its first step."
+        )
+    return spread_like(value, shard)

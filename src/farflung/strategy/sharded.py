@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose parameters are shards, by torch's `fully_shard`: what every strategy does with them.
+
+Within a row of the mesh torch gathers parameters and reduces gradients. Along a column the rows that have the same
+shards average what is left of that, unless an outer loop does it now and then instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.comm.group import Group
+from farflung.comm.shards import is_sharded, meshes
+from farflung.process.mesh import Mesh
+
+
+class ShardedModels:
+    """Holds back, or lets happen, what sharded models send.
+
+    Args:
+        mesh: the rows over which models are cut, and the columns that have the same shards.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._silent: list[nn.Module] = []  # inside `no_sync`
+        self._local: list[nn.Module] = []  # inside `local`
+
+    def take(self, model: nn.Module) -> None:
+        """Take in a model whose parameters are shards.
+
+        Raises:
+            ConfigError: they are spread over other ranks than a row of the mesh, or all.
+            Unsupported: nothing averages their gradients.
+        """
+        parts = _parts(model)
+        if not parts:
+            raise Unsupported(
+                f"The parameters of this {type(model).__name__} are DTensors, but it was not sharded by fully_shard, "
+                "so nothing would average its gradients. Shard it with torch.distributed.fsdp.fully_shard."
+            )
+        if self._spans_all(model) or self._mesh.replicas.size == 1:
+            return
+        for part in parts:
+            part.set_all_reduce_hook(partial(self._average_columns, model))
+
+    def _spans_all(self, model: nn.Module) -> bool:
+        """Whether torch itself averages the gradients of `model` over all ranks; False: over this rank's row."""
+        everyone, row = self._mesh.everyone, None if self._mesh.device_mesh is None else self._mesh.row
+        spanned = meshes(model.parameters())
+        if all(mesh.size() == everyone.size for mesh in spanned):
+            return True
+        found = [mesh.mesh.tolist() for mesh in spanned]
+        if row is not None and all(ranks == row.mesh.tolist() for ranks in found):
+            return False
+        raise ConfigError(
+            f"This model is sharded over the ranks {found}, but the rows of this run's mesh have "
+            f"{self._mesh.island.size} of {everyone.size}. Shard neighbouring ranks, and give their number as "
+            "Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=, dp_shard_size=))."
+        )
+
+    def _average_columns(self, model: nn.Module, gradient: Tensor) -> None:
+        if any(model is other for other in self._local):
+            return
+        if gradient.device.type != "cpu":  # torch reduced it on another stream, and may give it back too early
+            gradient.record_stream(torch.accelerator.current_stream())
+        columns = self._mesh.replicas
+        columns.all_reduce(gradient.div_(columns.size)).wait()
+
+    @contextmanager
+    def _synchronized(self, model: nn.Module, synchronized: bool) -> Iterator[None]:
+        before = list(self._silent)
+        self._silent = [other for other in before if other is not model]
+        if not synchronized:
+            self._silent.append(model)
+        self._tell(model)
+        try:
+            yield
+        finally:
+            self._silent = before
+            self._tell(model)
+
+    def _tell(self, model: nn.Module) -> None:
+        synchronized = all(model is not other for other in self._silent)
+        for part in _parts(model):
+            part.set_requires_gradient_sync(synchronized, recurse=False)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return self._synchronized(model, False) if _parts(model) else nullcontext()
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._synchronized(model, True) if _parts(model) else nullcontext()
+
+    @contextmanager
+    def _alone(self, model: nn.Module) -> Iterator[None]:
+        if self._mesh.replicas.size > 1 and self._spans_all(model):
+            raise ConfigError(
+                f"This model is sharded over all {self._mesh.everyone.size} ranks, so there are no replicas that an "
+                "outer loop could average. Shard it over rows: ParallelismConfig(dp_replicate_size=, dp_shard_size=)."
+            )
+        self._local.append(model)
+        try:
+            yield
+        finally:
+            self._local.remove(model)
+
+    def local(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return self._alone(model) if _parts(model) else nullcontext()
+
+    def averaged_over(self, model: nn.Module) -> Group | None:
+        if not _parts(model):
+            return None
+        return self._mesh.island if any(model is other for other in self._local) else self._mesh.everyone
+
+
+def _parts(model: nn.Module) -> list[Any]:
+    """Return the modules of `model` that `fully_shard` was called on."""
+    # By name: torch.distributed.fsdp is slow to import.
+    return [module for module in model.modules() if hasattr(module, "set_all_reduce_hook")]
+
+
+def refuse_muon(optimizer: Any) -> None:
+    """Refuse an optimizer that would take shards for whole matrices.
+
+    Raises:
+        Unsupported: it is torch's Muon.
+    """
+    if isinstance(optimizer, torch.optim.Muon) and any(
+        is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]
+    ):
+        raise Unsupported(
+            "torch.optim.Muon orthogonalizes whole matrices and does not know shards. Train with AdamW, or with DDP."
+        )

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP and HSDP on real gloo ranks: the same training as under DDP, and as on one process."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from farflung import Accelerator
+from farflung.comm.shards import full, is_sharded
+from farflung.config.parallelism import ParallelismConfig
+from farflung.config.sharding import FullyShardedDataParallelPlugin
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+from farflung.utils import DistributedType
+
+pytestmark = pytest.mark.ranks
+
+STEPS, WINDOW, BATCH = 20, 2, 4
+
+
+class Block(nn.Module):
+    """A layer whose sizes no number of ranks divides."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + torch.tanh(self.mix(self.norm(x)))
+
+
+class Tied(nn.Module):
+    """Tokens to tokens: the last layer is the embedding, the first block is frozen, one vector has 3 values."""
+
+    def __init__(self, tokens=11, width=7):
+        super().__init__()
+        self.embed = nn.Embedding(tokens, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.shift = nn.Parameter(torch.zeros(3))
+        self.head = nn.Linear(width, tokens, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[0].requires_grad_(False)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x * self.scale)
+        return logits + F.pad(self.shift, (0, logits.shape[-1] - 3))
+
+
+def made(seed=0):
+    torch.manual_seed(seed)
+    model = Tied()
+    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.02}]
+    return model, torch.optim.AdamW(groups, lr=0.01)
+
+
+def batches(rank, size):
+    """The micro-batches of a rank: its part of those that one process would have."""
+    torch.manual_seed(7)
+    tokens = torch.randint(11, (STEPS * WINDOW, BATCH * 4, 5))
+    for all_tokens in tokens:
+        yield all_tokens.view(size, -1, 5)[rank]
+
+
+def train(accelerator, model, optimizer, rank, size):
+    losses = []
+    for tokens in batches(rank, size):
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    weights = {name: full(value.detach()).clone() for name, value in model.state_dict().items()}
+    return losses, norm.item(), {name.removeprefix("module."): value for name, value in weights.items()}
+
+
+LAYOUTS = {
+    "ddp": {},
+    "fsdp": {"fsdp_plugin": {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}},
+    "whole": {"fsdp_plugin": {"reshard_after_forward": False}},
+    "hsdp": {
+        "fsdp_plugin": {"auto_wrap_policy": "size_based_wrap", "min_num_params": 60},
+        "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2},
+    },
+    "recomputed": {
+        "fsdp_plugin": {
+            "auto_wrap_policy": "transformer_based_wrap",
+            "transformer_cls_names_to_wrap": ["Block"],
+            "activation_checkpointing": True,
+            "activation_checkpointing_offload": True,
+            "cpu_offload": True,
+        },
+    },
+}
+KINDS = {"fsdp_plugin": FullyShardedDataParallelPlugin, "parallelism_config": ParallelismConfig}
+
+
+def accelerator_of(layout, **settings):
+    AcceleratorState._reset_state()
+    chosen = {name: KINDS[name](**values) for name, values in LAYOUTS[layout].items()}
+    return Accelerator(cpu=True, **chosen, **settings)
+
+
+def in_all_layouts():
+    found = {}
+    for layout in LAYOUTS:
+        accelerator = accelerator_of(layout, gradient_accumulation_steps=WINDOW)
+        rank, size = accelerator.process_index, accelerator.num_processes
+        model, optimizer = made(seed=rank)  # prepare gives all ranks those of the first one
+        model, optimizer = accelerator.prepare(model, optimizer)
+        assert (accelerator.distributed_type == DistributedType.FSDP) == (layout != "ddp")
+        assert any(map(is_sharded, model.parameters())) == (layout != "ddp")
+        found[layout] = train(accelerator, model, optimizer, rank, size)
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_sharded_training_is_that_of_ddp_and_of_one_process():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=WINDOW)
+    alone = train(accelerator, *accelerator.prepare(*made()), 0, 1)
+    for found in run_ranks(in_all_layouts, 4):
+        for layout, (losses, norm, weights) in found.items():
+            assert losses == pytest.approx(alone[0], abs=1e-5), layout
+            assert norm == pytest.approx(alone[1], rel=1e-5), layout
+            assert weights.keys() == alone[2].keys(), layout
+            for name, value in alone[2].items():
+                torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=0, msg=f"{layout}: {name}")
