@@ -13,7 +13,18 @@ from farflung.config import environ
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 
-LAUNCHER_WORDS = ("RANK", "WORLD_SIZE", "MASTER_", "OMPI_", "PMI_", "SLURM_", "ACCELERATE_", "FARFLUNG_", "FSDP_")
+LAUNCHER_WORDS = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_",
+    "OMPI_",
+    "PMI_",
+    "SLURM_",
+    "ACCELERATE_",
+    "FARFLUNG_",
+    "FSDP_",
+    "PARALLELISM_",
+)
 torch.set_num_threads(1)  # models are tiny, and threads of several pytest workers would wait for each other's cores
 STARTERS = (subprocess, multiprocessing, subprocess.run, subprocess.Popen, run_ranks)
 

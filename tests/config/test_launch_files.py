@@ -204,9 +204,12 @@ def test_what_can_not_be_understood_is_refused_with_its_line(home, text, message
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("distributed_type: FSDP\n", r"train.yaml:1: distributed_type is FSDP"),
         ("distributed_type: DEEPSPEED\n", r"DEEPSPEED, which Farflung does not support"),
-        ("debug: false\nfsdp_config:\n  fsdp_version: 2\n", r"train.yaml:2: `fsdp_config` asks for sharding by FSDP"),
+        (
+            "parallelism_config:\n  parallelism_config_cp_size: 1\n  parallelism_config_cp_comm_strategy: ring\n",
+            r"train.yaml:3: `parallelism_config_cp_comm_strategy` asks for context parallelism",
+        ),
+        ("fsdp_config:\n  fsdp_state_dict_type: LOCAL_STATE_DICT\n", r"train.yaml:2: .* Use sharded_state_dict"),
         ("deepspeed_config: {zero_stage: 2}\n", r"asks for DeepSpeed"),
         ("enable_cpu_affinity: true\n", r"numactl"),
         ("downcast_bf16: 'yes'\n", r"TPUs"),

@@ -22,7 +22,7 @@ def ask(*arguments: str, answers: list[str]):
 
 
 def test_answers_are_kept_and_count(home):
-    done = ask(answers=["y", "1", "2", "bf16", "n", "n"])
+    done = ask(answers=["y", "1", "2", "bf16", "n", "n", "n"])
     assert done.exit_code == 0, done.output
     resolved = resolve({})
     assert resolved.file == own_file()
@@ -32,7 +32,7 @@ def test_answers_are_kept_and_count(home):
 
 
 def test_several_machines_are_asked_more(home):
-    answers = ["n", "2", "1", "main", "29511", "8", "0,1,2,3", "fp16", "y", "c10d", "n"]
+    answers = ["n", "2", "1", "main", "29511", "8", "0,1,2,3", "fp16", "y", "c10d", "n", "n"]
     done = ask("--config-file", "cluster.yaml", answers=answers)
     assert done.exit_code == 0, done.output
     assert "--config_file cluster.yaml" in done.output  # it is not looked up by itself
@@ -53,12 +53,12 @@ def test_several_machines_are_asked_more(home):
 
 
 def test_empty_answers_are_the_defaults(home):
-    assert ask(answers=[""] * 7).exit_code == 0
+    assert ask(answers=[""] * 8).exit_code == 0
     assert resolve({}).settings == LaunchSettings()
 
 
 def test_an_answer_that_can_not_work_is_asked_again(home):
-    done = ask(answers=["y", "none", "0", "1", "0", "2", "fp8", "bf61", "bf16", "n", "n"])
+    done = ask(answers=["y", "none", "0", "1", "0", "2", "fp8", "bf61", "bf16", "n", "n", "n"])
     assert done.exit_code == 0, done.output
     for message in (
         "must be an integer",
@@ -79,12 +79,12 @@ def test_one_process_is_not_asked_how_processes_agree(home):
         done = ask("--config_file", f"one{number}.yaml", answers=["y", "1", number, "no", "n"])
         assert done.exit_code == 0, done.output
         assert OUTER not in done.output
-    machines = ["y", "2", "0", "main", "29511", "", "no", "n", "static", "n"]
+    machines = ["y", "2", "0", "main", "29511", "", "no", "n", "static", "n", "n"]
     assert OUTER in ask("--config_file", "two.yaml", answers=machines).output
 
 
 def test_a_slow_line_becomes_a_recipe_by_the_cost_model(home):
-    start = ["y", "1", "4", "no", "n", "y"]
+    start = ["y", "1", "4", "no", "n", "n", "y"]
     done = ask("--config_file", "slow.yaml", answers=[*start, "100", "60Mbit", "5", "", "124M", "soon", "500ms"])
     assert done.exit_code == 0, done.output
     for message in ("The answer is '100'; it must be a rate", "The answer is '5'", "The answer is 'soon'"):
@@ -110,7 +110,7 @@ def test_between_machines_the_speed_of_the_interface_is_the_default(home, monkey
     rate = partial(advise.found_rate, home)
     assert rate() == "2500Mbit"
     monkeypatch.setattr(advise, "found_rate", rate)
-    answers = ["y", "2", "0", "main", "29511", "8", "no", "n", "static", "y", "", "", "1.1B", "1s"]
+    answers = ["y", "2", "0", "main", "29511", "8", "no", "n", "static", "n", "y", "", "", "1.1B", "1s"]
     done = ask("--config_file", "cluster.yaml", answers=answers)
     assert "such as 1Gbit? [2500Mbit]" in done.output
     assert resolve({"config_file": "cluster.yaml"}).settings.outer_recipe == "streaming_diloco"
@@ -118,6 +118,26 @@ def test_between_machines_the_speed_of_the_interface_is_the_default(home, monkey
     assert rate() is None
     (home / "proc/net/route").unlink()
     assert rate() is None
+
+
+def test_sharding_is_asked_of_several_processes_and_its_rows_are_the_replicas(home):
+    start = ["y", "1", "4", "no", "n", "y"]
+    done = ask("--config_file", "all.yaml", answers=[*start, "size_based_wrap", "0", "1000", "n", "y", ""])
+    assert done.exit_code == 0, done.output
+    assert "min_num_params is 0" in done.output
+    assert OUTER not in done.output  # one copy of the model: nothing to average
+    wrapped = {"use_fsdp": True, "fsdp_auto_wrap_policy": "size_based_wrap", "fsdp_min_num_params": 1000}
+    here = {"use_cpu": True, "num_processes": 4}
+    settings = resolve({"config_file": "all.yaml"}).settings
+    assert settings == LaunchSettings(**here, **wrapped, fsdp_activation_checkpointing=True, config_file="all.yaml")
+    answers = [*start, "transformer_based_wrap", "Block", "n", "n", "3", "2", "y", "60Mbit", "1ms", "124M", "500ms"]
+    done = ask("--config_file", "grid.yaml", answers=answers)
+    assert done.exit_code == 0, done.output
+    assert "The answer is '3'; use one of 2, or leave it empty" in done.output
+    settings = resolve({"config_file": "grid.yaml"}).settings
+    assert (settings.num_replicas, settings.num_shards) == (2, 2)
+    assert settings.fsdp_transformer_layer_cls_to_wrap == "Block"
+    assert settings.outer_recipe is not None
 
 
 def test_a_file_that_is_there_is_replaced_only_when_told_so(home):

@@ -24,8 +24,8 @@ def test_what_is_not_given_is_not_said():
 def test_each_setting_has_its_flags_in_both_spellings(entry):
     for flag in entry.flags:
         for spelling in {flag, flag.replace("_", "-")}:
-            said = [spelling] if entry.kind is bool else [spelling, "7"]
-            value = True if entry.kind is bool else "7"
+            said = [spelling] if entry.is_switch else [spelling, "7"]
+            value = True if entry.is_switch else "7"
             assert given(parse(*said, "x.py")) == {entry.name: value}
 
 
@@ -56,8 +56,9 @@ def test_each_flag_of_accelerate_is_done_or_refused_by_name():
     assert all(message.startswith(flag[:2] + flag[2:].replace("-", "_")) for flag, message in refused.items())
     everyday = {"--num_processes", "--num-processes", "--cpu", "--mixed_precision", "-m", "--main_process_port", "-q"}
     assert everyday <= done
-    assert {flag for _, flag in flags if flag.startswith("--dynamo")} <= done
-    assert not any("deepspeed" in flag or "fsdp" in flag or "tpu" in flag for flag in done)
+    assert {flag for _, flag in flags if flag.startswith(("--dynamo", "--fsdp_", "--use_fsdp"))} <= done
+    assert {f"--parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")} <= done
+    assert not any("deepspeed" in flag or "fp8" in flag or "tpu" in flag for flag in done)
 
 
 def test_a_flag_that_nobody_knows_gets_a_suggestion():

@@ -19,14 +19,21 @@ from farflung.base.errors import ConfigError, Unsupported, did_you_mean
 from farflung.base.former_name import FORMER_NAME
 from farflung.config import environ
 from farflung.config.foreign import DISTRIBUTED_TYPES, FOREIGN_KEYS, foreign_key
-from farflung.config.launch import FIELDS, LaunchSettings, Value
+from farflung.config.launch import FIELDS, LaunchSettings
+from farflung.config.setting import Value
 
 LOCAL_FILE = Path("farflung.yaml")
 
 _FIELDS = {entry.name: entry for entry in FIELDS if entry.in_file}
 _KNOWN = (*_FIELDS, *FOREIGN_KEYS, "distributed_type")
 # Their keys are settings too, with or without this prefix: Accelerate's, and ours.
-_BLOCKS = {"dynamo_config": "dynamo_", "outer": "outer_"}
+_BLOCKS = {
+    "dynamo_config": "dynamo_",
+    "fsdp_config": "fsdp_",
+    "parallelism_config": "parallelism_config_",
+    "outer": "outer_",
+}
+_FORMER_KEYS = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}  # of Accelerate's older files
 _YAML_NULLS = ("", "~", "null", "Null", "NULL")
 _DEEPEST = 20  # blocks in blocks; settings stand in two, and what Accelerate writes in three
 
@@ -105,6 +112,9 @@ def read_file(path: Path) -> dict[str, Stated]:
             raise ConfigError(f"{place}: unknown key `{key}`.{did_you_mean(key, _KNOWN)}")
     if "distributed_type" in entries:
         _read_distributed_type(*entries["distributed_type"], stated)
+    sizes = [said for name, said in stated.items() if name.startswith(_BLOCKS["parallelism_config"])]
+    if sizes:  # the block alone asks for it, in Accelerate's files
+        stated.setdefault("use_parallelism_config", Stated(True, sizes[0].place))
     return stated
 
 
@@ -158,7 +168,8 @@ def _lines(block: MappingNode, prefix: str = "") -> Iterator[tuple[str, int, Nod
         if word in _BLOCKS and isinstance(value, MappingNode):
             yield from _lines(value, _BLOCKS[word])
         elif not (word in _BLOCKS and _says_nothing(value)):
-            yield word if word.startswith(prefix) else prefix + word, key.start_mark.line + 1, value
+            name = word if word.startswith(prefix) else prefix + word
+            yield _FORMER_KEYS.get(name, name), key.start_mark.line + 1, value
 
 
 def _scalar(key: str, node: Node, place: str) -> str | None:
@@ -190,7 +201,7 @@ def _read_distributed_type(node: Node, place: str, stated: dict[str, Stated]) ->
     if word not in DISTRIBUTED_TYPES:
         raise Unsupported(
             f"{place}: distributed_type is {word}, which Farflung does not support. "
-            f"Use one of {', '.join(DISTRIBUTED_TYPES)}; the last two train with DDP."
+            f"Use one of {', '.join(DISTRIBUTED_TYPES)}; MULTI_CPU and MULTI_GPU train with DDP."
         )
     for name, value in DISTRIBUTED_TYPES[word].items():
         stated.setdefault(name, Stated(value, place))

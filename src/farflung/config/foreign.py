@@ -36,12 +36,24 @@ FOREIGN: tuple[Foreign, ...] = (
         ("use_deepspeed", "deepspeed", "zero_stage", "zero3_", "offload_"),
         ("deepspeed_config",),
     ),
-    Foreign("sharding by FSDP", "Leave it out to train with DDP.", ("use_fsdp", "fsdp_"), ("fsdp_config",)),
     Foreign(
-        "multi-dimensional parallelism",
-        "Leave it out to train with DDP.",
-        ("use_parallelism_config", "parallelism_config"),
-        ("parallelism_config",),
+        "context parallelism",
+        "Leave it out, and shard models by --use_fsdp.",
+        ("parallelism_config_cp_",),
+        ("parallelism_config_cp_backend", "parallelism_config_cp_comm_strategy"),
+        ("torch", "allgather", "alltoall"),
+    ),
+    Foreign(
+        "sequence parallelism",
+        "Leave it out, and shard models by --use_fsdp.",
+        ("parallelism_config_sp_",),
+        (
+            "parallelism_config_sp_backend",
+            "parallelism_config_sp_seq_length",
+            "parallelism_config_sp_seq_length_is_variable",
+            "parallelism_config_sp_attn_implementation",
+        ),
+        ("deepspeed",),
     ),
     Foreign(
         "Megatron-LM", "Leave it out to train with DDP.", ("use_megatron_lm", "megatron_lm_"), ("megatron_lm_config",)
@@ -113,4 +125,5 @@ DISTRIBUTED_TYPES: dict[str, dict[str, bool]] = {
     "NO": {},
     "MULTI_CPU": {"use_cpu": True},
     "MULTI_GPU": {"multi_gpu": True},
+    "FSDP": {"use_fsdp": True},
 }

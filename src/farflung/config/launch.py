@@ -4,105 +4,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from math import inf
 from typing import Any, get_args, get_type_hints
 
 from farflung.base.enums import DynamoBackend
-from farflung.base.errors import ConfigError, Unsupported, did_you_mean
+from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.config import environ
+from farflung.config.layout import LayoutSettings, check_layout
 from farflung.config.outer import OPTIONS, Option, OuterSettings, outer_config, renamed
 from farflung.config.recipes import RECIPES
 from farflung.config.rendezvous import check_rendezvous
-
-Value = int | float | bool | str | None
-Question = str | Callable[[Mapping[str, Value]], str]
+from farflung.config.setting import Field, Value, setting
 
 _PREFIX = "FARFLUNG_"
 _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # what CUDA_VISIBLE_DEVICES takes
-
-
-def _always(answers: Mapping[str, Value]) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class Field:
-    """One launch setting and every form it takes.
-
-    Attributes:
-        name: its name in `LaunchSettings`, and its key in a configuration file.
-        kind: int, float, bool or str.
-        default: its value when nobody says anything.
-        help: what it does.
-        variable: the environment variable that sets it.
-        told_as: the environment variable in which the ranks find it; None: they need not know.
-        flags: the words of the command line, without their negative forms; either spelling, `_` or `-`, works for each.
-        in_file: a configuration file may set it.
-        choices: the words it may take; empty: any.
-        refused: words that Accelerate knows and Farflung does not do, each with what to use instead.
-        question: how `farflung config` asks for it, which may depend on the answers so far; None: it does not.
-        asked_when: whether the question makes sense after the answers so far.
-    """
-
-    name: str
-    kind: type
-    default: Value
-    help: str
-    variable: str
-    told_as: str | None
-    flags: tuple[str, ...]
-    in_file: bool = True
-    choices: tuple[str, ...] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
-    question: Question | None = None
-    asked_when: Callable[[Mapping[str, Value]], bool] = _always
-
-    def parse(
-        self, text: str, called: str, true: tuple[str, ...] = ("true",), false: tuple[str, ...] = ("false",)
-    ) -> Value:
-        """Return the value that `text` stands for.
-
-        Args:
-            called: the setting as its user knows it, to name it in an error: `--num_processes`, `train.yaml:3: debug`.
-            true, false: the words (in lower case) that mean yes and no.
-
-        Raises:
-            ConfigError: the text stands for no value of this setting.
-            Unsupported: it stands for something that Farflung does not do.
-        """
-        if self.kind is bool:
-            word = text.strip().lower()
-            if word not in true + false:
-                raise ConfigError(f"{called} is {text!r}; use {true[0]} or {false[0]}.")
-            return word in true
-        if self.kind is str:
-            return self._parse_word(text, called)
-        try:
-            value: Value = self.kind(text)
-        except ValueError:
-            noun = "an integer" if self.kind is int else "a number"
-            raise ConfigError(f"{called} is {text!r}; it must be {noun}.") from None
-        return value
-
-    def _parse_word(self, text: str, called: str) -> str:
-        word = text.lower()
-        if word in self.refused:
-            raise Unsupported(f"{called} is {text!r}, which Farflung does not support. {self.refused[word]}")
-        if not self.choices:
-            return text
-        if word not in self.choices:
-            raise ConfigError(
-                f"{called} is {text!r}; use one of {', '.join(self.choices)}.{did_you_mean(word, self.choices)}"
-            )
-        return word
-
-    def text(self, value: Value) -> str:
-        """Return `value` as a file or a variable holds it; `parse` reads it back."""
-        return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _several_machines(answers: Mapping[str, Value]) -> bool:
@@ -118,41 +37,8 @@ def _on_gpus(answers: Mapping[str, Value]) -> bool:
     return not answers["use_cpu"]
 
 
-def setting(
-    default: Value,
-    help: str,
-    *,
-    variable: str = "",
-    told: bool = False,
-    flags: tuple[str, ...] = (),
-    in_file: bool = True,
-    choices: tuple[str, ...] = (),
-    refused: Mapping[str, str] | None = None,
-    question: Question | None = None,
-    asked_when: Callable[[Mapping[str, Value]], bool] = _always,
-) -> Any:
-    """Declare one attribute of `LaunchSettings`; see `Field` for the arguments.
-
-    Without `variable` it is `FARFLUNG_` and the name; without `flags`, `--` and the name. `told`: the ranks find it in
-    its variable.
-    """
-    metadata = {
-        "default": default,
-        "help": help,
-        "variable": variable,
-        "told": told,
-        "flags": flags,
-        "in_file": in_file,
-        "choices": choices,
-        "refused": refused or {},
-        "question": question,
-        "asked_when": asked_when,
-    }
-    return field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True)
-class LaunchSettings:
+class LaunchSettings(LayoutSettings):
     """How a script is started. An object of this class is a set of settings that can work together.
 
     Raises:
@@ -350,6 +236,7 @@ class LaunchSettings:
         _ = self.outer
         self._check_machines()
         self._check_devices()
+        check_layout(self, self.num_processes, self.num_machines, self.outer_recipe)
         if self.module and self.no_python:
             raise ConfigError("--module and --no_python exclude each other: a module needs Python to run it.")
         if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", self.tee):
@@ -417,7 +304,8 @@ class LaunchSettings:
 
 def _listed() -> Iterator[Field]:
     hints = get_type_hints(LaunchSettings)
-    for attribute in fields(LaunchSettings):
+    inherited = LayoutSettings.__dataclass_fields__
+    for attribute in sorted(fields(LaunchSettings), key=lambda attribute: attribute.name in inherited):
         if attribute.name == "outer_options":
             yield from (_outer_field(option) for option in OPTIONS.values())
             continue
@@ -494,6 +382,8 @@ def rank_variables(settings: LaunchSettings) -> dict[str, str]:
         value = settings.value(entry.name)
         if entry.told_as is not None and value is not None:
             told[entry.told_as] = entry.text(value)
+    if settings.use_fsdp:
+        told.setdefault("FSDP_VERSION", "2")  # Accelerate, in a script of its, would take version 1
     if settings.gpu_list:
         told["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpu_list)
     return told

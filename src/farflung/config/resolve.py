@@ -11,8 +11,9 @@ from typing import Any
 from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.files import Stated, find_file, read_file
-from farflung.config.launch import FIELDS, Field, LaunchSettings, check_variables
+from farflung.config.launch import FIELDS, LaunchSettings, check_variables
 from farflung.config.outer import renamed
+from farflung.config.setting import Field
 
 _STRENGTH = {"flag": 3, "environment": 2, "file": 1, "default": 0}
 
@@ -61,6 +62,7 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     for entry in FIELDS:
         values[entry.name], origins[entry.name] = _first(entry, flags, stated)
     _let_the_stronger_choose_the_device(values, origins)
+    _check_used(values, origins)
     notes = tuple(one.note for name, one in stated.items() if one.note and origins[name].kind == "file")
     try:
         return Resolved(LaunchSettings.of(values), origins, path, notes)
@@ -72,7 +74,8 @@ def _first(entry: Field, flags: Mapping[str, str | bool], stated: Mapping[str, S
     if entry.name in flags:
         said = flags[entry.name]
         flag = entry.flags[-1]
-        return (said if isinstance(said, bool) else entry.parse(said, flag)), Origin("flag", flag)
+        value = said if isinstance(said, bool) else entry.parse(said, flag, environ.TRUE_WORDS, environ.FALSE_WORDS)
+        return value, Origin("flag", flag)
     text = environ.text(entry.variable)
     if text:
         called = f"The environment variable {entry.variable}"
@@ -96,6 +99,20 @@ def _let_the_stronger_choose_the_device(values: dict[str, Any], origins: dict[st
                 values[gpus], origins[gpus] = idle, origins["use_cpu"]
             elif gpu > cpu:
                 values["use_cpu"], origins["use_cpu"] = False, origins[gpus]
+
+
+def _check_used(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> None:
+    """Refuse flags and keys of a file that nothing reads. Variables may be for what the script itself makes.
+
+    Raises:
+        ConfigError: FSDP or a grid of ranks is described, and nobody asks for it.
+    """
+    for switch, prefix in (("use_fsdp", "fsdp_"), ("use_parallelism_config", "parallelism_config_")):
+        stated = [name for name in values if name.startswith(prefix) and origins[name].kind in ("flag", "file")]
+        if values[switch] is None and stated:
+            where = origins[stated[0]]
+            what = f"{where.place} ({stated[0]})" if where.kind == "file" else where.place
+            raise ConfigError(f"{what} is read only with --{switch}, which is not set. Set it too.")
 
 
 def _explained(error: ConfigError, path: Path | None, origins: Mapping[str, Origin]) -> ConfigError:

@@ -313,12 +313,11 @@ def _reshards(version: int, strategy: Any, given: Any) -> bool | int:
         return reshards
     if by_strategy is not None:
         return by_strategy
-    variables = ("FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY")
-    for variable in variables if version == 2 else reversed(variables):
-        said, called = _asked("", None, variable)
-        if said is not None:
-            return _reshard(version, said, called)
-    return True
+    word, called = _asked("", None, "FSDP_SHARDING_STRATEGY")
+    said, called_newer = _asked("", None, "FSDP_RESHARD_AFTER_FORWARD")
+    if said is not None and (version == 2 or word is None):
+        return _reshard(version, said, called_newer)
+    return True if word is None else _strategy(word, called)
 
 
 def _strategy(said: Any, called: str) -> bool:

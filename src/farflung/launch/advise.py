@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from farflung.base.errors import ConfigError
-from farflung.config.launch import Value
+from farflung.config.setting import Value
 from farflung.cost.forecast import Forecast
 from farflung.cost.units import parse_count, parse_rate, parse_seconds
 
@@ -22,13 +22,17 @@ def ask_outer(answers: Mapping[str, Value]) -> dict[str, Value]:
     """Ask whether replicas shall agree only now and then, and over which line; return the settings of what is advised.
 
     Args:
-        answers: to the questions before, by the settings' names. One process alone is asked nothing.
+        answers: to the questions before, by the settings' names. For one replica alone nothing is asked.
 
     Returns:
         nothing where plain data parallelism is wanted, or fast enough.
     """
     machines = int(answers["num_machines"] or 1)
     count = answers["num_processes"] or (machines if answers["use_cpu"] else max(2, machines))
+    shards = 1
+    if answers["use_fsdp"]:  # the rows of the grid are the replicas; each rank sends its shards alone
+        count = answers["parallelism_config_dp_replicate_size"] or 1
+        shards = int(answers["parallelism_config_dp_shard_size"] or 1)
     if int(count) == 1:
         return {}
     if not click.confirm("Is the network so slow that they should synchronize less often than in every step?"):
@@ -38,7 +42,7 @@ def ask_outer(answers: Mapping[str, Value]) -> dict[str, Value]:
     latency = _number("What is the one-way latency (half of a ping's round trip)?", parse_seconds, "1ms")
     parameters = _number("How many trainable parameters does the model have, such as 124M?", parse_count)
     step = _number("How long does one optimizer step take without communication, such as 500ms?", parse_seconds)
-    run = {"parameters": parameters, "layers": _LAYERS, "step_s": step, "replicas": int(count)}
+    run = {"parameters": parameters // shards, "layers": _LAYERS, "step_s": step, "replicas": int(count)}
     forecast = Forecast.of({**run, "bandwidth_bps": rate, "latency_s": latency}, None, _UTILIZATION)
     row = forecast.best or forecast.nearest
     click.echo(forecast.advice())

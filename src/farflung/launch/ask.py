@@ -10,8 +10,9 @@ import click
 
 from farflung.base.errors import FarflungError
 from farflung.config.files import find_file, own_file, write_file
-from farflung.config.launch import FIELDS, Field, LaunchSettings, Value, field_named
+from farflung.config.launch import FIELDS, LaunchSettings, field_named
 from farflung.config.resolve import Resolved, resolve
+from farflung.config.setting import Field, Value
 from farflung.config.spelling import BOTH_SPELLINGS
 from farflung.launch.advise import ask_outer
 from farflung.launch.options import SettingsCommand, given, launch_options
@@ -41,14 +42,37 @@ def ask() -> dict[str, Value]:
     for entry in FIELDS:
         if entry.question is not None and entry.asked_when(known):
             asked[entry.name] = known[entry.name] = _answer(entry, known)
-    return asked | ask_outer(known)
+    grid = _ask_grid(known)
+    return asked | grid | ask_outer(known | grid)
+
+
+def _ask_grid(answers: dict[str, Value]) -> dict[str, Value]:
+    """Ask how many processes share one copy of a sharded model, and return the grid that follows; nothing for all."""
+    count = int(answers["num_processes"] or 1)
+    sizes = [size for size in range(2, count) if count % size == 0]
+    if not answers["use_fsdp"] or not sizes:
+        return {}
+
+    def read(text: str) -> int:
+        if text and text not in map(str, sizes):
+            raise click.UsageError(
+                f"The answer is {text!r}; use one of {', '.join(map(str, sizes))}, or leave it empty."
+            )
+        return int(text or count)
+
+    question = f"How many processes share one copy of the model (empty: all {count})?"
+    size: int = click.prompt(question, default="", show_default=False, value_proc=read)
+    if size == count:
+        return {}
+    sides = {"replicate": count // size, "shard": size}
+    return {"use_parallelism_config": True} | {f"parallelism_config_dp_{name}_size": n for name, n in sides.items()}
 
 
 def _answer(entry: Field, known: dict[str, Value]) -> Value:
     assert entry.question is not None
     question = entry.question if isinstance(entry.question, str) else entry.question(known)
     if entry.kind is bool:
-        return click.confirm(question, default=bool(entry.default))
+        return click.confirm(question, default=bool(entry.default)) or entry.default
 
     def read(text: str) -> Value:
         try:

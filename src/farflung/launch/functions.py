@@ -14,8 +14,9 @@ from farflung.base.enums import DistributedType
 from farflung.base.errors import Unsupported
 from farflung.config import environ
 from farflung.config.foreign import foreign_flag
-from farflung.config.launch import FIELDS, Field, LaunchSettings, rank_variables
+from farflung.config.launch import FIELDS, LaunchSettings, rank_variables
 from farflung.config.resolve import resolve
+from farflung.config.setting import Field
 from farflung.config.spelling import underscored
 from farflung.launch.run import launch_script
 
@@ -62,8 +63,9 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def _add(parser: argparse.ArgumentParser, entry: Field) -> None:
     flags = [spelled for flag in entry.flags for spelled in dict.fromkeys((flag, _dashed(flag)))]
     text = entry.help.replace("%", "%%")
-    if entry.kind is not bool:
-        parser.add_argument(*flags, dest=entry.name, type=entry.kind, default=None, help=text)
+    if not entry.is_switch:
+        kind = str if entry.says_word else entry.kind
+        parser.add_argument(*flags, dest=entry.name, type=kind, default=None, help=text)
         return
     parser.add_argument(*flags, dest=entry.name, action="store_true", default=None, help=text)
     for flag in flags if entry.in_file else ():

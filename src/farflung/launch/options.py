@@ -9,7 +9,8 @@ import click
 
 from farflung.base.errors import Unsupported
 from farflung.config.foreign import foreign_flag
-from farflung.config.launch import FIELDS, Field
+from farflung.config.launch import FIELDS
+from farflung.config.setting import Field
 from farflung.config.spelling import BOTH_SPELLINGS, underscored
 
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
@@ -22,11 +23,12 @@ def launch_options() -> list[click.Parameter]:
 
 
 def _option(entry: Field) -> click.Option:
-    if entry.kind is bool:
+    if entry.is_switch:
         words = [f"{flag}/--no_{flag[2:]}" if entry.in_file and flag[1] == "-" else flag for flag in entry.flags]
         return click.Option([entry.name, *words], is_flag=True, default=None, help=_help(entry))
     # A text whatever the kind: the settings parse it themselves, as they do for files and variables.
-    choices = "|".join(entry.choices) if len(entry.choices) > 1 else ""
+    takes = ("true", "false") if entry.kind is bool else entry.choices
+    choices = "|".join(takes) if len(takes) > 1 else ""
     metavar = choices if 0 < len(choices) <= _LONGEST_METAVAR else _METAVARS[entry.kind]
     return click.Option([entry.name, *entry.flags], type=str, default=None, metavar=metavar, help=_help(entry))
 

@@ -18,6 +18,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.words import counted, plural
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings, rank_variables
+from farflung.config.layout import check_layout
 from farflung.launch.network import DEFAULT_PORT, Interface, choose_interface, refuse_busy_port, resolve_host
 from farflung.launch.script import command_line, refuse_accelerate
 
@@ -84,6 +85,7 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -
     if settings.outer_recipe is not None and not settings.no_python and not settings.as_accelerate:
         refuse_accelerate(settings, script)
     num_local, on_cpu = _count_processes(settings)
+    check_layout(settings, num_local * settings.num_machines, settings.num_machines, settings.outer_recipe)
     if settings.num_cpu_threads_per_process is not None:
         fit_for_cores(settings.num_cpu_threads_per_process, "num_cpu_threads_per_process", "thread")
     if settings.log_dir is not None and Path(settings.log_dir).exists() and not Path(settings.log_dir).is_dir():

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launch settings that say how ranks share models: FSDP, the grid of ranks, and islands; and what goes together.
+
+Names, values and variables are Accelerate's, but for `island_size`, which is Farflung's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from farflung.base.errors import ConfigError, FarflungError, Unsupported
+from farflung.base.words import counted
+from farflung.config.setting import Value, setting
+from farflung.config.sharding import FullyShardedDataParallelPlugin
+
+HOST = "host"
+_PLUGIN = FullyShardedDataParallelPlugin.__name__
+# The plugin's arguments that the launch settings call otherwise.
+_ARGUMENTS = {"offload_params": "cpu_offload", "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap"}
+_OTHER_AXES = {"tp_size": "tensor", "cp_size": "context", "sp_size": "sequence"}
+_GRID = "parallelism_config_"
+
+
+def _several(answers: Mapping[str, Value]) -> bool:
+    count = answers["num_processes"]
+    return int(answers["num_machines"] or 1) > 1 or (not answers["use_cpu"] if count is None else int(count) > 1)
+
+
+def _sharded(answers: Mapping[str, Value]) -> bool:
+    return bool(answers["use_fsdp"])
+
+
+def _by_class(answers: Mapping[str, Value]) -> bool:
+    return _sharded(answers) and answers["fsdp_auto_wrap_policy"] == "transformer_based_wrap"
+
+
+def _by_size(answers: Mapping[str, Value]) -> bool:
+    return _sharded(answers) and answers["fsdp_auto_wrap_policy"] == "size_based_wrap"
+
+
+@dataclass(frozen=True)
+class LayoutSettings:
+    """How ranks share models; `check_layout` says what goes together."""
+
+    use_fsdp: bool | None = setting(
+        None,
+        "Shard models over the processes (FSDP2). The --fsdp flags set how. [the script's plugin, if any]",
+        variable="ACCELERATE_USE_FSDP",
+        told=True,
+        question="Shard each model over the processes (FSDP), for models that are too large for one?",
+        asked_when=_several,
+    )
+    fsdp_version: int | None = setting(
+        None,
+        "2; with 1, the settings of FSDP version 1 are translated. [2]",
+        variable="FSDP_VERSION",
+        told=True,
+    )
+    fsdp_reshard_after_forward: str | None = setting(
+        None,
+        "Free gathered parameters between forward and backward: true, false, or over how many ranks to keep them "
+        "sharded. [true]",
+        variable="FSDP_RESHARD_AFTER_FORWARD",
+        told=True,
+    )
+    fsdp_auto_wrap_policy: str | None = setting(
+        None,
+        "Which modules are gathered one by one. [no_wrap]",
+        variable="FSDP_AUTO_WRAP_POLICY",
+        told=True,
+        choices=("transformer_based_wrap", "size_based_wrap", "no_wrap"),
+        question="Which modules are gathered one by one?",
+        asked_when=_sharded,
+    )
+    fsdp_transformer_layer_cls_to_wrap: str | None = setting(
+        None,
+        "Class names for transformer_based_wrap, separated by commas. [those that the model names]",
+        variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
+        told=True,
+        question="Class names of the model's layers, separated by commas (empty: those that the model names)?",
+        asked_when=_by_class,
+    )
+    fsdp_min_num_params: int | None = setting(
+        None,
+        "Number of parameters from which size_based_wrap takes a module. [100000000]",
+        variable="FSDP_MIN_NUM_PARAMS",
+        told=True,
+        question="From how many parameters on is a module gathered by itself (empty: 100 million)?",
+        asked_when=_by_size,
+    )
+    fsdp_offload_params: bool | None = setting(
+        None,
+        "Keep parameters, gradients and optimizer states in host memory. [false]",
+        variable="FSDP_OFFLOAD_PARAMS",
+        told=True,
+        says_word=True,
+        question="Keep parameters, gradients and optimizer states in host memory (slow)?",
+        asked_when=_sharded,
+    )
+    fsdp_activation_checkpointing: bool | None = setting(
+        None,
+        "Recompute activations in the backward pass. [false]",
+        variable="FSDP_ACTIVATION_CHECKPOINTING",
+        told=True,
+        says_word=True,
+        question="Recompute activations in the backward pass, to save memory?",
+        asked_when=_sharded,
+    )
+    fsdp_activation_checkpointing_offload: bool | None = setting(
+        None,
+        "Keep what activations are recomputed from in host memory. [false]",
+        variable="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+        told=True,
+        says_word=True,
+    )
+    fsdp_cpu_ram_efficient_loading: bool | None = setting(
+        None,
+        "Load weights on rank 0 alone and hand them out; for transformers' models. [false]",
+        variable="FSDP_CPU_RAM_EFFICIENT_LOADING",
+        told=True,
+        says_word=True,
+    )
+    fsdp_state_dict_type: str | None = setting(
+        None,
+        "What save_state writes: each rank its shards, or rank 0 the whole. [sharded_state_dict]",
+        variable="FSDP_STATE_DICT_TYPE",
+        told=True,
+        choices=("sharded_state_dict", "full_state_dict"),
+        refused={"local_state_dict": "Use sharded_state_dict."},
+    )
+    fsdp_ignored_modules: str | None = setting(
+        None,
+        "Regular expression of the names of modules that stay whole.",
+        variable="FSDP_IGNORED_MODULES",
+        told=True,
+    )
+    fsdp_sharding_strategy: str | None = setting(
+        None,
+        "Version 1's fsdp_reshard_after_forward: FULL_SHARD is true, SHARD_GRAD_OP false.",
+        variable="FSDP_SHARDING_STRATEGY",
+        told=True,
+    )
+    fsdp_backward_prefetch: str | None = setting(
+        None,
+        "Version 1's; BACKWARD_PRE, which FSDP2 always does, or NO_PREFETCH.",
+        variable="FSDP_BACKWARD_PREFETCH",
+        told=True,
+    )
+    fsdp_forward_prefetch: bool | None = setting(
+        None,
+        "Version 1's; only false is supported.",
+        variable="FSDP_FORWARD_PREFETCH",
+        told=True,
+        says_word=True,
+    )
+    fsdp_use_orig_params: bool | None = setting(
+        None,
+        "Version 1's. It changes nothing: FSDP2 always has the original parameters.",
+        variable="FSDP_USE_ORIG_PARAMS",
+        told=True,
+        says_word=True,
+    )
+    fsdp_sync_module_states: bool | None = setting(
+        None,
+        "Version 1's. It changes nothing: all ranks always start from the values of rank 0.",
+        variable="FSDP_SYNC_MODULE_STATES",
+        told=True,
+        says_word=True,
+    )
+    use_parallelism_config: bool | None = setting(
+        None,
+        "Arrange the processes as a grid, whose sizes the --parallelism_config flags set. [the script's, if any]",
+        variable="ACCELERATE_USE_PARALLELISM_CONFIG",
+        told=True,
+    )
+    parallelism_config_dp_replicate_size: int | None = setting(
+        None,
+        "How many copies of a model there are: rows of the grid. [1]",
+        variable="PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+        told=True,
+    )
+    parallelism_config_dp_shard_size: int | None = setting(
+        None,
+        "Over how many processes one copy is sharded: columns of the grid. [1]",
+        variable="PARALLELISM_CONFIG_DP_SHARD_SIZE",
+        told=True,
+    )
+    parallelism_config_tp_size: int | None = setting(
+        None,
+        "Tensor parallelism; only 1 is supported.",
+        variable="PARALLELISM_CONFIG_TP_SIZE",
+        told=True,
+    )
+    parallelism_config_cp_size: int | None = setting(
+        None,
+        "Context parallelism; only 1 is supported.",
+        variable="PARALLELISM_CONFIG_CP_SIZE",
+        told=True,
+    )
+    parallelism_config_sp_size: int | None = setting(
+        None,
+        "Sequence parallelism; only 1 is supported.",
+        variable="PARALLELISM_CONFIG_SP_SIZE",
+        told=True,
+    )
+    island_size: str | None = setting(
+        None,
+        "With --outer: how many neighbouring processes average gradients in every step; `host` for those of one "
+        "machine. [1]",
+        told=True,
+    )
+
+    @property
+    def num_replicas(self) -> int:
+        """Rows of the grid that is asked for."""
+        return (self.parallelism_config_dp_replicate_size or 1) if self.use_parallelism_config else 1
+
+    @property
+    def num_shards(self) -> int:
+        """Columns of the grid that is asked for."""
+        return (self.parallelism_config_dp_shard_size or 1) if self.use_parallelism_config else 1
+
+
+def check_layout(said: LayoutSettings, num_processes: int | None, num_machines: int, outer_recipe: str | None) -> None:
+    """Check the settings against each other and the number of processes.
+
+    Args:
+        num_processes: on all machines together; None: not known yet.
+        outer_recipe: the outer loop that the launcher is asked for.
+
+    Raises:
+        ConfigError: they can't work together.
+        Unsupported: an axis other than those of the data, or a setting of FSDP version 1 without equal in version 2.
+    """
+    _check_grid(said, num_processes)
+    if said.use_fsdp:
+        _check_plugin(said)
+    is_sharded = bool(said.use_fsdp) or said.num_shards > 1
+    if is_sharded and outer_recipe is not None and said.num_replicas == 1 and num_processes != 1:
+        half = "N" if num_processes is None else max(1, num_processes // 2)
+        raise ConfigError(
+            f"--outer {outer_recipe} averages replicas, but with FSDP over all processes there is one copy of the "
+            "model. Make several: --use_parallelism_config --parallelism_config_dp_replicate_size 2 "
+            f"--parallelism_config_dp_shard_size {half}."
+        )
+    if said.island_size is not None:
+        _check_islands(said.island_size, is_sharded, num_processes, num_machines, outer_recipe)
+
+
+def _check_grid(said: LayoutSettings, num_processes: int | None) -> None:
+    for name in ("dp_replicate_size", "dp_shard_size", *_OTHER_AXES):
+        size = getattr(said, _GRID + name)
+        if size is not None and size < 1:
+            raise ConfigError(f"{_GRID}{name} is {size}; it must be at least 1.")
+        if name in _OTHER_AXES and (size or 1) > 1:
+            raise Unsupported(
+                f"{_GRID}{name} is {size}: {_OTHER_AXES[name]} parallelism is not supported yet. Leave it out, and "
+                f"shard the model over more processes with {_GRID}dp_shard_size."
+            )
+    if not said.use_parallelism_config or num_processes == 1 == said.num_replicas * said.num_shards:
+        return
+    if said.use_fsdp and said.num_shards == 1:
+        raise ConfigError(
+            f"{_GRID}dp_shard_size is 1, so FSDP has nothing to shard over. Set it above 1, or leave out use_fsdp."
+        )
+    product = said.num_replicas * said.num_shards
+    if num_processes is not None and product not in (1, num_processes):
+        raise ConfigError(
+            f"{_GRID}dp_replicate_size ({said.num_replicas}) times {_GRID}dp_shard_size ({said.num_shards}) is "
+            f"{product}, but there {'is' if num_processes == 1 else 'are'} {counted(num_processes, 'process')}. The "
+            "product must be the number of processes on all machines."
+        )
+
+
+def _check_plugin(said: LayoutSettings) -> None:
+    """Make the plugin that the ranks will make, so that what it refuses is refused here, in the launcher's words."""
+    names = [name for name in LayoutSettings.__dataclass_fields__ if name.startswith("fsdp_")]
+    arguments = {name: _ARGUMENTS.get(short := name.removeprefix("fsdp_"), short) for name in names}
+    arguments["fsdp_version"] = "fsdp_version"
+    try:
+        FullyShardedDataParallelPlugin(
+            **{argument: getattr(said, name) for name, argument in arguments.items() if getattr(said, name) is not None}
+        )
+    except FarflungError as error:
+        message = str(error)
+        for name, argument in arguments.items():
+            message = message.replace(f"{_PLUGIN}: {argument} ", f"{name} ")
+        raise type(error)(message) from None
+
+
+def _check_islands(
+    size: str, is_sharded: bool, num_processes: int | None, num_machines: int, outer_recipe: str | None
+) -> None:
+    if size != HOST and not (size.isdigit() and int(size) > 0):
+        raise ConfigError(f"island_size is {size!r}; use a number of processes, or `{HOST}` for those of one machine.")
+    if is_sharded:
+        raise ConfigError(
+            f"island_size is {size}, but with FSDP the processes that share a sharded model are an island. Set "
+            f"{_GRID}dp_shard_size to their number instead."
+        )
+    if outer_recipe is None:
+        raise ConfigError(
+            f"island_size is {size}, which is for an outer loop, but there is no --outer. Set one, or leave out "
+            "island_size: all processes then average gradients in every step."
+        )
+    if size == HOST:
+        if num_machines == 1 and num_processes != 1:
+            raise ConfigError(
+                f"island_size is {HOST}, but there is one machine, so --outer {outer_recipe} has nothing to average. "
+                "Use a number of processes."
+            )
+        return
+    if num_processes is not None and (num_processes % int(size) or num_processes == int(size) > 1):
+        raise ConfigError(
+            f"island_size is {size}, but there are {counted(num_processes, 'process')}. Islands are alike and several: "
+            "use a smaller divisor of the number of processes."
+        )

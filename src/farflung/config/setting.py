@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one launch setting is: its value, its help, and every form in which a user states it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from farflung.base.errors import ConfigError, Unsupported, did_you_mean
+
+Value = int | float | bool | str | None
+Question = str | Callable[[Mapping[str, Value]], str]
+
+
+def _always(answers: Mapping[str, Value]) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Field:
+    """One launch setting and every form it takes.
+
+    Attributes:
+        name: its name in `LaunchSettings`, and its key in a configuration file.
+        kind: int, float, bool or str.
+        default: its value when nobody says anything.
+        help: what it does.
+        variable: the environment variable that sets it.
+        told_as: the environment variable in which the ranks find it; None: they need not know.
+        flags: the words of the command line, without their negative forms; either spelling, `_` or `-`, works for each.
+        in_file: a configuration file may set it.
+        says_word: its flag is followed by `true` or `false`, as Accelerate's for FSDP are; of a bool alone.
+        choices: the words it may take; empty: any.
+        refused: words that Accelerate knows and Farflung does not do, each with what to use instead.
+        question: how `farflung config` asks for it, which may depend on the answers so far; None: it does not.
+        asked_when: whether the question makes sense after the answers so far.
+    """
+
+    name: str
+    kind: type
+    default: Value
+    help: str
+    variable: str
+    told_as: str | None
+    flags: tuple[str, ...]
+    in_file: bool = True
+    says_word: bool = False
+    choices: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    question: Question | None = None
+    asked_when: Callable[[Mapping[str, Value]], bool] = _always
+
+    def parse(
+        self, text: str, called: str, true: tuple[str, ...] = ("true",), false: tuple[str, ...] = ("false",)
+    ) -> Value:
+        """Return the value that `text` stands for.
+
+        Args:
+            called: the setting as its user knows it, to name it in an error: `--num_processes`, `train.yaml:3: debug`.
+            true, false: the words (in lower case) that mean yes and no.
+
+        Raises:
+            ConfigError: the text stands for no value of this setting.
+            Unsupported: it stands for something that Farflung does not do.
+        """
+        if self.kind is bool:
+            word = text.strip().lower()
+            if word not in true + false:
+                raise ConfigError(f"{called} is {text!r}; use {true[0]} or {false[0]}.")
+            return word in true
+        if self.kind is str:
+            return self._parse_word(text, called)
+        try:
+            value: Value = self.kind(text)
+        except ValueError:
+            noun = "an integer" if self.kind is int else "a number"
+            raise ConfigError(f"{called} is {text!r}; it must be {noun}.") from None
+        return value
+
+    def _parse_word(self, text: str, called: str) -> str:
+        word = text.lower()
+        if word in self.refused:
+            raise Unsupported(f"{called} is {text!r}, which Farflung does not support. {self.refused[word]}")
+        if not self.choices:
+            return text
+        if word not in self.choices:
+            raise ConfigError(
+                f"{called} is {text!r}; use one of {', '.join(self.choices)}.{did_you_mean(word, self.choices)}"
+            )
+        return word
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether its flag stands alone: the flag means yes, and its negative form no."""
+        return self.kind is bool and not self.says_word
+
+    def text(self, value: Value) -> str:
+        """Return `value` as a file or a variable holds it; `parse` reads it back."""
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def setting(
+    default: Value,
+    help: str,
+    *,
+    variable: str = "",
+    told: bool = False,
+    flags: tuple[str, ...] = (),
+    in_file: bool = True,
+    says_word: bool = False,
+    choices: tuple[str, ...] = (),
+    refused: Mapping[str, str] | None = None,
+    question: Question | None = None,
+    asked_when: Callable[[Mapping[str, Value]], bool] = _always,
+) -> Any:
+    """Declare one attribute of `LaunchSettings`; see `Field` for the arguments.
+
+    Without `variable` it is `FARFLUNG_` and the name; without `flags`, `--` and the name. `told`: the ranks find it in
+    its variable.
+    """
+    metadata = {
+        "default": default,
+        "help": help,
+        "variable": variable,
+        "told": told,
+        "flags": flags,
+        "in_file": in_file,
+        "says_word": says_word,
+        "choices": choices,
+        "refused": refused or {},
+        "question": question,
+        "asked_when": asked_when,
+    }
+    return field(default=default, metadata=metadata)
