@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What four ranks put on the network is what the cost model says, recipe by recipe: read at the interface itself.
+"""What four ranks put on the network is what the cost model says, read at the interface: each recipe, and FSDP.
 
 A network namespace of its own has a loopback interface over which nothing goes but what these ranks send.
 """
@@ -15,7 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from farflung.cost.layout import ModelSize, RankLayout, estimate
 from farflung.cost.model import Run, cost_of, hops
 from farflung.cost.recipes import method_of
 from farflung.outer import (
@@ -90,9 +93,21 @@ def on_the_wire(name):
     return after - before, counted.bytes_sent, counted.rounds
 
 
+def on_the_wire_of_a_row():
+    """Bytes of all ranks at the interface in one step of FSDP."""
+    net, mesh = model(), init_device_mesh("cpu", (RANKS,))
+    for module in (*net, net):
+        fully_shard(module, mesh=mesh)
+    x = torch.rand(1, WIDTH)
+    net(x).sum().backward()
+    before = sent_by_all()
+    net(x).sum().backward()
+    return sent_by_all() - before
+
+
 def measure():
     torch.manual_seed(dist.get_rank())
-    return {name: on_the_wire(name) for name in RECIPES}
+    return {name: on_the_wire(name) for name in RECIPES} | {"FSDP": on_the_wire_of_a_row()}
 
 
 def main():
@@ -124,4 +139,13 @@ def test_bytes_at_the_interface_are_those_of_the_cost_model(measured, name):
     rounds = method.fragments + sum(method.every // every - 1 for every, _ in method.levels)
     messages = ROUNDS * RANKS * rounds * (buckets * hops(method.exchange, RANKS) + meetings)
     seen = max(rank[name][0] for rank in measured)
+    assert forecast <= seen <= 1.01 * forecast + messages * OVERHEAD_BYTES_A_MESSAGE
+
+
+@pytest.mark.law("forecast-is-sent")
+def test_bytes_at_the_interface_are_those_of_the_estimate_of_a_row(measured):
+    layout = RankLayout(1, RANKS, sharded=True, gloo=True)
+    forecast = RANKS * estimate(ModelSize((0, *[WIDTH**2] * LAYERS)), layout).row_bytes
+    messages = RANKS * LAYERS * (2 * hops("gathered", RANKS) + hops("reduced", RANKS))
+    seen = max(rank["FSDP"] for rank in measured)
     assert forecast <= seen <= 1.01 * forecast + messages * OVERHEAD_BYTES_A_MESSAGE

@@ -9,7 +9,7 @@ while gradients are reduced. A rank that shards holds N/S of everything; one tha
     gathered    = p (root + 2L)           one group computes while the next one arrives; the root's stays
                   p N                     where nothing is resharded after the forward pass
     reducing    = p (root + L) + r L      a group's gradients, and the buffer that is reduced; the root's gradients wait
-    row, a step = (S-1)/S (p N, again p N for the backward pass where weights were resharded, r N for gradients)
+    row, a step = (S-1)/S (p N, p (N - root) again for the backward pass, r N for gradients)
     column      = 2(R-1)/R r N/S a step   or what the outer loop sends of N/S parameters in a round
 
 Sources: what is divided by S is stage 3 of ZeRO (arXiv:1910.02054); what is held in a step is what `fully_shard` of
@@ -93,8 +93,8 @@ class RankLayout:
         dp_replicate_size: rows: ranks of a column, which hold the same values.
         dp_shard_size: columns: ranks of a row, an island where there is an outer loop.
         sharded: a row shards one copy of the model (FSDP); otherwise each rank holds all of it (DDP).
-        reshard: sharded weights are given back after the forward pass and gathered again for the backward pass; None:
-            all but the root's, as torch does by itself.
+        reshard: sharded weights are given back after the forward pass and gathered again for the backward pass: all but
+            the root's, unless there are no others. (`reshard_after_forward`)
         param_bytes: of a gathered weight, and of its gradient; None: as at rest. (`MixedPrecisionPolicy.param_dtype`)
         reduce_bytes: of a gradient that is reduced; None: as gathered. (`MixedPrecisionPolicy.reduce_dtype`)
         micro_batches: backward passes of a step, of which the last one reduces the gradients (`accumulate`).
@@ -108,7 +108,7 @@ class RankLayout:
     dp_replicate_size: int = 1
     dp_shard_size: int = 1
     sharded: bool = False
-    reshard: bool | None = True
+    reshard: bool = True
     param_bytes: int | None = None
     reduce_bytes: int | None = None
     micro_batches: int = 1
@@ -196,7 +196,7 @@ def _in_passes(size: ModelSize, layout: RankLayout, gradients: float) -> tuple[f
         return 0.0, buckets, gradients + buckets
     param, reduce = _pass_bytes(size, layout)
     share = size.num_trained / size.parameters
-    keeps, accumulates = layout.reshard is False, layout.micro_batches > 1
+    keeps, accumulates = not layout.reshard, layout.micro_batches > 1
     moving = size.root + sum(size.largest_two)
     gathered = param * (size.parameters if keeps else moving)
     waiting = share * (reduce * size.parameters if accumulates else param * size.root)
@@ -220,7 +220,7 @@ def _weight_bytes(size: ModelSize, layout: RankLayout) -> float:
     """Return what a rank sends of weights to its row in a step."""
     if not layout.sharded:
         return 0.0
-    again = {True: size.parameters, None: size.parameters - size.root, False: 0}[layout.reshard]
+    again = layout.reshard * (sum(size.groups[1:]) or size.root)
     times = layout.micro_batches * (size.parameters + again)
     return copies("gathered", layout.dp_shard_size) * _pass_bytes(size, layout)[0] * times / layout.dp_shard_size
 
