@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 
 from farflung.accelerator import lazy
 from farflung.accelerator import session as slot
-from farflung.accelerator.checkpoints import Checkpointer, Checkpointing
-from farflung.accelerator.contents import Run
+from farflung.accelerator.checkpoints import Checkpointing
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController
 from farflung.accelerator.engines import UnsupportedAxes
@@ -26,6 +25,7 @@ from farflung.accelerator.operations import extract_model_from_parallel, gather_
 from farflung.accelerator.outer import OpenLoops, OuterMethods
 from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
 from farflung.accelerator.properties import AcceleratorProperties
+from farflung.accelerator.run import Run
 from farflung.accelerator.settings import (
     check_folders,
     check_init,
@@ -173,8 +173,9 @@ class Accelerator(AcceleratorProperties, UnsupportedAxes, OuterMethods, Checkpoi
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scheduler_ticks=scheduler_ticks,
         )
-        run = Run(self._joined, self._loop, self._precision, self._strategy, self._registry, self._open_loops, [])
-        self._checkpointer = Checkpointer(run, self.project_configuration)
+        self._run = Run(
+            self._joined, self._loop, self._precision, self._strategy, self._registry, loops, [], layout.fsdp
+        )
         self.flag_tensor: Tensor | None = None
 
     # ---- making things ready
@@ -401,7 +402,7 @@ class Accelerator(AcceleratorProperties, UnsupportedAxes, OuterMethods, Checkpoi
         """Wait for the last checkpoint to be written, finish the trackers, and destroy the process group."""
         try:
             self._controller.end()
-            self._checkpointer.settle()
+            self._settle_checkpoints()
         finally:
             if self._tracking is not None:
                 self._tracking.finish()

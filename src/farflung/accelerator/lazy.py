@@ -10,8 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from farflung.accelerator.checkpointer import Checkpointer as Checkpointer
     from farflung.accelerator.join import join_uneven_inputs as join_uneven_inputs
+    from farflung.accelerator.states import gathered_model as gathered_model
     from farflung.big_model.load import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+    from farflung.checkpoint.export import save_sharded as save_sharded
+    from farflung.checkpoint.save import save_object as save_object
+    from farflung.checkpoint.sharded import Draft as Draft
+    from farflung.checkpoint.sharded import Stored as Stored
+    from farflung.checkpoint.sharded import nested as nested
     from farflung.config.fp8 import AORecipeKwargs as AORecipeKwargs
     from farflung.config.launch import launched_outer as launched_outer
     from farflung.config.launch import outer_variables as outer_variables
@@ -34,6 +41,10 @@ if TYPE_CHECKING:
     from farflung.tracking.tracking import Tracking as Tracking
 
 _WHERE = {
+    "Checkpointer": "farflung.accelerator.checkpointer",
+    "Draft": "farflung.checkpoint.sharded",
+    "Stored": "farflung.checkpoint.sharded",
+    "nested": "farflung.checkpoint.sharded",
     "get_state_dict_offloaded_model": "farflung.big_model.load",
     "AORecipeKwargs": "farflung.config.fp8",
     "FullyShardedDataParallelPlugin": "farflung.config.sharding",
@@ -46,6 +57,7 @@ _WHERE = {
     "check_model": "farflung.outer.asked",
     "chosen_recipe": "farflung.outer.named",
     "OuterConfig": "farflung.outer.named",
+    "gathered_model": "farflung.accelerator.states",
     "join_uneven_inputs": "farflung.accelerator.join",
     "launched_outer": "farflung.config.launch",
     "local_sgd": "farflung.outer.recipes",
@@ -55,6 +67,8 @@ _WHERE = {
     "profile": "farflung.tools.profile",
     "recipe_of": "farflung.outer.named",
     "release_memory": "farflung.tools.memory",
+    "save_object": "farflung.checkpoint.save",
+    "save_sharded": "farflung.checkpoint.export",
     "renamed": "farflung.config.outer",
 }
 

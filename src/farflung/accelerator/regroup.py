@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +53,7 @@ def regrouped(
     own = dict(owns[0])
     own["gradients"] = _mean_gradients(owns, notes)
     if own["gradients"] is None:
-        own["gradients"] = [None] * len(own["optimizers"])
-        own["loop"] = {"windows": [{**one, **_FRESH} for one in own["loop"]["windows"]]}
+        own, _ = without_gradients(own)
     own["buffers"], own["asks_for_buffers"] = [], []
     own["optimizers"] = [{**one, "is_own": False} for one in own["optimizers"]]
     own["loaders"] = [
@@ -70,9 +69,17 @@ def regrouped(
 _FRESH = {"size": 0, "complete": True, "items": 0.0, "scale": None}
 
 
-def joined_loops(folder: Path, old: int) -> list[MergedState]:
-    """Return what becomes of the outer loops in a checkpoint of `old` ranks; nothing where there are none."""
-    paths = [folder / layout.outer_state(rank) for rank in range(old)]
+def without_gradients(own: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a rank's own state with its accumulation windows at their beginning, and notes on what that loses."""
+    lost = any(gradients is not None for gradients in own["gradients"] or ())
+    loop = {"windows": [{**one, **_FRESH} for one in own["loop"]["windows"]]}
+    notes = ["the unfinished accumulation window was of other shards: it starts over"] if lost else []
+    return {**own, "gradients": [None] * len(own["optimizers"]), "loop": loop}, notes
+
+
+def joined_loops(folder: Path, ranks: Iterable[int]) -> list[MergedState]:
+    """Return what becomes of the outer loops of `ranks`, those that held the same shards; [] where there are none."""
+    paths = [folder / layout.outer_state(rank) for rank in ranks]
     if not all(is_file(path) for path in paths):
         return []
     return [lazy.merge_states(column) for column in zip(*(read_torch(path)["loops"] for path in paths), strict=True)]
@@ -83,6 +90,9 @@ def _mean_gradients(owns: list[dict[str, Any]], notes: list[str]) -> list[Any] |
     scales = {window["scale"] for own in owns for window in own["loop"]["windows"]}
     if scales != {None}:
         notes.append("the unfinished accumulation window was weighted by num_items: it starts over")
+        return None
+    if any(own.get("spread") for own in owns) and any(one is not None for own in owns for one in own["gradients"]):
+        notes.append("the unfinished accumulation window was of other shards: it starts over")
         return None
     joined: list[Any] = []
     for column in zip(*(own["gradients"] for own in owns), strict=True):

@@ -133,8 +133,8 @@ def _belonging(target: Path) -> set[str]:
         old = Manifest.read(target)
     except CheckpointError:  # damaged; what it was is told by the names
         old = None
-    folders = [target, *(target / name for name in layout.FOLDERS)]
-    paths = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]  # not all that lies in there
+    inner = [path for path in target.iterdir() if path.name in layout.FOLDERS or layout.is_shards(path.name)]
+    paths = [path for folder in [target, *inner] if folder.is_dir() for path in folder.iterdir()]  # not all in there
     known = {name for name in (path.relative_to(target).as_posix() for path in paths) if layout.is_known(name)}
     return known | (set() if old is None else set(old.files))
 

@@ -35,7 +35,7 @@ def is_checkpoint(folder: Path) -> bool:
     """Say whether a folder is a checkpoint, whole or not, and not a folder of checkpoints."""
     if layout.manifest(folder).exists() or (folder / atomic.READY).is_dir():
         return True
-    return any(layout.is_known(path.name) for path in folder.iterdir())
+    return any(layout.is_known(path.name) or layout.is_shards(path.name) for path in folder.iterdir())
 
 
 def candidates(folder: Path) -> list[Path]:

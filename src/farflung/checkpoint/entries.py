@@ -35,13 +35,34 @@ class Entry:
     origin: str = ""
 
 
-def write(entry: Entry, folder: Path, threaded: bool = True) -> FileRecord:
+class FolderEntry(Entry):
+    """A folder into which several ranks write, each its own files. All of them have an entry of its name."""
+
+    def write(self, folder: Path, threaded: bool = True) -> Any:
+        """Write this rank's files and wait for the disk; return what `finish` has to know of it on another rank."""
+        raise NotImplementedError
+
+    def finish(self, folder: Path, written: Sequence[Any]) -> dict[str, FileRecord]:
+        """Write what belongs to all ranks, on one of them, and return the records of all files in the folder.
+
+        Args:
+            written: what `write` returned, by rank.
+        """
+        raise NotImplementedError
+
+
+def write(entry: Entry, folder: Path, threaded: bool = True) -> Any:
     """Write an entry and wait for the disk; without `threaded` no thread is started for it.
+
+    Returns:
+        the file's record; for a folder, what its `write` returns.
 
     Raises:
         OSError: as on a full disk.
         ConfigError: it could not be loaded again, because it holds something that is not plain data.
     """
+    if isinstance(entry, FolderEntry):
+        return entry.write(folder, threaded)
     path = folder / entry.name
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileWriter(path, threaded) as writer:

@@ -18,6 +18,7 @@ TORCHDATA_LOADERS = "dl_state_dict*.bin"  # what Accelerate writes of loaders th
 MANIFEST = "farflung.json"
 FORMER_MANIFEST = f"{FORMER_NAME}.json"
 MANIFESTS = (MANIFEST, FORMER_MANIFEST)
+SHARDS_INDEX = ".metadata"  # in a folder of shards: what is where, as torch's DCP writes it
 
 _PER_OBJECT = ("optimizer", "scheduler", "sampler", "dl_state_dict")
 _KNOWN = re.compile(
@@ -25,8 +26,13 @@ _KNOWN = re.compile(
     r"|(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)|(model|pytorch_model)\.(safetensors|bin)\.index\.json"
     rf"|({'|'.join(_PER_OBJECT)})(_\d+)?\.bin|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
     r"|(loop_state|outer_state)/rank_\d+\.bin"
+    r"|(pytorch_model_fsdp|optimizer)_\d+/(\.metadata|__\d+_\d+\.distcp)|pytorch_model_fsdp(_\d+)?\.bin"
 )
-_MODEL = re.compile(r"(model|pytorch_model)(_\d+|-\d{5}-of-\d{5})?\.(safetensors|bin)")
+_SHARDS = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
+_MODEL = re.compile(
+    r"(model|pytorch_model)(_\d+|-\d{5}-of-\d{5})?\.(safetensors|bin)"
+    r"|pytorch_model_fsdp(_\d+)?\.bin|pytorch_model_fsdp_\d+/\.metadata"
+)
 _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 _TORCH = (".bin", ".pt", ".pkl")
 
@@ -40,6 +46,21 @@ def model(index: int, safe: bool = True) -> str:
 def model_index(safe: bool = True) -> str:
     """Return the name of the file that says in which shard each weight is."""
     return f"{model(0, safe)}.index.json"
+
+
+def model_shards(index: int) -> str:
+    """Return the name of the folder with the shards of model `index`."""
+    return f"pytorch_model_fsdp_{index}"
+
+
+def gathered_model(index: int) -> str:
+    """Return the name of the file in which Accelerate keeps the weights of a sharded model that it gathered."""
+    return f"{_numbered('pytorch_model_fsdp', index)}.bin"
+
+
+def optimizer_shards(index: int) -> str:
+    """Return the name of the folder with the shards of optimizer `index`."""
+    return f"optimizer_{index}"
 
 
 def optimizer(index: int) -> str:
@@ -86,6 +107,11 @@ def manifest(folder: Path) -> Path:
 def is_known(name: str) -> bool:
     """Say whether a file of this name belongs to a checkpoint."""
     return _KNOWN.fullmatch(name) is not None
+
+
+def is_shards(name: str) -> bool:
+    """Say whether this is the name of a folder of shards."""
+    return _SHARDS.fullmatch(name) is not None
 
 
 def is_model(name: str) -> bool:

@@ -16,7 +16,7 @@ from farflung.base.errors import CheckpointError, ConfigError, StateError, Unsup
 from farflung.checkpoint import atomic, entries, layout
 from farflung.checkpoint.atomic import StagedDir
 from farflung.checkpoint.checksum import sums_of
-from farflung.checkpoint.entries import Entry, Staging
+from farflung.checkpoint.entries import Entry, FolderEntry, Staging
 from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
@@ -177,7 +177,7 @@ def _write(
 
         def place() -> None:
             if group.leads:
-                _complete(staged.folder, {name: record for found in written for name, record in found.items()}, request)
+                _complete(staged.folder, _records(parts, staged.folder, written), request)
                 staged.commit()
                 request.afterwards()
 
@@ -187,7 +187,16 @@ def _write(
         raise
 
 
-def _write_all(parts: Sequence[Entry], folder: Path, at_once: bool) -> dict[str, FileRecord]:
+def _records(parts: Sequence[Entry], folder: Path, written: Sequence[dict[str, Any]]) -> dict[str, FileRecord]:
+    """Finish the folders into which all ranks have written, and return the records of all files."""
+    together = {part.name: part for part in parts if isinstance(part, FolderEntry)}
+    records = {name: one for found in written for name, one in found.items() if name not in together}
+    for name, part in together.items():
+        records.update(part.finish(folder, [found[name] for found in written if name in found]))
+    return records
+
+
+def _write_all(parts: Sequence[Entry], folder: Path, at_once: bool) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(
             f"this rank does not see {folder}, which another rank created. Use a folder shared by all machines, or "

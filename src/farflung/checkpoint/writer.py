@@ -94,6 +94,13 @@ class FileWriter:
     def flush(self) -> None:
         """Do nothing, as torch's writer asks for it: leaving the block flushes."""
 
+    def tell(self) -> int:
+        """Return how many bytes were written, for DCP's writer."""
+        return self.num_bytes
+
+    def close(self) -> None:
+        """Do nothing, as DCP's writer asks for it before the block is left."""
+
     def _hand_over(self, block: memoryview) -> None:
         self.crc32 = crc32(block, self.crc32)  # while a processor's cache has it
         if not self._threaded:

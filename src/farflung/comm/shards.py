@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -57,3 +58,16 @@ def spread_like(value: Tensor, shard: Tensor) -> Tensor:
 
     mesh, placements = shard.device_mesh, shard.placements  # type: ignore[attr-defined]
     return distribute_tensor(value.detach().to(local(shard).device), mesh, placements, src_data_rank=None)
+
+
+def with_local(value: Tensor, shard: Tensor) -> Tensor:
+    """Return a tensor that is spread and placed as `shard` is, whose local part has the values of `value`."""
+    made = torch.empty_like(shard.detach(), dtype=value.dtype)
+    local(made).copy_(value)
+    return made
+
+
+def mesh_of(tensor: Tensor) -> tuple[list[int], str]:
+    """Return the ranks that share `tensor` with this one, and how; the same for two tensors that are spread alike."""
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    return mesh.mesh.flatten().tolist(), f"{list(mesh.shape)} {placements}"

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All objects of an Accelerator whose state is kept in checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from farflung.accelerator.outer import OpenLoops
+from farflung.accelerator.prepare import Registry
+from farflung.comm.shards import is_sharded, mesh_of
+from farflung.loop.state import LoopState
+from farflung.precision.base import Precision
+from farflung.process.world import World
+from farflung.strategy.base import Strategy
+
+if TYPE_CHECKING:
+    from farflung.config.sharding import FullyShardedDataParallelPlugin
+
+
+@dataclass(frozen=True)
+class Run:
+    """All objects whose state is kept.
+
+    Attributes:
+        fsdp: how models were asked to be sharded.
+    """
+
+    world: World
+    loop: LoopState
+    precision: Precision
+    strategy: Strategy
+    registry: Registry
+    outers: OpenLoops
+    custom: list[Any]
+    fsdp: FullyShardedDataParallelPlugin | None = None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The models as they were prepared, and the modules inside them, in a fixed order."""
+        return [*self.registry.models, *self.bare_models]
+
+    @property
+    def bare_models(self) -> list[nn.Module]:
+        """The modules inside the prepared models, which hooks are given, and whose names files have."""
+        return [self.strategy.unwrap(model) for model in self.registry.models]
+
+    @property
+    def bare_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that do the work."""
+        return [prepared.optimizer for prepared in self.registry.optimizers]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether what is sharded is written whole, as if it were not."""
+        return self.fsdp is not None and self.fsdp.state_dict_type == "FULL_STATE_DICT"
+
+    @property
+    def spread(self) -> tuple[list[int], str] | None:
+        """The ranks over which models are sharded, this one among them, and how; None: nothing is."""
+        shards = (p for model in self.bare_models for p in model.parameters() if is_sharded(p))
+        first = next(shards, None)
+        return None if first is None else mesh_of(first)
+
+    @property
+    def replicas_differ(self) -> bool:
+        """Whether ranks have trained alone, so that what is usually the same on all of them is not."""
+        return any(optimizer.is_own for optimizer in self.registry.optimizers)

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and optimizers in a checkpoint, whole or in shards: each form is read into models that have either.
+
+What was read of something sharded is always the local part, on the CPU, whatever form it was written in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farflung.accelerator import lazy
+from farflung.base.errors import CheckpointError
+from farflung.base.torch_internals import COMPILED_FROM, changes_what_it_loads
+from farflung.base.words import counted
+from farflung.checkpoint import layout
+from farflung.checkpoint.reader import DAMAGE, read_torch, read_weights
+from farflung.checkpoint.regular import is_file
+from farflung.comm.shards import full, is_sharded, local, model_has_dtensor, spread_like, with_local
+
+_RECOMPUTED = "_checkpoint_wrapped_module."  # where torch's wrapper for activation checkpointing keeps a module
+
+
+def bare_name(name: str) -> str:
+    """Return a weight's name without those of wrappers: DDP's, torch.compile's, activation checkpointing's."""
+    return name.replace(f"{COMPILED_FROM}.", "").replace(_RECOMPUTED, "").removeprefix("module.")
+
+
+# ---- states of what is sharded
+
+
+def model_shards(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a sharded model under the names of the bare one: each rank's shards."""
+    return {bare_name(name): value for name, value in model.state_dict().items()}
+
+
+def has_shards(optimizer: Any) -> bool:
+    """Say whether an optimizer trains sharded parameters."""
+    return any(map(is_sharded, parameters(optimizer)))
+
+
+def parameters(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of an optimizer in the order of its groups, in which a state dict numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def parameter_names(models: Sequence[nn.Module], optimizer: Any) -> list[str]:
+    """Return the names of an optimizer's parameters in their models, in order.
+
+    Where they are of several models, the model's number comes before each name.
+    """
+    mine = parameters(optimizer)
+    wanted = set(map(id, mine))
+    found = [{id(p): bare_name(name) for name, p in model.named_parameters() if id(p) in wanted} for model in models]
+    owners = [k for k, names in enumerate(found) if names]
+    known: dict[int, str] = {}
+    for k in reversed(owners):
+        known.update({key: name if len(owners) == 1 else f"{k}.{name}" for key, name in found[k].items()})
+    return [known.get(id(parameter), f"parameter {number}") for number, parameter in enumerate(mine)]
+
+
+def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the state dict of an optimizer with names in place of numbers, as torch's DCP keeps it."""
+    return {
+        "state": {names[number]: kept for number, kept in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def by_number(state: Mapping[str, Any], names: Sequence[str], optimizer: Any, path: Path) -> dict[str, Any]:
+    """Return the state dict of an optimizer with the numbers of its parameters here in place of names.
+
+    Raises:
+        CheckpointError: it is of other parameters, or they are in other groups.
+    """
+    places = {name: k for k, group in enumerate(state["param_groups"]) for name in group["params"]}
+    missing, odd = set(names) - places.keys(), places.keys() - set(names)
+    if missing or odd:
+        raise CheckpointError(
+            f"{path} is of an optimizer of other parameters: {counted(len(missing), 'name')} missing "
+            f"({', '.join(sorted(missing)[:3])}), {len(odd)} unknown here ({', '.join(sorted(odd)[:3])})."
+        )
+    groups: list[dict[str, Any]] = []
+    first = 0
+    for group in optimizer.param_groups:
+        numbers = list(range(first, first + len(group["params"])))
+        first += len(numbers)
+        saved = {places[names[number]] for number in numbers} or {len(groups)}
+        if len(saved) > 1 or max(saved) >= len(state["param_groups"]):
+            raise CheckpointError(f"{path} is of an optimizer whose parameters are in other groups than here.")
+        groups.append({**state["param_groups"][saved.pop()], "params": numbers})
+    kept = {number: state["state"][name] for number, name in enumerate(names) if name in state["state"]}
+    return {"state": kept, "param_groups": groups}
+
+
+def _mapped(state: Mapping[str, Any], change: Callable[[int, Any], Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with each tensor that it keeps changed, given its parameter's number."""
+    kept = {
+        number: {key: change(number, value) if isinstance(value, Tensor) else value for key, value in one.items()}
+        for number, one in state["state"].items()
+    }
+    return {**state, "state": kept}
+
+
+def local_optimizer(optimizer: Any) -> dict[str, Any]:
+    """Return the state dict of an optimizer with the local part of what is sharded."""
+    return _mapped(optimizer.state_dict(), lambda _, value: local(value) if is_sharded(value) else value)
+
+
+def from_local(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Return what `local_optimizer` did with the local parts sharded as the parameters are."""
+    mine = parameters(optimizer)
+
+    def spread(number: int, value: Tensor) -> Tensor:
+        shard = mine[number]
+        return with_local(value, shard) if is_sharded(shard) and value.shape == local(shard).shape else value
+
+    return _mapped(state, spread)
+
+
+def gathered_model(model: nn.Module, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+    """Return a state dict with whole tensors, on the CPU: a collective of all ranks that share its tensors.
+
+    Args:
+        model: whose state it is; names of one parameter get one tensor.
+        keep: False: this rank only takes part, and gets nothing.
+    """
+    owners = {bare_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    done: dict[int, Tensor] = {}
+    whole: dict[str, Any] = {}
+    for name, value in state.items():
+        name = bare_name(name)
+        owner = owners.get(name, id(value))
+        if isinstance(value, Tensor) and is_sharded(value):
+            if owner not in done:
+                gathered = full(value)
+                done[owner] = gathered.detach().cpu() if keep else gathered.new_empty(0)
+            value = done[owner]
+        elif isinstance(value, Tensor):
+            value = value.detach().cpu()
+        if keep:
+            whole[name] = value
+    return whole
+
+
+def gathered_optimizer(optimizer: Any, keep: bool) -> dict[str, Any]:
+    """Return the state dict of an optimizer with whole tensors, on the CPU: a collective, as of a model."""
+
+    def gather(_: int, value: Tensor) -> Tensor:
+        whole = full(value) if is_sharded(value) else value
+        return whole.detach().cpu() if keep else whole.new_empty(0)
+
+    whole = _mapped(optimizer.state_dict(), gather)
+    return whole if keep else {}
+
+
+# ---- reading
+
+
+def read_model(model: nn.Module, folder: Path, index: int, strict: bool) -> dict[str, Any]:
+    """Read the weights of a model and check that they fit; the names are those of `model`, wrapped or not.
+
+    Returns:
+        whole tensors; the local parts of those that are sharded here.
+
+    Raises:
+        CheckpointError: they are missing, damaged, or of another model.
+    """
+    shards = folder / layout.model_shards(index)
+    if shards.is_dir():
+        return _read_shards(model, shards, strict)
+    whole = index - sum(_is_sharded_model(folder, k) for k in range(index))
+    names = (layout.gathered_model(index), layout.model(whole), layout.model(whole, False))
+    path = next((folder / name for name in names if is_file(folder / name)), None)
+    if path is None:
+        raise CheckpointError(f"{folder} has neither {names[1]} nor {names[2]} nor {shards.name}/.")
+    named = fitted(model, read_weights(path), path, strict)
+    own = model.state_dict()
+    return {name: _cut(value, own.get(name)) for name, value in named.items()}
+
+
+def _is_sharded_model(folder: Path, index: int) -> bool:
+    return (folder / layout.model_shards(index)).is_dir() or is_file(folder / layout.gathered_model(index))
+
+
+def _cut(value: Any, own: Any) -> Any:
+    """Return the part of a whole tensor that this rank holds of its own."""
+    sharded = isinstance(own, Tensor) and is_sharded(own)
+    return local(spread_like(value, own)).cpu().clone() if sharded else value
+
+
+def _read_shards(model: nn.Module, folder: Path, strict: bool) -> dict[str, Any]:
+    stored = lazy.Stored(folder)
+    flat = {".".join(map(str, path[1:])): name for name, path in stored.paths.items() if path[0] == "model"}
+    shapes = {
+        short: torch.empty(stored.sizes[name], dtype=stored.dtypes[name], device="meta")
+        if name in stored.sizes
+        else None
+        for short, name in flat.items()
+    }
+    named = fitted(model, shapes, folder, strict)
+    own = model.state_dict()
+    source = {id(value): flat[short] for short, value in shapes.items() if value is not None}
+    here = {name: value for name, value in named.items() if name in own}
+    sources = {name: flat[bare_name(name)] if value is None else source[id(value)] for name, value in here.items()}
+    found = stored.read({sources[name]: None if value is None else own[name] for name, value in here.items()})
+    return {name: found[sources[name]] for name in here}
+
+
+def load(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
+    """Give a model the weights that `read_model` returned."""
+    own = model.state_dict()
+    shards = {name for name, value in own.items() if isinstance(value, Tensor) and is_sharded(value)}
+    with torch.no_grad():
+        for name in shards & weights.keys():
+            local(own[name]).copy_(weights[name])
+    rest = {name: value for name, value in weights.items() if name not in shards}
+    model.load_state_dict(rest, strict=strict and not shards)
+
+
+def read_optimizer(models: Sequence[nn.Module], optimizer: Any, folder: Path, index: int) -> dict[str, Any]:
+    """Read the state dict of an optimizer, in shards where its parameters are.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another optimizer.
+    """
+    shards = folder / layout.optimizer_shards(index)
+    path = shards if shards.is_dir() else folder / layout.optimizer(index)
+    try:
+        if shards.is_dir():
+            return _read_optimizer_shards(models, optimizer, shards)
+        state: dict[str, Any] = read_torch(path)
+        if any(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
+            state = by_number(state, parameter_names(models, optimizer), optimizer, path)
+        mine = parameters(optimizer)
+        if not any(map(is_sharded, mine)):
+            return state
+
+        def cut(number: int, value: Tensor) -> Tensor:
+            shard = mine[number]
+            return spread_like(value, shard) if is_sharded(shard) and value.shape == shard.shape else value
+
+        return _mapped(state, cut)
+    except DAMAGE as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} is not the state of an optimizer: {error!r}") from error
+
+
+def _read_optimizer_shards(models: Sequence[nn.Module], optimizer: Any, folder: Path) -> dict[str, Any]:
+    stored = lazy.Stored(folder)
+    paths = {name: path[1:] for name, path in stored.paths.items() if path[0] == "optimizer" and len(path) > 2}
+    groups = {name: path for name, path in paths.items() if path[0] == "param_groups"}
+    described = stored.read({name: _empty(stored, name) for name in groups})
+    param_groups = lazy.nested({groups[name][1:]: value for name, value in described.items()})
+    names = parameter_names(models, optimizer)
+    of_name = dict(zip(names, parameters(optimizer), strict=True))
+    kept = {name: path for name, path in paths.items() if path[0] == "state" and path[1] in of_name}
+    shards = {name: of_name[path[1]] for name, path in kept.items() if is_sharded(of_name[path[1]])}
+    alike = {name: shard for name, shard in shards.items() if stored.sizes.get(name) == shard.shape}
+    values = stored.read({name: alike.get(name, _empty(stored, name)) for name in kept})
+    for name, shard in alike.items():
+        values[name] = with_local(values[name], shard)
+    state = lazy.nested({kept[name][1:]: value for name, value in values.items()})
+    return by_number({"state": state, "param_groups": param_groups}, names, optimizer, folder)
+
+
+def _empty(stored: Any, name: str) -> Tensor | None:
+    return torch.empty(stored.sizes[name], dtype=stored.dtypes[name]) if name in stored.sizes else None
+
+
+def fitted(model: nn.Module, weights: dict[str, Any], path: Path, strict: bool) -> dict[str, Any]:
+    """Return `weights` under the names of `model`, whatever wrapper they were saved from, with tied ones given twice.
+
+    Raises:
+        CheckpointError: names or shapes are of another model.
+    """
+    own = model.state_dict()
+    by_core = {} if own.keys() & weights.keys() else {bare_name(name): name for name in own}
+    named = {by_core.get(bare_name(name), name): value for name, value in weights.items()}
+    places: dict[Any, str] = {}
+    ties = _ties(model)
+    for name in named:
+        if isinstance(own.get(name), Tensor):
+            places.setdefault(_place(own[name], ties.get(bare_name(name))), name)
+    for name, value in own.items():
+        twin = places.get(_place(value, ties.get(bare_name(name)))) if isinstance(value, Tensor) else None
+        if name not in named and twin is not None:
+            named[name] = named[twin]
+    hooked = any(changes_what_it_loads(module) for module in model.modules())
+    missing, odd = own.keys() - named.keys(), named.keys() - own.keys()
+    if strict and not hooked and (missing or odd):
+        raise CheckpointError(
+            f"{path} is of another model: {counted(len(missing), 'name')} missing ({', '.join(sorted(missing)[:3])}), "
+            f"{len(odd)} unknown here ({', '.join(sorted(odd)[:3])})."
+        )
+    for name in own.keys() & named.keys():
+        shape = getattr(named[name], "shape", ())
+        if isinstance(own[name], Tensor) and not hooked and own[name].shape != shape:
+            raise CheckpointError(f"{path} is of another model: {name} is {list(shape)}, here {list(own[name].shape)}.")
+    return named
+
+
+def _ties(model: nn.Module) -> dict[str, int]:
+    """Return which parameter each name is, where parts on this rank may be empty and have no place in memory."""
+    if not model_has_dtensor(model):
+        return {}
+    return {bare_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _place(tensor: Tensor, tie: int | None) -> Any:
+    if tie is not None or not tensor.numel():
+        return id(tensor) if tie is None else tie
+    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())

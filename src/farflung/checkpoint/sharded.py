@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharded states in the files of torch's DCP: each rank writes its shards, and reads what its new ones are cut from.
+
+The planners, the writer and the reader are DCP's. What it does with process groups goes through a checkpoint's own
+group here, so that errors, background saves and the manifest are those of all other files. What DCP would unpickle, its
+`.metadata` and what is no tensor, is read as plain data.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.futures import Future
+
+from farflung.base.errors import CheckpointError, ConfigError
+from farflung.checkpoint import layout
+from farflung.checkpoint.dcp_metadata import read_metadata
+from farflung.checkpoint.entries import FolderEntry
+from farflung.checkpoint.manifest import FileRecord
+from farflung.checkpoint.reader import DAMAGE, load
+from farflung.checkpoint.regular import is_file
+from farflung.checkpoint.writer import FileWriter
+from farflung.comm.shards import is_sharded, local
+
+Path_ = str | os.PathLike[str]
+
+
+class Draft:
+    """A state that ranks will write together, before they know who writes what.
+
+    Args:
+        name: of the folder to be, such as `optimizer_0`.
+        state: nested dictionaries and lists of tensors and plain data. Shards of one tensor are on several ranks; what
+            is whole is written by the leader. Ranks whose shards others write too bring them all the same: the work is
+            divided among them.
+        leads: whether this rank is the leader.
+        takes_part: False: its shards are not written, as where another replica's are.
+
+    Attributes:
+        plan: what this rank could write, for `entry` on all ranks.
+
+    Raises:
+        ConfigError: it holds something that could not be loaded again, because it is not plain data.
+    """
+
+    def __init__(self, name: str, state: dict[str, Any], leads: bool, takes_part: bool = True) -> None:
+        self.name = name
+        self._planner = DefaultSavePlanner()
+        mine = state if leads else _shards_of(state) if takes_part else {}
+        self._planner.set_up_planner(mine, StorageMeta(), leads)
+        self.plan: SavePlan = self._planner.create_local_plan()
+        for item in self.plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                _check(self._planner.resolve_data(item), item.index.fqn)
+
+    def entry(self, plans: Sequence[SavePlan], rank: int) -> ShardedEntry:
+        """Return this rank's part of the folder.
+
+        Args:
+            plans: of all ranks, by rank.
+        """
+        planned, metadata = self._planner.create_global_plan(list(plans))
+        mine = self._planner.finish_plan(FileSystemWriter("").prepare_global_plan(planned)[rank])
+        content: dict[MetadataIndex, Any] = {}
+        for item in mine.items:
+            data = self._planner.resolve_data(item)
+            content[item.index] = data.detach() if isinstance(data, Tensor) else data.getvalue()
+        return ShardedEntry(self.name, content, plan=mine, metadata=metadata)
+
+
+def _shards_of(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the sharded tensors of a state alone, where they are."""
+    nested = {name: _shards_of(value) if isinstance(value, dict) else value for name, value in state.items()}
+    return {
+        name: value
+        for name, value in nested.items()
+        if (isinstance(value, dict) and value) or (isinstance(value, Tensor) and is_sharded(value))
+    }
+
+
+def _check(data: Any, name: str) -> None:
+    data.seek(0)
+    try:
+        load(data)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"{name} holds something that can't be loaded without running code. Let the optimizer and the model keep "
+            "tensors, numbers, strings and their lists and dictionaries."
+        ) from error
+
+
+class Written(NamedTuple):
+    """What a rank has written of a folder: its files, and where in them each value is."""
+
+    files: dict[str, FileRecord]
+    results: list[Any]
+
+
+@dataclass(frozen=True)
+class ShardedEntry(FolderEntry):
+    """One rank's part of a folder that DCP's reader reads.
+
+    Attributes:
+        content: what it writes, by DCP's index: tensors, and what is none as bytes.
+        plan: the same for DCP.
+        metadata: of the whole folder.
+    """
+
+    plan: SavePlan | None = None
+    metadata: Metadata | None = None
+
+    def write(self, folder: Path, threaded: bool = True) -> Written:
+        writer = _Writer(folder / self.name, threaded)
+        if self.plan is None or not self.plan.items:
+            return Written({}, [])
+        results = writer.write_data(self.plan, _Given(self.content)).wait()
+        return Written(writer.fs.records, results)
+
+    def finish(self, folder: Path, written: Sequence[Written]) -> dict[str, FileRecord]:
+        writer = _Writer(folder / self.name, threaded=False)
+        assert self.metadata is not None
+        writer.finish(replace(self.metadata), [part.results for part in written])
+        records = [writer.fs.records, *(part.files for part in written)]
+        return {f"{self.name}/{name}": record for found in records for name, record in found.items()}
+
+
+class _Given(DefaultSavePlanner):
+    """A planner whose plan is made, with the values at hand."""
+
+    def __init__(self, content: Mapping[MetadataIndex, Any]) -> None:
+        super().__init__()
+        self._content = content
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        data = self._content[write_item.index]
+        return data if isinstance(data, Tensor) else io.BytesIO(data)
+
+
+class _Files(FileSystem):
+    """The files of a folder, whose sizes and sums are known once they are written."""
+
+    def __init__(self, threaded: bool) -> None:
+        self.records: dict[str, FileRecord] = {}
+        self._threaded = threaded
+
+    @contextmanager
+    def create_stream(self, path: Path_, mode: str) -> Iterator[Any]:
+        assert mode == "wb"
+        with FileWriter(path, self._threaded) as writer:
+            try:
+                yield writer
+            except RuntimeError:
+                if writer.failure is not None:  # torch says that its file is not as long as it should be
+                    raise writer.failure from None
+                raise
+        self.records[Path(path).name] = FileRecord(writer.num_bytes, writer.crc32)
+
+    def rename(self, path: Path_, new_path: Path_) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class _Writer(FileSystemWriter):
+    fs: _Files
+
+    def __init__(self, folder: Path, threaded: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(folder, sync_files=False)  # leaving a FileWriter syncs
+        self.fs = _Files(threaded)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()  # not the path at which the folder stands while it is written
+
+
+class Stored:
+    """A folder that DCP wrote, open for reading. Nothing is exchanged between ranks.
+
+    Args:
+        folder: with a `.metadata` in it.
+
+    Attributes:
+        paths: where in the nested state each value stands, by its flat name.
+        sizes: the shapes of those that are tensors.
+        dtypes: and their types.
+
+    Raises:
+        CheckpointError: there is none, or it holds anything but the description of a state.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._metadata = read_metadata(folder)
+        stored = self._metadata.state_dict_metadata
+        self.paths: dict[str, tuple[Any, ...]] = self._metadata.planner_data
+        tensors = {name: one for name, one in stored.items() if isinstance(one, TensorStorageMetadata)}
+        self.sizes = {name: one.size for name, one in tensors.items()}
+        self.dtypes = {name: one.properties.dtype for name, one in tensors.items()}
+
+    def read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        """Return values by flat name, on the CPU.
+
+        Args:
+            wanted: for each, a tensor of its shape: where that is sharded, the local part alone is read. None: it is no
+                tensor.
+
+        Raises:
+            CheckpointError: one is not there, has another shape, or can't be read.
+        """
+        planner = _Filler(wanted, self.dtypes)
+        reader = _Reader(self.folder)
+        try:
+            planner.set_up_planner(dict(wanted), self._metadata)
+            reader.set_up_storage_reader(self._metadata, False)
+            plan = planner.create_local_plan()
+            planner.check(plan)
+            reader.read_data(plan, planner).wait()
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{self.folder} was not loaded: it holds something that would run code. Only tensors, numbers, texts "
+                "and their lists and dictionaries are loaded."
+            ) from error
+        except DAMAGE as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{self.folder} can't be read: {str(error)[:300]}") from error
+        return planner.found
+
+    def read_whole(self) -> Any:
+        """Return the whole state, nested as it was saved, on the CPU."""
+        empty = {name: torch.empty(size, dtype=self.dtypes[name]) for name, size in self.sizes.items()}
+        found = self.read({**dict.fromkeys(self.paths), **empty})
+        return nested({self.paths[name]: value for name, value in found.items()})
+
+
+def nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
+    """Return values as dictionaries in dictionaries; those whose keys are 0, 1, 2 ... are lists."""
+    if () in values:
+        return values[()]
+    inner: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for path, value in values.items():
+        inner.setdefault(path[0], {})[path[1:]] = value
+    made = {key: nested(below) for key, below in inner.items()}
+    if made and all(isinstance(key, int) for key in made) and sorted(made) == list(range(len(made))):
+        return [made[number] for number in range(len(made))]
+    return made
+
+
+class _Reader(FileSystemReader):
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
+            if not is_file(Path(self.path) / layout.inside(name)):
+                raise CheckpointError(f"{self.path} lacks the file {name}.")
+        return super().read_data(plan, planner)
+
+
+class _Filler(DefaultLoadPlanner):
+    """Reads into memory of its own, so that what is there stays as it is until all has been read."""
+
+    def __init__(self, wanted: Mapping[str, Tensor | None], dtypes: Mapping[str, torch.dtype]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.found: dict[str, Any] = {
+            name: torch.empty(local(like).shape, dtype=dtypes.get(name, like.dtype), device="cpu")
+            for name, like in wanted.items()
+            if like is not None
+        }
+
+    def check(self, plan: LoadPlan) -> None:
+        """Raise CheckpointError where files have not all of a value: the rest of its memory holds anything."""
+        read = dict.fromkeys(self.found, 0)
+        for item in plan.items:
+            if item.dest_index.fqn in read:
+                read[item.dest_index.fqn] += item.lengths.numel()
+        for name, number in read.items():
+            if number != self.found[name].numel():
+                raise CheckpointError(f"It has {number} of the {self.found[name].numel()} numbers of {name}.")
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.found[read_item.dest_index.fqn] = load(value, map_location="cpu")
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found: Tensor = self.found[index.fqn]
+        return found
