@@ -155,7 +155,7 @@ ACCELERATOR = [
     ('Accelerator(dynamo_plugin="inductor")', "dynamo_plugin", "'inductor'"),
     ('Accelerator(dynamo_plugin=TorchDynamoPlugin(), dynamo_backend="eager")', "dynamo_plugin", "'eager'"),
     ("Accelerator(deepspeed_plugin=object())", "deepspeed_plugin", "DeepSpeed"),
-    ("Accelerator(fsdp_plugin=5)", "fsdp_plugin=5", "DDP"),
+    ("Accelerator(fsdp_plugin=5)", "fsdp_plugin is 5", "FullyShardedDataParallelPlugin"),
     ('Accelerator(log_with="wandbb")', "log_with", "'wandbb'", "`wandb`"),
     ('Accelerator(log_with="jsonl")', "jsonl", "logging_dir", "project_dir"),
     ("Accelerator(log_with=3)", "log_with", "3", "tensorboard"),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.base.tree import flatten
-from farflung.comm.packet import ALIGN, Header, Headers, Layout, encode_header
+from farflung.comm.packet import ALIGN, Header, Headers, PayloadLayout, encode_header
 
 DTYPES = [
     torch.float64,
@@ -52,7 +52,7 @@ def same_bytes(a, b):
 @given(kinds)
 def test_views_hold_every_leaf_at_once(leaves):
     tensors = [noise(shape, dtype) for shape, dtype in leaves]
-    layout = Layout([x.shape for x in tensors], [x.dtype for x in tensors])
+    layout = PayloadLayout([x.shape for x in tensors], [x.dtype for x in tensors])
     payload = torch.zeros(layout.nbytes, dtype=torch.uint8)
     views = layout.views(payload)
     for view, tensor in zip(views, tensors, strict=True):
@@ -63,7 +63,7 @@ def test_views_hold_every_leaf_at_once(leaves):
 @settings(max_examples=100, deadline=None)
 @given(kinds)
 def test_leaves_are_aligned_disjoint_and_close_together(leaves):
-    layout = Layout([shape for shape, _ in leaves], [dtype for _, dtype in leaves])
+    layout = PayloadLayout([shape for shape, _ in leaves], [dtype for _, dtype in leaves])
     spans = sorted(
         (offset, offset + torch.Size(shape).numel() * dtype.itemsize)
         for offset, (shape, dtype) in zip(layout.offsets, leaves, strict=True)
@@ -77,7 +77,7 @@ def test_leaves_are_aligned_disjoint_and_close_together(leaves):
 @settings(max_examples=50, deadline=None)
 @given(kinds, st.integers(1, 3))
 def test_views_of_many_payloads_are_stacked(leaves, size):
-    layout = Layout([shape for shape, _ in leaves], [dtype for _, dtype in leaves])
+    layout = PayloadLayout([shape for shape, _ in leaves], [dtype for _, dtype in leaves])
     payloads = torch.randint(0, 2, (size, layout.nbytes + ALIGN), dtype=torch.uint8)
     stacks = layout.views(payloads)
     for rank in range(size):

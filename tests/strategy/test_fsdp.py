@@ -101,12 +101,15 @@ LAYOUTS = {
         },
     },
 }
+LAYOUTS["compiled"] = {**LAYOUTS["fsdp"], "dynamo_backend": "aot_eager"}
 KINDS = {"fsdp_plugin": FullyShardedDataParallelPlugin, "parallelism_config": ParallelismConfig}
 
 
 def accelerator_of(layout, **settings):
     AcceleratorState._reset_state()
-    chosen = {name: KINDS[name](**values) for name, values in LAYOUTS[layout].items()}
+    chosen = {
+        name: KINDS[name](**value) if isinstance(value, dict) else value for name, value in LAYOUTS[layout].items()
+    }
     return Accelerator(cpu=True, **chosen, **settings)
 
 
@@ -134,3 +137,29 @@ def test_sharded_training_is_that_of_ddp_and_of_one_process():
             assert weights.keys() == alone[2].keys(), layout
             for name, value in alone[2].items():
                 torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=0, msg=f"{layout}: {name}")
+
+
+def test_on_one_process_activations_are_recomputed_and_nothing_is_sharded():
+    kept = []
+    results = []
+    for recomputed in (False, True):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plugin = FullyShardedDataParallelPlugin(
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
+            activation_checkpointing=recomputed,
+        )
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        model, optimizer = accelerator.prepare(*made())
+        assert not any(map(is_sharded, model.parameters()))
+        kept.append(0)
+
+        def keep(x):
+            kept[-1] += x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            model(torch.zeros(4, 5, dtype=torch.long))
+        results.append(train(accelerator, model, optimizer, 0, 1)[0])
+    assert results[0] == results[1]
+    assert kept[1] < kept[0] / 2

@@ -20,7 +20,7 @@ from farflung.accelerator.checkpoints import Checkpointing
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController
 from farflung.accelerator.engines import UnsupportedAxes
-from farflung.accelerator.layout import IslandSize, require_replicas, resolve_layout
+from farflung.accelerator.layout import IslandSize, check_layout, resolve_layout
 from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics
 from farflung.accelerator.outer import OpenLoops, OuterMethods
 from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
@@ -123,6 +123,7 @@ class Accelerator(AcceleratorProperties, UnsupportedAxes, OuterMethods, Checkpoi
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
         )
+        check_layout(fsdp_plugin, parallelism_config, island_size)
         check_loop(device_placement, cpu, step_scheduler_with_optimizer, rng_types, scheduler_ticks)
         check_folders(project_dir, project_config)
         handlers = handlers_by_kind(kwargs_handlers)
@@ -150,11 +151,10 @@ class Accelerator(AcceleratorProperties, UnsupportedAxes, OuterMethods, Checkpoi
             slot.close()
             raise
         self._loop = session.loop
-        layout = resolve_layout(session, fsdp_plugin, parallelism_config, island_size)
-        if asked is not None:
-            require_replicas(layout.mesh)
-        dtype = self._precision.dtype
-        self._strategy = choose_strategy(self._joined, layout.mesh, self.ddp_handler, layout.fsdp, dtype)
+        layout = resolve_layout(session, fsdp_plugin, parallelism_config, island_size, asked is not None)
+        self._strategy = choose_strategy(
+            self._joined, layout.mesh, self.ddp_handler, layout.fsdp, self._precision.dtype
+        )
         self._distributed = self._joined.size > 1
         self._registry = Registry()
         self._open_loops = loops = OpenLoops()

@@ -9,7 +9,7 @@ import torch
 
 from farflung.accelerator import lazy
 from farflung.accelerator.session import Layout, Session
-from farflung.base.checks import check_whole, shown
+from farflung.base.checks import check_type, check_whole, shown
 from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.process.mesh import Mesh, make_mesh
@@ -22,21 +22,52 @@ if TYPE_CHECKING:
 IslandSize = int | Literal["host"]
 
 
+def check_layout(fsdp_plugin: Any, parallelism_config: Any, island_size: Any) -> None:
+    """Check arguments of `Accelerator` that say how ranks share models.
+
+    Raises:
+        ConfigError: one is of another kind; the message names it.
+    """
+    if fsdp_plugin is not None:
+        wanted = "a FullyShardedDataParallelPlugin(...)"
+        check_type("fsdp_plugin", fsdp_plugin, lazy.FullyShardedDataParallelPlugin, wanted)
+    if parallelism_config is not None:
+        wanted = "a ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)"
+        check_type("parallelism_config", parallelism_config, lazy.ParallelismConfig, wanted)
+    if island_size is not None and island_size != "host":
+        check_whole("island_size", island_size, least=1)
+
+
 def resolve_layout(
     session: Session,
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
     parallelism_config: ParallelismConfig | None = None,
     island_size: IslandSize | None = None,
+    has_outer: bool = False,
 ) -> Layout:
     """Return the session's layout; where it has none yet, settle it: a collective if rows are of several ranks.
 
+    Args:
+        has_outer: there will be an outer loop.
+
     Raises:
-        ConfigError: sizes that don't fit the number of processes, or each other, or the session's layout.
+        ConfigError: sizes that don't fit the number of processes, or each other, or the session's layout; or one
+            island, where an outer loop would have nothing to average.
     """
-    settled = session.layout
-    if settled is not None:
-        _check_same(settled, fsdp_plugin, parallelism_config, island_size)
-        return settled
+    layout = session.layout or _settled(session, fsdp_plugin, parallelism_config, island_size)
+    _check_same(layout, session.world, fsdp_plugin, parallelism_config, island_size)
+    if has_outer:
+        require_replicas(layout.mesh)
+    session.layout = layout
+    return layout
+
+
+def _settled(
+    session: Session,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None,
+    parallelism_config: ParallelismConfig | None,
+    island_size: IslandSize | None,
+) -> Layout:
     world = session.world
     if fsdp_plugin is None and environ.flag("ACCELERATE_USE_FSDP"):
         fsdp_plugin = lazy.fsdp_from_environment()
@@ -48,8 +79,7 @@ def resolve_layout(
     if fsdp_plugin is None:
         if parallelism_config is not None:
             parallelism_config.check(world.size)
-        session.layout = Layout(make_mesh(world, islands or 1), None, parallelism_config)
-        return session.layout
+        return Layout(make_mesh(world, islands or 1), None, parallelism_config)
     if islands is not None:
         raise ConfigError(
             f"island_size={shown(island_size)} and FSDP were both asked for. The ranks that share one sharded model "
@@ -65,8 +95,7 @@ def resolve_layout(
                 f"FSDP was asked for, and ParallelismConfig(dp_replicate_size={parallelism_config.dp_replicate_size}, "
                 "dp_shard_size=1), which cuts nothing. Give a dp_shard_size above 1, or leave the plugin out for DDP."
             )
-    session.layout = Layout(make_mesh(world, shards), fsdp_plugin, parallelism_config)
-    return session.layout
+    return Layout(make_mesh(world, shards), fsdp_plugin, parallelism_config)
 
 
 def _island_size(world: World, asked: IslandSize | None) -> int | None:
@@ -93,10 +122,13 @@ def _island_size(world: World, asked: IslandSize | None) -> int | None:
 
 def _check_same(
     settled: Layout,
+    world: World,
     fsdp_plugin: FullyShardedDataParallelPlugin | None,
     parallelism_config: ParallelismConfig | None,
     island_size: IslandSize | None,
 ) -> None:
+    if parallelism_config is not None:
+        parallelism_config.check(world.size)
     pairs = (
         ("fsdp_plugin", fsdp_plugin, settled.fsdp),
         ("parallelism_config", parallelism_config, settled.parallelism),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from farflung.config.launch import launched_outer as launched_outer
     from farflung.config.launch import outer_variables as outer_variables
     from farflung.config.outer import renamed as renamed
+    from farflung.config.parallelism import ParallelismConfig as ParallelismConfig
     from farflung.config.parallelism import parallelism_from_environment as parallelism_from_environment
     from farflung.config.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from farflung.config.sharding import fsdp_from_environment as fsdp_from_environment
@@ -48,6 +49,7 @@ _WHERE = {
     "get_state_dict_offloaded_model": "farflung.big_model.load",
     "AORecipeKwargs": "farflung.config.fp8",
     "FullyShardedDataParallelPlugin": "farflung.config.sharding",
+    "ParallelismConfig": "farflung.config.parallelism",
     "fsdp_from_environment": "farflung.config.sharding",
     "parallelism_from_environment": "farflung.config.parallelism",
     "Float8": "farflung.precision.fp8",

@@ -10,7 +10,7 @@ import torch
 from farflung.accelerator import session as slot
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.engines import UnsupportedEngines
-from farflung.accelerator.layout import resolve_layout
+from farflung.accelerator.layout import check_layout, resolve_layout
 from farflung.accelerator.settings import check_init, refuse_engines, resolve_compile
 from farflung.base.checks import check_flag, check_type, check_word
 from farflung.base.enums import DistributedType, PrecisionType
@@ -144,6 +144,7 @@ class AcceleratorState(UnsupportedEngines, PartialState):
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
         )
+        check_layout(fsdp_plugin, parallelism_config, None)
         if mixed_precision is not None:
             check_word("mixed_precision", mixed_precision, PrecisionType.list())
         super().__init__(cpu, **kwargs)

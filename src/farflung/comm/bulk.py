@@ -15,7 +15,7 @@ from torch import Tensor
 from farflung.base.torch_internals import foreach_copy_
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Op
-from farflung.comm.packet import Header, Layout
+from farflung.comm.packet import Header, PayloadLayout
 
 _LONG_BYTES = 1024 * 1024  # from here on the copy into a shared buffer costs more than a collective of its own
 
@@ -65,7 +65,7 @@ def reduce(exchange: Exchange, leaves: Sequence[Tensor], dtypes: Sequence[torch.
     works = [group.all_reduce(outputs[k], op) for k in alone]
     for dtype in sorted({dtypes[k] for k in shared}, key=str):
         members = [k for k in shared if dtypes[k] is dtype]
-        layout = Layout([leaves[k].shape for k in members], [dtype] * len(members))
+        layout = PayloadLayout([leaves[k].shape for k in members], [dtype] * len(members))
         flat = exchange.scratch("mine", layout.nbytes, wire).zero_()  # the gaps between leaves are reduced too
         places = layout.views(flat)
         foreach_copy_(places, [leaves[k] for k in members])
@@ -118,8 +118,8 @@ def _split(leaves: Sequence[Tensor]) -> tuple[list[int], list[int]]:
     return alone, [k for k in range(len(leaves)) if k not in alone]
 
 
-def _layout_of(leaves: Sequence[Tensor]) -> Layout:
-    return Layout([x.shape for x in leaves], [x.dtype for x in leaves])
+def _layout_of(leaves: Sequence[Tensor]) -> PayloadLayout:
+    return PayloadLayout([x.shape for x in leaves], [x.dtype for x in leaves])
 
 
 def _dense(x: Tensor, wire: torch.device) -> Tensor:

@@ -53,7 +53,7 @@ def raw(buffer: Tensor) -> memoryview:
     return buffer.numpy().data
 
 
-class Layout:
+class PayloadLayout:
     """Where tensors of given shapes and dtypes lie in a payload: sorted by dtype, each at a multiple of 16 bytes.
 
     Attributes:
@@ -108,7 +108,7 @@ class Header:
         signature, self.tree, kinds, self.failed = json.loads(encoded)
         self.signature: Signature = tuple(signature)
         self.kinds = [Kind(tuple(shape), getattr(torch, dtype), device) for shape, dtype, device in kinds]
-        self.layout = Layout([kind.shape for kind in self.kinds], [kind.dtype for kind in self.kinds])
+        self.layout = PayloadLayout([kind.shape for kind in self.kinds], [kind.dtype for kind in self.kinds])
         self.payload_at = LENGTHS.size + aligned(len(encoded))
         self.carried = self.layout.nbytes
 

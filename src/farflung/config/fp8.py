@@ -21,7 +21,7 @@ class AORecipeKwargs(KwargsHandler):
         module_filter_func: takes a module and its name, and says whether it is converted. None: linear layers whose
             sizes are multiples of 16, but the first and the last of the model.
         pad_inner_dim: pad matrices to multiples of 16, as the hardware wants them; None: yes.
-        enable_fsdp_float8_all_gather: only for FSDP, which is not there yet; None: no.
+        enable_fsdp_float8_all_gather: refused, as weights are gathered in bf16; None: no.
     """
 
     config: Any = None
@@ -39,5 +39,5 @@ class AORecipeKwargs(KwargsHandler):
             raise ConfigError("AORecipeKwargs: config and pad_inner_dim were both given. Give it in the config.")
         if self.enable_fsdp_float8_all_gather:
             raise Unsupported(
-                "enable_fsdp_float8_all_gather=True is for FSDP, which is not supported yet. Leave it out."
+                "enable_fsdp_float8_all_gather=True is not supported: FSDP gathers weights in bf16. Leave it out."
             )

@@ -32,10 +32,13 @@ def choose_strategy(
     Args:
         compute_dtype: in which FSDP computes where its plugin does not say.
     """
-    if world.kind == DistributedType.NO:
-        return Single(mesh)
-    if fsdp is not None:
-        sharding: Any = import_module("farflung.strategy.fsdp")  # by name, as torch.distributed.fsdp is slow to import
-        strategy: Strategy = sharding.FSDP(mesh, world.device, fsdp, compute_dtype)
-        return strategy
-    return DDP(world.kind, mesh, world.device, ddp)
+    is_alone = world.kind == DistributedType.NO
+    if fsdp is None:
+        return Single(mesh) if is_alone else DDP(world.kind, mesh, world.device, ddp)
+    sharding: Any = import_module("farflung.strategy.fsdp")  # by name, as torch.distributed.fsdp is slow to import
+    strategy: Strategy = (
+        sharding.OneShard(mesh, world.device, fsdp)
+        if is_alone
+        else sharding.FSDP(mesh, world.device, fsdp, compute_dtype)
+    )
+    return strategy

@@ -22,10 +22,30 @@ from farflung.comm.shards import model_has_dtensor, spread_like
 from farflung.process.mesh import Mesh
 from farflung.strategy.checkpointing import recompute_activations
 from farflung.strategy.sharded import ShardedModels, refuse_muon
+from farflung.strategy.single import Single
 from farflung.strategy.wrapping import modules_to_wrap, policy_for
 
 if TYPE_CHECKING:
     from farflung.config.sharding import FullyShardedDataParallelPlugin
+
+
+class OneShard(Single):
+    """FSDP on one process, which has nothing to share: what the plugin says of activations counts all the same.
+
+    Raises:
+        Unsupported: the plugin offloads weights to the CPU, which takes several processes.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device, plugin: FullyShardedDataParallelPlugin) -> None:
+        super().__init__(mesh)
+        self._plugin = plugin
+        if plugin.cpu_offload and device.type != "cpu":
+            raise Unsupported("cpu_offload needs several processes. Start more of them, or leave it out.")
+
+    def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
+        for model, _ in pairs:
+            _recompute(model, modules_to_wrap(model, policy_for(model, self._plugin)), self._plugin)
+        return super().prepare(pairs)
 
 
 class FSDP(ShardedModels):
@@ -89,8 +109,7 @@ class FSDP(ShardedModels):
             broadcast_values([*model.parameters(), *model.buffers()], self.mesh.everyone)
         ignored = _ignored(model, plugin.ignored_modules)
         wrapped = modules_to_wrap(model, policy_for(model, plugin), ignored)
-        if plugin.activation_checkpointing:
-            recompute_activations(wrapped or [model], offload=plugin.activation_checkpointing_offload)
+        _recompute(model, wrapped, plugin)
         settings: dict[str, Any] = {"mesh": self.mesh.row, "mp_policy": self._policy(model)}
         settings["offload_policy"] = plugin.offload_policy if self._device.type != "cpu" else OffloadPolicy()
         for module in ignored:
@@ -134,6 +153,11 @@ class FSDP(ShardedModels):
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, whole, options=options)
         broadcast_values(list(model.buffers()), self.mesh.everyone)
+
+
+def _recompute(model: nn.Module, wrapped: Sequence[nn.Module], plugin: FullyShardedDataParallelPlugin) -> None:
+    if plugin.activation_checkpointing:
+        recompute_activations(wrapped or [model], offload=plugin.activation_checkpointing_offload)
 
 
 def _is_on_meta(model: nn.Module, mesh: Mesh) -> bool:
