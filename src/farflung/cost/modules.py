@@ -19,7 +19,7 @@ def size_of(model: nn.Module, classes: Iterable[str] | None = None, *, state_val
 
     Args:
         classes: names of the classes whose modules are groups of their own, as `transformer_cls_names_to_wrap` has
-            them; None: those that the model names itself (`_no_split_modules`), if it does.
+            them; None: those that the model's modules name themselves (`_no_split_modules`), if they do.
         state_values: that the optimizer keeps for each trained parameter: 2 for Adam, 1 for momentum.
 
     Raises:
@@ -48,7 +48,8 @@ def _groups(model: nn.Module, classes: Iterable[str] | None) -> Iterator[nn.Modu
     if isinstance(model, FSDPModule):
         yield from (module for module in inside if isinstance(module, FSDPModule))
         return
-    names = set(getattr(model, "_no_split_modules", None) or () if classes is None else classes)
+    named = (getattr(module, "_no_split_modules", None) or () for module in model.modules())
+    names = {name for one in named for name in one} if classes is None else set(classes)
     yield from (module for module in inside if type(module).__name__ in names)
 
 
