@@ -102,5 +102,6 @@ def train_adapters(folder: Path) -> dict[str, Any]:
 def main(folder: Path) -> dict[str, Any]:
     """Train each model replicated and sharded over all ranks, and adapters on islands."""
     models = {"llama": llama, "bert": bert}
-    found = {name: {way: train(make(), way == "sharded") for way in ("ddp", "sharded")} for name, make in models.items()}
+    ways = {"ddp": False, "sharded": True}
+    found = {name: {way: train(make(), sharded) for way, sharded in ways.items()} for name, make in models.items()}
     return found | {"adapters": train_adapters(folder)}
