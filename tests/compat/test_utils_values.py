@@ -360,8 +360,11 @@ def test_enumerations_have_the_same_members(name):
 def test_a_configuration_of_parallelism_says_the_same_of_its_axes(monkeypatch):
     for sizes in ({}, {"dp_shard_size": 4}, {"dp_replicate_size": 4}, {"dp_replicate_size": 2, "dp_shard_size": 2}):
         mine, other = ours.ParallelismConfig(**sizes), theirs.ParallelismConfig(**sizes)
-        names = [name for name in dir(other) if name[0] != "_" and not callable(getattr(other, name))]
+        names = {name for name in dir(other) if name[0] != "_" and not callable(getattr(other, name))}
+        names -= {"fsdp_dim_names"}
         assert {name: getattr(mine, name) for name in names} == {name: getattr(other, name) for name in names}
+        assert mine.fsdp_dim_names == mine.active_mesh_dims  # axes that the mesh has, not one joint with others
+        assert mine.to_json() == vars(mine)  # None, there
     mine = ours.ParallelismConfig()
     assert mine.build_device_mesh("cpu") is theirs.ParallelismConfig().build_device_mesh("cpu") is None
     assert mine == ours.ParallelismConfig(dp_replicate_size=1, tp_size=1)

@@ -66,7 +66,7 @@ def test_where_several_processes_are_meant_there_is_a_group_or_an_error(variable
     assert slot.current() is None
 
 
-@pytest.mark.parametrize("name", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"])
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"])
 def test_an_engine_that_is_not_done_is_refused_before_a_group_starts(name):
     with environ.patched({name: "true"}), pytest.raises(Unsupported, match=name):
         join_world()

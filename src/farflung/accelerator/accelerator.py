@@ -19,7 +19,7 @@ from farflung.accelerator import session as slot
 from farflung.accelerator.checkpoints import Checkpointing
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController
-from farflung.accelerator.engines import UnsupportedAxes
+from farflung.accelerator.engines import Axes
 from farflung.accelerator.layout import IslandSize, check_layout, resolve_layout
 from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics
 from farflung.accelerator.outer import OpenLoops, OuterMethods
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from farflung.outer.named import OuterConfig
 
 
-class Accelerator(AcceleratorProperties, UnsupportedAxes, OuterMethods, Checkpointing, TrackerMethods, ProcessControl):
+class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, TrackerMethods, ProcessControl):
     """Runs your training loop on as many processes as it was started with. Accelerate's parameters, and:
 
     Args:
@@ -147,11 +147,14 @@ class Accelerator(AcceleratorProperties, UnsupportedAxes, OuterMethods, Checkpoi
         session = slot.open_or_join(self._joined, mixed_precision, accumulation, compiling)
         try:
             self._precision = resolve_precision(session.mixed_precision, self._joined.device, handlers)
+            self._settled = layout = resolve_layout(
+                session, fsdp_plugin, parallelism_config, island_size, asked is not None
+            )
         except (ConfigError, Unsupported):
-            slot.close()
+            if session.layout is None:  # so that it is no earlier Accelerator's
+                slot.close()
             raise
         self._loop = session.loop
-        layout = resolve_layout(session, fsdp_plugin, parallelism_config, island_size, asked is not None)
         self._strategy = choose_strategy(
             self._joined, layout.mesh, self.ddp_handler, layout.fsdp, self._precision.dtype
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerate's words for engines and axes that Farflung does not have: each says that it is not there.
+"""Accelerate's words for how ranks share models, and for engines and axes that Farflung does not have.
 
 Scripts ask for a plugin and go on where it is None, so None it is. What could only be used is refused instead.
 """
@@ -7,24 +7,49 @@ Scripts ask for a plugin and go on where it is None, so None it is. What could o
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from farflung.accelerator.session import Layout
 from farflung.base.errors import StateError, Unsupported
+from farflung.process.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from farflung.config.parallelism import ParallelismConfig
+    from farflung.config.sharding import FullyShardedDataParallelPlugin
 
 
-class UnsupportedEngines:
-    """The plugins of other engines, which `Accelerator` and `AcceleratorState` both have: there are none."""
+class Engines:
+    """What shards models, as `Accelerator` and `AcceleratorState` both answer: FSDP2, or nothing."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def _layout(self) -> Layout | None: ...
+        @property
+        def _world(self) -> World: ...
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """How models are sharded; None: they are not."""
+        return None if self._layout is None else self._layout.fsdp
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The grid of ranks that the script or the launcher asked for; None: nobody did."""
+        return None if self._layout is None else self._layout.parallelism
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded over several processes."""
+        return self.fsdp_plugin is not None and self._world.size > 1
 
     @property
     def deepspeed_plugin(self) -> None:
         """None: DeepSpeed is not supported."""
-        return None
-
-    @property
-    def fsdp_plugin(self) -> None:
-        """None: FSDP is not supported yet."""
         return None
 
     @property
@@ -38,33 +63,57 @@ class UnsupportedEngines:
         return None
 
     @property
-    def parallelism_config(self) -> None:
-        """None: processes are arranged along one axis, that of the data."""
-        return None
+    def _device_mesh(self) -> DeviceMesh | None:
+        return None if self.parallelism_config is None else self.parallelism_config.device_mesh
+
+
+class Axes(Engines):
+    """Where an `Accelerator` stands on each axis of the grid, and what it says of axes and optimizers of others."""
 
     @property
-    def is_fsdp2(self) -> bool:
-        """False: no model is sharded."""
-        return False
-
-
-class UnsupportedAxes(UnsupportedEngines):
-    """What an `Accelerator` says of axes other than that of the data, and of engines and optimizers of others."""
-
-    @property
-    def torch_device_mesh(self) -> None:
-        """None: processes are arranged along one axis."""
-        return None
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The mesh of a `ParallelismConfig`, of its axes with several ranks; None without one."""
+        return self._device_mesh
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """False: there is one axis."""
-        return False
+        """Whether models are sharded over several processes."""
+        return self.is_fsdp2
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The row of this process: its place among the replicas of a `ParallelismConfig`.
+
+        Raises:
+            StateError: there is none.
+        """
+        return self._grid("data_parallel_rank").mesh.replicas.rank
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """The column of this process: its place among the shards of a `ParallelismConfig`.
+
+        Raises:
+            StateError: there is none.
+        """
+        return self._grid("data_parallel_shard_rank").mesh.island.rank
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This process's place along the axis of tensor parallelism, which there is not: StateError."""
-        raise _no_axis("tensor_parallel_rank")
+        """0: the axis of tensor parallelism has one place.
+
+        Raises:
+            StateError: there is no `ParallelismConfig`.
+        """
+        self._grid("tensor_parallel_rank")
+        return 0
+
+    def _grid(self, name: str) -> Layout:
+        if self._layout is None or self._layout.parallelism is None:
+            raise StateError(
+                f"{name}: this run has no parallelism configuration, so there is no such axis. Use process_index."
+            )
+        return self._layout
 
     @property
     def context_parallel_rank(self) -> int:
@@ -77,18 +126,8 @@ class UnsupportedAxes(UnsupportedEngines):
         raise Unsupported("pipeline_parallel_rank: pipeline parallelism is not supported. Use process_index.")
 
     @property
-    def data_parallel_rank(self) -> int:
-        """This process's place among replicas of a parallelism configuration, which there is not: StateError."""
-        raise _no_axis("data_parallel_rank")
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """This process's place among the shards of a parallelism configuration, which there is not: StateError."""
-        raise _no_axis("data_parallel_shard_rank")
-
-    @property
     def should_save_model(self) -> bool:
-        """True: each process has the whole model, and saving chooses by itself which of them writes."""
+        """True: saving is called by all processes, and chooses by itself which of them write."""
         return True
 
     @property
@@ -138,9 +177,3 @@ class UnsupportedAxes(UnsupportedEngines):
         """Whether a device map spreads `model`, or a module in it, over several devices."""
         maps = (getattr(module, "hf_device_map", None) for module in model.modules())
         return any(isinstance(found, dict) and len(found) > 1 for found in maps)
-
-
-def _no_axis(name: str) -> StateError:
-    return StateError(
-        f"{name}: this run has no parallelism configuration, so there is no such axis. Use process_index."
-    )

@@ -76,9 +76,11 @@ def _settled(
     if fsdp_plugin is None and parallelism_config is not None and parallelism_config.dp_shard_size > 1:
         fsdp_plugin = lazy.FullyShardedDataParallelPlugin()
     islands = _island_size(world, island_size)
+    device_mesh = None
+    if parallelism_config is not None:
+        parallelism_config.check(world.size)
+        device_mesh = parallelism_config.get_device_mesh(world.device.type)
     if fsdp_plugin is None:
-        if parallelism_config is not None:
-            parallelism_config.check(world.size)
         return Layout(make_mesh(world, islands or 1), None, parallelism_config)
     if islands is not None:
         raise ConfigError(
@@ -88,14 +90,13 @@ def _settled(
     if parallelism_config is None:
         shards = world.size
     else:
-        parallelism_config.check(world.size)
         shards = parallelism_config.dp_shard_size
         if shards == 1 and world.size > 1:
             raise ConfigError(
                 f"FSDP was asked for, and ParallelismConfig(dp_replicate_size={parallelism_config.dp_replicate_size}, "
                 "dp_shard_size=1), which cuts nothing. Give a dp_shard_size above 1, or leave the plugin out for DDP."
             )
-    return Layout(make_mesh(world, shards), fsdp_plugin, parallelism_config)
+    return Layout(make_mesh(world, shards, device_mesh), fsdp_plugin, parallelism_config)
 
 
 def _island_size(world: World, asked: IslandSize | None) -> int | None:

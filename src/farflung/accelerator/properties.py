@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from farflung.accelerator.prepare import PreparedLoader, Registry
+from farflung.accelerator.session import Layout
 from farflung.accelerator.views import AcceleratorState, GradientState
 from farflung.base.checks import check_whole
 from farflung.base.enums import DistributedType, FP8BackendType
@@ -32,11 +33,16 @@ class AcceleratorProperties:
     _loop: LoopState
     _precision: Precision
     _registry: Registry
+    _settled: Layout
     _strategy: Strategy
 
     @property
     def _world(self) -> World:
         return self._joined
+
+    @property
+    def _layout(self) -> Layout:
+        return self._settled
 
     @property
     def state(self) -> AcceleratorState:

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from farflung.accelerator import session as slot
 from farflung.accelerator.control import ProcessControl
-from farflung.accelerator.engines import UnsupportedEngines
+from farflung.accelerator.engines import Engines
 from farflung.accelerator.layout import check_layout, resolve_layout
+from farflung.accelerator.session import Layout
 from farflung.accelerator.settings import check_init, refuse_engines, resolve_compile
 from farflung.base.checks import check_flag, check_type, check_word
 from farflung.base.enums import DistributedType, PrecisionType
@@ -21,6 +22,9 @@ from farflung.config.handlers import GradientAccumulationPlugin, InitProcessGrou
 from farflung.process import world as world_slot
 from farflung.process.bootstrap import join_world, leave_world
 from farflung.process.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class _SharedState:
@@ -116,7 +120,7 @@ class PartialState(ProcessControl):
         )
 
 
-class AcceleratorState(UnsupportedEngines, PartialState):
+class AcceleratorState(Engines, PartialState):
     """This process, its world, and what the first `Accelerator` settled.
 
     Raises:
@@ -161,9 +165,12 @@ class AcceleratorState(UnsupportedEngines, PartialState):
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes work together."""
+        return DistributedType.FSDP if self.is_fsdp2 else self._world.kind
+
+    @property
+    def _layout(self) -> Layout | None:
         session = slot.current()
-        is_sharded = session is not None and session.layout is not None and session.layout.fsdp is not None
-        return DistributedType.FSDP if is_sharded and self._world.size > 1 else self._world.kind
+        return None if session is None else session.layout
 
     @property
     def mixed_precision(self) -> str:
@@ -182,9 +189,9 @@ class AcceleratorState(UnsupportedEngines, PartialState):
         return None
 
     @property
-    def device_mesh(self) -> None:
-        """None: processes are arranged along one axis."""
-        return None
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh of a `ParallelismConfig`; None without one."""
+        return self._device_mesh
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """Refused: there is no plugin to return.

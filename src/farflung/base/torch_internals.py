@@ -8,8 +8,8 @@ No version of torch is asked for: a name is used where it exists, and where it d
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from farflung.base.errors import Unsupported
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _Loader = TypeVar("_Loader", bound=DataLoader[Any])
 
@@ -126,14 +123,6 @@ def set_compiled_call(module: nn.Module, call: Any) -> None:
 def plain_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call `module`, with its hooks, past what was compiled for it."""
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-
-# ---- meshes
-
-
-def name_joint_axis(mesh: DeviceMesh, axes: Sequence[str], name: str) -> None:
-    """Let `mesh[name]` be the ranks of several axes of `mesh` as one axis: a collective."""
-    taken(mesh[tuple(axes)], "_flatten", "name several axes of a mesh as one")(name)
 
 
 # ---- loaders

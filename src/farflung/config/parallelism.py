@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from farflung.base.checks import check_whole, check_word
 from farflung.base.errors import ConfigError, Unsupported
-from farflung.base.torch_internals import name_joint_axis
 from farflung.config import environ
 
 if TYPE_CHECKING:
@@ -24,9 +23,8 @@ _VARIABLE = "PARALLELISM_CONFIG_"
 class ParallelismConfig:
     """Ranks as a grid of `dp_replicate_size` rows and `dp_shard_size` columns. Not frozen: trainers set sizes later.
 
-    FSDP shards a model over the ranks of a row, and each row holds a copy. Without an outer loop the rows average
-    gradients in every step (HSDP); with one, they synchronize by its recipe. Without FSDP the ranks of a row hold whole
-    models and average gradients among themselves (DDP).
+    FSDP shards a model over the ranks of a row, and each row holds a copy: a pure replica where it is one rank (DDP).
+    Without an outer loop the rows average gradients in every step (HSDP); with one, they synchronize by its recipe.
 
     What is None is read from `PARALLELISM_CONFIG_DP_REPLICATE_SIZE` and so on; 1 where those are not set.
 
@@ -134,8 +132,8 @@ class ParallelismConfig:
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """The axes of FSDP's mesh, as Accelerate names them."""
-        return [*(["dp_replicate"] if self.dp_replicate_enabled else []), "dp_shard_cp"]
+        """The axes of FSDP's mesh: of each, the mesh has its own name, not one joint with context parallelism."""
+        return self.dp_dim_names
 
     @property
     def active_mesh_dims(self) -> list[str]:
@@ -145,25 +143,15 @@ class ParallelismConfig:
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Make the mesh of the axes that have several ranks, in the default process group; None where none has.
 
-        Its names are `dp_replicate` and `dp_shard`. The joint axes that Accelerate names (`dp`, `dp_shard_cp`, `dp_cp`)
-        can be asked for as well. A collective: all ranks call it.
+        Its names are `dp_replicate` and `dp_shard`. A collective: all ranks call it.
         """
         names = self.active_mesh_dims
         if not names:
             return None
         from torch.distributed.device_mesh import init_device_mesh
 
-        mesh = init_device_mesh(
-            device_type, tuple(getattr(self, f"{name}_size") for name in names), mesh_dim_names=tuple(names)
-        )
-        for joint, parts in (
-            ("dp", self.dp_dim_names),
-            ("dp_shard_cp", self.dp_shard_cp_dim_names),
-            ("dp_cp", self.dp_cp_dim_names),
-        ):
-            if parts:
-                name_joint_axis(mesh, parts, joint)
-        return mesh
+        sizes = tuple(getattr(self, f"{name}_size") for name in names)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """Return the mesh, which the first call makes.

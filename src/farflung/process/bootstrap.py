@@ -39,8 +39,6 @@ _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANK
 _ENGINES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed is not supported. Use DDP, or an outer loop over it.",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM is not supported. Use DDP, or an outer loop over it.",
-    "ACCELERATE_USE_FSDP": "FSDP is not supported yet. Use DDP, or an outer loop over it.",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "Parallelism configurations are not supported yet. Use DDP.",
 }
 
 # A worker thread of gloo lets go of the tensors of its last collective after the caller has been told that it is done,

@@ -40,16 +40,17 @@ class Mesh:
         return self.device_mesh[AXES[1]]
 
 
-def make_mesh(world: World, island_size: int) -> Mesh:
+def make_mesh(world: World, island_size: int, device_mesh: DeviceMesh | None = None) -> Mesh:
     """Arrange the ranks in rows of `island_size` neighbours: a collective, where that is more than one.
 
     Args:
         island_size: a divisor of the number of ranks.
+        device_mesh: the script's own of these sizes, whose groups are used; it may lack an axis of one rank.
     """
     if island_size == 1:
         return Mesh(world.group, SoloGroup(), world.group)
     rows = world.size // island_size
-    device_mesh = init_device_mesh(world.device.type, (rows, island_size), mesh_dim_names=AXES)
+    device_mesh = device_mesh or init_device_mesh(world.device.type, (rows, island_size), mesh_dim_names=AXES)
     replicas = TorchGroup(device_mesh.get_group(AXES[0])) if rows > 1 else SoloGroup()
     island = TorchGroup(device_mesh.get_group(AXES[1])) if rows > 1 else world.group
     return Mesh(world.group, island, replicas, device_mesh)
