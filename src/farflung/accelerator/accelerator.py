@@ -42,7 +42,7 @@ from farflung.accelerator.trackers import TrackerMethods
 from farflung.accelerator.views import AcceleratorState
 from farflung.base.checks import check_type
 from farflung.base.enums import DynamoBackend
-from farflung.base.errors import ConfigError, StateError, Unsupported
+from farflung.base.errors import StateError
 from farflung.comm import collectives
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import (
@@ -145,15 +145,11 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         self.rng_types = [str(kind) for kind in (["generator"] if rng_types is None else rng_types)]
         self._joined = join_world(cpu, self.init_handler, handlers.get(WatchdogKwargs))
         session = slot.open_or_join(self._joined, mixed_precision, accumulation, compiling)
-        try:
+        with slot.settling(session):
             self._precision = resolve_precision(session.mixed_precision, self._joined.device, handlers)
             self._settled = layout = resolve_layout(
                 session, fsdp_plugin, parallelism_config, island_size, asked is not None
             )
-        except (ConfigError, Unsupported):
-            if session.layout is None:  # so that it is no earlier Accelerator's
-                slot.close()
-            raise
         self._loop = session.loop
         self._strategy = choose_strategy(
             self._joined, layout.mesh, self.ddp_handler, layout.fsdp, self._precision.dtype

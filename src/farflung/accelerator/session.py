@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from farflung.base.errors import ConfigError, StateError
+from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.comm.exchange import Exchange
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
@@ -105,6 +107,17 @@ def open_or_join(
         _slot.plugin = plugin
         _slot.loop = new_loop(plugin)
     return _slot
+
+
+@contextmanager
+def settling(session: Session) -> Iterator[None]:
+    """Close a session that no Accelerator has settled yet, if what it is asked for is refused in the block."""
+    try:
+        yield
+    except (ConfigError, Unsupported):
+        if session.layout is None:
+            close()
+        raise
 
 
 def flush_with(controller: OuterController) -> None:

@@ -172,7 +172,7 @@ class FullyShardedDataParallelPlugin:
             (names, by_class, "transformer_cls_names_to_wrap", WRAP_POLICIES[0]),
             (least, by_size, "min_num_params", WRAP_POLICIES[1]),
         ):
-            if given is not None and not fits:
+            if given not in (None, 0) and not fits:
                 raise ConfigError(
                     f"{_NAME}: {name} is {shown(given)}, which is for auto_wrap_policy={word!r} alone, but "
                     f"auto_wrap_policy is {shown(self.auto_wrap_policy)}. Set that policy, or leave out {name}."

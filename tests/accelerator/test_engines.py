@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an Accelerator answers about the grid of ranks, and about what shards models."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+import farflung
+from farflung.base.errors import ConfigError, StateError
+from farflung.config import environ
+from farflung.config.parallelism import ParallelismConfig
+from farflung.config.sharding import FullyShardedDataParallelPlugin
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+
+GRID = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+
+
+def answers(**said):
+    """What a new session with these settings says of itself, here and through its state."""
+    accelerator = farflung.Accelerator(cpu=True, **said)
+    state, mesh = accelerator.state, accelerator.torch_device_mesh
+    assert (state.fsdp_plugin, state.parallelism_config) == (accelerator.fsdp_plugin, accelerator.parallelism_config)
+    assert state.device_mesh is mesh
+    assert (state.is_fsdp2, str(state.distributed_type)) == (accelerator.is_fsdp2, str(accelerator.distributed_type))
+    try:
+        place = (accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank, accelerator.tensor_parallel_rank)
+    except StateError as error:
+        place = str(error).split(":")[0]
+    shape = None if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    if mesh is not None:
+        assert mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)].size() == 4
+    AcceleratorState._reset_state()
+    return str(accelerator.distributed_type).split(".")[1], shape, place
+
+
+def four_ranks():
+    found = [answers(), answers(fsdp_plugin=FullyShardedDataParallelPlugin())]
+    with environ.patched({"ACCELERATE_USE_FSDP": "true"}):
+        found.append(answers())
+        with environ.patched({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **GRID}):
+            found.append(answers())
+    for sizes in ((1, 4), (4, 1), (1, 1)):
+        found.append(answers(parallelism_config=ParallelismConfig(*sizes)))
+    grid = ParallelismConfig(2, 2)
+    own = grid.get_device_mesh("cpu")  # as a script does that loads its model onto it
+    accelerator = farflung.Accelerator(cpu=True, parallelism_config=grid)
+    assert accelerator.torch_device_mesh is own
+    assert accelerator._layout.mesh.row.get_group() is own["dp_shard"].get_group()
+    AcceleratorState._reset_state()
+    refused = []
+    for said in ({"parallelism_config": ParallelismConfig(2, 1)}, {"parallelism_config": ParallelismConfig(3, 2)}):
+        with pytest.raises(ConfigError) as caught:
+            farflung.Accelerator(cpu=True, **said)
+        refused.append(str(caught.value))
+    assert not farflung.state.is_initialized()
+    return dist.get_rank(), found, refused
+
+
+@pytest.mark.ranks
+def test_each_rank_knows_its_row_and_column_and_what_shards_models():
+    for rank, found, refused in run_ranks(four_ranks, 4):
+        none = ("data_parallel_rank",)
+        assert found == [
+            ("MULTI_CPU", None, *none),
+            ("FSDP", None, *none),
+            ("FSDP", None, *none),
+            ("FSDP", {"dp_replicate": 2, "dp_shard": 2}, (rank // 2, rank % 2, 0)),
+            ("FSDP", {"dp_shard": 4}, (0, rank, 0)),
+            ("MULTI_CPU", {"dp_replicate": 4}, (rank, 0, 0)),
+            ("MULTI_CPU", {"dp_replicate": 4}, (rank, 0, 0)),  # without sizes all are replicas
+        ]
+        assert "(2) times dp_shard_size (1) is 2, but there are 4 processes" in refused[0]
+        assert "is 6, but there are 4" in refused[1]
+
+
+def test_one_process_shards_nothing():
+    accelerator = farflung.Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    assert accelerator.fsdp_plugin is accelerator.state.fsdp_plugin
+    assert (accelerator.is_fsdp2, accelerator.is_composable_parallelism_enabled) == (False, False)
+    assert str(accelerator.distributed_type) == "DistributedType.NO"
