@@ -1,16 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of sharded models: written in parts, whole or in other parts again, the run goes on as it was."""
 
+import json
+import shutil
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.utils.data import DataLoader
 
 from farflung import Accelerator
+from farflung.checkpoint.sharded import merge_shards
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
-from farflung.utils import ParallelismConfig
+from farflung.utils import (
+    ParallelismConfig,
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
 
 STEPS = 6
 
@@ -69,42 +87,129 @@ class Run:
         return losses
 
 
-def write(folder, columns):
-    run = Run(columns)
+def write_as_accelerate(run, folder):
+    """Write the model and the optimizer with the calls that Accelerate's FSDP2 makes; the rest is the same as ours."""
+    if run.accelerator.is_main_process:
+        shutil.copytree(folder.parent / "at_once", folder)
+        for name in ("farflung.json", "pytorch_model_fsdp_0", "optimizer_0", "loop_state"):
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    run.accelerator.wait_for_everyone()
+    model = {"model": get_model_state_dict(run.model)}
+    optimizer = {"optimizer": get_optimizer_state_dict(run.model, run.optimizer.optimizer)}
+    dcp.save(model, storage_writer=dcp.FileSystemWriter(folder / "pytorch_model_fsdp_0"))
+    dcp.save(optimizer, storage_writer=dcp.FileSystemWriter(folder / "optimizer_0"))
+
+
+def read_as_accelerate(run, folder):
+    """Read the model and the optimizer with the calls that Accelerate's FSDP2 makes."""
+    model = {"model": get_model_state_dict(run.model)}
+    optimizer = {"optimizer": get_optimizer_state_dict(run.model, run.optimizer.optimizer)}
+    for value in model["model"].values():
+        value.mul_(0)
+    dcp.load(model, storage_reader=dcp.FileSystemReader(folder / "pytorch_model_fsdp_0"))
+    dcp.load(optimizer, storage_reader=dcp.FileSystemReader(folder / "optimizer_0"))
+    set_model_state_dict(run.model, model["model"])
+    set_optimizer_state_dict(run.model, run.optimizer.optimizer, optimizer["optimizer"])
+
+
+def write(folder):
+    """Train on a grid of 2x2, and write what there is in every form."""
+    run = Run(2)
+    accelerator, calls = run.accelerator, []
+    accelerator.register_save_state_pre_hook(lambda models, weights, where: calls.append((models, weights)))
     before = run.train(range(3))
-    run.accelerator.save_state(folder / "at_once")
-    run.accelerator.save_state(folder / "behind", block=False)
-    state = run.accelerator.get_state_dict(run.model)
-    run.accelerator.save_model(run.model, folder / "whole")
-    run.accelerator.save_model(run.model, folder / "cut", max_shard_size=64)
-    after = run.train(range(3, STEPS))
-    run.accelerator._checkpointer.settle()
-    return before, after, {name: value.clone() for name, value in state.items()}
+    accelerator.save_state(folder / "at_once")
+    accelerator.save_state(folder / "behind", block=False)
+    plugin = accelerator._run.fsdp
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    accelerator.save_state(folder / "full")
+    save_fsdp_model(plugin, accelerator, run.model, folder / "full" / "fsdp")
+    save_fsdp_optimizer(plugin, accelerator, run.optimizer, run.model, folder / "full" / "fsdp")
+    plugin.set_state_dict_type("SHARDED_STATE_DICT")
+    save_fsdp_model(plugin, accelerator, run.model, folder / "parts")
+    save_fsdp_optimizer(plugin, accelerator, run.optimizer, run.model, folder / "parts")
+    write_as_accelerate(run, folder / "theirs")
+    state = accelerator.get_state_dict(run.model)
+    accelerator.save_model(run.model, folder / "whole")
+    accelerator.save_model(run.model, folder / "cut", max_shard_size=64)
+    if accelerator.is_main_process:
+        merge_shards(folder / "at_once" / "pytorch_model_fsdp_0", folder / "merged")
+    assert all(models == [run.model] and weights == [] for models, weights in calls)
+    assert state.get("tied.weight") is state.get("last.weight")  # gathered once
+    state = {name: value.clone() for name, value in state.items()}
+    return before, run.train(range(3, STEPS)), state
 
 
-def go_on(folder, columns):
-    """Load each checkpoint in `folder` into freshly made objects, and return the losses that follow."""
-    losses = []
-    for name in ("at_once", "behind"):
+def go_on(folder, columns, names):
+    """Load each checkpoint into freshly made objects, and return the losses that follow."""
+    losses = {}
+    for name in names:
         run = Run(columns)
+        run.accelerator.register_load_state_pre_hook(lambda models, where: None)
         run.accelerator.load_state(folder / name)
-        losses.append(run.train(range(3, STEPS)))
+        losses[name] = run.train(range(3, STEPS))
+    run = Run(columns)
+    run.accelerator.load_state(folder / "at_once")
+    for name in ("parts", "full/fsdp"):
+        run.train(range(10, 12))
+        plugin = run.accelerator._run.fsdp
+        load_fsdp_optimizer(plugin, run.accelerator, run.optimizer, run.model, folder / name)
+        load_fsdp_model(plugin, run.accelerator, run.model, folder / name)
+        run.scheduler.scheduler.last_epoch = 3
+        losses[name] = run.train(range(3, 4))
     return losses
 
 
-def whole_run():
+def all_layouts(folder):
+    """Write on a grid of 2x2, and go on in all layouts that 4 ranks can have."""
+    written = write(folder)
+    names = ["at_once", "behind", "full", "theirs"]
+    found = [go_on(folder, columns, names) for columns in (4, 1, 2)]
+    run = Run(2)
+    read_as_accelerate(run, folder / "at_once")
+    theirs = run.accelerator.get_state_dict(run.model)
+    whole = Run(1)
+    whole.train(range(3))
+    whole.accelerator.save_state(folder / "plain")
+    found.append(go_on(folder, 4, ["plain"]))
+    return *written, found, {name: value.clone() for name, value in theirs.items()}
+
+
+def whole_run(folder):
+    """Train in one process, and go on from what 4 wrote."""
     run = Run(1)
-    return run.train(range(STEPS)), {name: value.clone() for name, value in run.model.state_dict().items()}
+    losses = run.train(range(3))
+    state = {name: value.clone() for name, value in run.model.state_dict().items()}
+    plain = Net()
+    plain.load_state_dict(load_file(folder / "whole" / "model.safetensors"), strict=False)
+    return (
+        losses + run.train(range(3, STEPS)),
+        state,
+        go_on(folder, 1, ["at_once", "full", "theirs"]),
+        plain.state_dict(),
+    )
 
 
 @pytest.mark.ranks
 def test_a_run_on_2x2_goes_on_in_any_other_layout(tmp_path):
-    ranks = run_ranks(write, 4, tmp_path, 2)
-    before, after, state = ranks[0]
-    assert [rank[2] for rank in ranks[1:]] == [{}, {}, {}]
-    (one,) = run_ranks(whole_run, 1)
-    assert one[0] == pytest.approx(before + after, abs=1e-6)
-    for columns in (4, 1, 2):
-        for losses in run_ranks(go_on, 4, tmp_path, columns):
-            assert losses == [pytest.approx(after, abs=1e-6)] * 2
-    assert run_ranks(go_on, 1, tmp_path, 1) == [[pytest.approx(after, abs=1e-6)] * 2]
+    ranks = run_ranks(all_layouts, 4, tmp_path, timeout_s=120)
+    before, after, state, found, theirs = ranks[0]
+    assert [(rank[2], rank[4]) for rank in ranks[1:]] == [({}, {})] * 3
+    ((losses, one, alone, plain),) = run_ranks(whole_run, 1, tmp_path)
+    assert losses == pytest.approx(before + after, abs=1e-6)
+    for layout in [*(one for rank in ranks for one in rank[3]), alone]:
+        for name, seen in layout.items():
+            assert seen == pytest.approx(after[: len(seen)], abs=1e-6), name
+
+    # The whole model, key by key, however it was gathered: as the model of one process has it.
+    assert list(state) == list(one)
+    cut = {}
+    for path in (tmp_path / "cut").glob("*.safetensors"):
+        cut.update(load_file(path))
+    index = json.loads((tmp_path / "cut" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert cut.keys() == index.keys() == one.keys() - {"tied.weight"}
+    forms = [state, theirs, cut, load_file(tmp_path / "whole" / "model.safetensors"), plain]
+    for form in [*forms, load_file(tmp_path / "merged" / "model.safetensors")]:
+        for name, value in form.items():
+            torch.testing.assert_close(value, one[name], rtol=0, atol=1e-6)

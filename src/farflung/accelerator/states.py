@@ -182,14 +182,14 @@ def read_model(model: nn.Module, folder: Path, index: int, strict: bool) -> dict
         raise CheckpointError(f"{folder} has neither {names[1]} nor {names[2]} nor {shards.name}/.")
     named = fitted(model, read_weights(path), path, strict)
     own = model.state_dict()
-    return {name: _cut(value, own.get(name)) for name, value in named.items()}
+    return {name: cut(value, own.get(name)) for name, value in named.items()}
 
 
 def _is_sharded_model(folder: Path, index: int) -> bool:
     return (folder / layout.model_shards(index)).is_dir() or is_file(folder / layout.gathered_model(index))
 
 
-def _cut(value: Any, own: Any) -> Any:
+def cut(value: Any, own: Any) -> Any:
     """Return the part of a whole tensor that this rank holds of its own."""
     sharded = isinstance(own, Tensor) and is_sharded(own)
     return local(spread_like(value, own)).cpu().clone() if sharded else value
@@ -213,15 +213,15 @@ def _read_shards(model: nn.Module, folder: Path, strict: bool) -> dict[str, Any]
     return {name: found[sources[name]] for name in here}
 
 
-def load(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
-    """Give a model the weights that `read_model` returned."""
+def load(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> Any:
+    """Give a model the weights that `read_model` returned, and return what `load_state_dict` does."""
     own = model.state_dict()
-    shards = {name for name, value in own.items() if isinstance(value, Tensor) and is_sharded(value)}
+    shards = {name: value for name, value in own.items() if isinstance(value, Tensor) and is_sharded(value)}
     with torch.no_grad():
-        for name in shards & weights.keys():
-            local(own[name]).copy_(weights[name])
-    rest = {name: value for name, value in weights.items() if name not in shards}
-    model.load_state_dict(rest, strict=strict and not shards)
+        for name in shards.keys() & weights.keys():
+            local(shards[name]).copy_(weights[name])
+    there = {name: shards.get(name, value) for name, value in weights.items()}
+    return model.load_state_dict(there, strict=strict)
 
 
 def read_optimizer(models: Sequence[nn.Module], optimizer: Any, folder: Path, index: int) -> dict[str, Any]:
@@ -242,11 +242,11 @@ def read_optimizer(models: Sequence[nn.Module], optimizer: Any, folder: Path, in
         if not any(map(is_sharded, mine)):
             return state
 
-        def cut(number: int, value: Tensor) -> Tensor:
+        def spread(number: int, value: Tensor) -> Tensor:
             shard = mine[number]
             return spread_like(value, shard) if is_sharded(shard) and value.shape == shard.shape else value
 
-        return _mapped(state, cut)
+        return _mapped(state, spread)
     except DAMAGE as error:
         if isinstance(error, CheckpointError):
             raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from farflung.checkpoint.entries import FolderEntry
 from farflung.checkpoint.manifest import FileRecord
 from farflung.checkpoint.reader import DAMAGE, load
 from farflung.checkpoint.regular import is_file
+from farflung.checkpoint.save import save_object
 from farflung.checkpoint.writer import FileWriter
 from farflung.comm.shards import is_sharded, local
 
@@ -47,7 +49,7 @@ class Draft:
     """A state that ranks will write together, before they know who writes what.
 
     Args:
-        name: of the folder to be, such as `optimizer_0`.
+        name: of the folder to be, such as `optimizer_0`; nothing where that is the checkpoint's own.
         state: nested dictionaries and lists of tensors and plain data. Shards of one tensor are on several ranks; what
             is whole is written by the leader. Ranks whose shards others write too bring them all the same: the work is
             divided among them.
@@ -139,7 +141,8 @@ class ShardedEntry(FolderEntry):
         assert self.metadata is not None
         writer.finish(replace(self.metadata), [part.results for part in written])
         records = [writer.fs.records, *(part.files for part in written)]
-        return {f"{self.name}/{name}": record for found in records for name, record in found.items()}
+        prefix = f"{self.name}/" if self.name else ""
+        return {prefix + name: record for found in records for name, record in found.items()}
 
 
 class _Given(DefaultSavePlanner):
@@ -261,6 +264,33 @@ def nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
     if made and all(isinstance(key, int) for key in made) and sorted(made) == list(range(len(made))):
         return [made[number] for number in range(len(made))]
     return made
+
+
+def merge_shards(folder: Path, target: Path, safe: bool = True, remove: bool = False) -> Path:
+    """Write the whole model whose shards are in `folder` into one file, and return its path.
+
+    Args:
+        target: the directory of `model.safetensors`, or `pytorch_model.bin`.
+        safe: as safetensors, not with torch.
+        remove: remove `folder` when that is done.
+
+    Raises:
+        ConfigError: there are no shards in `folder`.
+        CheckpointError: they are damaged, or hold more than tensors and plain data.
+    """
+    if not (folder / layout.SHARDS_INDEX).exists():
+        inner = [name for name in (layout.model_shards(0), layout.optimizer_shards(0)) if (folder / name).is_dir()]
+        where = f" Name {' or '.join(str(folder / name) for name in inner)} instead." if inner else ""
+        raise ConfigError(f"There are no shards in {folder}.{where}")
+    whole = Stored(folder).read_whole()
+    if isinstance(whole, dict) and len(whole) == 1:  # {"model": {...}}
+        whole = next(iter(whole.values()))
+    target.mkdir(parents=True, exist_ok=True)
+    path = target / layout.model(0, safe)
+    save_object(whole, path, safe)
+    if remove:
+        shutil.rmtree(folder)
+    return path
 
 
 class _Reader(FileSystemReader):

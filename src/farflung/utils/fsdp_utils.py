@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: FSDP, which is not there yet."""
 
+from farflung.accelerator.fsdp_files import (
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    merge_fsdp_weights,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
 from farflung.base.absent import (
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,
@@ -13,11 +20,6 @@ from farflung.base.absent import (
     fsdp2_switch_optimizer_parameters,
     get_fsdp2_grad_scaler,
     get_parameters_from_modules,
-    load_fsdp_model,
-    load_fsdp_optimizer,
-    merge_fsdp_weights,
-    save_fsdp_model,
-    save_fsdp_optimizer,
 )
 
 __all__ = [

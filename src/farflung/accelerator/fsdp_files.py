@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accelerate's free functions for the files of one sharded model or optimizer, and for making whole files of shards."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from farflung.accelerator import lazy, states
+from farflung.accelerator.operations import extract_model_from_parallel, is_peft_model, wait_for_everyone
+from farflung.base.errors import CheckpointError, Unsupported
+from farflung.checkpoint import layout
+from farflung.checkpoint.manager import CheckpointGroup, Saver, SaveRequest
+from farflung.checkpoint.reader import read_torch
+from farflung.checkpoint.save import save_object
+from farflung.comm.shards import local
+from farflung.process.bootstrap import join_world
+
+if TYPE_CHECKING:
+    from farflung.accelerator.accelerator import Accelerator
+    from farflung.checkpoint.sharded import Draft
+
+Path_ = str | os.PathLike[str]
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Accelerator,
+    model: nn.Module,
+    output_dir: Path_,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Write one sharded model: every process calls this.
+
+    Each process writes its shards to `output_dir/pytorch_model_fsdp_0`. Where the plugin's `state_dict_type` is
+    FULL_STATE_DICT, the first one writes all of it to `output_dir/pytorch_model_fsdp.bin`.
+
+    Args:
+        model_index: the number in these names.
+        adapter_only: of a PEFT model, the weights of its active adapter alone.
+        use_dcp: only True.
+
+    Raises:
+        CheckpointError: it could not be written, on one of the processes.
+    """
+    _only_dcp(use_dcp)
+    bare = extract_model_from_parallel(model)
+    state = _adapter(bare) if adapter_only and is_peft_model(bare) else states.model_shards(bare)
+    name = layout.gathered_model(model_index)
+    if not _gathers(fsdp_plugin):
+        _write_shards(accelerator, Path(output_dir) / layout.model_shards(model_index), {"model": state})
+        return
+    whole = states.gathered_model(bare, state, accelerator.is_main_process)
+    _write_whole(accelerator, Path(output_dir) / name, whole)
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Accelerator,
+    model: nn.Module,
+    input_dir: Path_,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> Any:
+    """Give a model, sharded or not, the weights that `save_fsdp_model` or `save_state` wrote: every process calls this.
+
+    Args:
+        input_dir: the folder of the checkpoint, or that of the model's shards in it.
+
+    Returns:
+        the names that were missing or unexpected, as of `load_state_dict`.
+
+    Raises:
+        CheckpointError: there are none, they are damaged, or of another model; the model is as it was.
+    """
+    _only_dcp(use_dcp)
+    folder = _parent_of(Path(input_dir), layout.model_shards(model_index))
+    bare = extract_model_from_parallel(model)
+    read: list[Any] = []
+    if adapter_only and is_peft_model(bare):
+        own = _adapter(bare)
+        _group(accelerator).agree(f"Loading {folder}", lambda: read.append(_read_adapter(folder, model_index, own)))
+        with torch.no_grad():
+            for name, value in own.items():
+                local(value).copy_(read[0][name])
+        return bare.load_state_dict({}, strict=False)
+    group = _group(accelerator)
+    group.agree(f"Loading {folder}", lambda: read.append(states.read_model(bare, folder, model_index, strict=True)))
+    return states.load(bare, read[0], strict=True)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Accelerator,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    output_dir: Path_,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Write the state of one optimizer of a sharded model, to `output_dir/optimizer_0`: every process calls this.
+
+    Where the plugin's `state_dict_type` is FULL_STATE_DICT, the first one writes all of it to
+    `output_dir/optimizer.bin`.
+    """
+    _only_dcp(use_dcp)
+    names = states.parameter_names([extract_model_from_parallel(model)], optimizer)
+    if not _gathers(fsdp_plugin):
+        state = states.by_name(optimizer.state_dict(), names)
+        _write_shards(accelerator, Path(output_dir) / layout.optimizer_shards(optimizer_index), {"optimizer": state})
+        return
+    whole = states.gathered_optimizer(optimizer, accelerator.is_main_process)
+    _write_whole(
+        accelerator, Path(output_dir) / layout.optimizer(optimizer_index), whole and states.by_name(whole, names)
+    )
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Accelerator,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    input_dir: Path_,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Give an optimizer the state that `save_fsdp_optimizer` or `save_state` wrote: every process calls this.
+
+    Args:
+        input_dir: the folder of the checkpoint, or that of the optimizer's shards in it.
+        adapter_only: changes nothing: the state is that of the parameters which the optimizer has.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or of another optimizer, which is as it was.
+    """
+    _only_dcp(use_dcp)
+    folder = _parent_of(Path(input_dir), layout.optimizer_shards(optimizer_index))
+    bare = extract_model_from_parallel(model)
+    read: list[Any] = []
+
+    def look() -> None:
+        read.append(states.read_optimizer([bare], optimizer, folder, optimizer_index))
+
+    _group(accelerator).agree(f"Loading {folder}", look)
+    optimizer.load_state_dict(read[0])
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: Path_, output_path: Path_, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
+) -> None:
+    """Make one file of the shards of a model: `model.safetensors`, or `pytorch_model.bin`.
+
+    The first process does it, on the CPU, in memory for one whole model; the others wait. None need be there but it.
+
+    Args:
+        checkpoint_dir: with the shards, such as `my_checkpoint/pytorch_model_fsdp_0`.
+        output_path: the directory of the file.
+        safe_serialization: write safetensors, not with torch.
+        remove_checkpoint_dir: remove `checkpoint_dir` when that is done.
+
+    Raises:
+        ConfigError: there are no shards in `checkpoint_dir`.
+        CheckpointError: they are damaged, or hold more than tensors and plain data.
+    """
+    if join_world().is_main:
+        lazy.merge_shards(Path(checkpoint_dir), Path(output_path), safe_serialization, remove_checkpoint_dir)
+    wait_for_everyone()
+
+
+def _only_dcp(use_dcp: bool) -> None:
+    if not use_dcp:
+        raise Unsupported(
+            "use_dcp=False, a file for each rank that loads on as many ranks alone, is not supported. Leave it out: "
+            "writing needs no more communication than one small exchange."
+        )
+
+
+def _gathers(plugin: Any) -> bool:
+    return plugin is not None and plugin.state_dict_type == "FULL_STATE_DICT"
+
+
+def _group(accelerator: Accelerator) -> CheckpointGroup:
+    return CheckpointGroup(accelerator._run.world.exchange, 0)
+
+
+def _parent_of(folder: Path, name: str) -> Path:
+    return folder.parent if folder.name == name else folder
+
+
+def _write_shards(accelerator: Accelerator, folder: Path, state: dict[str, Any]) -> None:
+    saver = Saver(_group(accelerator))
+    request = SaveRequest(folder, None, {})
+    staged = saver.begin(request)
+    drafts: list[Draft] = []
+
+    def draft() -> Any:
+        drafts.append(lazy.Draft("", state, saver.group.leads))
+        return drafts[0].plan
+
+    try:
+        plans = saver.group.agree(request.doing, draft)
+        entry = drafts[0].entry(plans, saver.group.exchange.rank)
+    except BaseException:
+        staged.discard()
+        raise
+    saver.write(request, staged, [entry])
+
+
+def _write_whole(accelerator: Accelerator, path: Path, whole: dict[str, Any]) -> None:
+    def write() -> None:
+        if accelerator.is_main_process:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_object(whole, path)
+
+    _group(accelerator).agree(f"Writing {path}", write)
+
+
+def _adapter(model: Any) -> dict[str, Any]:
+    """Return the weights of a PEFT model's active adapter, without its name in theirs."""
+    from peft import get_peft_model_state_dict
+
+    found: dict[str, Any] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+    return found
+
+
+def _read_adapter(folder: Path, index: int, own: dict[str, Any]) -> dict[str, Any]:
+    path = folder / layout.gathered_model(index)
+    if path.exists():
+        whole = read_torch(path)
+        missing = own.keys() - whole.keys()
+        if missing:
+            raise CheckpointError(f"{path} lacks {len(missing)} weights of the adapter, such as {min(missing)}.")
+        return {name: states.cut(whole[name], value) for name, value in own.items()}
+    stored = lazy.Stored(folder / layout.model_shards(index))
+    flat = {".".join(map(str, path[1:])): name for name, path in stored.paths.items()}
+    missing = own.keys() - flat.keys()
+    if missing:
+        raise CheckpointError(f"{stored.folder} lacks {len(missing)} weights of the adapter, such as {min(missing)}.")
+    found = stored.read({flat[name]: value for name, value in own.items()})
+    return {name: found[flat[name]] for name in own}

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of shards: torch's DCP reads what we write, we read what it writes, and code in one is never run."""
+
+import io
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from farflung.base.errors import CheckpointError, ConfigError
+from farflung.checkpoint.entries import Staging
+from farflung.checkpoint.manifest import Manifest
+from farflung.checkpoint.sharded import Draft, Stored, merge_shards
+from farflung.utils import merge_fsdp_weights
+
+STATE = {
+    "model": {"a.weight": torch.arange(6.0).view(2, 3), "empty": torch.zeros(0, 3), "half": torch.ones(2).bfloat16()},
+    "groups": [{"lr": 0.5, "betas": (0.9, 0.99)}, {"lr": torch.tensor(2.0), "names": ["x", "y"]}],
+}
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = os.fspath(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.fixture
+def torchs(tmp_path):
+    """A folder that torch wrote."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are no processes
+        dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path / "torchs"), no_dist=True)
+    return tmp_path / "torchs"
+
+
+def assert_same(found, state):
+    assert str(found) == str(state)
+    assert all(torch.equal(found["model"][name], value) for name, value in state["model"].items())
+
+
+def test_what_dcp_writes_is_read_whole(torchs):
+    assert_same(Stored(torchs).read_whole(), STATE)
+
+
+def test_dcp_reads_what_is_written_and_every_byte_of_it_is_in_the_records(tmp_path):
+    draft = Draft("folder", STATE, leads=True)
+    (entry,) = Staging().copied([draft.entry([draft.plan], 0)])
+    records = entry.finish(tmp_path, [entry.write(tmp_path)])
+    assert Manifest(records).damage(tmp_path) is None
+    assert set(records) == {f"folder/{name}" for name in os.listdir(tmp_path / "folder")}
+    like = {"model": {name: torch.empty_like(value) for name, value in STATE["model"].items()}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(like, storage_reader=dcp.FileSystemReader(tmp_path / "folder"), no_dist=True)
+    assert_same({**like, "groups": STATE["groups"]}, STATE)
+    assert_same(Stored(tmp_path / "folder").read_whole(), STATE)
+
+
+def test_code_in_the_index_is_not_run(torchs, tmp_path):
+    for bomb in (Bomb(tmp_path / "ran"), {"state_dict_metadata": Bomb(tmp_path / "ran")}):
+        (torchs / ".metadata").write_bytes(pickle.dumps(bomb))
+        with pytest.raises(CheckpointError, match=r"names (posix|nt).mkdir"):
+            Stored(torchs)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_in_a_value_is_neither_written_nor_run(tmp_path, torchs):
+    with pytest.raises(ConfigError, match="can't be loaded without running code"):
+        Draft("folder", {"x": Bomb(tmp_path / "ran")}, leads=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"x": Bomb(tmp_path / "ran")}, storage_writer=dcp.FileSystemWriter(tmp_path / "bad"), no_dist=True)
+    with pytest.raises(CheckpointError, match="it holds something that would run code"):
+        Stored(tmp_path / "bad").read({"x": None})
+    assert not (tmp_path / "ran").exists()
+
+
+def changed_index(folder, change):
+    """Unpickle the index as torch does, change it, and put it back."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_an_index_that_leads_elsewhere_or_leaves_something_out_is_refused(torchs):
+    first = MetadataIndex("model.a.weight", (0, 0))
+
+    def leave_out(metadata):
+        metadata.state_dict_metadata["model.a.weight"].chunks.clear()
+
+    def climb(metadata):
+        metadata.storage_data[first].relative_path = "../../secret"
+
+    changed_index(torchs, leave_out)
+    with pytest.raises(CheckpointError, match=r"0 of the 6 numbers of model\.a\.weight"):
+        Stored(torchs).read_whole()
+    changed_index(torchs, climb)
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        Stored(torchs)
+    (torchs / ".metadata").write_bytes(pickle.dumps([1, 2]))
+    with pytest.raises(CheckpointError, match=r"\.metadata can't be read, so it is damaged: a Metadata was expected"):
+        Stored(torchs)
+    (torchs / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match="not complete"):
+        Stored(torchs)
+
+
+def test_a_damaged_file_of_shards_is_named(torchs):
+    (path,) = torchs.glob("*.distcp")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"torchs can't be read"):
+        Stored(torchs).read_whole()
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"lacks the file __0_0\.distcp"):
+        Stored(torchs).read_whole()
+
+
+def test_shards_become_one_file(tmp_path):
+    state = {"model": {"w": torch.arange(4.0), "b": torch.ones(1)}}
+    draft = Draft("pytorch_model_fsdp_0", state, leads=True)
+    entry = draft.entry([draft.plan], 0)
+    entry.finish(tmp_path, [entry.write(tmp_path)])
+    with pytest.raises(ConfigError, match=r"There are no shards in .* Name .*pytorch_model_fsdp_0 instead"):
+        merge_fsdp_weights(tmp_path, tmp_path / "out")
+    merge_fsdp_weights(tmp_path / "pytorch_model_fsdp_0", tmp_path / "out", safe_serialization=False)
+    assert torch.load(io.BytesIO((tmp_path / "out" / "pytorch_model.bin").read_bytes())).keys() == {"w", "b"}
+    path = merge_shards(tmp_path / "pytorch_model_fsdp_0", tmp_path / "out", remove=True)
+    assert torch.equal(load_file(path)["w"], state["model"]["w"])
+    assert not (tmp_path / "pytorch_model_fsdp_0").exists()
