@@ -185,6 +185,27 @@ def test_an_overflow_in_one_shard_makes_all_ranks_skip_the_step():
     assert run_ranks(scaled, 2) == [(True, True, 1)] * 2
 
 
+def half_loaded():
+    accelerator = sharding(mixed_precision="bf16")
+    model = accelerator.prepare(net().to(torch.bfloat16))
+    seen = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append((args[0].dtype, output.dtype)))
+    out = model(torch.full((1, 5), float(accelerator.process_index)))
+    accelerator.backward(out.sum())
+    bias = full(model[2].bias.grad)
+    torch.manual_seed(1)
+    model.zero_grad()
+    accelerator.backward((model(torch.zeros(1, 5)) * (1 + accelerator.process_index / 128)).sum())
+    odd = full(model[2].bias.grad)  # the mean of 1 and 1 + 1/128, which bf16 would round
+    return next(model.parameters()).dtype, seen[0], out.dtype, bias.tolist(), odd.tolist()
+
+
+def test_weights_in_a_half_precision_are_trained_in_fp32_and_reduced_in_it():
+    half = torch.bfloat16
+    expected = (torch.float32, (half, half), torch.float32, [1.0] * 3, [1 + 1 / 256] * 3)
+    assert run_ranks(half_loaded, 2) == [expected] * 2
+
+
 def told(call, *args, **kwargs):
     try:
         call(*args, **kwargs)

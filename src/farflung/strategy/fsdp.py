@@ -102,6 +102,8 @@ class FSDP(ShardedModels):
 
     def _shard(self, model: nn.Module) -> None:
         plugin = self._plugin
+        if self._compute_dtype is not None:
+            _keep_in_fp32(model)
         before = dict(model.named_parameters(remove_duplicate=False))
         spares_memory = _is_on_meta(model, self.mesh)
         whole: dict[str, Any] = model.state_dict() if spares_memory and self.mesh.everyone.rank == 0 else {}
@@ -153,6 +155,13 @@ class FSDP(ShardedModels):
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, whole, options=options)
         broadcast_values(list(model.buffers()), self.mesh.everyone)
+
+
+def _keep_in_fp32(model: nn.Module) -> None:
+    """Give weights that are trained in mixed precision, but were loaded in a half precision, the one of updates."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
 
 
 def _recompute(model: nn.Module, wrapped: Sequence[nn.Module], plugin: FullyShardedDataParallelPlugin) -> None:
