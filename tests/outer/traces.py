@@ -52,11 +52,11 @@ def norm_of(node):
     return math.sqrt(sum(float(t.double().square().sum()) for t in tensors_in(node) if t.is_floating_point()))
 
 
-def replica(group, name, kind):
+def replica(group, name, kind, island=None):
     """Train one replica; return digests and the rounds that it saw."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
-    outer = OuterLoop(model, RECIPES[name], group, inner=optimizer, bucket_bytes=80)
+    outer = OuterLoop(model, RECIPES[name], group, inner=optimizer, island=island, bucket_bytes=80)
     optimizer.register_step_pre_hook(lambda *_: outer.average_gradients())
     rounds, middle = [], ""
     outer.listeners.append(lambda r: rounds.append([r.step, r.fragment, r.dropped, r.bytes_sent, r.bytes_received]))

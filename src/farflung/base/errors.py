@@ -16,6 +16,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+# How a rank fails because another one is gone: gloo's words, NCCL's, ours.
+PEER_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection timed out",
+    "Broken pipe",
+    "remote process exited",
+    "RankFailure:",
+)
+
 
 class FarflungError(Exception):
     """The root: catch it to catch everything that Farflung raises on purpose."""

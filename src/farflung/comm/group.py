@@ -27,7 +27,7 @@ from torch import Tensor
 
 from farflung.base.errors import CollectiveMismatch, ConfigError, RankFailure, StateError
 from farflung.comm.presence import PresenceStore
-from farflung.comm.waits import Wait, Waits
+from farflung.comm.waits import Wait, Waits, handed_over
 
 Op = Literal["sum", "max", "min"]
 
@@ -229,7 +229,7 @@ class SoloGroup:
 
 @dataclass(frozen=True)
 class SharedState:
-    """What a process group shares with its duplicates.
+    """What a process group shares with its duplicates, and with groups of some of its ranks.
 
     Attributes:
         presence: what the ranks tell each other beside their collectives.
@@ -240,6 +240,7 @@ class SharedState:
     presence: PresenceStore
     waits: Waits
     spare: dict[tuple[int | bool, ...], list[TorchGroup]] = field(default_factory=dict)
+    parts: dict[str, TorchGroup] = field(default_factory=dict)  # what `within` made, by name
 
 
 @cache
@@ -255,7 +256,7 @@ class TorchGroup:
     """The ranks of a c10d process group (the default one when none is given).
 
     Args:
-        shared: of the group that this is a duplicate of. None: of this process group.
+        shared: of the group that this is a duplicate or a part of. None: of this process group.
         in_background: only threads use it that work on behalf of others.
 
     Attributes:
@@ -279,6 +280,8 @@ class TorchGroup:
         self.presence, self.waits = self.shared.presence, self.shared.waits
         self.in_background = in_background
         self._name = self.pg.group_name
+        self.waits.join(self._name)
+        self._is_block = False  # within a group: who leaves that one has left this one too
         self._spare: list[TorchGroup] | None = None  # where it goes when it is given back
 
     @property
@@ -349,13 +352,17 @@ class TorchGroup:
     def duplicate(self, in_background: bool = False) -> Group:
         return self._among(dist.get_process_group_ranks(self.pg), self.shared, in_background)
 
+    def within(self, pg: dist.ProcessGroup) -> TorchGroup:
+        """Return the group of some of these ranks, as of a mesh: its waits hear of all of them, in their numbers."""
+        self.shared.parts[pg.group_name] = part = TorchGroup(pg, self.shared)
+        return part
+
     def free(self) -> None:
         if self._spare is not None:
             self._spare.append(self)
 
     def hand_over(self) -> Callable[[Future[None]], None]:
-        name = f"{self._name} (handed over)"
-        wait = self.waits.enter(name, "")
+        wait = self.waits.enter(handed_over(self._name), "")
 
         def end(future: Future[None]) -> None:
             if wait_for([future], _WATCH_S).not_done:
@@ -370,7 +377,11 @@ class TorchGroup:
             return self
         check_blocks(self.size, size)
         begin = self.rank - self.rank % size
-        return self._among(dist.get_process_group_ranks(self.pg)[begin : begin + size], None, False)
+        is_block = self.size != self.presence.size  # else what is made of all ranks, as for checkpoints, is apart
+        shared = self.shared if is_block else None
+        block = self._among(dist.get_process_group_ranks(self.pg)[begin : begin + size], shared, False)
+        block._is_block = is_block
+        return block
 
     def _among(self, members: list[int], shared: SharedState | None, in_background: bool) -> TorchGroup:
         """Return a group that was given back; or make one, once all ranks have come: that wait would never look up."""
@@ -389,9 +400,10 @@ class TorchGroup:
         return self.presence.agree_min(number, name)
 
     def leave(self, reason: str, for_good: bool = False) -> None:
-        self.presence.mark_left(reason)
-        if for_good:
-            self.abort()
+        if not self._is_block:
+            self.presence.mark_left(reason)
+        for group in (self, *self.shared.parts.values()) if for_good else ():
+            group.abort()
 
     def raise_if_broken(self) -> None:
         known = self.presence.describe_left()
@@ -403,7 +415,7 @@ class TorchGroup:
             known = self.presence.hang_report() or self.presence.check_alive()
         if known:
             self.abort()
-            raise RankFailure(f"Rank {self.rank} stopped waiting: {known}.")
+            raise RankFailure(f"Rank {self.presence.rank} stopped waiting: {known}.")
 
     def failure(self, error: RuntimeError) -> RankFailure | CollectiveMismatch:
         """Say in one error what is known about the ranks of this group, in which a collective ended with `error`."""
@@ -414,11 +426,11 @@ class TorchGroup:
         known = self.presence.hang_report() or self.presence.describe_left() or self.presence.check_alive()
         self.abort()
         said = _SOURCE_LINE.sub("", str(error).split(". ", 1)[0])
-        return RankFailure(f"A collective of rank {self.rank} failed: {known}. The transport said: {said}.")
+        return RankFailure(f"A collective of rank {self.presence.rank} failed: {known}. The transport said: {said}.")
 
     def abort(self) -> None:
         """Close the connections: a gloo operation that can never end would hold up the exit of this process."""
-        if self.supports("cpu"):
+        if self.supports("cpu") and self._pg() is not None:
             # A time-out is what closes gloo's connections, all of them. Nobody sends what is waited for here, while a
             # collective could meet one that the other ranks are in. At a connection that is closed already the wait
             # does not even begin, so each is tried.

@@ -27,13 +27,14 @@ class PresenceStore:
         own_connection: talk to the store apart from everybody else in this process, who may be waiting in it.
 
     Attributes:
+        rank, size: this rank among those.
         hosts: the names of the ranks' machines, as far as they are known.
     """
 
     def __init__(self, prefix: str, rank: int, size: int, own_connection: bool = False) -> None:
         self.prefix = prefix
-        self._rank = rank
-        self._size = size
+        self.rank = rank
+        self.size = size
         self._has_checked_alive = False
         self.hosts: dict[int, str] = {}
         # torch 2.6 cannot clone a store: there a thread that blocks in it blocks the others too.
@@ -43,18 +44,18 @@ class PresenceStore:
 
     def publish_host(self, host: str) -> None:
         """Publish the name of this rank's machine."""
-        self.hosts[self._rank] = host
-        self._store.set(self._key("host", self._rank), host)
+        self.hosts[self.rank] = host
+        self._store.set(self._key("host", self.rank), host)
 
     def read_hosts(self) -> None:
         """Read the names of the other ranks' machines, as soon as all of them are there."""
-        keys = {rank: self._key("host", rank) for rank in range(self._size) if rank not in self.hosts}
+        keys = {rank: self._key("host", rank) for rank in range(self.size) if rank not in self.hosts}
         if keys and self._store.check(list(keys.values())):
             self.hosts |= {rank: self._store.get(key).decode() for rank, key in keys.items()}
 
     def describe(self, ranks: Iterable[int]) -> str:
         """Return `rank 1`, or with several machines `ranks 2 and 3 on node1`."""
-        if len(self.hosts) < self._size or len(set(self.hosts.values())) == 1:
+        if len(self.hosts) < self.size or len(set(self.hosts.values())) == 1:
             return numbered("rank", ranks)
         by_host: dict[str, list[int]] = {}
         for rank in ranks:
@@ -67,17 +68,17 @@ class PresenceStore:
         """Publish that this rank will not come to what the others wait for."""
         # A rank may leave, come back and leave again. Only those that left more often than this one are gone.
         with suppress(dist.DistError):  # where the store is gone, there is nobody to tell
-            times = self._store.add(self._key("left", self._rank), 1)
-            self._store.set(self._key("left", self._rank, times), reason)
+            times = self._store.add(self._key("left", self.rank), 1)
+            self._store.set(self._key("left", self.rank, times), reason)
             self._store.set(self._key("left", "any", times), "")
 
     def describe_left(self) -> str:
         """Name the ranks that have left more often than this one, with their reasons; empty when there is none."""
         with suppress(dist.DistError):  # without a store the collective itself ends with an error
             store = self._store
-            times = store.add(self._key("left", self._rank), 0) + 1
+            times = store.add(self._key("left", self.rank), 0) + 1
             if store.check([self._key("left", "any", times)]):
-                keys = {rank: self._key("left", rank, times) for rank in range(self._size)}
+                keys = {rank: self._key("left", rank, times) for rank in range(self.size)}
                 gone = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
                 # Ranks that left because others had left say nothing new.
                 first = {rank: reason for rank, reason in gone.items() if not reason.startswith("RankFailure")} or gone
@@ -98,14 +99,14 @@ class PresenceStore:
         try:
             store = self._store
             store.set(self._key("alarm"), "")
-            store.set(self._key("alive", self._rank), "")
-            silent = [rank for rank in range(self._size) if rank != self._rank]
+            store.set(self._key("alive", self.rank), "")
+            silent = [rank for rank in range(self.size) if rank != self.rank]
             deadline = time.monotonic() + _ALIVE_WAIT_S
             while silent and time.monotonic() < deadline:
                 time.sleep(_ALIVE_WAIT_S / 50)
                 silent = [rank for rank in silent if not store.check([self._key("alive", rank)])]
         except dist.DistError:
-            others = self.describe(rank for rank in range(self._size) if rank != self._rank)
+            others = self.describe(rank for rank in range(self.size) if rank != self.rank)
             return (
                 f"{others} can't be asked, as the run's store is gone too: the process that serves it (rank 0, or its "
                 "launcher) has probably died"
@@ -121,9 +122,9 @@ class PresenceStore:
         """Publish `number` under `name`, wait for the other ranks that still live, and return the smallest."""
         try:
             store = self._store
-            store.set(self._key("alive", self._rank), "")
-            store.set(self._key("agree_min", name, self._rank), str(number))
-            keys = {rank: self._key("agree_min", name, rank) for rank in range(self._size)}
+            store.set(self._key("alive", self.rank), "")
+            store.set(self._key("agree_min", name, self.rank), str(number))
+            keys = {rank: self._key("agree_min", name, rank) for rank in range(self.size)}
             began = time.monotonic()
             patience = 0.0 if self._has_checked_alive else _ALIVE_WAIT_S  # then all that live have given a sign already
             while time.monotonic() < began + _AGREE_WAIT_S:
@@ -140,11 +141,11 @@ class PresenceStore:
 
     def post_wait(self, text: str) -> None:
         """Publish what this rank waits for, in place of what it said before."""
-        self._store.set(self._key("wait", self._rank), text)
+        self._store.set(self._key("wait", self.rank), text)
 
     def posted_waits(self) -> dict[int, str]:
         """Return what each rank that waits has published."""
-        keys = {rank: self._key("wait", rank) for rank in range(self._size)}
+        keys = {rank: self._key("wait", rank) for rank in range(self.size)}
         posts = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
         return {rank: text for rank, text in posts.items() if text}
 
@@ -173,7 +174,7 @@ class PresenceStore:
 
     def answer(self, text: str) -> None:
         """Publish where this rank is, in place of what it said before."""
-        self._store.set(self._key("answer", self._rank), text)
+        self._store.set(self._key("answer", self.rank), text)
 
     def answers(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the latest answer of each of `ranks` that has ever given one."""

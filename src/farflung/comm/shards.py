@@ -48,6 +48,17 @@ def meshes(tensors: Iterable[Tensor]) -> list[DeviceMesh]:
     return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor)))  # type: ignore[attr-defined]
 
 
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Let the modules that `fully_shard` was called on hold shards alone. Nothing is sent.
+
+    After a forward pass without a backward one some still hold whole parameters, which would hide what is written to
+    the shards.
+    """
+    for module in modules:
+        if hasattr(module, "set_all_reduce_hook"):  # by name: torch.distributed.fsdp is slow to import
+            module.reshard()  # type: ignore[operator]
+
+
 def spread_like(value: Tensor, shard: Tensor) -> Tensor:
     """Return this rank's part of a whole `value`, spread as `shard` is. Nothing is sent: each rank has the same value.
 

@@ -43,11 +43,16 @@ class Wait(NamedTuple):
     kind: str
 
 
+def handed_over(group: str) -> str:
+    """Return what waits for jobs of other threads in `group` are counted under."""
+    return f"{group} (handed over)"
+
+
 class Waits:
     """The collectives over one set of ranks, in a group and its duplicates, as this process knows them.
 
     Attributes:
-        entered: how many collectives this rank has started, by group.
+        entered: how many collectives this rank has started, by group; 0 at first in each that it is in.
         kinds: of which kind the latest of them were, by group.
         waiting: what each thread has been waiting for, since a moment at least, by the thread.
     """
@@ -57,6 +62,11 @@ class Waits:
         self.kinds: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self.waiting: dict[int, Wait] = {}
         self._presence = presence
+
+    def join(self, group: str) -> None:
+        """Note that this rank is in `group`."""
+        for name in (group, handed_over(group)):
+            self.entered[name] += 0
 
     def enter(self, group: str, kind: str) -> Wait:
         """Count a collective of `group` that this rank starts, and return what a wait for it is."""
@@ -120,14 +130,17 @@ def _exclude(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Say whether neither of two waits can end.
 
     Both ranks stand in their own collective until the other one comes to it. In one group, one of them has made another
-    collective of it; in two, neither has entered the other's.
+    collective of it; in two, neither has entered the other's, though it is in that group.
     """
     mine, theirs = Wait(*one["wait"]), Wait(*other["wait"])
     if mine.group == theirs.group:
         return _made_another(mine, other) or _made_another(theirs, one)
-    return bool(
-        one["entered"].get(theirs.group, 0) < theirs.number and other["entered"].get(mine.group, 0) < mine.number
-    )
+    return _is_late(one, theirs) and _is_late(other, mine)
+
+
+def _is_late(post: Mapping[str, Any], wait: Wait) -> bool:
+    """Say whether the rank that posted this has yet to enter a collective."""
+    return bool(post["entered"].get(wait.group, wait.number) < wait.number)
 
 
 def _made_another(wait: Wait, post: Mapping[str, Any]) -> bool:

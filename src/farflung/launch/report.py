@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
 
+from farflung.base.errors import PEER_LOST
 from farflung.base.words import numbered
-from farflung.process.failure import PEER_LOST
 
 # The end of a process that was not its own doing, so no other rank's failure caused it.
 _FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)

@@ -194,11 +194,13 @@ class Averaged:
         """Bring `result / divisor` into the model."""
         self.buckets.unpack(k, divisor)
 
-    def finish(self, has_worked: bool) -> None:
+    def finish(self, has_worked: bool, has_arrived: bool, agrees: Callable[[bool], bool]) -> None:
         """Do what is due at the end of a round's time, whether or not anything has come back.
 
         Args:
             has_worked: this rank has done something since the last round.
+            has_arrived: something has come back.
+            agrees: tells whether all ranks that train this replica say yes: a collective of theirs.
         """
 
     def agreed(self, k: int) -> Sequence[Tensor]:

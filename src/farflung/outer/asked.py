@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import cast
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,8 +20,10 @@ from farflung.base.checks import (
     shown,
     wrong_type,
 )
-from farflung.base.errors import ConfigError
-from farflung.comm.group import Group
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.words import counted, numbered
+from farflung.comm.group import Group, SoloGroup, TorchGroup
+from farflung.comm.shards import is_sharded, meshes
 from farflung.outer.named import OuterConfig, chosen_recipe
 from farflung.outer.recipe import Recipe
 
@@ -40,6 +43,7 @@ def checked(
     recipe: Recipe | OuterConfig | str,
     group: Group | None,
     inner: Optimizer | None,
+    island: Group | None,
     bucket_bytes: int | None,
     clock: Callable[[], float],
 ) -> Recipe:
@@ -53,15 +57,42 @@ def checked(
         raise ConfigError(
             f"model is {shown(model)}, which has no parameters and no buffers: there is nothing to agree on."
         )
+    wanted = "a group, such as TorchGroup() of farflung.comm.group; leave it out for all ranks"
     if group is not None:
-        wanted = "a group, such as TorchGroup() of farflung.comm.group; leave it out for all ranks"
         check_protocol("group", group, ("rank", "size", "all_reduce", "supports"), wanted)
+    if island is not None:
+        check_protocol(
+            "island", island, ("rank", "size", "all_reduce", "supports"), wanted.replace("all ranks", "none")
+        )
+    _check_shards_are_of_island(model, island or SoloGroup())
     if inner is not None:
         check_type("inner", inner, Optimizer, "the torch optimizer that trains the model")
     if bucket_bytes is not None:
         check_whole("bucket_bytes", bucket_bytes, least=1)
     check_callable("clock", clock, "time.perf_counter")
     return chosen_recipe(recipe)
+
+
+def _check_shards_are_of_island(model: nn.Module, island: Group) -> None:
+    """Raise an error unless all that is trained is sharded over the island, or nothing of it is sharded."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    spread = [mesh.mesh.flatten().tolist() for mesh in meshes(trained.values())]
+    if isinstance(island, TorchGroup):
+        odd = [ranks for ranks in spread if ranks != dist.get_process_group_ranks(island.pg)]
+    else:
+        odd = [ranks for ranks in spread if len(ranks) != island.size]
+    if odd:
+        raise ConfigError(
+            f"The model is sharded over {numbered('rank', odd[0])}, which train one replica together: pass them as "
+            f"OuterLoop(island=), which has {counted(island.size, 'rank')} now or others, and the ranks of all islands "
+            "that hold the same shards as group=."
+        )
+    whole = [name for name, parameter in trained.items() if not is_sharded(parameter)]
+    if spread and whole and island.size > 1:
+        raise Unsupported(
+            f"{whole[0]} is not sharded, though other parameters that are trained are, so nothing averages its "
+            "gradients within an island. Shard it too (fully_shard of the whole model), or freeze it."
+        )
 
 
 def one_number(name: str, value: object) -> float:
@@ -78,6 +109,15 @@ def check_same(saved: str, here: str) -> None:
         pairs = zip(_PARTS.split(saved), _PARTS.split(here), strict=False)
         odd = [f"{theirs} (here {mine})" for theirs, mine in pairs if theirs != mine]
         raise ConfigError(f"This state was saved by another outer loop, with {', '.join(odd)}. Give both the same.")
+
+
+def check_shard(saved: int, here: int) -> None:
+    """Raise ConfigError unless a state was saved by the same rank of an island, which holds the same shards."""
+    if saved != here:
+        raise ConfigError(
+            f"This state was saved by rank {saved} of an island, and this is rank {here} of one, with other shards. "
+            "Load on each rank what it saved."
+        )
 
 
 def check_state(where: str, state: object) -> None:

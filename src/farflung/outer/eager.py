@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,14 +64,14 @@ class Eager(Anchored):
         self._means[k] = result / divisor
         self._next_share = payload.weight / divisor
 
-    def finish(self, has_worked: bool) -> None:
+    def finish(self, has_worked: bool, has_arrived: bool, agrees: Callable[[bool], bool]) -> None:
         """Move the anchor by what has come back and by what this rank has done.
 
         If nothing is new, of this rank or of others, momentum alone would move it, so it stays. So it does if this
         rank's weights are not finite: the vote that follows will say so.
         """
         means, self._means = self._means, {}
-        if not has_worked and (not means or self._num_ranks == 1):
+        if not has_worked and (not has_arrived or self._num_ranks == 1):
             self._send_nothing()
             return
         share = self._next_share if means else self._share or 1 / self._num_ranks
@@ -78,7 +79,7 @@ class Eager(Anchored):
             mean.sub_(self._sent[k], alpha=self._share)
         for k, sent in enumerate(self._sent):
             sent.copy_(self._anchor.delta(k))
-        is_finite = all(bool(torch.isfinite(sent).all()) for sent in self._sent)
+        is_finite = agrees(all(bool(torch.isfinite(sent).all()) for sent in self._sent))
         self._share = share if is_finite else 0.0
         if is_finite:
             for k, sent in enumerate(self._sent):

@@ -27,9 +27,9 @@ from farflung.base.errors import CollectiveMismatch, ConfigError, StateError
 from farflung.base.sizes import bucket_bytes_for
 from farflung.base.words import counted
 from farflung.comm.group import Group, SoloGroup, TorchGroup
-from farflung.comm.shards import local
+from farflung.comm.shards import model_has_dtensor, reshard
 from farflung.outer.agreement import average
-from farflung.outer.asked import check_same, check_state, checked, one_number
+from farflung.outer.asked import check_same, check_shard, check_state, checked, one_number
 from farflung.outer.named import OuterConfig
 from farflung.outer.recipe import Recipe
 from farflung.outer.rounds import Rounds
@@ -67,6 +67,8 @@ class OuterLoop:
         model: the model to train, either plain or wrapped in a way that keeps its parameters in place.
         recipe: from `farflung.outer`, such as `local_sgd(8)`; or the name of one, which takes its defaults.
         group: the replicas. None: all ranks of `torch.distributed`, or this process alone if it is not initialized.
+        island: the ranks that train one replica together, by `fully_shard` over them or by DDP among them; None: each
+            rank has a replica of its own. `group` then has the ranks that hold the same values in each island.
         inner: the inner optimizer, for recipes that use its learning rate or synchronize its state.
         bucket_bytes: size of the buckets that are copied and sent. Two of them are kept in memory, four with more than
             two ranks, or a whole fragment if its exchange overlaps with training. None: the recipe's value, or else an
@@ -89,12 +91,17 @@ class OuterLoop:
         group: Group | None = None,
         *,
         inner: Optimizer | None = None,
+        island: Group | None = None,
         bucket_bytes: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        recipe = checked(model, recipe, group, inner, bucket_bytes, clock)
+        recipe = checked(model, recipe, group, inner, island, bucket_bytes, clock)
         if group is None:
             group = TorchGroup() if dist.is_available() and dist.is_initialized() else SoloGroup()
+        island = island or SoloGroup()
+        if island.size > 1 and isinstance(group, TorchGroup) and isinstance(island, TorchGroup):
+            everyone = TorchGroup()
+            group, island = everyone.within(group.pg), everyone.within(island.pg)  # a rank that leaves one leaves both
         on_cpu = all(parameter.is_cpu for parameter in model.parameters())
         if on_cpu and not group.supports("cpu"):
             raise ConfigError(
@@ -104,8 +111,8 @@ class OuterLoop:
         if bucket_bytes is None:
             bucket_bytes = recipe.bucket_bytes
         if bucket_bytes is None:
-            trained = sum(4 * local(p).numel() for p in model.parameters() if p.requires_grad and not is_lazy(p))
-            bucket_bytes = bucket_bytes_for(trained)
+            trained = sum(4 * p.numel() for p in model.parameters() if p.requires_grad and not is_lazy(p))
+            bucket_bytes = bucket_bytes_for(trained // (island.size if model_has_dtensor(model) else 1))
         self.listeners: list[Callable[[Round], None]] = []
         self._recipe = recipe
         self._model = model
@@ -120,7 +127,7 @@ class OuterLoop:
         self._hooks: list[RemovableHandle] = []
         self._open = True
         with torch.no_grad():
-            self._rounds = Rounds(model, recipe, group, bucket_bytes, self._meter, self.listeners)
+            self._rounds = Rounds(model, recipe, group, island, bucket_bytes, self._meter, self.listeners)
         self._group = self._rounds.group
         self._know(inner)
 
@@ -158,7 +165,7 @@ class OuterLoop:
         self._check_open()
         due: list[Action] = []
         for step in range(self._synced + 1, self._position + 1):
-            due += self._due(step, self._clock() - self._began_at)
+            due += self._due(step, self._seconds())
         self._synced = self._position
         if due:
             with self._meter.timed("exposed"), torch.no_grad():
@@ -292,6 +299,7 @@ class OuterLoop:
             yield
         finally:
             with torch.no_grad():
+                reshard(self._model.modules())
                 for tensor, value in kept:
                     tensor.copy_(value)
 
@@ -327,6 +335,7 @@ class OuterLoop:
             "synced": self._synced,
             "began": self._began,
             "seconds": self._clock() - self._began_at,
+            "shard": self._rounds.island.shard,
             "lr": self._lr,
             "stats": asdict(self.stats()),
             "rounds": self._rounds.state_dict(),
@@ -342,6 +351,8 @@ class OuterLoop:
         self._check_open()
         check_state("load_state_dict", state)
         check_same(state["description"], self._rounds.replica.description)
+        check_shard(state.get("shard", 0), self._rounds.island.shard)
+        reshard(self._model.modules())
         self._rounds.load_state_dict(state["rounds"])
         self._position, self._synced, self._began = state["position"], state["synced"], state["began"]
         self._began_at = self._clock() - state["seconds"]
@@ -362,11 +373,19 @@ class OuterLoop:
                 self._leave(failure)
                 raise
         elif self._open:
-            self._leave(error)
+            cause = self._rounds.explained(error)
+            self._leave(cause)
+            if cause is not error:
+                raise cause from error
 
     def _know(self, inner: Optimizer | None) -> None:
         self._rounds.inner = inner
         self._lr = None if inner is None else float(inner.param_groups[0]["lr"])
+
+    def _seconds(self) -> float:
+        """Return how long the current round has lasted; where that decides, all ranks of an island take the longest."""
+        seconds = self._clock() - self._began_at
+        return self._rounds.island.longest(seconds) if self._recipe.reads_clock else seconds
 
     def _due(self, step: int, seconds: float) -> list[Action]:
         """Ask the schedule; a round that is launched begins here."""

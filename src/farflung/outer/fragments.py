@@ -216,7 +216,7 @@ def _fragment(places: list[Place]) -> Fragment:
 
 def _bytes(place: Place) -> int:
     tensor = place.get()
-    return local(tensor).nbytes if tensor.requires_grad else 0
+    return tensor.numel() * tensor.element_size() if tensor.requires_grad else 0  # of a shard, the whole one's
 
 
 def _parameters(model: nn.Module) -> Iterator[Place]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from farflung.base.checks import wrong_type
 from farflung.base.tree import flatten, unflatten
-from farflung.outer.asked import check_state
+from farflung.outer.asked import check_shard, check_state
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,11 @@ def merge_states(states: Sequence[dict[str, Any]]) -> MergedState:
     this by itself.
 
     Args:
-        states: what `OuterLoop.state_dict()` returned on each old rank, in rank order.
+        states: what `OuterLoop.state_dict()` returned on each old rank, in rank order. Of a model that was sharded over
+            islands: on each old rank that held the same shards as the new one does.
 
     Raises:
-        ConfigError: there is no state, or one of them is not that of an outer loop.
+        ConfigError: there is no state, one of them is not that of an outer loop, or they hold different shards.
     """
     if not isinstance(states, (list, tuple)) or not states:
         raise wrong_type(
@@ -53,6 +54,7 @@ def merge_states(states: Sequence[dict[str, Any]]) -> MergedState:
         )
     for state in states:
         check_state("merge_states", state)
+        check_shard(state.get("shard", 0), states[0].get("shard", 0))
     columns = list(zip(*(state["rounds"]["fragments"] for state in states), strict=True))
     fragments = [_merged_fragment(column, number, states) for number, column in enumerate(columns)]
     weights = {name: value for fragment in fragments for name, value in fragment["local"].items()}

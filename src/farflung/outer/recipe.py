@@ -144,6 +144,12 @@ class Recipe:
         return self.schedule.steps if isinstance(self.schedule, Warmup) else 0
 
     @property
+    def reads_clock(self) -> bool:
+        """Whether the schedule depends on a rank's clock."""
+        inside = self.schedule.then if isinstance(self.schedule, Warmup) else self.schedule
+        return bool(getattr(inside, "reads_clock", False))
+
+    @property
     def levels(self) -> tuple[int, ...]:
         """The number of ranks in a group of each level but the last, which is all ranks."""
         inside = self.schedule.then if isinstance(self.schedule, Warmup) else self.schedule

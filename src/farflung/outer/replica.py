@@ -18,13 +18,13 @@ from farflung.base.words import numbered
 from farflung.codec.base import Identity
 from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group
-from farflung.comm.shards import local
+from farflung.comm.shards import local, reshard
 from farflung.outer.agreement import Anchor, Anchored, Averaged, Max, Mean
 from farflung.outer.eager import Eager
 from farflung.outer.fragments import Fragment, Place, without_masks
 from farflung.outer.recipe import Recipe
 from farflung.outer.structure import Change, Structure, change_of, describe
-from farflung.outer.vote import NormHistory
+from farflung.outer.vote import FixedMembership, NormHistory
 
 _DIGEST_EVERY = 50  # rounds of a fragment between two checks that the ranks still agree
 
@@ -33,6 +33,7 @@ class BoundFragment:
     """A fragment bound to memory.
 
     Args:
+        is_whole: it must be in its buffers as a whole, for the exchange and until it is applied.
         is_new: all ranks shall start from rank 0's values, and buffers with values that are not finite are left out: a
             collective. False: the fragment is what was agreed on.
 
@@ -43,13 +44,21 @@ class BoundFragment:
         digest: of what the last round agreed on, where it is to be compared with that of other ranks; else -1.
     """
 
-    def __init__(self, fragment: Fragment, recipe: Recipe, group: Group, cap_bytes: int, is_new: bool = True) -> None:
+    def __init__(
+        self,
+        fragment: Fragment,
+        recipe: Recipe,
+        group: Group,
+        cap_bytes: int,
+        is_whole: bool,
+        is_new: bool = True,
+    ) -> None:
         self.history = NormHistory()
         self.pending_weight = [0.0] * (1 + len(recipe.levels))
         self.num_rounds, self.digest = 0, -1
         self._is_idle = group.size == 1 and recipe.optimizer is None  # nothing to do without other replicas
-        self._is_whole = recipe.is_whole
-        num_buffers = None if recipe.is_whole else num_buffers_among(group.size)
+        self.is_whole = is_whole
+        num_buffers = None if is_whole else num_buffers_among(group.size)
         parameters = _buckets(fragment.parameters, cap_bytes, num_buffers)
         counters = _buckets(fragment.counters, cap_bytes, num_buffers)
         if group.size > 1 and is_new:
@@ -90,7 +99,7 @@ class BoundFragment:
             return 0.0, 0.0, True
         norm, largest = self.weights.measure()
         sound = math.isfinite(self.buffers.measure()[0])
-        if self._is_whole:
+        if self.is_whole:
             self.counters.load()
         return norm, largest, sound
 
@@ -116,7 +125,7 @@ class BoundFragment:
         text = " ".join(str(value) for _, value in self._checksums()) if due else ""
         self.digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big") if due else -1
 
-    def check_agreement(self, digests: Sequence[int], group: Group) -> None:
+    def check_agreement(self, digests: Sequence[int], members: FixedMembership) -> None:
         """Compare what all ranks have noted.
 
         Raises:
@@ -125,13 +134,13 @@ class BoundFragment:
         if len(set(digests)) == 1:
             return
         names, mine = zip(*self._checksums(), strict=True)
-        everyone = group.all_gather_small(torch.tensor(mine, dtype=torch.float64))
+        everyone = members.group.all_gather_small(torch.tensor(mine, dtype=torch.float64))
         for column, name in enumerate(names):
             values = everyone[:, column].tolist()
             usual = max(set(values), key=values.count)
             odd = [rank for rank, value in enumerate(values) if value != usual]
             if odd:
-                where = numbered("rank", odd)
+                where = numbered(members.noun, odd)
                 raise CollectiveMismatch(
                     f"The replicas no longer agree on {name}: its value on {where} is not that of the others. "
                     "Something has written to it, or their machines compute differently."
@@ -216,15 +225,19 @@ class BoundFragment:
 class Replica:
     """All fragments of a model. Making one sends nothing; `bind` does.
 
+    Args:
+        is_whole: see `BoundFragment`.
+
     Attributes:
         description: what must be the same on all ranks: recipe, shapes, cut.
         tensors: a line for each tensor that is exchanged, of which the description has no more than a digest.
         fragments: bound to memory.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, cap_bytes: int) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, cap_bytes: int, is_whole: bool) -> None:
         self._model = model
         self._recipe = recipe
+        self._is_whole = is_whole
         self._cap_bytes = cap_bytes
         self._structure = Structure(model)
         self._cut = recipe.fragments(model, recipe.schedule.fragments)
@@ -234,7 +247,10 @@ class Replica:
     def bind(self, group: Group) -> None:
         """Bind all fragments, with rank 0's values: a collective."""
         self._group = group
-        self.fragments = [BoundFragment(fragment, self._recipe, group, self._cap_bytes) for fragment in self._cut]
+        self.fragments = [self._bound(fragment, is_new=True) for fragment in self._cut]
+
+    def _bound(self, fragment: Fragment, is_new: bool) -> BoundFragment:
+        return BoundFragment(fragment, self._recipe, self._group, self._cap_bytes, self._is_whole, is_new)
 
     def rebind(self, number: int) -> None:
         """Find a fragment's tensors again, unless the model has changed: the next round follows that."""
@@ -261,7 +277,7 @@ class Replica:
                 kept.setdefault(name, {}).update(rows)
         self.description, self.tensors, self._cut = change.description, change.tensors, change.fragments
         for number, one in enumerate(change.fit):
-            bound = BoundFragment(one, self._recipe, self._group, self._cap_bytes, is_new=False)
+            bound = self._bound(one, is_new=False)
             bound.continue_from(self.fragments[number], kept)
             bound.digest = -1 if change.must_agree else bound.digest
             self.fragments[number] = bound
@@ -286,6 +302,7 @@ class Replica:
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return this rank's weights and buffers, each with a copy."""
+        reshard(self._model.modules())
         return [pair for fragment in self.fragments for pair in fragment.copies()]
 
 

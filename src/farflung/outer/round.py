@@ -4,7 +4,7 @@
 Bucket after bucket is copied while others are on the wire, and the first ones travel beside the votes: a rank scales
 what it sends by its own weight, and all divide by the sum of weights that the votes bring. A bucket is applied only
 when every rank is known to have received it, so ranks that survive another one's death in the middle of a round have
-moved the same buckets.
+moved the same buckets. Where replicas are islands of several ranks, each bucket waits for all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from farflung.outer.background import Job
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment
 from farflung.outer.stats import Meter, Round
-from farflung.outer.vote import BALLOT_BYTES, Ballot, Decision, FixedMembership, Tally, in_proportion
+from farflung.outer.vote import BALLOT_BYTES, Ballot, Decision, FixedMembership, Island, Tally, in_proportion
 
 _AHEAD = 2  # buckets on the wire at a time
 _LAG = 2  # of two buckets that follow each other so, the second is sent only after the first has arrived
@@ -33,7 +33,8 @@ class OpenRound:
     """A round of one fragment that has not been applied yet.
 
     Args:
-        ballot: of this rank.
+        island: the ranks that train this replica.
+        ballot: of this rank; of its island, once that has met.
         step: this rank's, when the fragment was sent off.
         claimed: what was done since the last round, by level.
     """
@@ -42,6 +43,7 @@ class OpenRound:
         self,
         fragment: BoundFragment,
         members: FixedMembership,
+        island: Island,
         recipe: Recipe,
         ballot: Ballot,
         step: int,
@@ -56,12 +58,14 @@ class OpenRound:
         self.decision = self._of_buffers = Decision((), 0.0)
         self._fragment = fragment
         self._members = members
+        self._island = island
         self._group = members.group
         self._recipe = recipe
         self._votes_first = recipe.votes_first or self._group.size == 1
         self._is_sent = False
         self._encoded: dict[int, Payload] = {}  # of the weights, before the vote
-        self._squares: list[Tensor] = []  # of the weights' aggregate, by bucket
+        self._squares: list[Tensor] = []  # of the weights' aggregate here, by bucket
+        self._square: float | None = None  # of the whole island's
         self._queue: deque[tuple[str, int, float]] = deque()  # kind of values, bucket, this rank's weight
         self._under_way: deque[tuple[str, int, Payload, Pending]] = deque()
         self._arrived: deque[tuple[str, int, Payload, Tensor, float]] = deque()
@@ -81,7 +85,7 @@ class OpenRound:
     @property
     def norm(self) -> float:
         """The norm of what the replicas agreed to move by; 0 where weights have no anchor."""
-        return math.sqrt(float(torch.stack(self._squares).sum())) if self._squares else 0.0
+        return math.sqrt(self._square_here() if self._square is None else self._square)
 
     def start(self) -> None:
         """Vote, and send the first buckets off.
@@ -106,15 +110,25 @@ class OpenRound:
             self._send(self.decision.factors[rank], self._of_buffers.factors[rank])
 
     def wait(self) -> None:
-        """Wait for all buckets, and for every rank to have all of them. The model is not touched."""
+        """Wait for all buckets, and for every rank to have all of them. The model is not touched.
+
+        In a grid of islands that takes two steps: first those that have the same values tell each other, then those of
+        an island. Who hears of an island's last rank has heard of all ranks.
+        """
         while self._under_way:
             self._receive()
             self._fill()
-        if self._arrived and not self._is_confirmed and self._group.size > 2:
+        if self._is_confirmed or self.is_dropped or self.is_empty:
+            return
+        if self._clips:  # whoever has to apply it without the others must know the norm before anyone applies
+            self._square = self._island.square(self._square_here())
+        if self._arrived and self._group.size > (2 if self._island.size == 1 else 1):
             mark = torch.zeros(1)
             self._group.all_gather_small(mark)
             self.meter.add("bytes_voting", (self._group.size - 1) * mark.nbytes)
-            self._is_confirmed = True
+        if self._island.size > 1:
+            self._square = self._island.square(self._square_here())
+        self._is_confirmed = True
 
     def apply(self) -> None:
         """Bring everything into the model.
@@ -123,7 +137,7 @@ class OpenRound:
             RankFailure: a rank left or died.
         """
         with self.meter.timed("landing"):
-            while self._under_way and not self._recipe.is_whole:
+            while self._under_way and not self._fragment.is_whole:
                 self._receive()
                 # Where one of two ranks dies the other one has nobody to differ from.
                 if self._group.size == 2 or len(self._arrived) > _LAG:
@@ -143,15 +157,17 @@ class OpenRound:
         """End as a rank has died, in the same state as the survivors: they agree on how many buckets to apply."""
         if self._fragment.weights.is_eager:
             return
-        all_or_nothing = self._recipe.is_whole and (self._under_way or self._queue)
-        complete = 0 if all_or_nothing else self._num_arrived
+        is_whole = self._fragment.is_whole
+        is_ready = not (self.is_dropped or self.is_empty or self._under_way or self._queue)
+        is_ready = is_ready and (self._square is not None or not self._clips)
+        complete = int(is_ready) if is_whole else self._num_arrived
         common = self._group.agree_min(complete, f"round {self.ballot.number}")
         with torch.no_grad():
             if common:
                 self._clip()
-            while self._arrived and self._num_applied < common:
+            while self._arrived and common and (is_whole or self._num_applied < common):
                 self._apply_one()
-        if not self._num_applied:
+        if not (common if is_whole else self._num_applied):
             self.give_back()
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,6 +179,7 @@ class OpenRound:
             "claimed_weight": list(self._claimed),
             "tally": None if self.tally is None else asdict(self.tally),
             "decision": asdict(self.decision),
+            "square": self._square,
             "stats": asdict(replace(self.meter.stats(), seconds_total=0.0)),
             "arrived": [
                 (kind, k, payload.weight, payload.values.clone(), result.clone(), divisor)
@@ -175,6 +192,7 @@ class OpenRound:
         self.decision = Decision(**state["decision"])
         self.tally = None if state["tally"] is None else Tally(**state["tally"])
         self.meter.load(state["stats"])
+        self._square = state.get("square")
         for kind, k, weight, values, result, divisor in state["arrived"]:
             flat = self._fragment.agreements[kind].buckets.flat(k).copy_(values)
             result = result.to(flat.device)
@@ -209,6 +227,7 @@ class OpenRound:
 
     def _begin_vote(self) -> Callable[[], Tally]:
         with self.meter.timed("voting"):
+            self.ballot = self._island.ballot(self.ballot)
             votes = self._members.begin(self.ballot)
         self.meter.add("bytes_voting", (self._group.size - 1) * BALLOT_BYTES)
         return votes
@@ -278,9 +297,16 @@ class OpenRound:
         self._fragment.agreements[kind].apply(k, payload, result, divisor)
         self._num_applied += 1
 
+    @property
+    def _clips(self) -> bool:
+        return self._recipe.policy.max_norm < math.inf
+
+    def _square_here(self) -> float:
+        return float(torch.stack(self._squares).sum()) if self._squares else 0.0
+
     def _clip(self) -> None:
         max_norm = self._recipe.policy.max_norm
-        if self._recipe.is_whole and max_norm < math.inf and self.norm > max_norm:
+        if self._clips and self.norm > max_norm:
             for kind, _, _, result, _ in self._arrived:
                 if kind == "weights":
                     result.mul_(max_norm / self.norm)

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from farflung.base.errors import RankFailure, StateError
 from farflung.base.words import numbered
 from farflung.comm.group import Group
-from farflung.comm.shards import local
+from farflung.comm.lost import explained
+from farflung.comm.shards import local, model_has_dtensor
 from farflung.outer.agreement import average
 from farflung.outer.background import BackgroundWorker
 from farflung.outer.inner import KeepState
@@ -25,7 +26,7 @@ from farflung.outer.round import OpenRound
 from farflung.outer.schedule import Launch
 from farflung.outer.stats import Meter, Round
 from farflung.outer.structure import Change
-from farflung.outer.vote import BALLOT_BYTES, Ballot, FixedMembership, Tally, in_proportion
+from farflung.outer.vote import BALLOT_BYTES, Ballot, FixedMembership, Island, Tally, in_proportion
 
 _BESIDE = "an average beside rounds of "
 
@@ -34,6 +35,7 @@ class Rounds:
     """The rounds of all fragments of a model. Building it is a collective.
 
     Args:
+        island: the ranks that train this replica, of which each is in a group with those that have the same values.
         meter: counts what the rounds cost.
         listeners: called with every round that has ended.
     """
@@ -43,12 +45,13 @@ class Rounds:
         model: nn.Module,
         recipe: Recipe,
         group: Group,
+        island: Group,
         bucket_bytes: int,
         meter: Meter,
         listeners: list[Callable[[Round], None]],
     ) -> None:
         self.inner: Optimizer | None = None
-        self.replica = Replica(model, recipe, bucket_bytes)
+        self.replica = Replica(model, recipe, bucket_bytes, recipe.is_whole or island.size > 1)
         self._recipe = recipe
         self._meter = meter
         self._listeners = listeners
@@ -62,14 +65,17 @@ class Rounds:
         self.group = group.duplicate()
         background = group.duplicate(in_background=True) if overlaps else None
         self._worker = BackgroundWorker(device, background) if recipe.schedule.delay else None
+        said, is_sharded = (self.replica.description, self.replica.tensors), model_has_dtensor(model)
+        self.island = Island(island.duplicate(), is_sharded, *said)
+        self._in_round = Island(island.duplicate(in_background=True), is_sharded, *said) if overlaps else self.island
         # Before anything else is sent, as ranks that differ would differ in that too.
-        self._beside = FixedMembership(self.group, self.replica.description, self.replica.tensors)
-        self._beside.begin(Ballot(0, 0.0))()
+        noun = "rank" if island.size == 1 else "island"
+        self._beside = FixedMembership(self.group, *said, noun)
+        self._vote_beside()
         groups = [background or self.group, *(group.split(size) for size in recipe.levels)]
-        self._members = [FixedMembership(one, self.replica.description, self.replica.tensors) for one in groups]
+        self._members = [FixedMembership(one, *said, noun) for one in groups]
         self._beside.describe(_BESIDE + self.replica.description, self.replica.tensors)
         self._num_votes = 1
-        meter.add("bytes_voting", (group.size - 1) * BALLOT_BYTES)
         self.replica.bind(self.group)
 
     def launch(self, action: Launch, position: int, finished: bool) -> None:
@@ -99,19 +105,20 @@ class Rounds:
         if not is_empty:
             with self._meter.timed("encoding"):
                 fragment.rebind()
-                must_look = self._recipe.is_whole or not self._recipe.aggregator.agrees
+                must_look = fragment.is_whole or not self._recipe.aggregator.agrees
                 norm, largest, sound = fragment.load(fragment.pending_weight[level] > 0 or must_look)
             claimed = fragment.claim(level)
         weight = torch.tensor(claimed[level] / action.steps, dtype=torch.float32).item()  # as it goes on the wire
         digest = fragment.digest if level == 0 else -1
         ballot = Ballot(self._num_votes, weight, norm, largest, sound, finished, position, digest)
         self._num_votes += 1
-        this = self._open[number] = OpenRound(fragment, members, self._recipe, ballot, position, level, claimed)
+        row = (fragment, members, self._in_round, self._recipe)
+        this = self._open[number] = OpenRound(*row, ballot, position, level, claimed)
 
         def start() -> None:
             this.start()
             if level == 0 and not is_empty and this.tally is not None:
-                fragment.check_agreement(this.tally.digests, members.group)
+                fragment.check_agreement(this.tally.digests, members)
 
         def exchange() -> None:
             start()
@@ -146,7 +153,8 @@ class Rounds:
                 self._after(number, this)
         if fragment.weights.is_eager:
             self.replica.rebind(number)
-            fragment.weights.finish(fragment.pending_weight[0] > 0)
+            has_arrived = this is not None and not this.is_dropped and not this.is_empty
+            fragment.weights.finish(fragment.pending_weight[0] > 0, has_arrived, self.island.agrees)
         if this is not None:
             self._close(number, waited)
 
@@ -173,12 +181,12 @@ class Rounds:
         if change is not None:
             if change.must_agree:
                 self._describe(change.vote, change.tensors)
-                self._vote_beside(0.0)
+                self._vote_beside()
             self._follow(change)
 
     def _average(self, tensors: list[Tensor]) -> None:
         sound = all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
-        decision = in_proportion(self._vote_beside(float(sound)).weights)
+        decision = in_proportion(self._vote_beside(sound).sound_weights)
         if decision.total:
             self._count_bytes(average(tensors, self.group, decision, self._cap_bytes))
 
@@ -186,12 +194,12 @@ class Rounds:
         self._meter.add("bytes_sent", sent)
         self._meter.add("bytes_received", sent)
 
-    def _vote_beside(self, weight: float) -> Tally:
+    def _vote_beside(self, sound: bool = True) -> Tally:
         self._meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
-        return self._beside.begin(Ballot(0, weight))()
+        return self._beside.begin(self.island.ballot(Ballot(0, 1.0, sound=sound)))()
 
     def _describe(self, description: str, tensors: list[str]) -> None:
-        for members in self._members:
+        for members in (*self._members, self.island.members, self._in_round.members):
             members.describe(description, tensors)
         self._beside.describe(_BESIDE + description, tensors)
 
@@ -203,6 +211,10 @@ class Rounds:
             self._average([local(place.get()) for place in change.new])  # so that anchors begin at the same point
         self.replica.follow(change)
 
+    def explained(self, error: BaseException) -> BaseException:
+        """Return what is known of the rank that was lost, if `error` is of a collective of an island's own."""
+        return error if self.island.size == 1 else explained(error, self.group)
+
     def leave(self, reason: str) -> None:
         """End, and tell the ranks that wait in any of the groups that this one will not come."""
         self.stop()
@@ -212,7 +224,8 @@ class Rounds:
     def free(self) -> None:
         """Give the groups back, as nothing is under way on any rank."""
         self.stop()
-        for group in {id(one): one for one in (self.group, *(members.group for members in self._members))}.values():
+        members = (self._beside, *self._members, self.island.members, self._in_round.members)
+        for group in {id(one.group): one.group for one in members}.values():
             group.free()
 
     def stop(self) -> None:
@@ -256,7 +269,7 @@ class Rounds:
         for number, saved in state["open"].items():
             fragment, members, ballot = self.replica.fragments[number], self._members[saved["level"]], saved["ballot"]
             row = (Ballot(**ballot), saved["step"], saved["level"], saved["claimed_weight"])
-            self._open[number] = OpenRound(fragment, members, self._recipe, *row)
+            self._open[number] = OpenRound(fragment, members, self._in_round, self._recipe, *row)
             self._open[number].load_state_dict(saved)
 
     def _wait(self, number: int) -> float:
@@ -287,9 +300,9 @@ class Rounds:
     def _warn(self, this: OpenRound) -> None:
         if not self._warned:
             self._warned = True
-            where = numbered("rank", this.decision.unfit)
+            where = numbered(self._beside.noun, this.decision.unfit)
             warnings.warn(
-                f"Rank {self.group.rank}: a round was dropped, as the weights of {where} "
+                f"{self._beside.noun.capitalize()} {self.group.rank}: a round was dropped, as the weights of {where} "
                 f"are not finite, too large for {self._recipe.codec}, or all unusual. All ranks go on with their own "
                 "weights. Further dropped rounds are only counted, in stats().dropped_rounds.",
                 RuntimeWarning,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 from farflung.base.checks import check_number, check_protocol, check_type, check_whole, shown, wrong_type
 from farflung.base.errors import ConfigError
@@ -54,7 +54,11 @@ class Clock:
 
 
 class Schedule(Protocol):
-    """Decides what is due. It is pure: the same clock gives the same actions on every rank."""
+    """Decides what is due. It is pure: the same clock gives the same actions on every rank.
+
+    One that looks at `Clock.seconds` has an attribute `reads_clock`, which is True: ranks that train one replica
+    together then agree on the seconds after each step.
+    """
 
     @property
     def fragments(self) -> int:
@@ -222,7 +226,8 @@ class Quadratic(_AtOnce):
 class ByTime(_AtOnce):
     """Start a round `seconds` after the last one, however many steps a rank has done until then.
 
-    Each rank reads its own clock. Fast ranks do more steps than slow ones, and weigh more.
+    Each rank reads its own clock, and ranks that train one replica together take the furthest one. Fast replicas do
+    more steps than slow ones, and weigh more.
 
     Raises:
         ConfigError: `seconds` is not a positive number.
@@ -231,6 +236,7 @@ class ByTime(_AtOnce):
     """
 
     seconds: float
+    reads_clock: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_number("seconds", self.seconds, above=0)

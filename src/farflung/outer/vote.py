@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -83,10 +83,12 @@ class FixedMembership:
     Args:
         description: what must be the same on all ranks: recipe, shapes, cut.
         tensors: a line for each tensor that is exchanged, of which the description has no more than a digest.
+        noun: for one of them, in errors.
     """
 
-    def __init__(self, group: Group, description: str, tensors: Sequence[str] = ()) -> None:
+    def __init__(self, group: Group, description: str, tensors: Sequence[str] = (), noun: str = "rank") -> None:
         self.group = group
+        self.noun = noun
         self.describe(description, tensors)
 
     def describe(self, description: str, tensors: Sequence[str]) -> None:
@@ -134,11 +136,11 @@ class FixedMembership:
         said = self._told(f"vote {number} of {self.description}")
         listed = [dict.fromkeys(text.splitlines()) for text in self._told("\n".join(self._tensors))]
         ranks = {text: [rank for rank, other in enumerate(said) if other == text] for text in said}
-        lines = [f"  {numbered('rank', who)}: {text}" for text, who in ranks.items()]
+        lines = [f"  {numbered(self.noun, who)}: {text}" for text, who in ranks.items()]
         where = {line: [rank for rank, mine in enumerate(listed) if line in mine] for mine in listed for line in mine}
         names = list(dict.fromkeys(line.split()[0] for line in where))
         there = sorted(where.items(), key=lambda found: names.index(found[0].split()[0]))
-        odd = [f"  on {numbered('rank', who)} alone: {line}" for line, who in there if len(who) < self.group.size]
+        odd = [f"  on {numbered(self.noun, who)} alone: {line}" for line, who in there if len(who) < self.group.size]
         lines += odd[:_TENSORS_SHOWN] + ([f"  and {len(odd) - _TENSORS_SHOWN} more"] if odd[_TENSORS_SHOWN:] else [])
         raise CollectiveMismatch("The ranks of an outer loop are not in the same round:\n" + "\n".join(lines))
 
@@ -148,6 +150,60 @@ class FixedMembership:
         longest = 1 + int(self.group.all_gather_small(torch.tensor([float(len(mine))])).max())
         rows = self.group.all_gather_small(torch.tensor([float(byte) for byte in mine.ljust(longest)]))
         return [bytes(map(int, row)).decode(errors="replace").rstrip() for row in rows.tolist()]
+
+
+class Island:
+    """The ranks that train one replica together: the same for all, or each its shards.
+
+    In a round each of them meets the same rank of the other islands, so all must make the same of what they hear there.
+    That needs no more than that all ranks of an island cast the same ballot.
+
+        norm = sqrt(sum of the shards' squared norms);  largest = max;  sound, finished = and;  weight = mean
+
+    Args:
+        group: those ranks; of one alone nothing is sent.
+        is_sharded: each holds another part of every weight.
+        description, tensors: see `FixedMembership`.
+
+    Attributes:
+        shard: which of them this rank holds; 0 where there are none.
+    """
+
+    def __init__(self, group: Group, is_sharded: bool, description: str, tensors: Sequence[str]) -> None:
+        self.members = FixedMembership(group, description, tensors, "island rank")
+        self.size = group.size
+        self.shard = group.rank if is_sharded else 0
+        self._is_sharded = is_sharded
+
+    def ballot(self, mine: Ballot) -> Ballot:
+        """Return what the island says, where this rank says `mine`: a collective."""
+        if self.size == 1:
+            return mine
+        tally = self.members.begin(mine)()
+        weight = torch.tensor(math.fsum(tally.weights) / self.size, dtype=torch.float32).item()
+        norm = math.sqrt(self._of_all([norm * norm for norm in tally.norms]))
+        said = replace(mine, weight=weight, norm=norm, largest=max(tally.largest), sound=all(tally.sound))
+        return replace(said, finished=tally.finished, position=tally.position)
+
+    def square(self, mine: float) -> float:
+        """Return the square of a norm of which this rank's values make up `mine`: a collective."""
+        return mine if self.size == 1 else self._of_all(self._gathered(mine))
+
+    def agrees(self, flag: bool) -> bool:
+        """Return whether all ranks say so: a collective."""
+        return flag if self.size == 1 else all(self._gathered(flag))
+
+    def longest(self, seconds: float) -> float:
+        """Return the largest number of all ranks: a collective."""
+        return seconds if self.size == 1 else max(self._gathered(seconds))
+
+    def _gathered(self, value: float) -> list[float]:
+        rows = self.members.group.all_gather_small(torch.tensor([value], dtype=torch.float64))
+        return [float(value) for value in rows.flatten()]
+
+    def _of_all(self, squares: Sequence[float]) -> float:
+        """Add up what shards have; of equal ones take the mean, which lets no NaN through unseen."""
+        return math.fsum(squares) / (1 if self._is_sharded else self.size)
 
 
 Norm = Literal["none", "local", "sent"]

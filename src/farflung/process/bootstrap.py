@@ -18,14 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
-from farflung.base.errors import ConfigError, FarflungError, RankFailure, Unsupported
+from farflung.base.errors import ConfigError, RankFailure, Unsupported
 from farflung.base.words import counted, numbered
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup, TorchGroup
+from farflung.comm.lost import explained
 from farflung.config import environ
 from farflung.config.handlers import InitProcessGroupKwargs, WatchdogKwargs
 from farflung.process import world as slot
-from farflung.process.failure import PEER_LOST, install_failure_report
+from farflung.process.failure import install_failure_report
 from farflung.process.watchdog import Watchdog
 from farflung.process.world import World
 
@@ -213,11 +214,7 @@ def _watch(world: World, asked: WatchdogKwargs | None, init: InitProcessGroupKwa
 def _explained(error: BaseException) -> BaseException:
     """Return what is known of the rank that was lost, in place of what the transport says of it; else `error`."""
     world = slot.current()
-    if isinstance(error, FarflungError) or not isinstance(error, RuntimeError) or world is None:
-        return error
-    if not isinstance(world.group, TorchGroup) or not any(words in str(error) for words in PEER_LOST):
-        return error
-    return world.group.failure(error).with_traceback(error.__traceback__)
+    return error if world is None else explained(error, world.group)
 
 
 def _rank_info_of_group() -> RankInfo:

@@ -26,17 +26,6 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # How far a rank came with the outer loop that its launcher asks for; each is the name of a note to the launcher.
 OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND = "outer_asked", "outer_attached", "outer_round"
 
-
-# How a rank fails because another one is gone: gloo's words, NCCL's, ours.
-PEER_LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection timed out",
-    "Broken pipe",
-    "remote process exited",
-    "RankFailure:",
-)
-
 _OURS = str(Path(__file__).parent.parent)
 _TORCHS = f"site-packages{os.sep}torch{os.sep}"
 

@@ -188,7 +188,7 @@ class Watchdog:
             answers |= {rank: answer for rank, answer in came.items() if answer["question"] >= question}
             missing -= answers.keys()
             self._beat = time.monotonic()
-        late = {rank: a["stack"] for rank, a in answers.items() if a["entered"].get(wait.group, 0) < wait.number}
+        late = {rank: a["stack"] for rank, a in answers.items() if _is_late(a["entered"], wait)}
         if (late or missing) and self._current_wait() == wait and not self._halt.is_set():
             self._presence.publish_hang(self._hang_report(late, sorted(missing)))
 
@@ -222,6 +222,10 @@ class Watchdog:
             "FARFLUNG_HANG_TIMEOUT_S"
         )
         return "\n".join(lines)
+
+
+def _is_late(entered: dict[str, int], wait: Wait) -> bool:
+    return entered.get(wait.group, wait.number) < wait.number  # who is not in the group is late for nothing in it
 
 
 def _publish(text: str) -> None:

@@ -295,6 +295,10 @@ class SimGroup:
         block = self.members[begin : begin + size]
         return self if block == self.members else SimGroup(self._stage, self._me, block, is_block=True)
 
+    def across(self, size: int) -> SimGroup:
+        """Return the replicas that have this one's place in the other blocks of `size`: a column, if those are rows."""
+        return SimGroup(self._stage, self._me, self.members[self.rank % size :: size])
+
     def regroup(self) -> SimGroup:
         """Wait until each replica has come here too or has ended; return the group of those that have come.
 
