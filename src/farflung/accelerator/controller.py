@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from farflung.accelerator import lazy
 from farflung.accelerator.epoch_tracker import EpochTracker
-from farflung.accelerator.outer import AttachedLoop, OpenLoops
+from farflung.accelerator.outer import AttachedLoop, OpenLoops, replicas_here
 from farflung.accelerator.prepare import Registry
 from farflung.base.errors import ConfigError
 from farflung.loop.state import ActiveLoader, LoopState
@@ -55,7 +55,7 @@ class OuterController:
         self._attached: dict[AttachedLoop, EpochTracker] = {}
         if config is None:
             return
-        self._recipe = lazy.recipe_of(config, world.local_size)
+        self._recipe = lazy.recipe_of(config, replicas_here(world, strategy))
         leave_note(OUTER_ASKED)
         self._log = self._opened_log(config.log)
         loop.observe(self)

@@ -12,7 +12,7 @@ from farflung.accelerator.session import Layout, Session
 from farflung.base.checks import check_type, check_whole, shown
 from farflung.base.errors import ConfigError
 from farflung.config import environ
-from farflung.process.mesh import Mesh, make_mesh
+from farflung.process.mesh import make_mesh, require_replicas
 from farflung.process.world import World
 
 if TYPE_CHECKING:
@@ -141,17 +141,3 @@ def _check_same(
                 f"{name}={shown(given)}, but this process's first Accelerator has {shown(first)}. Make them equal, or "
                 "call `AcceleratorState._reset_state()` between two runs."
             )
-
-
-def require_replicas(mesh: Mesh) -> None:
-    """Refuse an outer loop where there is one island, so that there is nothing to average.
-
-    Raises:
-        ConfigError: there is one, of several ranks.
-    """
-    if mesh.replicas.size == 1 and mesh.island.size > 1:
-        raise ConfigError(
-            f"An outer loop averages replicas, but all {mesh.island.size} processes share one. Make several: "
-            f"ParallelismConfig(dp_replicate_size=2, dp_shard_size={max(1, mesh.island.size // 2)}), or a smaller "
-            "island_size."
-        )

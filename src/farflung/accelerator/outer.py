@@ -19,6 +19,7 @@ from farflung.accelerator.prepare import Registry
 from farflung.base.errors import ConfigError
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.state import ActiveLoader, Trace
+from farflung.process.mesh import require_replicas
 from farflung.process.world import World
 from farflung.strategy.base import Strategy
 
@@ -32,7 +33,7 @@ class AttachedLoop:
     """An outer loop that is attached to a prepared model and to the optimizer whose steps it counts: a collective.
 
     In the first steps of a recipe that begins with averaged gradients the model's strategy averages them as usual.
-    After that gradients and buffers stay on their process.
+    After that gradients and buffers stay within their island: on their process, where each is one.
 
     Args:
         model: a prepared model, which one of `optimizers` trains.
@@ -44,7 +45,7 @@ class AttachedLoop:
         epochs: flushes the loop after each pass over the training data; None: nothing does.
 
     Raises:
-        ConfigError: none of the optimizers has parameters of the model.
+        ConfigError: none of the optimizers has parameters of the model; or there is one island, and nothing to average.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class AttachedLoop:
         self._counted: ActiveLoader | None = None  # the iteration whose samples were counted last, and how many
         self._samples = self._items = 0
         self._alone: ExitStack | None = None
-        bare = self.optimizer.optimizer
-        self.loop = lazy.OuterLoop(strategy.unwrap(model), recipe, group=strategy.mesh.replicas, inner=bare)
+        bare, mesh = self.optimizer.optimizer, strategy.mesh
+        require_replicas(mesh)
+        whole = strategy.unwrap(model)
+        self.loop = lazy.OuterLoop(whole, recipe, group=mesh.replicas, island=mesh.island, inner=bare)
         self.epochs: EpochTracker | None = None
         self._is_new = True
         self._hook: RemovableHandle = bare.register_step_pre_hook(lambda *_: self._begin_where_it_is())
@@ -249,7 +252,9 @@ class OuterMethods:
             ConfigError: no optimizer has parameters of the model, or the model already has an outer loop.
         """
         lazy.check_model(model)
-        return self._outer(model, lazy.chosen_recipe(recipe, self._joined.local_size), each_step=True)
+        return self._outer(
+            model, lazy.chosen_recipe(recipe, replicas_here(self._joined, self._strategy)), each_step=True
+        )
 
     def _outer(
         self, model: nn.Module, recipe: Recipe, each_step: bool
@@ -279,6 +284,11 @@ class OuterMethods:
     def outer_loops(self) -> list[OuterLoop]:
         """The outer loops that are open, in the order of their opening."""
         return self._open_loops.live
+
+
+def replicas_here(world: World, strategy: Strategy) -> int:
+    """Return how many replicas this machine has; 1 where one takes several machines."""
+    return max(1, world.local_size // strategy.mesh.island.size)
 
 
 def driver(model: nn.Module, optimizers: Sequence[AcceleratedOptimizer]) -> AcceleratedOptimizer:

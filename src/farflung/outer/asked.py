@@ -85,7 +85,7 @@ def _check_shards_are_of_island(model: nn.Module, island: Group) -> None:
         raise ConfigError(
             f"The model is sharded over {numbered('rank', odd[0])}, which train one replica together: pass them as "
             f"OuterLoop(island=), which has {counted(island.size, 'rank')} now or others, and the ranks of all islands "
-            "that hold the same shards as group=."
+            "that hold the same shards as group=. An Accelerator does so, by dp_replicate_size and dp_shard_size."
         )
     whole = [name for name, parameter in trained.items() if not is_sharded(parameter)]
     if spread and whole and island.size > 1:

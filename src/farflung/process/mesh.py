@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from farflung.base.errors import ConfigError
 from farflung.comm.group import Group, SoloGroup, TorchGroup
 from farflung.process.world import World
 
@@ -49,8 +50,23 @@ def make_mesh(world: World, island_size: int, device_mesh: DeviceMesh | None = N
     """
     if island_size == 1:
         return Mesh(world.group, SoloGroup(), world.group)
-    rows = world.size // island_size
+    everyone, rows = world.group, world.size // island_size
+    assert isinstance(everyone, TorchGroup), "there are several ranks"
     device_mesh = device_mesh or init_device_mesh(world.device.type, (rows, island_size), mesh_dim_names=AXES)
-    replicas = TorchGroup(device_mesh.get_group(AXES[0])) if rows > 1 else SoloGroup()
-    island = TorchGroup(device_mesh.get_group(AXES[1])) if rows > 1 else world.group
-    return Mesh(world.group, island, replicas, device_mesh)
+    island = everyone.within(device_mesh.get_group(AXES[1]))
+    replicas = everyone.within(device_mesh.get_group(AXES[0])) if rows > 1 else SoloGroup()
+    return Mesh(everyone, island if rows > 1 else everyone, replicas, device_mesh)
+
+
+def require_replicas(mesh: Mesh) -> None:
+    """Refuse an outer loop where there is one island, so that there is nothing to average.
+
+    Raises:
+        ConfigError: there is one, of several ranks.
+    """
+    if mesh.replicas.size == 1 and mesh.island.size > 1:
+        raise ConfigError(
+            f"An outer loop averages replicas, but all {mesh.island.size} processes share one. Make several: "
+            f"ParallelismConfig(dp_replicate_size=2, dp_shard_size={max(1, mesh.island.size // 2)}), or a smaller "
+            "island_size."
+        )

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outer loops of an Accelerator whose ranks form islands: by FSDP, or by DDP with `island_size`."""
+
+import time
+
+import pytest
+import torch
+
+from farflung import Accelerator
+from farflung.base.errors import ConfigError, RankFailure
+from farflung.comm.shards import full
+from farflung.config.parallelism import ParallelismConfig
+from farflung.config.sharding import FullyShardedDataParallelPlugin
+from farflung.local_sgd import LocalSGD
+from farflung.outer import diloco, post_local_sgd
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+from tests.outer.islands import Uneven
+from tests.outer.replicas import same
+
+LAYOUTS = {
+    "FSDP": {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)},
+    "DDP": {"island_size": 2},
+}
+
+
+def attached(accelerator, model, name):
+    """Open the outer loop of this name around a prepared model, a few ways to do so."""
+    if name == "LocalSGD":
+        return LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=3)
+    return accelerator.outer(model, {"diloco": diloco(3), "post_local_sgd": post_local_sgd(3, 2)}[name])
+
+
+def trained(accelerator, replica, name):
+    """Train with data of this replica, the same on all of its ranks; return the whole parameters."""
+    model = Uneven()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with attached(accelerator, model, name) as outer:
+        for step in range(8):
+            generator = torch.Generator().manual_seed(1000 * step + replica)
+            inputs, targets = torch.randn(4, 16, generator=generator), torch.randn(4, 6, generator=generator)
+            accelerator.backward((model(inputs) - targets).square().mean())
+            accelerator.clip_grad_value_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            if name == "LocalSGD":
+                outer.step()
+    return {key: full(value).clone() for key, value in accelerator.unwrap_model(model).named_parameters()}
+
+
+NAMES = ("diloco", "LocalSGD", "post_local_sgd")
+
+
+def in_replicas():
+    accelerator = Accelerator()
+    return {name: trained(accelerator, accelerator.process_index, name) for name in NAMES}
+
+
+def in_islands():
+    outcomes = {}
+    for layout, options in LAYOUTS.items():
+        accelerator = Accelerator(**options)
+        for name in NAMES:
+            outcomes[layout, name] = trained(accelerator, accelerator.process_index // 2, name)
+        accelerator.end_training()
+        AcceleratorState._reset_state()
+    return outcomes
+
+
+@pytest.mark.law("islands-are-replicas")
+def test_islands_of_fsdp_and_of_ddp_train_as_replicas_do_bit_by_bit():
+    replicas, islands = run_ranks(in_replicas, 2), run_ranks(in_islands, 4)
+    for layout in LAYOUTS:
+        for name in NAMES:
+            ranks = [outcomes[layout, name] for outcomes in islands]
+            if (layout, name) == ("DDP", "post_local_sgd"):  # whose warm-up sums four gradients in another order
+                assert all(torch.allclose(value, replicas[0][name][key]) for key, value in ranks[0].items())
+                ranks.append(ranks[0])
+            else:
+                ranks.append(replicas[0][name])
+            assert same(*ranks), (layout, name)
+
+
+def refused():
+    said = []
+    for make in (
+        lambda: Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), outer="diloco"),
+        lambda: trained(Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()), 0, "diloco"),
+        lambda: trained(Accelerator(island_size=2), 0, "LocalSGD"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            make()
+        said.append(str(caught.value))
+        AcceleratorState._reset_state()
+    return said
+
+
+def test_an_outer_loop_where_all_ranks_share_one_model_is_refused():
+    for said in run_ranks(refused, 2):
+        assert all("all 2 processes share one" in text for text in said)
+        assert all("dp_replicate_size=2" in text for text in said)
+
+
+def left_for_good():
+    """Rank 3 fails in its island and lives on; return what the others are told."""
+    accelerator = Accelerator(**LAYOUTS["FSDP"])
+    model = Uneven()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    try:
+        with accelerator.outer(model, diloco(2)):
+            for step in range(4):
+                if step == 3 and accelerator.process_index == 3:
+                    accelerator._joined.group.leave("ValueError: bad sample", for_good=True)  # as an uncaught error
+                    time.sleep(5)
+                    raise ValueError("bad sample")
+                began = time.monotonic()
+                accelerator.backward(model(torch.ones(4, 16)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    except RankFailure as error:
+        accelerator._joined.group.leave("RankFailure", for_good=True)
+        return str(error), time.monotonic() - began
+    except ValueError:
+        return "left", 0.0
+
+
+def test_a_rank_that_fails_ends_the_waits_of_its_island_and_of_all_others():
+    *others, (last, _) = run_ranks(left_for_good, 4)
+    assert last == "left"
+    for message, seconds in others:
+        assert "rank 3 left (ValueError: bad sample)" in message
+        assert seconds < 4
