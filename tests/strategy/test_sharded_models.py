@@ -168,9 +168,10 @@ def test_weights_that_rank_0_alone_has_loaded_reach_all_ranks():
         assert variance.shape == (4,)
 
 
-def scaled():
+def scaled(fused):
     accelerator = sharding(mixed_precision="fp16")
-    model, optimizer = accelerator.prepare(*(lambda m: (m, adam(m)))(net()))
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused))
     steps(accelerator, model, optimizer, 1)
     before = weights(model)
     accelerator.backward(model(torch.randn(4, 5)).square().mean())
@@ -178,11 +179,14 @@ def scaled():
         local(next(model.parameters()).grad).fill_(float("inf"))
     optimizer.step()
     same = all(map(torch.equal, before, weights(model)))
-    return optimizer.step_was_skipped, same, optimizer.completed_steps
+    was_skipped = optimizer.step_was_skipped
+    steps(accelerator, model, optimizer, 1)  # which lets the scale follow
+    return was_skipped, same, optimizer.completed_steps, accelerator.scaler.get_scale() < 2.0**16
 
 
-def test_an_overflow_in_one_shard_makes_all_ranks_skip_the_step():
-    assert run_ranks(scaled, 2) == [(True, True, 1)] * 2
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_in_one_shard_makes_all_ranks_skip_the_step(fused):
+    assert run_ranks(scaled, 2, fused) == [(True, True, 2, True)] * 2
 
 
 def half_loaded():
