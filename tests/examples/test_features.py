@@ -34,6 +34,7 @@ RUNS = {
     "cross_validation": ["--folds 3 --epochs 3 --lr 0.03"],
     "early_stopping": ["--enough 0.15"],
     "communication_hook": [f"--epochs 3 --lr 0.03 --hook {hook}" for hook in ("no", "fp16", "bf16", "power_sgd")],
+    "layouts": ["--epochs 6"],
     "memory": ["--lr 0.03"],
     "metrics": ["--epochs 3 --lr 0.03"],
     "profiler": ["--folder {folder}/traces"],

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of `docs/layouts.md` run one script in six layouts on four processes: what each holds, and who meets."""
+
+import importlib
+import shlex
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from farflung.config import environ
+from farflung.config.launch import rank_variables
+from farflung.config.resolve import resolve
+from farflung.launch.options import given
+from farflung.launch.run import launch
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "features"
+START = "farflung launch --cpu --num_processes 4 "
+PAGE = (ROOT / "docs" / "layouts.md").read_text(encoding="utf-8")
+COMMANDS = [line.removeprefix(START) for line in PAGE.splitlines() if line.startswith(START)]
+# In the page's order: in how many parts the model lies, and whether there are rounds of an outer loop.
+EXPECTED = [(1, False), (1, True), (4, False), (2, False), (2, True), (1, True)]
+
+
+def told_to_ranks(command):
+    """The variables that the launcher sets for a command."""
+    parsed = launch.make_context("launch", shlex.split(command))
+    return rank_variables(resolve(given(parsed.params)).settings)
+
+
+def run_all(variables):
+    """Run the script in this process with what the launcher would tell it, layout by layout."""
+    warnings.simplefilter("error")
+    sys.path.insert(0, str(FOLDER))
+    script = importlib.import_module("layouts")
+    found = []
+    for told in variables:
+        with environ.patched(told):
+            found.append(script.main(["--cpu", "--epochs", "6"]))
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_rank():
+    return run_ranks(run_all, 4, [told_to_ranks(command) for command in COMMANDS], timeout_s=120, connect=False)
+
+
+def test_the_page_shows_a_command_for_each_row_of_its_table(by_rank):
+    assert len(COMMANDS) == len(EXPECTED) == len(by_rank[0])
+
+
+@pytest.mark.parametrize("number", range(len(EXPECTED)), ids=lambda number: COMMANDS[number])
+def test_a_command_runs_the_script_in_its_layout(by_rank, number):
+    parts, has_rounds = EXPECTED[number]
+    found = [ranks[number] for ranks in by_rank]
+    assert all(one["accuracy"] == found[0]["accuracy"] > 0.9 for one in found)
+    most = found[0]["values"] / parts + 10 * 34  # a row more of each weight, where they don't divide
+    assert all(one["held"] <= most for one in found)
+    assert sum(one["held"] for one in found) == 4 // parts * found[0]["values"]
+    assert all((one["rounds"] > 0) == has_rounds for one in found)
