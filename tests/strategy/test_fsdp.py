@@ -72,6 +72,10 @@ def batches(rank, size):
 def train(accelerator, model, optimizer, rank, size):
     losses = []
     for tokens in batches(rank, size):
+        trained = list(map(id, model.parameters()))
+        with torch.no_grad():
+            model(tokens)
+        assert list(map(id, model.parameters())) == trained  # the optimizer's, not what was gathered from them
         with accelerator.accumulate(model):
             loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
             accelerator.backward(loss)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.group import Group
-from farflung.comm.shards import is_sharded, meshes
+from farflung.comm.shards import is_sharded, meshes, reshard
 from farflung.process.mesh import Mesh
 
 
@@ -46,6 +46,7 @@ class ShardedModels:
                 f"The parameters of this {type(model).__name__} are DTensors, but it was not sharded by fully_shard, "
                 "so nothing would average its gradients. Shard it with torch.distributed.fsdp.fully_shard."
             )
+        model.register_forward_hook(_reshard_after_evaluation)
         if self._spans_all(model) or self._mesh.replicas.size == 1:
             return
         for part in parts:
@@ -118,6 +119,12 @@ class ShardedModels:
         if not _parts(model):
             return None
         return self._mesh.island if any(model is other for other in self._local) else self._mesh.everyone
+
+
+def _reshard_after_evaluation(model: nn.Module, inputs: Any, outputs: Any) -> None:
+    """Let the parameters of `model` be shards again, as they are after a backward pass, where none will come."""
+    if not torch.is_grad_enabled():
+        reshard(model.modules())
 
 
 def _parts(model: nn.Module) -> list[Any]:
