@@ -55,7 +55,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
     the shards.
     """
     for module in modules:
-        if hasattr(module, "set_all_reduce_hook"):  # by name: torch.distributed.fsdp is slow to import
+        if hasattr(type(module), "set_all_reduce_hook"):  # by name: torch.distributed.fsdp is slow to import
             module.reshard()  # type: ignore[operator]
 
 

@@ -130,7 +130,7 @@ def _reshard_after_evaluation(model: nn.Module, inputs: Any, outputs: Any) -> No
 def _parts(model: nn.Module) -> list[Any]:
     """Return the modules of `model` that `fully_shard` was called on."""
     # By name: torch.distributed.fsdp is slow to import.
-    return [module for module in model.modules() if hasattr(module, "set_all_reduce_hook")]
+    return [module for module in model.modules() if hasattr(type(module), "set_all_reduce_hook")]
 
 
 def refuse_muon(optimizer: Any) -> None:
