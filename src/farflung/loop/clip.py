@@ -44,9 +44,10 @@ def clip_grad_norm_(
 
 def _clip(parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
     """Clip with torch, which takes plain gradients or shards at a time; return the norm of all of them."""
-    kinds = [[p for p in parameters if is_sharded(p) == sharded] for sharded in (False, True)]
-    if not all(kinds):
+    shards = [parameter for parameter in parameters if is_sharded(parameter)]
+    if len(shards) in (0, len(parameters)):
         return full(torch_clip_grad_norm_(parameters, max_norm, norm_type))
+    kinds = (shards, [parameter for parameter in parameters if not is_sharded(parameter)])
     norms = [full(get_total_norm([p.grad for p in kind if p.grad is not None], norm_type)) for kind in kinds]
     total = get_total_norm(norms, norm_type)
     for kind in kinds:
