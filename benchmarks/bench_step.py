@@ -3,8 +3,8 @@
 
 Bare, under DDP, and under FSDP, where Accelerate does not run on CPUs. Each contestant trains the same tiny MLP, so
 that nearly all time is overhead. They take turns of eight updates each: a training loop finds its own code in the
-caches. The same code in a new process may be 3 % faster or slower (where things lie in memory), so each case is measured
-in several and the median is told with the extremes.
+caches. The same code in a new process may be 3 % faster or slower (where things lie in memory), so each case is
+measured in several and the median is told with the extremes.
 """
 
 from __future__ import annotations
