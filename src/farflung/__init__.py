@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from farflung.accelerator.local_sgd import LocalSGD as LocalSGD
     from farflung.accelerator.views import PartialState as PartialState
     from farflung.base.absent import DeepSpeedPlugin as DeepSpeedPlugin
-    from farflung.base.absent import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from farflung.base.absent import prepare_pippy as prepare_pippy
     from farflung.base.enums import DDPCommunicationHookType as DDPCommunicationHookType
     from farflung.base.enums import DistributedType as DistributedType
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from farflung.config.handlers import ProfileKwargs as ProfileKwargs
     from farflung.config.handlers import WatchdogKwargs as WatchdogKwargs
     from farflung.config.parallelism import ParallelismConfig as ParallelismConfig
+    from farflung.config.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from farflung.config.variables import is_rich_available as is_rich_available
     from farflung.data.prepare import skip_first_batches as skip_first_batches
     from farflung.integrations.as_accelerate import install_as_accelerate as install_as_accelerate
@@ -75,9 +75,9 @@ _WHERE = {
     "notebook_launcher": "farflung.launch.notebook",
     "synchronize_rng_states": "farflung.process.seed",
     "DeepSpeedPlugin": "farflung.base.absent",
-    "FullyShardedDataParallelPlugin": "farflung.base.absent",
     "prepare_pippy": "farflung.base.absent",
     "ParallelismConfig": "farflung.config.parallelism",
+    "FullyShardedDataParallelPlugin": "farflung.config.sharding",
     "is_rich_available": "farflung.config.variables",
     "find_executable_batch_size": "farflung.tools.memory",
 }

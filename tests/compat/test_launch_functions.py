@@ -9,13 +9,18 @@ import pytest
 from accelerate.commands.launch import launch_command_parser as their_parser
 from accelerate.utils.launch import PrepareForLaunch as TheirPrepare
 from accelerate.utils.launch import _filter_args as their_filter
+from accelerate.utils.launch import prepare_extend_env_parallelism_config as their_extend
 from accelerate.utils.launch import prepare_multi_gpu_env as their_multi_env
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env as their_simple
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.commands.launch import launch_command, launch_command_parser, multi_gpu_launcher, simple_launcher
 from farflung.utils import PrepareForLaunch, _filter_args, clear_environment, patch_environment
-from farflung.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from farflung.utils.launch import (
+    prepare_extend_env_parallelism_config,
+    prepare_multi_gpu_env,
+    prepare_simple_launcher_cmd_env,
+)
 
 LINES = [
     "--cpu --num_processes 1 train.py --lr 0.1",
@@ -82,6 +87,16 @@ def test_the_environment_of_several_processes_is_told():
         told, their_told = prepare_multi_gpu_env(mine), their_multi_env(other)
     for name in ("ACCELERATE_MIXED_PRECISION", "CUDA_VISIBLE_DEVICES"):
         assert told[name] == their_told[name], name
+
+
+def test_the_grid_of_ranks_is_told():
+    line = ["--num_processes", "4", "--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size"]
+    mine, other = (parser().parse_args([*line, "2", "train.py"]) for parser in (launch_command_parser, their_parser))
+    with clear_environment(), patch_environment(HOME="/tmp"):
+        told = prepare_extend_env_parallelism_config(mine, {"BEFORE": "1"})
+        their_told = their_extend(other, {"BEFORE": "1"})
+    assert told.items() <= their_told.items()
+    assert {name for name in told if "DP_" in name} == {name for name in their_told if "DP_" in name}
 
 
 SCRIPT = """

@@ -12,6 +12,7 @@ import warnings
 import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin as Theirs
+from accelerate.utils.fsdp_utils import get_parameters_from_modules as their_parameters
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -28,7 +29,12 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.config import environ
 from farflung.config.sharding import FullyShardedDataParallelPlugin as Plugin
-from farflung.config.sharding import fsdp_from_environment
+from farflung.config.sharding import (
+    disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading,
+    fsdp_from_environment,
+)
+from farflung.utils import get_parameters_from_modules
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
 
@@ -224,8 +230,25 @@ def test_setters_change_what_trainers_change_later():
         plugin.validate_cpu_offload()
     with pytest.raises(ConfigError, match="Linear has no module of the classes"):
         plugin.set_auto_wrap_policy(nn.Linear(1, 1))
+    plugin.set_auto_wrap_policy(Blocks(Block(nn.Linear(1, 1))))
+    assert plugin.auto_wrap_policy.keywords == {"transformer_layer_cls": {Block}}
     config = FullStateDictConfig(rank0_only=True)
     assert Plugin(state_dict_config=config).state_dict_config is config
+
+
+def test_transformers_is_told_to_load_weights_once():
+    with environ.patched({"ACCELERATE_USE_FSDP": None, "FSDP_CPU_RAM_EFFICIENT_LOADING": None}):
+        enable_fsdp_ram_efficient_loading()
+        assert fsdp_from_environment().cpu_ram_efficient_loading
+        disable_fsdp_ram_efficient_loading()
+        assert not fsdp_from_environment().cpu_ram_efficient_loading
+
+
+def test_parameters_are_found_by_modules_and_by_their_names():
+    model = Blocks(Block(nn.Linear(2, 2)), nn.Linear(2, 2, bias=False))
+    for modules, number in ((None, 0), ([model[0]], 2), (r"0\.\d", 2), ("1", 1), ("", 3), ("head", 0)):
+        found, theirs = (find(modules, model, "cpu") for find in (get_parameters_from_modules, their_parameters))
+        assert (len(found), found) == (number, theirs)
 
 
 def test_the_settings_alone_load_no_torch():

@@ -30,6 +30,16 @@ with open(f"rank{dist.get_rank()}.json", "w") as file:
 dist.destroy_process_group()
 """
 
+# Each rank says what the launcher made of the script, and how many numbers of the model it holds.
+SHARDED = """
+import torch
+from farflung import Accelerator
+accelerator = Accelerator()
+model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)))
+held = sum(parameter.to_local().numel() for parameter in model.parameters())
+print(accelerator.num_processes, accelerator.distributed_type, held, flush=True)
+"""
+
 ALONE = """
 import json, os, sys
 with open("alone.json", "w") as file:
@@ -114,6 +124,14 @@ def test_two_processes_are_connected_and_told_what_was_set(farflung, home):
         assert "ACCELERATE_DYNAMO_MODE" not in told
         assert told["FARFLUNG_HANG_TIMEOUT_S"] == "7.5"
         assert int(told["OMP_NUM_THREADS"]) >= 1
+
+
+def test_flags_alone_shard_a_script_over_cpu_processes(farflung, home):
+    (home / "train.py").write_text(SHARDED)
+    flags = ["--use_fsdp", "--fsdp_auto_wrap_policy", "size_based_wrap", "--fsdp_min_num_params", "4"]
+    done = farflung("launch", "--cpu", "--num_processes", "2", *flags, "--fsdp_offload_params", "false", "train.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["2 DistributedType.FSDP 4"] * 2
 
 
 def test_two_machines_meet(home):

@@ -89,19 +89,17 @@ ABSENT: tuple[Absent, ...] = (
         "prepare_pippy",
     ),
     Absent(
-        "FSDP",
-        "It is not there yet. Use DDP, or an outer loop over it.",
-        classes="FullyShardedDataParallelPlugin",
-        functions="compile_regions_fsdp2 disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading "
-        "ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model "
-        "fsdp2_prepare_auto_wrap_policy fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler "
-        "get_parameters_from_modules",
+        "Accelerate's steps of sharding a model",
+        "Use `Accelerator.prepare`, which shards models and gives optimizers their shards.",
+        functions="compile_regions_fsdp2 ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names "
+        "fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model "
+        "fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler",
+        is_engine=False,
     ),
     Absent(
         "tensor/context parallelism",
-        "They are not there yet. Use DDP, or an outer loop over it.",
+        "They are not there yet. Shard models by FSDP, or use an outer loop.",
         classes="TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin",
-        functions="prepare_extend_env_parallelism_config",
     ),
     Absent(
         "Accelerate's commands as functions",

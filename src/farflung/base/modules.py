@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -28,6 +31,20 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
     """Return the class called `name` of a module in `module`, or None where there is no such module."""
     return next((type(inner) for inner in module.modules() if type(inner).__name__ == name), None)
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
+) -> set[nn.Parameter]:
+    """Return the parameters of some modules of `model`; None stands for none of them.
+
+    Args:
+        modules: the modules; or a regular expression that their names match, which then moves them to `device`.
+    """
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        modules = [module.to(device) for name, module in model.named_modules() if pattern.fullmatch(name)]
+    return {parameter for module in modules or () for parameter in module.parameters()}
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Door: merging shards of FSDP, which is not there yet."""
+"""Door: the command that merges shards, which is not there: use `farflung.utils.merge_fsdp_weights`."""
 
 from farflung.base.absent import merge_command, merge_command_parser
 

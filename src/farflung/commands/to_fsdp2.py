@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Door: rewriting configurations for FSDP, which is not there yet."""
+"""Door: rewriting files for FSDP 2, which is not there: `farflung launch` reads those of version 1 as they are."""
 
 from farflung.base.absent import (
     ConversionStatus,

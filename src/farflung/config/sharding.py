@@ -265,6 +265,18 @@ def fsdp_from_environment() -> FullyShardedDataParallelPlugin | None:
     return FullyShardedDataParallelPlugin() if environ.flag("ACCELERATE_USE_FSDP") else None
 
 
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Let transformers load weights on rank 0 alone from here on, for `prepare` to hand them out."""
+    if environ.text("ACCELERATE_USE_FSDP") is None:
+        environ.export({"ACCELERATE_USE_FSDP": "true"})
+    environ.export({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"})
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Let transformers load weights on every rank from here on."""
+    environ.export({"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"})
+
+
 def _asked(name: str, value: Any, variable: str = "") -> tuple[Any, str]:
     """Return what was said and how to call it in a message: the argument, or else the variable that stands for it."""
     if value is not None:

@@ -118,6 +118,17 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     return _environment(resolve(_flags(args)).settings)
 
 
+def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
+    """Add the variables of the grid of ranks to `current_env`, and return it.
+
+    Args:
+        args: as `launch_command_parser` parses them; whether `--use_parallelism_config` is among them or not.
+    """
+    told = rank_variables(resolve(_flags(args) | {"use_parallelism_config": True}).settings)
+    current_env.update({name: value for name, value in told.items() if "PARALLELISM_CONFIG" in name})
+    return current_env
+
+
 def _environment(settings: LaunchSettings) -> dict[str, str]:
     return environ.snapshot() | rank_variables(settings)
 

@@ -6,7 +6,6 @@ from farflung.base.absent import (
     DeepSpeedPlugin,
     DeepSpeedSequenceParallelConfig,
     FP8RecipeKwargs,
-    FullyShardedDataParallelPlugin,
     MegatronLMPlugin,
     MSAMPRecipeKwargs,
     TERecipeKwargs,
@@ -48,6 +47,7 @@ from farflung.config.handlers import (
     ProjectConfiguration,
     WatchdogKwargs,
 )
+from farflung.config.sharding import FullyShardedDataParallelPlugin
 
 __all__ = [
     "AORecipeKwargs",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Door: FSDP, which is not there yet."""
+"""Door: FSDP: files of sharded models, and what Accelerate's `prepare` consists of, which is not there."""
 
 from farflung.accelerator.fsdp_files import (
     load_fsdp_model,
@@ -9,8 +9,6 @@ from farflung.accelerator.fsdp_files import (
     save_fsdp_optimizer,
 )
 from farflung.base.absent import (
-    disable_fsdp_ram_efficient_loading,
-    enable_fsdp_ram_efficient_loading,
     ensure_weights_retied,
     fsdp2_apply_ac,
     fsdp2_canonicalize_names,
@@ -19,8 +17,9 @@ from farflung.base.absent import (
     fsdp2_prepare_model,
     fsdp2_switch_optimizer_parameters,
     get_fsdp2_grad_scaler,
-    get_parameters_from_modules,
 )
+from farflung.base.modules import get_parameters_from_modules
+from farflung.config.sharding import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 
 __all__ = [
     "disable_fsdp_ram_efficient_loading",

@@ -3,7 +3,6 @@
 
 from farflung.base.absent import (
     prepare_deepspeed_cmd_env,
-    prepare_extend_env_parallelism_config,
     prepare_sagemager_args_inputs,
     prepare_tpu,
     setup_fp8_env,
@@ -12,6 +11,7 @@ from farflung.config.variables import env_var_path_add
 from farflung.launch.functions import (
     PrepareForLaunch,
     _filter_args,
+    prepare_extend_env_parallelism_config,
     prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env,
 )
