@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,15 +49,20 @@ def meshes(tensors: Iterable[Tensor]) -> list[DeviceMesh]:
     return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor)))  # type: ignore[attr-defined]
 
 
+def sharded_parts(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return those of `modules` that `fully_shard` was called on."""
+    # By name, as torch.distributed.fsdp is slow to import; of the class, as a module looks long for what it has not.
+    return [module for module in modules if hasattr(type(module), "set_all_reduce_hook")]
+
+
 def reshard(modules: Iterable[nn.Module]) -> None:
     """Let the modules that `fully_shard` was called on hold shards alone. Nothing is sent.
 
     After a forward pass without a backward one some still hold whole parameters, which would hide what is written to
     the shards.
     """
-    for module in modules:
-        if hasattr(type(module), "set_all_reduce_hook"):  # by name: torch.distributed.fsdp is slow to import
-            module.reshard()  # type: ignore[operator]
+    for part in sharded_parts(modules):
+        part.reshard()
 
 
 def spread_like(value: Tensor, shard: Tensor) -> Tensor:

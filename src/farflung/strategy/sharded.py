@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.group import Group
-from farflung.comm.shards import is_sharded, meshes, reshard
+from farflung.comm.shards import is_sharded, meshes, reshard, sharded_parts
 from farflung.process.mesh import Mesh
 
 
@@ -40,7 +40,7 @@ class ShardedModels:
             ConfigError: they are spread over other ranks than a row of the mesh, or all.
             Unsupported: nothing averages their gradients.
         """
-        parts = _parts(model)
+        parts = sharded_parts(model.modules())
         if not parts:
             raise Unsupported(
                 f"The parameters of this {type(model).__name__} are DTensors, but it was not sharded by fully_shard, "
@@ -90,14 +90,14 @@ class ShardedModels:
 
     def _tell(self, model: nn.Module) -> None:
         synchronized = all(model is not other for other in self._silent)
-        for part in _parts(model):
+        for part in sharded_parts(model.modules()):
             part.set_requires_gradient_sync(synchronized, recurse=False)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return self._synchronized(model, False) if _parts(model) else nullcontext()
+        return self._synchronized(model, False) if sharded_parts(model.modules()) else nullcontext()
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self._synchronized(model, True) if _parts(model) else nullcontext()
+        return self._synchronized(model, True) if sharded_parts(model.modules()) else nullcontext()
 
     @contextmanager
     def _alone(self, model: nn.Module) -> Iterator[None]:
@@ -113,10 +113,10 @@ class ShardedModels:
             self._local.remove(model)
 
     def local(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return self._alone(model) if _parts(model) else nullcontext()
+        return self._alone(model) if sharded_parts(model.modules()) else nullcontext()
 
     def averaged_over(self, model: nn.Module) -> Group | None:
-        if not _parts(model):
+        if not sharded_parts(model.modules()):
             return None
         return self._mesh.island if any(model is other for other in self._local) else self._mesh.everyone
 
@@ -125,12 +125,6 @@ def _reshard_after_evaluation(model: nn.Module, inputs: Any, outputs: Any) -> No
     """Let the parameters of `model` be shards again, as they are after a backward pass, where none will come."""
     if not torch.is_grad_enabled():
         reshard(model.modules())
-
-
-def _parts(model: nn.Module) -> list[Any]:
-    """Return the modules of `model` that `fully_shard` was called on."""
-    # By name: torch.distributed.fsdp is slow to import.
-    return [module for module in model.modules() if hasattr(type(module), "set_all_reduce_hook")]
 
 
 def refuse_muon(optimizer: Any) -> None:
