@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of sharded models: written in parts, whole or in other parts again, the run goes on as it was."""
 
+import io
 import json
 import shutil
+from contextlib import redirect_stderr
 
 import pytest
 import torch
@@ -54,7 +56,7 @@ class Net(nn.Module):
 class Run:
     """The objects of one rank, with the model sharded over rows of `columns` ranks; 1: not at all."""
 
-    def __init__(self, columns, net=Net, **asked):
+    def __init__(self, columns, accumulation=1, **asked):
         AcceleratorState._reset_state(reset_partial_state=False)
         size = PartialState(cpu=True).num_processes
         settings = {}
@@ -62,9 +64,11 @@ class Run:
             wraps = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 30}
             settings["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, **wraps, **asked)
             settings["parallelism_config"] = ParallelismConfig(dp_replicate_size=size // columns, dp_shard_size=columns)
-        self.accelerator = Accelerator(cpu=True, scheduler_ticks="per_update", **settings)
+        self.accelerator = Accelerator(
+            cpu=True, scheduler_ticks="per_update", gradient_accumulation_steps=accumulation, **settings
+        )
         torch.manual_seed(0)
-        net = net()
+        net = Net()
         trained = [{"params": net.inner.parameters(), "lr": 0.02}, {"params": [net.last.weight]}]
         optimizer = torch.optim.AdamW(trained, lr=0.05)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
@@ -85,6 +89,53 @@ class Run:
             self.optimizer.zero_grad()
             losses.append(loss.item())
         return losses
+
+    def micro_step(self, step):
+        """Accumulate the gradients of one batch, another one on each rank, and step where the window ends."""
+        with self.accelerator.accumulate(self.model):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + self.accelerator.process_index))
+            self.accelerator.backward(self.model(x).square().mean())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        state = self.accelerator.get_state_dict(self.model)
+        return {name: value.clone() for name, value in state.items()}
+
+
+def windows(folder):
+    """Save in the middle of an accumulation window, and complete it in each layout; return weights after its step."""
+    run = Run(2, accumulation=3)
+    run.micro_step(0)
+    run.accelerator.save_state(folder / "unreduced")
+    run.micro_step(1)
+    found = [run.micro_step(2)]
+    for columns in (2, 4, 1):
+        run = Run(columns, accumulation=3)
+        run.accelerator.load_state(folder / "unreduced")
+        run.micro_step(1)
+        found.append(run.micro_step(2))
+    each = Run(2)
+    each.accelerator.backward(each.model(torch.ones(1, 5)).sum())  # reduced at once, but there is no step yet
+    each.accelerator.save_state(folder / "reduced")
+    each.optimizer.step()
+    found.append({name: value.clone() for name, value in each.accelerator.get_state_dict(each.model).items()})
+    other = Run(2)
+    other.accelerator.load_state(folder / "reduced")
+    other.optimizer.step()
+    found.append({name: value.clone() for name, value in other.accelerator.get_state_dict(other.model).items()})
+    notes = io.StringIO()
+    with redirect_stderr(notes):
+        Run(4).accelerator.load_state(folder / "reduced")
+    return found, notes.getvalue()
+
+
+@pytest.mark.ranks
+def test_a_window_that_was_not_complete_is_completed(tmp_path):
+    (*states, reduced, again), notes = run_ranks(windows, 4, tmp_path)[0]
+    for state in states[1:]:
+        for name, value in state.items():
+            torch.testing.assert_close(value, states[0][name], rtol=0, atol=1e-6)
+    assert all(torch.equal(reduced[name], again[name]) for name in reduced)
+    assert "had reduced gradients of other shards: it starts over" in notes
 
 
 def write_as_accelerate(run, folder):

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from farflung.accelerator import lazy, states
+from farflung.accelerator import gradients, lazy, states
 from farflung.accelerator.run import Run
 from farflung.checkpoint import layout, rng
 from farflung.checkpoint.entries import Entry
-from farflung.comm.shards import local, model_has_dtensor
-from farflung.loop.optimizer import AcceleratedOptimizer
+from farflung.comm.shards import model_has_dtensor
 
 if TYPE_CHECKING:
     from farflung.checkpoint.sharded import Draft
@@ -107,7 +106,7 @@ def own_entries(run: Run, is_leader: bool) -> list[Entry]:
         "rank": rank,
         "world_size": run.world.size,
         "loop": run.loop.state_dict(run.modules),
-        "gradients": [_gradients(one) if one.is_unfinished else None for one in registry.optimizers],
+        **gradients.state_of(run),
         "optimizers": [{"is_own": one.is_own, "was_skipped": one.step_was_skipped} for one in registry.optimizers],
         "spread": run.spread,
         "precision": run.precision.state_dict(run.bare_optimizers),
@@ -129,11 +128,6 @@ def own_entries(run: Run, is_leader: bool) -> list[Entry]:
     if loops or differing:
         parts.append(Entry(layout.outer_state(rank), {"loops": loops, **differing}, origin="the outer loop"))
     return parts
-
-
-def _gradients(optimizer: AcceleratedOptimizer) -> list[Tensor | None]:
-    found = [parameter.grad for parameter in states.parameters(optimizer)]
-    return [None if gradient is None else local(gradient) for gradient in found]
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

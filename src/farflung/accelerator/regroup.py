@@ -51,9 +51,9 @@ def regrouped(
         )
     owns = [read_torch(folder / layout.loop_state(k)) for k in range(old)]
     own = dict(owns[0])
-    own["gradients"] = _mean_gradients(owns, notes)
+    own["gradients"], own["reduced"] = _mean_gradients(owns, notes), None
     if own["gradients"] is None:
-        own, _ = without_gradients(own)
+        own = without_gradients(own)
     own["buffers"], own["asks_for_buffers"] = [], []
     own["optimizers"] = [{**one, "is_own": False} for one in own["optimizers"]]
     own["loaders"] = [
@@ -69,12 +69,19 @@ def regrouped(
 _FRESH = {"size": 0, "complete": True, "items": 0.0, "scale": None}
 
 
-def without_gradients(own: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a rank's own state with its accumulation windows at their beginning, and notes on what that loses."""
-    lost = any(gradients is not None for gradients in own["gradients"] or ())
+OTHER_SHARDS = "the unfinished accumulation window had reduced gradients of other shards: it starts over"
+
+
+def has_reduced(owns: Iterable[dict[str, Any]]) -> bool:
+    """Say whether there are gradients that were reduced, of which each rank has its own shards."""
+    return any(part is not None for own in owns for parts in own.get("reduced") or () for part in parts or ())
+
+
+def without_gradients(own: dict[str, Any]) -> dict[str, Any]:
+    """Return a rank's own state with its accumulation windows at their beginning."""
+    nothing = [None] * len(own["optimizers"])
     loop = {"windows": [{**one, **_FRESH} for one in own["loop"]["windows"]]}
-    notes = ["the unfinished accumulation window was of other shards: it starts over"] if lost else []
-    return {**own, "gradients": [None] * len(own["optimizers"]), "loop": loop}, notes
+    return {**own, "gradients": nothing, "reduced": nothing, "loop": loop}
 
 
 def joined_loops(folder: Path, ranks: Iterable[int]) -> list[MergedState]:
@@ -91,8 +98,8 @@ def _mean_gradients(owns: list[dict[str, Any]], notes: list[str]) -> list[Any] |
     if scales != {None}:
         notes.append("the unfinished accumulation window was weighted by num_items: it starts over")
         return None
-    if any(own.get("spread") for own in owns) and any(one is not None for own in owns for one in own["gradients"]):
-        notes.append("the unfinished accumulation window was of other shards: it starts over")
+    if has_reduced(owns):
+        notes.append(OTHER_SHARDS)
         return None
     joined: list[Any] = []
     for column in zip(*(own["gradients"] for own in owns), strict=True):

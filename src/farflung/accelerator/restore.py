@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.accelerator import states
-from farflung.accelerator.regroup import joined_loops, regrouped, without_gradients
+from farflung.accelerator import gradients, states
+from farflung.accelerator.regroup import OTHER_SHARDS, has_reduced, joined_loops, regrouped, without_gradients
 from farflung.accelerator.run import Run
 from farflung.base.errors import CheckpointError
 from farflung.base.words import counted
@@ -22,7 +22,7 @@ from farflung.checkpoint import layout, rng
 from farflung.checkpoint.entries import Entry, Staging
 from farflung.checkpoint.reader import DAMAGE, read_torch
 from farflung.checkpoint.regular import is_file
-from farflung.comm.shards import is_sharded, local, with_local
+from farflung.comm.shards import local
 from farflung.loop.optimizer import AcceleratedOptimizer
 
 Undo = Callable[[], Any]
@@ -83,9 +83,9 @@ def read(run: Run, folder: Path, size: int | None) -> Loaded:
         _regroup(run, found, folder, size)
     else:
         found.random = _read_if_there(folder / layout.random_states(rank))
-        if found.own is not None and found.own.get("spread") != run.spread:
-            found.own, notes = without_gradients(found.own)
-            found.notes += notes
+        if found.own is not None and found.own.get("spread") != run.spread and has_reduced([found.own]):
+            found.own = without_gradients(found.own)
+            found.notes.append(OTHER_SHARDS)
         if found.own is None and any(folder.glob(layout.TORCHDATA_LOADERS)):
             found.notes.append(
                 "what it says of loaders is torchdata's and is not read, so their data start over. Use "
@@ -182,9 +182,11 @@ def _check_own(run: Run, found: Loaded, folder: Path) -> None:
                     f"{folder} was written with {counted(len(own[name]), f'prepared {kind}')}, but here there are "
                     f"{len(here)}. Prepare the same objects in the same order before load_state."
                 )
-        for gradients, optimizer in zip(own["gradients"], registry.optimizers, strict=True):
-            for gradient, parameter in zip(gradients or [], states.parameters(optimizer), strict=gradients is not None):
-                if gradient is not None and gradient.shape != local(parameter).shape:
+        for optimizer, whole, reduced in _by_optimizer(run, own):
+            mine = states.parameters(optimizer)
+            wanted = [*(p.shape for p in mine if whole), *(local(p).shape for p in mine if reduced)]
+            for gradient, shape in zip([*(whole or []), *(reduced or [])], wanted, strict=True):
+                if gradient is not None and gradient.shape != shape:
                     raise CheckpointError(f"{folder} has gradients of another model: {list(gradient.shape)}.")
         if run.precision.scaler is not None and own["precision"]:
             found.scaler = own["precision"]
@@ -192,6 +194,12 @@ def _check_own(run: Run, found: Loaded, folder: Path) -> None:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{folder} holds something other than the state of a run: {error!r}") from error
+
+
+def _by_optimizer(run: Run, own: dict[str, Any]) -> Iterable[tuple[AcceleratedOptimizer, Any, Any]]:
+    """Return each optimizer with its gradients: whole ones, and reduced shards."""
+    optimizers = run.registry.optimizers
+    return zip(optimizers, own["gradients"], own.get("reduced") or [None] * len(optimizers), strict=True)
 
 
 def apply(run: Run, found: Loaded) -> list[Undo]:
@@ -247,8 +255,8 @@ def _apply(run: Run, found: Loaded, undo: list[Undo]) -> None:
     if found.random is None:
         found.notes.append(f"it has no random states for rank {run.world.rank}, so its random numbers differ")
     else:
-        states = rng.read()
-        undo.insert(0, lambda: rng.write(states))
+        before_random = rng.read()
+        undo.insert(0, lambda: rng.write(before_random))
         found.notes += rng.write(found.random)
 
 
@@ -257,14 +265,12 @@ def _apply_own(run: Run, own: dict[str, Any], undo: list[Undo]) -> None:
     windows = loop.state_dict(modules)
     undo.insert(0, lambda: loop.load_state_dict(windows, modules))
     loop.load_state_dict(own["loop"], modules)
-    for optimizer, gradients, kept in zip(registry.optimizers, own["gradients"], own["optimizers"], strict=True):
-        undo.insert(0, _keep_gradients(optimizer))
+    for (optimizer, whole, reduced), kept in zip(_by_optimizer(run, own), own["optimizers"], strict=True):
+        undo.insert(0, _keep_gradients(run, optimizer))
         optimizer.is_own = kept["is_own"]
         optimizer.step_was_skipped = kept["was_skipped"]
-        optimizer.finished = loop.backwards - (gradients is not None)  # else they would be forgotten by the next save
-        for k, parameter in enumerate(states.parameters(optimizer)):
-            gradient = None if gradients is None else gradients[k]
-            parameter.grad = None if gradient is None else _gradient(gradient, parameter)
+        optimizer.finished = loop.backwards - (whole is not None)  # else they would be forgotten by the next save
+        gradients.put(run, optimizer, whole, reduced)
     for loader, state in zip(registry.loaders, own["loaders"], strict=True):
         undo.insert(0, loader.keep())
         loader.load_state_dict(state)
@@ -282,22 +288,15 @@ def _keep_optimizer(optimizer: AcceleratedOptimizer) -> Undo:
     return undo
 
 
-def _keep_gradients(optimizer: AcceleratedOptimizer) -> Undo:
-    before = [parameter.grad for parameter in states.parameters(optimizer)]
+def _keep_gradients(run: Run, optimizer: AcceleratedOptimizer) -> Undo:
+    put_back = gradients.kept(run, optimizer)
     flags = (optimizer.is_own, optimizer.step_was_skipped, optimizer.finished)
 
     def undo() -> None:
         optimizer.is_own, optimizer.step_was_skipped, optimizer.finished = flags
-        for parameter, gradient in zip(states.parameters(optimizer), before, strict=True):
-            parameter.grad = gradient
+        put_back()
 
     return undo
-
-
-def _gradient(value: Tensor, parameter: Tensor) -> Tensor:
-    if is_sharded(parameter):
-        return with_local(value.to(parameter.dtype), parameter)
-    return value.to(parameter.device, parameter.dtype)
 
 
 def apply_own_buffers(run: Run, own: dict[str, Any] | None) -> None:

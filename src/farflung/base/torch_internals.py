@@ -175,6 +175,37 @@ def ready_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> None:
     taken(scaler, "_lazy_init_scale_growth_tracker", "load a scaler between two updates")(device)
 
 
+# ---- FSDP2: gradients that wait for a later backward to reduce them are nowhere else. `unsharded_accumulated_grad` is
+# where torch adds those of the next backward, if it is set
+
+
+_UNREDUCED = "keep gradients that FSDP has not reduced yet"
+
+
+def sharded_parameters(module: Any) -> list[Any]:
+    """Return what FSDP knows of each parameter that a call of `fully_shard` on `module` itself has sharded."""
+    state = taken(module, "_get_fsdp_state", _UNREDUCED)()
+    groups = getattr(state, "_fsdp_param_groups", None)  # one, until torch 2.10
+    groups = [taken(state, "_fsdp_param_group", _UNREDUCED)] if groups is None else groups
+    return [one for group in groups if group is not None for one in taken(group, "fsdp_params", _UNREDUCED)]
+
+
+def unreduced_gradient(sharded: Any) -> Tensor | None:
+    """Return a parameter's whole gradient on this rank, None where there is none that was not reduced."""
+    found: Tensor | None = taken(sharded, "unsharded_accumulated_grad", _UNREDUCED)
+    whole = getattr(sharded, "_unsharded_param", None)  # there from the first forward pass on
+    return whole.grad if found is None and whole is not None else found
+
+
+def set_unreduced_gradient(sharded: Any, gradient: Tensor | None) -> None:
+    """Put a whole gradient where FSDP reduces it after a later backward."""
+    unreduced_gradient(sharded)
+    sharded.unsharded_accumulated_grad = gradient
+    whole = getattr(sharded, "_unsharded_param", None)
+    if whole is not None:
+        whole.grad = None
+
+
 # ---- schedulers
 
 

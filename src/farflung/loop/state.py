@@ -235,8 +235,10 @@ class LoopState:
         return self._samples.get(id(loader), 0)
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """Return where the accumulation windows stand. Models are told by their places in `models`."""
-        places = {id(model): place for place, model in enumerate(models)}
+        """Return where the accumulation windows stand. Models are told by their first places in `models`."""
+        places: dict[int, int] = {}
+        for place, model in enumerate(models):
+            places.setdefault(id(model), place)
         return {
             "windows": [
                 {
