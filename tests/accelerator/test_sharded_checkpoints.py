@@ -20,8 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils.data import DataLoader
 
 from farflung import Accelerator
+from farflung.base.errors import CheckpointError
 from farflung.checkpoint.sharded import merge_shards
 from farflung.config.sharding import FullyShardedDataParallelPlugin
+from farflung.outer import diloco
 from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import (
@@ -136,6 +138,37 @@ def test_a_window_that_was_not_complete_is_completed(tmp_path):
             torch.testing.assert_close(value, states[0][name], rtol=0, atol=1e-6)
     assert all(torch.equal(reduced[name], again[name]) for name in reduced)
     assert "had reduced gradients of other shards: it starts over" in notes
+
+
+def islands(folder):
+    """Train two islands of two ranks under an outer loop, and go on from a checkpoint in mid-round, or fail to."""
+
+    def step(run, number):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + run.accelerator.process_index // 2))
+        loss = run.model(x).square().mean()
+        run.accelerator.backward(loss)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        return loss.item()
+
+    run = Run(2)
+    with run.accelerator.outer(run.model, diloco(every=3)):
+        _ = [step(run, number) for number in range(4)]
+        run.accelerator.save_state(folder / "outer", block=False)
+        whole = [step(run, number) for number in range(4, 8)]
+    run.accelerator._checkpointer.settle()
+    run = Run(2)
+    with run.accelerator.outer(run.model, diloco(every=3)):
+        run.accelerator.load_state(folder / "outer")
+        resumed = [step(run, number) for number in range(4, 8)]
+    with pytest.raises(CheckpointError, match=r"sharded over 2 ranks, but here they are sharded over 4 .*size=2"):
+        Run(4).accelerator.load_state(folder / "outer")
+    return whole == resumed
+
+
+@pytest.mark.ranks
+def test_islands_go_on_in_mid_round_and_refuse_other_shards(tmp_path):
+    assert run_ranks(islands, 4, tmp_path) == [True] * 4
 
 
 def write_as_accelerate(run, folder):

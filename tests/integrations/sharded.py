@@ -13,11 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, set_seed
 
 from farflung import Accelerator
+from farflung.checkpoint.sharded import Stored
 from farflung.comm.shards import full
 from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.outer import diloco
 from farflung.state import AcceleratorState
+from farflung.utils import load_fsdp_model, save_fsdp_model
 
 STEPS, EVERY, ROUNDS = 12, 2, 3
 SHAPE = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -87,16 +89,31 @@ def train_adapters(folder: Path) -> dict[str, Any]:
     tokens = sentences(0)
     logits = model(input_ids=tokens).logits.detach()
     loaded = PeftModel.from_pretrained(llama(), folder)
+    restored = restore(accelerator, model, optimizer, folder)
     found = {
         "losses": losses,
         "sent": sent,
         "sent_of_adapters": ROUNDS * 4 * held,  # an all-reduce of two sends the whole once
         "moved": sorted(name for name in after if not torch.equal(after[name], before[name])),
         "saved": sorted(path.name for path in folder.iterdir()),
+        "adapter_files": sorted(Stored(folder / "adapter" / "pytorch_model_fsdp_0").sizes),
+        "restored": [all(torch.equal(state[name], after[name]) for name in after) for state in restored],
         "difference": (loaded(input_ids=tokens).logits - logits).abs().max().item(),
     }
     AcceleratorState._reset_state()
     return found
+
+
+def restore(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> list[dict[str, Any]]:
+    """Save all and the adapters alone, and load each after a further step; the whole states that follow."""
+    accelerator.save_state(folder / "state")
+    save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, folder / "adapter", adapter_only=True)
+    step(accelerator, model, optimizer)
+    accelerator.load_state(folder / "state")
+    found = [accelerator.get_state_dict(model)]
+    step(accelerator, model, optimizer)
+    load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, folder / "adapter", adapter_only=True)
+    return [*found, accelerator.get_state_dict(model)]
 
 
 def main(folder: Path) -> dict[str, Any]:

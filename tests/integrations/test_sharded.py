@@ -49,3 +49,10 @@ def test_adapters_in_a_sharded_model_train_and_travel_and_are_saved_alone(found)
 
 def test_saved_adapters_load_into_the_plain_model(found):
     assert found["adapters"]["difference"] < 1e-5
+
+
+def test_checkpoints_of_a_model_with_adapters_and_of_its_adapters_alone_load(found):
+    adapters = found["adapters"]
+    assert adapters["restored"] == [True, True]
+    assert len(adapters["adapter_files"]) == len(adapters["moved"])
+    assert all("lora_" in name for name in adapters["adapter_files"])

@@ -136,7 +136,8 @@ def _check_columns(run: Run, folder: Path, is_other: bool) -> None:
         raise CheckpointError(
             f"{folder} has outer loops over models that were sharded over {counted(before, 'rank')}, but here they are "
             f"sharded over {counted(here, 'rank')}. Load it with dp_shard_size={before} and any number of replicas; or "
-            "begin new outer loops from its weights, which farflung.utils.merge_fsdp_weights makes whole."
+            "begin new outer loops from the weights of its first island, which farflung.utils.merge_fsdp_weights makes "
+            "whole."
         )
 
 
