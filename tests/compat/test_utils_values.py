@@ -443,6 +443,14 @@ def test_configuration_files_are_read_as_objects(tmp_path):
         assert getattr(mine, name) == getattr(other, name), name
     assert (mine.mixed_precision, mine.distributed_type.value) == ("bf16", other.distributed_type.value)
     assert mine.dynamo_config["dynamo_backend"].upper() == other.dynamo_config["dynamo_backend"]
+    file.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 4\nmixed_precision: bf16\n"
+        "use_cpu: false\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload_params: true\n"
+        "parallelism_config:\n  parallelism_config_dp_shard_size: 4\n"
+    )
+    mine, other = our_load(str(file)), their_load(str(file))
+    assert (mine.fsdp_config, mine.distributed_type.value) == (other.fsdp_config, other.distributed_type.value)
+    assert mine.parallelism_config == other.parallelism_config
     for suffix in ("yaml", "json"):
         again = tmp_path / f"again.{suffix}"
         getattr(mine, f"to_{suffix}_file")(again)

@@ -16,7 +16,7 @@ from farflung.base.errors import ConfigError
 from farflung.config.files import find_file, own_file, read_file
 from farflung.config.launch import FIELDS
 
-_DYNAMO = "dynamo_"
+_BLOCKS = {"dynamo_config": "dynamo_", "fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_"}
 
 # Where `farflung config` writes, and what is read where no file is named.
 default_yaml_config_file = default_config_file = str(own_file())
@@ -45,6 +45,8 @@ class ClusterConfig:
     enable_cpu_affinity: bool = False
     downcast_bf16: bool = False
     dynamo_config: dict[str, Any] = field(default_factory=dict)
+    fsdp_config: dict[str, Any] = field(default_factory=dict)
+    parallelism_config: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | Path | None = None) -> ClusterConfig:
@@ -62,8 +64,11 @@ class ClusterConfig:
         settings = {entry.name: entry.default for entry in FIELDS if entry.name in known} | {
             name: value for name, value in said.items() if name in known
         }
-        compiling = {name: value for name, value in said.items() if name.startswith(_DYNAMO)}
-        return cls(distributed_type=_kind(said), dynamo_config=compiling, **settings)  # type: ignore[arg-type]
+        blocks = {
+            block: {name: value for name, value in said.items() if name.startswith(prefix)}
+            for block, prefix in _BLOCKS.items()
+        }
+        return cls(distributed_type=_kind(said), **blocks, **settings)  # type: ignore[arg-type]
 
     from_json_file = from_yaml_file  # YAML reads JSON
 
@@ -82,6 +87,8 @@ class ClusterConfig:
 
 
 def _kind(said: dict[str, Any]) -> DistributedType:
+    if said.get("use_fsdp"):
+        return DistributedType.FSDP
     if (said.get("num_processes") or 0) < 2 and (said.get("num_machines") or 1) < 2:
         return DistributedType.MULTI_GPU if said.get("multi_gpu") else DistributedType.NO
     return DistributedType.MULTI_CPU if said.get("use_cpu") else DistributedType.MULTI_GPU
