@@ -17,6 +17,13 @@ from farflung.testing.ranks import run_ranks
 GRID = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
 
 
+@pytest.fixture(autouse=True)
+def no_session():
+    """Each test starts without a session and leaves none behind."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def answers(**said):
     """What a new session with these settings says of itself, here and through its state."""
     accelerator = farflung.Accelerator(cpu=True, **said)
@@ -73,6 +80,14 @@ def test_each_rank_knows_its_row_and_column_and_what_shards_models():
         ]
         assert "(2) times dp_shard_size (1) is 2, but there are 4 processes" in refused[0]
         assert "is 6, but there are 4" in refused[1]
+
+
+def test_transformers_is_told_to_load_on_one_rank_as_long_as_the_session_lasts():
+    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    farflung.Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True))
+    assert [environ.flag(name) for name in names] == [True, True]
+    AcceleratorState._reset_state()
+    assert [environ.text(name) for name in names] == [None, None]
 
 
 def test_one_process_shards_nothing():

@@ -58,8 +58,17 @@ def resolve_layout(
     _check_same(layout, session.world, fsdp_plugin, parallelism_config, island_size)
     if has_outer:
         require_replicas(layout.mesh)
+    if session.layout is None and layout.fsdp is not None and layout.fsdp.cpu_ram_efficient_loading:
+        session.announced = _announce_loading()
     session.layout = layout
     return layout
+
+
+def _announce_loading() -> tuple[str, ...]:
+    """Let transformers load weights on rank 0 alone; return the variables that say so and were not set before."""
+    unset = [name for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING") if environ.text(name) is None]
+    lazy.enable_fsdp_ram_efficient_loading()
+    return tuple(unset)
 
 
 def _settled(

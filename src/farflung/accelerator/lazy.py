@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from farflung.config.parallelism import ParallelismConfig as ParallelismConfig
     from farflung.config.parallelism import parallelism_from_environment as parallelism_from_environment
     from farflung.config.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from farflung.config.sharding import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
     from farflung.config.sharding import fsdp_from_environment as fsdp_from_environment
     from farflung.outer.asked import check_model as check_model
     from farflung.outer.engine import OuterLoop as OuterLoop
@@ -52,6 +53,7 @@ _WHERE = {
     "AORecipeKwargs": "farflung.config.fp8",
     "FullyShardedDataParallelPlugin": "farflung.config.sharding",
     "ParallelismConfig": "farflung.config.parallelism",
+    "enable_fsdp_ram_efficient_loading": "farflung.config.sharding",
     "fsdp_from_environment": "farflung.config.sharding",
     "parallelism_from_environment": "farflung.config.parallelism",
     "Float8": "farflung.precision.fp8",

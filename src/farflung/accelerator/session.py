@@ -49,6 +49,7 @@ class Session:
             accumulation gets a loop of its own, and `GradientState` shows the latest.
         compiling: how the latest Accelerator compiles models; None: none has said.
         layout: how ranks share models; None: no Accelerator has settled that.
+        announced: environment variables that tell transformers of it, to be unset with the session.
         controllers: of the Accelerators that have outer loops of their own accord.
     """
 
@@ -58,6 +59,7 @@ class Session:
     loop: LoopState
     compiling: TorchDynamoPlugin | None = None
     layout: Layout | None = None
+    announced: tuple[str, ...] = ()
     controllers: list[weakref.ref[OuterController]] = field(default_factory=list)
 
 
@@ -152,4 +154,6 @@ def new_loop(plugin: GradientAccumulationPlugin) -> LoopState:
 def close() -> None:
     """Empty the slot."""
     global _slot
+    if _slot is not None:
+        environ.remove(*_slot.announced)
     _slot = None
