@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do with transformers' models that are sharded over them, and with LoRA adapters of peft's in them."""
+"""What ranks do with transformers' models that are sharded over them, with LoRA adapters in them, and with a Trainer.
+
+transformers and peft find Farflung where they import Accelerate.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,16 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, set_seed
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 from farflung import Accelerator
 from farflung.checkpoint.sharded import Stored
@@ -116,9 +128,37 @@ def restore(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: 
     return [*found, accelerator.get_state_dict(model)]
 
 
+def trainer(folder: Path, sharded: bool) -> Trainer:
+    """A Trainer whose own arguments ask for FSDP, or do not."""
+    rows = [{"input_ids": row, "labels": row} for row in torch.cat([sentences(number) for number in range(12)])]
+    config = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    wanted: dict[str, Any] = {"fsdp": True, "fsdp_config": config} if sharded else {}
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 1, "save_steps": 2}
+    arguments = TrainingArguments(str(folder), max_steps=4, per_device_train_batch_size=2, **quiet, **wanted)
+    return Trainer(llama(), arguments, train_dataset=rows)
+
+
+def train_by_trainer(folder: Path) -> dict[str, Any]:
+    """What a Trainer logs when it replicates, when it shards, and when it resumes from a sharded checkpoint."""
+    found: dict[str, Any] = {}
+    for way in ("replicated", "sharded", "resumed"):
+        checkpoint = str(folder / "sharded" / "checkpoint-2") if way == "resumed" else None
+        one = trainer(folder / ("replicated" if way == "replicated" else "sharded"), way != "replicated")
+        one.train(resume_from_checkpoint=checkpoint)
+        one.save_model(str(folder / way / "final"))
+        found[way] = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+        found["wrapped"] = type(one.model_wrapped).__name__
+        if one.is_world_process_zero():
+            saved = LlamaForCausalLM.from_pretrained(folder / way / "final").state_dict()
+            found[f"saved {way}"] = {name: value.double().sum().item() for name, value in saved.items()}
+        AcceleratorState._reset_state()
+    return found
+
+
 def main(folder: Path) -> dict[str, Any]:
-    """Train each model replicated and sharded over all ranks, and adapters on islands."""
+    """Train each model replicated and sharded over all ranks, adapters on islands, and a Trainer."""
     models = {"llama": llama, "bert": bert}
     ways = {"ddp": False, "sharded": True}
     found = {name: {way: train(make(), sharded) for way, sharded in ways.items()} for name, make in models.items()}
-    return found | {"adapters": train_adapters(folder)}
+    found["adapters"] = train_adapters(folder / "adapters")
+    return found | {"trainer": train_by_trainer(folder)}

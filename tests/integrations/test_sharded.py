@@ -5,12 +5,14 @@ from importlib import import_module
 
 import pytest
 
+import farflung
 from farflung.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
 
 def program(folder):
+    farflung.install_as_accelerate()
     return import_module("tests.integrations.sharded").main(folder)  # transformers takes seconds to import: there alone
 
 
@@ -56,3 +58,13 @@ def test_checkpoints_of_a_model_with_adapters_and_of_its_adapters_alone_load(fou
     assert adapters["restored"] == [True, True]
     assert len(adapters["adapter_files"]) == len(adapters["moved"])
     assert all("lora_" in name for name in adapters["adapter_files"])
+
+
+def test_a_trainer_whose_arguments_ask_for_fsdp_trains_resumes_and_saves_as_it_does_without(found):
+    trainer = found["trainer"]
+    assert trainer["wrapped"] == "FSDPLlamaForCausalLM"
+    assert len(trainer["replicated"]) == 4
+    assert trainer["sharded"] == pytest.approx(trainer["replicated"], rel=1e-4)
+    assert trainer["resumed"] == trainer["sharded"]
+    assert trainer["saved sharded"] == pytest.approx(trainer["saved replicated"], rel=1e-3, abs=1e-3)
+    assert trainer["saved resumed"] == trainer["saved sharded"]
