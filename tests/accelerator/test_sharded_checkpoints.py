@@ -106,6 +106,9 @@ class Run:
 def windows(folder):
     """Save in the middle of an accumulation window, and complete it in each layout; return weights after its step."""
     run = Run(2, accumulation=3)
+    run.accelerator.save_state(folder / "new")
+    run.accelerator.load_state(folder / "new")
+    assert not run.optimizer.state
     run.micro_step(0)
     run.accelerator.save_state(folder / "unreduced")
     run.micro_step(1)

@@ -12,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from farflung.base.errors import CheckpointError, ConfigError
+from farflung.base.errors import CheckpointError, ConfigError, Unsupported
 from farflung.checkpoint.entries import Staging
 from farflung.checkpoint.manifest import Manifest
 from farflung.checkpoint.sharded import Draft, Stored, merge_shards
-from farflung.utils import merge_fsdp_weights
+from farflung.utils import merge_fsdp_weights, save_fsdp_model
 
 STATE = {
     "model": {"a.weight": torch.arange(6.0).view(2, 3), "empty": torch.zeros(0, 3), "half": torch.ones(2).bfloat16()},
@@ -134,6 +134,8 @@ def test_shards_become_one_file(tmp_path):
         merge_fsdp_weights(tmp_path, tmp_path / "out")
     merge_fsdp_weights(tmp_path / "pytorch_model_fsdp_0", tmp_path / "out", safe_serialization=False)
     assert torch.load(io.BytesIO((tmp_path / "out" / "pytorch_model.bin").read_bytes())).keys() == {"w", "b"}
+    with pytest.raises(Unsupported, match="use_dcp=False"):
+        save_fsdp_model(None, None, torch.nn.Linear(1, 1), tmp_path, use_dcp=False)
     path = merge_shards(tmp_path / "pytorch_model_fsdp_0", tmp_path / "out", remove=True)
     assert torch.equal(load_file(path)["w"], state["model"]["w"])
     assert not (tmp_path / "pytorch_model_fsdp_0").exists()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from farflung.accelerator import contents, restore, states
-from farflung.accelerator.contents import Whole
+from farflung.accelerator.contents import WholeStates
 from farflung.accelerator.restore import Loaded
 from farflung.accelerator.run import Run
 from farflung.accelerator.session import flushed
@@ -98,7 +98,7 @@ class Checkpointer:
         parts: list[Entry] = []
         drafts: list[Draft] = []
         try:
-            whole = contents.gathered(self._run, self._writes) if self._run.gathers else Whole()
+            whole = contents.gathered(self._run, self._writes) if self._run.gathers else WholeStates()
             plans = saver.group.agree(request.doing, lambda: self._collect(staged.folder, safe, whole, parts, drafts))
             for k, draft in enumerate(drafts):
                 parts.append(draft.entry([plan[k] for plan in plans], saver.group.exchange.rank))
@@ -141,7 +141,7 @@ class Checkpointer:
         return SaveRequest(target, aside, facts, prune, must_be_new=True)
 
     def _collect(
-        self, folder: Path, safe: bool, whole: Whole, parts: list[Entry], drafts: list[Draft]
+        self, folder: Path, safe: bool, whole: WholeStates, parts: list[Entry], drafts: list[Draft]
     ) -> list[SavePlan]:
         """Collect what this rank writes, and what it could write of that which several ranks write together."""
         run = self._run

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from farflung.checkpoint.sharded import Draft
 
 
-def shared_entries(run: Run, whole: Whole, safe: bool) -> list[Entry]:
+def shared_entries(run: Run, whole: WholeStates, safe: bool) -> list[Entry]:
     """Return what is the same on all ranks, in the files in which Accelerate keeps it.
 
     Args:
@@ -46,7 +46,7 @@ def shared_entries(run: Run, whole: Whole, safe: bool) -> list[Entry]:
 
 
 @dataclass
-class Whole:
+class WholeStates:
     """States that are written as whole files.
 
     Attributes:
@@ -60,13 +60,13 @@ class Whole:
     optimizers: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
-def gathered(run: Run, writes: Callable[[str], bool]) -> Whole:
+def gathered(run: Run, writes: Callable[[str], bool]) -> WholeStates:
     """Gather what is sharded: a collective, where something is.
 
     Args:
         writes: whether this rank writes the file of a name.
     """
-    whole = Whole()
+    whole = WholeStates()
     for k, model in enumerate(run.bare_models):
         if model_has_dtensor(model):
             state = states.model_shards(model)

@@ -109,7 +109,7 @@ def _check(data: Any, name: str) -> None:
         ) from error
 
 
-class Written(NamedTuple):
+class WrittenShards(NamedTuple):
     """What a rank has written of a folder: its files, and where in them each value is."""
 
     files: dict[str, FileRecord]
@@ -129,14 +129,14 @@ class ShardedEntry(FolderEntry):
     plan: SavePlan | None = None
     metadata: Metadata | None = None
 
-    def write(self, folder: Path, threaded: bool = True) -> Written:
+    def write(self, folder: Path, threaded: bool = True) -> WrittenShards:
         writer = _Writer(folder / self.name, threaded)
         if self.plan is None or not self.plan.items:
-            return Written({}, [])
+            return WrittenShards({}, [])
         results = writer.write_data(self.plan, _Given(self.content)).wait()
-        return Written(writer.fs.records, results)
+        return WrittenShards(writer.fs.records, results)
 
-    def finish(self, folder: Path, written: Sequence[Written]) -> dict[str, FileRecord]:
+    def finish(self, folder: Path, written: Sequence[WrittenShards]) -> dict[str, FileRecord]:
         writer = _Writer(folder / self.name, threaded=False)
         assert self.metadata is not None
         writer.finish(replace(self.metadata), [part.results for part in written])
