@@ -240,7 +240,8 @@ def _meeting(size: ModelSize, layout: RankLayout) -> Cost | None:
         return None
     layers = max(len(size.groups) - 1, layout.outer.fragments)
     parameters = math.ceil(size.num_trained / layout.shards)
-    run = Run(parameters, layers, step_s=1.0, replicas=layout.dp_replicate_size, bandwidth_bps=math.inf)
+    rows, row = layout.dp_replicate_size, layout.dp_shard_size
+    run = Run(parameters, layers, step_s=1.0, replicas=rows, bandwidth_bps=math.inf, island_size=row)
     return cost_of(run, layout.outer)
 
 

@@ -44,6 +44,7 @@ class Run:
         replicas: how many train together.
         bandwidth_bps: bits a second of each replica's line, each way at the same time; `math.inf` for no limit.
         latency_s: seconds from one replica to another, one way: half of what `ping` shows.
+        island_size: ranks that train one replica together. Of several, each keeps a round until all of them have it.
 
     Raises:
         ConfigError: a number can't be.
@@ -55,9 +56,10 @@ class Run:
     replicas: int
     bandwidth_bps: float
     latency_s: float = 0.0
+    island_size: int = 1
 
     def __post_init__(self) -> None:
-        _check_counts(self, parameters=1, layers=1, replicas=1)
+        _check_counts(self, parameters=1, layers=1, replicas=1, island_size=1)
         check_number("step_s", self.step_s, above=0)
         check_number("bandwidth_bps", self.bandwidth_bps, above=0, finite=False)
         check_number("latency_s", self.latency_s, least=0)
@@ -310,6 +312,8 @@ def _memory(run: Run, method: Method) -> Memory:
     else:
         in_buffers = min(fragment, num_buffers_among(run.replicas) * method.bucket_bytes)
         flying = min(fragment, _UNDER_WAY * method.bucket_bytes)
+    if run.island_size > 1:
+        in_buffers = everything
     wires = run.replicas if method.exchange == "gathered" else 1
     encoded = flying * method.bits / 32 * wires if method.bits < 32 or method.exchange == "gathered" else 0.0
     return Memory(
