@@ -10,7 +10,7 @@ import stat
 import accelerate
 import pytest
 import torch
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.optimizer import AcceleratedOptimizer as TheirOptimizer
 from accelerate.utils import DataLoaderConfiguration as TheirLoading
 from accelerate.utils import gather_object as their_gather_object
@@ -309,6 +309,28 @@ def test_two_ranks():
         "mixed": {"words": ["w0", "w1"]},
         "dictionary": "WrongType",
     }
+
+
+def test_plugins_of_fsdp():
+    ours, theirs = farflung.FullyShardedDataParallelPlugin, accelerate.FullyShardedDataParallelPlugin
+    assert (theirs().fsdp_version, theirs().state_dict_type.name) == (1, "FULL_STATE_DICT")
+    assert (ours().fsdp_version, ours().state_dict_type) == (2, "SHARDED_STATE_DICT")
+    assert theirs(fsdp_version=2, backward_prefetch="BACKWARD_POST").backward_prefetch is None
+    assert theirs(fsdp_version=2, limit_all_gathers=False, param_init_fn=print).fsdp_version == 2
+    with pytest.raises(ValueError, match="forward_prefetch"):
+        theirs(fsdp_version=2, forward_prefetch=False)
+    assert ours(forward_prefetch=False).forward_prefetch is None
+    assert theirs(fsdp_version=2, transformer_cls_names_to_wrap=["Block"]).auto_wrap_policy is None
+    by_size = theirs(fsdp_version=2, auto_wrap_policy="size_based_wrap")
+    by_size.set_auto_wrap_policy(nn.Linear(1, 1))
+    assert by_size.auto_wrap_policy is None
+    model = nn.Sequential(nn.Linear(1, 1))
+    model._no_split_modules = ["Linear", "Vision"]
+    with pytest.raises(ValueError, match="Vision"):
+        theirs(fsdp_version=2, auto_wrap_policy="transformer_based_wrap").set_auto_wrap_policy(model)
+    assert accelerate.ParallelismConfig(dp_shard_size=2).to_json() is None
+    with pytest.raises(ValueError, match="at a time"):
+        _validate_launch_command(launch_command_parser().parse_args(["--cpu", "--use_fsdp", "train.py"]))
 
 
 def devices_of_two(name):
