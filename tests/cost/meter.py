@@ -21,11 +21,14 @@ _COLLECTIVES = {
 }
 
 
+_LEAST_BYTES = 2048  # smaller tensors are many, and hardly count
+
+
 class Meter(TorchDispatchMode):
     """Follows all that is computed inside of it.
 
     Attributes:
-        peak: the most bytes that tensors made inside of it had at one time, since `reset`.
+        peak: the most bytes that tensors made inside of it had at one time, since `reset`; those of 2 kB and more.
         sent: bytes that this rank sent, by the ranks of the group, since `reset`.
     """
 
@@ -41,8 +44,11 @@ class Meter(TorchDispatchMode):
         if func.namespace == "c10d":
             self._count(func.__name__.split(".")[0], args)
         result = func(*args, **(kwargs or {}))
-        self._storages.update(local(t).untyped_storage() for t in tree_leaves(result) if isinstance(t, torch.Tensor))
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in list(self._storages)))
+        made = {local(t).untyped_storage() for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
+        large = [one for one in made if one not in self._storages and one.nbytes() >= _LEAST_BYTES]
+        if large or func.namespace == "fsdp":  # FSDP gives old tensors new memory, and then copies into it
+            self._storages.update(large)
+            self.peak = max(self.peak, sum(storage.nbytes() for storage in list(self._storages)))
         return result
 
     def _count(self, name, args):

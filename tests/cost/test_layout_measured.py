@@ -72,13 +72,13 @@ def measure(layout, recipe):
                     optimizer.zero_grad()
 
         with nullcontext() if recipe is None else accelerator.outer(model, recipe) as outer:
-            train_rounds(1)  # it allocates what the others reuse
+            train_rounds(1)  # it allocates what the next one reuses
             meter.reset()
             before = outer.stats().bytes_sent if outer else 0
-            train_rounds(2)
-            row, column = (sent / (2 * EVERY) for sent in by_axis(meter.sent, accelerator.process_index, layout))
+            train_rounds(1)
+            row, column = (sent / EVERY for sent in by_axis(meter.sent, accelerator.process_index, layout))
             if outer:  # by its own count, as other threads than the meter's may send: test_wire.py holds it to the wire
-                column = (outer.stats().bytes_sent - before) / (2 * EVERY)
+                column = (outer.stats().bytes_sent - before) / EVERY
             peak = meter.peak
     AcceleratorState._reset_state()
     return peak, row, column
