@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils.data import DataLoader
 
 from farflung import Accelerator
-from farflung.base.errors import CheckpointError
+from farflung.base.errors import CheckpointError, CollectiveMismatch
 from farflung.checkpoint.sharded import merge_shards
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.outer import diloco
@@ -166,6 +166,9 @@ def islands(folder):
         resumed = [step(run, number) for number in range(4, 8)]
     with pytest.raises(CheckpointError, match=r"sharded over 2 ranks, but here they are sharded over 4 .*size=2"):
         Run(4).accelerator.load_state(folder / "outer")
+    accelerator = run.accelerator
+    with pytest.raises(CollectiveMismatch, match=r"rank 0 called .*get_state_dict.*wait_for_everyone"):
+        accelerator.get_state_dict(run.model) if accelerator.is_main_process else accelerator.wait_for_everyone()
     return whole == resumed
 
 

@@ -15,6 +15,7 @@ from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.former_name import FORMER_NAME
 from farflung.checkpoint import layout
 from farflung.checkpoint.manifest import Manifest
+from farflung.checkpoint.sharded import Draft
 from farflung.launch.checkpoint import checkpoint
 from farflung.launch.main import main
 from farflung.state import AcceleratorState
@@ -159,6 +160,24 @@ def test_other_forms_can_be_loaded(folder, tmp_path):
 
 
 @pytest.mark.timeout(30)
+def test_a_sharded_checkpoint_is_compared_and_becomes_one_file(tmp_path):
+    for number in range(2):
+        state = {"model": {"weight": torch.full((2,), float(number))}}
+        draft = Draft("pytorch_model_fsdp_0", state, leads=True)
+        entry = draft.entry([draft.plan], 0)
+        folder = tmp_path / f"checkpoint_{number}"
+        Manifest(entry.finish(folder, [entry.write(folder)])).write(folder / layout.MANIFEST)
+    one, other = tmp_path / "checkpoint_0", tmp_path / "checkpoint_1"
+    assert run("diff", one, one)[1] == 0
+    told, code = run("diff", one, other)
+    assert code == 1
+    assert "pytorch_model_fsdp_0: model: weight: values are up to 1 apart" in told
+    assert "no model" not in said("ls", one)
+    run("convert", other, tmp_path / "w.pt", "--to", "state-dict")
+    assert torch.load(tmp_path / "w.pt")["weight"].tolist() == [1.0, 1.0]
+    assert "complete" in said("verify", tmp_path)
+
+
 def test_what_is_no_file_is_never_opened_and_nothing_is_left(folder):
     one = folder / "checkpoint_1"
     os.mkfifo(one / "notes.txt")  # not in the manifest

@@ -122,6 +122,12 @@ class Checkpointer:
             "written_at": time.time(),
             "versions": {name: installed_version(name) for name in ("farflung", "torch")},
         }
+        has_machines = project.save_on_each_node and run.world.local_size < run.world.size
+        if has_machines and run.spread is not None and not run.gathers:
+            raise ConfigError(
+                "save_on_each_node=True keeps a whole checkpoint on each machine, but the shards of this model are "
+                "spread over several. Use a folder that all machines share, or state_dict_type='FULL_STATE_DICT'."
+            )
         if automatic is None:
             if output_dir is None:
                 raise ConfigError(

@@ -15,8 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from farflung.accelerator import lazy
 from farflung.accelerator.operations import extract_model_from_parallel
 from farflung.accelerator.run import Run
+from farflung.accelerator.session import flushed
 from farflung.base.checks import check_callable, check_path, check_protocol, check_type, check_word
 from farflung.base.errors import Unsupported
+from farflung.comm import collectives
 from farflung.comm.shards import model_has_dtensor
 from farflung.config.handlers import ProjectConfiguration
 
@@ -195,8 +197,11 @@ class Checkpointing:
     def _state_of(self, model: nn.Module, unwrap: bool, keep: bool) -> dict[str, Any]:
         """Return the state of a model; where it is sharded, to ranks that `keep` it."""
         inner = extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model
+        is_sharded = model_has_dtensor(inner)
+        if is_sharded:  # ranks that do something else meanwhile get an error, where gloo would end the process
+            collectives.gather_object(flushed(self._run.world.exchange), [None], at="get_state_dict, save_model")
         state = self._run.outers.state_of(inner)
-        if model_has_dtensor(inner):
+        if is_sharded:
             return lazy.gathered_model(inner, state, keep)
         has_hooks = any(hasattr(module, "_hf_hook") for module in inner.modules())
         if has_hooks and any(isinstance(value, Tensor) and value.is_meta for value in state.values()):

@@ -23,6 +23,7 @@ from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.checkpoint.reader import read_torch, read_weights
 from farflung.checkpoint.regular import is_file
 from farflung.checkpoint.save import save_object
+from farflung.checkpoint.sharded import Stored
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _NO_MODEL = "it has no model weights"
@@ -62,7 +63,7 @@ def verify(folder: Path) -> None:
             broken.append(str(error))
             continue
         if found.manifest is None:
-            for name in _sizes(path):
+            for name in _units(path):
                 _read(path / name)
         state = "complete" if found.manifest else "readable, but it can't be verified without a manifest"
         lacks = "" if any(map(layout.is_model, _sizes(path))) else f"; {_NO_MODEL}"
@@ -83,14 +84,14 @@ def diff(ctx: click.Context, one: Path, other: Path) -> None:
     for folder in (one, other):
         if not discovery.is_checkpoint(folder):
             raise CheckpointError(f"There is no checkpoint in {folder}, so it can't be compared. Name two checkpoints.")
-    mine, theirs = _sizes(one), _sizes(other)
-    alone = sorted(mine.keys() ^ theirs.keys())
+    mine, theirs = _units(one), _units(other)
+    alone = sorted(mine ^ theirs)
     for name in alone:
         click.echo(f"{name}: only in {one if name in mine else other}")
-    both = sorted(mine.keys() & theirs.keys() - set(layout.MANIFESTS))
+    both = sorted(mine & theirs - set(layout.MANIFESTS))
     same = 0
     for name in both:
-        is_copy = sums_of(one / name) == sums_of(other / name)
+        is_copy = not layout.is_shards(name) and sums_of(one / name) == sums_of(other / name)
         lines = [] if is_copy else list(_differences(_read(one / name), _read(other / name)))
         same += not lines
         for line in lines[:_SHOWN]:
@@ -160,10 +161,22 @@ def _weights(folder: Path, index: int) -> dict[str, Any]:
             weights = read_weights(path)
             wrapped = bool(weights) and all(name.startswith("module.") for name in weights)
             return {name.removeprefix("module.") if wrapped else name: value for name, value in weights.items()}
+    shards = folder / layout.model_shards(index)
+    if shards.is_dir():
+        state: dict[str, Any] = Stored(shards).read_whole()["model"]
+        return state
     raise CheckpointError(f"{folder} has no weights of model {index}.")
 
 
+def _units(folder: Path) -> set[str]:
+    """Return the names of the files in a checkpoint; those of shards that belong together count as their folder."""
+    names = ((name, name.split("/")[0]) for name in _sizes(folder))
+    return {first if layout.is_shards(first) else name for name, first in names}
+
+
 def _read(path: Path) -> Any:
+    if layout.is_shards(path.name):
+        return Stored(path).read_whole()
     if path.suffix == ".safetensors":
         return read_weights(path)
     if layout.is_torch(path.name):
