@@ -110,10 +110,11 @@ def test_between_machines_the_speed_of_the_interface_is_the_default(home, monkey
     rate = partial(advise.found_rate, home)
     assert rate() == "2500Mbit"
     monkeypatch.setattr(advise, "found_rate", rate)
-    answers = ["y", "2", "0", "main", "29511", "8", "no", "n", "static", "n", "y", "", "", "1.1B", "1s"]
+    answers = ["y", "2", "0", "main", "29511", "8", "no", "n", "static", "n", "y", "y", "", "", "1.1B", "1s"]
     done = ask("--config_file", "cluster.yaml", answers=answers)
     assert "such as 1Gbit? [2500Mbit]" in done.output
-    assert resolve({"config_file": "cluster.yaml"}).settings.outer_recipe == "streaming_diloco"
+    settings = resolve({"config_file": "cluster.yaml"}).settings
+    assert (settings.outer_recipe, settings.island_size) == ("streaming_diloco", "host")
     (home / "sys/class/net/eth9/speed").write_text("-1\n")  # what virtual interfaces say
     assert rate() is None
     (home / "proc/net/route").unlink()

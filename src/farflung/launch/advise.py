@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from farflung.base.errors import ConfigError
+from farflung.config.layout import HOST
 from farflung.config.setting import Value
 from farflung.cost.forecast import Forecast
 from farflung.cost.units import parse_count, parse_rate, parse_seconds
@@ -37,6 +38,13 @@ def ask_outer(answers: Mapping[str, Value]) -> dict[str, Value]:
         return {}
     if not click.confirm("Is the network so slow that they should synchronize less often than in every step?"):
         return {}
+    islands: dict[str, Value] = {}
+    if 1 < machines < int(count) and not answers["use_fsdp"]:
+        question = (
+            "Shall the processes of one machine average gradients in every step, so that each machine is one replica?"
+        )
+        if click.confirm(question):
+            count, islands = machines, {"island_size": HOST}
     found = found_rate() if machines > 1 else None
     rate = _number("What is the bandwidth of each process's network link, such as 1Gbit?", parse_rate, found)
     latency = _number("What is the one-way latency (half of a ping's round trip)?", parse_seconds, "1ms")
@@ -48,7 +56,8 @@ def ask_outer(answers: Mapping[str, Value]) -> dict[str, Value]:
     click.echo(forecast.advice())
     if row.outer is None:
         return {}
-    return {"outer_recipe": row.outer.recipe, **{f"outer_{name}": value for name, value in row.outer.given().items()}}
+    options = {f"outer_{name}": value for name, value in row.outer.given().items()}
+    return {"outer_recipe": row.outer.recipe, **options, **islands}
 
 
 def _number(question: str, parse: Callable[[str, str], Any], default: str | None = None) -> Any:
