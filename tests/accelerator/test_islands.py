@@ -12,8 +12,8 @@ from farflung.comm.shards import full
 from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.local_sgd import LocalSGD
-from farflung.outer import diloco, post_local_sgd
-from farflung.state import AcceleratorState
+from farflung.outer import diloco, post_local_sgd, streaming_diloco
+from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
 from tests.outer.islands import Uneven
 from tests.outer.replicas import same
@@ -24,20 +24,36 @@ LAYOUTS = {
 }
 
 
+RECIPES = {
+    "diloco": diloco(3),
+    "post_local_sgd": post_local_sgd(3, 2),
+    "streaming": streaming_diloco(4, 2, delay=2, codec="int8"),
+}
+
+
 def attached(accelerator, model, name):
     """Open the outer loop of this name around a prepared model, a few ways to do so."""
     if name == "LocalSGD":
         return LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=3)
-    return accelerator.outer(model, {"diloco": diloco(3), "post_local_sgd": post_local_sgd(3, 2)}[name])
+    return accelerator.outer(model, RECIPES[name])
 
 
-def trained(accelerator, replica, name):
-    """Train with data of this replica, the same on all of its ranks; return the whole parameters."""
+def trained(accelerator, replica, name, load=None, save=None):
+    """Train with data of this replica, the same on all of its ranks; return the whole parameters.
+
+    Args:
+        load: a checkpoint to go on from, after five steps.
+        save: where to write that one.
+    """
     model = Uneven()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     model, optimizer = accelerator.prepare(model, optimizer)
     with attached(accelerator, model, name) as outer:
-        for step in range(8):
+        if load is not None:
+            accelerator.load_state(load)
+        for step in range(5 if load is not None else 0, 8):
+            if step == 5 and save is not None:
+                accelerator.save_state(save)
             generator = torch.Generator().manual_seed(1000 * step + replica)
             inputs, targets = torch.randn(4, 16, generator=generator), torch.randn(4, 6, generator=generator)
             accelerator.backward((model(inputs) - targets).square().mean())
@@ -53,24 +69,34 @@ NAMES = ("diloco", "LocalSGD", "post_local_sgd")
 
 
 def in_replicas():
-    accelerator = Accelerator()
-    return {name: trained(accelerator, accelerator.process_index, name) for name in NAMES}
+    return {name: trained(Accelerator(), PartialState().process_index, name) for name in NAMES}
 
 
-def in_islands():
-    outcomes = {}
+def in_islands(folder):
+    outcomes, island = {}, PartialState().process_index // 2
     for layout, options in LAYOUTS.items():
-        accelerator = Accelerator(**options)
         for name in NAMES:
-            outcomes[layout, name] = trained(accelerator, accelerator.process_index // 2, name)
-        accelerator.end_training()
+            outcomes[layout, name] = trained(Accelerator(**options), island, name)
+        saved = trained(Accelerator(**options), island, "streaming", save=folder / layout)
+        loaded = trained(Accelerator(**options), island, "streaming", load=folder / layout)
+        outcomes[layout, "resumed"] = saved, loaded
         AcceleratorState._reset_state()
     return outcomes
 
 
+@pytest.fixture(scope="module")
+def islands(tmp_path_factory):
+    return run_ranks(in_islands, 4, tmp_path_factory.mktemp("islands"))
+
+
+def test_islands_resume_from_a_checkpoint_in_the_middle_of_a_round_with_the_same_bits(islands):
+    for layout in LAYOUTS:
+        assert same(*(values for outcomes in islands for values in outcomes[layout, "resumed"])), layout
+
+
 @pytest.mark.law("islands-are-replicas")
-def test_islands_of_fsdp_and_of_ddp_train_as_replicas_do_bit_by_bit():
-    replicas, islands = run_ranks(in_replicas, 2), run_ranks(in_islands, 4)
+def test_islands_of_fsdp_and_of_ddp_train_as_replicas_do_bit_by_bit(islands):
+    replicas = run_ranks(in_replicas, 2)
     for layout in LAYOUTS:
         for name in NAMES:
             ranks = [outcomes[layout, name] for outcomes in islands]

@@ -58,7 +58,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Round:
-    """What happened in one round of one fragment, as one rank saw it.
+    """What happened in one round of one fragment, as one rank saw it. By rank: by island, where these are replicas.
 
     Args:
         number: of the vote.
