@@ -122,7 +122,8 @@ def test_a_scaler_tells_of_overflows_and_of_what_it_knows_between_two_updates():
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    internals.ready_scaler(scaler, torch.device("cpu"))
+    for _ in range(2):  # as for each of two optimizers
+        internals.ready_scaler(scaler, torch.device("cpu"))
     for gradient in (1.0, float("inf")):
         weight.grad = torch.tensor([gradient])
         scaler.step(optimizer)

@@ -171,8 +171,9 @@ def scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
 
 
 def ready_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> None:
-    """Make the tensors that a scaler makes when it first scales a loss."""
-    taken(scaler, "_lazy_init_scale_growth_tracker", "load a scaler between two updates")(device)
+    """Make the tensors that a scaler makes when it first scales a loss, unless it has them."""
+    if taken(scaler, "_scale", "load a scaler between two updates") is None:
+        taken(scaler, "_lazy_init_scale_growth_tracker", "load a scaler between two updates")(device)
 
 
 # ---- FSDP2: gradients that wait for a later backward to reduce them are nowhere else. `unsharded_accumulated_grad` is
