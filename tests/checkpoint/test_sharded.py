@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported
 from farflung.checkpoint.entries import Staging
 from farflung.checkpoint.manifest import Manifest
-from farflung.checkpoint.sharded import Draft, Stored, merge_shards
+from farflung.checkpoint.sharded import Draft, ShardReader, merge_shards
 from farflung.utils import merge_fsdp_weights, save_fsdp_model
 
 STATE = {
@@ -49,7 +49,7 @@ def assert_same(found, state):
 
 
 def test_what_dcp_writes_is_read_whole(torchs):
-    assert_same(Stored(torchs).read_whole(), STATE)
+    assert_same(ShardReader(torchs).read_whole(), STATE)
 
 
 def test_dcp_reads_what_is_written_and_every_byte_of_it_is_in_the_records(tmp_path):
@@ -63,14 +63,14 @@ def test_dcp_reads_what_is_written_and_every_byte_of_it_is_in_the_records(tmp_pa
         warnings.simplefilter("ignore")
         dcp.load(like, storage_reader=dcp.FileSystemReader(tmp_path / "folder"), no_dist=True)
     assert_same({**like, "groups": STATE["groups"]}, STATE)
-    assert_same(Stored(tmp_path / "folder").read_whole(), STATE)
+    assert_same(ShardReader(tmp_path / "folder").read_whole(), STATE)
 
 
 def test_code_in_the_index_is_not_run(torchs, tmp_path):
     for bomb in (Bomb(tmp_path / "ran"), {"state_dict_metadata": Bomb(tmp_path / "ran")}):
         (torchs / ".metadata").write_bytes(pickle.dumps(bomb))
         with pytest.raises(CheckpointError, match=r"names (posix|nt).mkdir"):
-            Stored(torchs)
+            ShardReader(torchs)
     assert not (tmp_path / "ran").exists()
 
 
@@ -81,7 +81,7 @@ def test_code_in_a_value_is_neither_written_nor_run(tmp_path, torchs):
         warnings.simplefilter("ignore")
         dcp.save({"x": Bomb(tmp_path / "ran")}, storage_writer=dcp.FileSystemWriter(tmp_path / "bad"), no_dist=True)
     with pytest.raises(CheckpointError, match="it holds something that would run code"):
-        Stored(tmp_path / "bad").read({"x": None})
+        ShardReader(tmp_path / "bad").read({"x": None})
     assert not (tmp_path / "ran").exists()
 
 
@@ -103,26 +103,26 @@ def test_an_index_that_leads_elsewhere_or_leaves_something_out_is_refused(torchs
 
     changed_index(torchs, leave_out)
     with pytest.raises(CheckpointError, match=r"0 of the 6 numbers of model\.a\.weight"):
-        Stored(torchs).read_whole()
+        ShardReader(torchs).read_whole()
     changed_index(torchs, climb)
     with pytest.raises(CheckpointError, match="outside its folder"):
-        Stored(torchs)
+        ShardReader(torchs)
     (torchs / ".metadata").write_bytes(pickle.dumps([1, 2]))
     with pytest.raises(CheckpointError, match=r"\.metadata can't be read, so it is damaged: a Metadata was expected"):
-        Stored(torchs)
+        ShardReader(torchs)
     (torchs / ".metadata").unlink()
     with pytest.raises(CheckpointError, match="not complete"):
-        Stored(torchs)
+        ShardReader(torchs)
 
 
 def test_a_damaged_file_of_shards_is_named(torchs):
     (path,) = torchs.glob("*.distcp")
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"torchs can't be read"):
-        Stored(torchs).read_whole()
+        ShardReader(torchs).read_whole()
     path.unlink()
     with pytest.raises(CheckpointError, match=r"lacks the file __0_0\.distcp"):
-        Stored(torchs).read_whole()
+        ShardReader(torchs).read_whole()
 
 
 def test_shards_become_one_file(tmp_path):

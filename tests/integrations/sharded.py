@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from farflung import Accelerator
-from farflung.checkpoint.sharded import Stored
+from farflung.checkpoint.sharded import ShardReader
 from farflung.comm.shards import full
 from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
@@ -108,7 +108,7 @@ def train_adapters(folder: Path) -> dict[str, Any]:
         "sent_of_adapters": ROUNDS * 4 * held,  # an all-reduce of two sends the whole once
         "moved": sorted(name for name in after if not torch.equal(after[name], before[name])),
         "saved": sorted(path.name for path in folder.iterdir()),
-        "adapter_files": sorted(Stored(folder / "adapter" / "pytorch_model_fsdp_0").sizes),
+        "adapter_files": sorted(ShardReader(folder / "adapter" / "pytorch_model_fsdp_0").sizes),
         "restored": [all(torch.equal(state[name], after[name]) for name in after) for state in restored],
         "difference": (loaded(input_ids=tokens).logits - logits).abs().max().item(),
     }

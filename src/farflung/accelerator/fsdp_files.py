@@ -239,7 +239,7 @@ def _read_adapter(folder: Path, index: int, own: dict[str, Any]) -> dict[str, An
         if missing:
             raise CheckpointError(f"{path} lacks {len(missing)} weights of the adapter, such as {min(missing)}.")
         return {name: states.cut(whole[name], value) for name, value in own.items()}
-    stored = lazy.Stored(folder / layout.model_shards(index))
+    stored = lazy.ShardReader(folder / layout.model_shards(index))
     flat = {".".join(map(str, path[1:])): name for name, path in stored.paths.items()}
     missing = own.keys() - flat.keys()
     if missing:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from farflung.checkpoint.export import save_sharded as save_sharded
     from farflung.checkpoint.save import save_object as save_object
     from farflung.checkpoint.sharded import Draft as Draft
-    from farflung.checkpoint.sharded import Stored as Stored
+    from farflung.checkpoint.sharded import ShardReader as ShardReader
     from farflung.checkpoint.sharded import merge_shards as merge_shards
     from farflung.checkpoint.sharded import nested as nested
     from farflung.config.fp8 import AORecipeKwargs as AORecipeKwargs
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "Checkpointer": "farflung.accelerator.checkpointer",
     "Draft": "farflung.checkpoint.sharded",
-    "Stored": "farflung.checkpoint.sharded",
+    "ShardReader": "farflung.checkpoint.sharded",
     "merge_shards": "farflung.checkpoint.sharded",
     "nested": "farflung.checkpoint.sharded",
     "get_state_dict_offloaded_model": "farflung.big_model.load",

@@ -196,7 +196,7 @@ def cut(value: Any, own: Any) -> Any:
 
 
 def _read_shards(model: nn.Module, folder: Path, strict: bool) -> dict[str, Any]:
-    stored = lazy.Stored(folder)
+    stored = lazy.ShardReader(folder)
     flat = {".".join(map(str, path[1:])): name for name, path in stored.paths.items() if path[0] == "model"}
     shapes = {
         short: torch.empty(stored.sizes[name], dtype=stored.dtypes[name], device="meta")
@@ -254,7 +254,7 @@ def read_optimizer(models: Sequence[nn.Module], optimizer: Any, folder: Path, in
 
 
 def _read_optimizer_shards(models: Sequence[nn.Module], optimizer: Any, folder: Path) -> dict[str, Any]:
-    stored = lazy.Stored(folder)
+    stored = lazy.ShardReader(folder)
     paths = {name: path[1:] for name, path in stored.paths.items() if path[0] == "optimizer" and len(path) > 2}
     groups = {name: path for name, path in paths.items() if path[0] == "param_groups"}
     described = stored.read({name: _empty(stored, name) for name in groups})

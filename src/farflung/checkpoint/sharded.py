@@ -193,7 +193,7 @@ class _Writer(FileSystemWriter):
         return StorageMeta()  # not the path at which the folder stands while it is written
 
 
-class Stored:
+class ShardReader:
     """A folder that DCP wrote, open for reading. Nothing is exchanged between ranks.
 
     Args:
@@ -282,7 +282,7 @@ def merge_shards(folder: Path, target: Path, safe: bool = True, remove: bool = F
         inner = [name for name in (layout.model_shards(0), layout.optimizer_shards(0)) if (folder / name).is_dir()]
         where = f" Name {' or '.join(str(folder / name) for name in inner)} instead." if inner else ""
         raise ConfigError(f"There are no shards in {folder}.{where}")
-    whole = Stored(folder).read_whole()
+    whole = ShardReader(folder).read_whole()
     if isinstance(whole, dict) and len(whole) == 1:  # {"model": {...}}
         whole = next(iter(whole.values()))
     target.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.checkpoint.reader import read_torch, read_weights
 from farflung.checkpoint.regular import is_file
 from farflung.checkpoint.save import save_object
-from farflung.checkpoint.sharded import Stored
+from farflung.checkpoint.sharded import ShardReader
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _NO_MODEL = "it has no model weights"
@@ -163,7 +163,7 @@ def _weights(folder: Path, index: int) -> dict[str, Any]:
             return {name.removeprefix("module.") if wrapped else name: value for name, value in weights.items()}
     shards = folder / layout.model_shards(index)
     if shards.is_dir():
-        state: dict[str, Any] = Stored(shards).read_whole()["model"]
+        state: dict[str, Any] = ShardReader(shards).read_whole()["model"]
         return state
     raise CheckpointError(f"{folder} has no weights of model {index}.")
 
@@ -176,7 +176,7 @@ def _units(folder: Path) -> set[str]:
 
 def _read(path: Path) -> Any:
     if layout.is_shards(path.name):
-        return Stored(path).read_whole()
+        return ShardReader(path).read_whole()
     if path.suffix == ".safetensors":
         return read_weights(path)
     if layout.is_torch(path.name):
