@@ -43,6 +43,7 @@ LAZY_TABLES = (
     "launch/run.py",
     "demo/command.py",
     "accelerator/__init__.py",
+    "accelerator/checkpoints.py",
     "accelerator/lazy.py",
     "codec/fused.py",
     "strategy/choose.py",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 Path_ = str | os.PathLike[str]
 
 
+def _loaded(name: str) -> Any:
+    """Return a module of this room that only checkpoints need."""
+    return import_module(f"farflung.accelerator.{name}")
+
+
 class Checkpointing:
     """Accelerate's words for checkpoints, as an Accelerator has them."""
 
@@ -37,7 +43,8 @@ class Checkpointing:
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
-        return lazy.Checkpointer(self._run, self.project_configuration)
+        checkpointer: Checkpointer = _loaded("checkpointer").Checkpointer(self._run, self.project_configuration)
+        return checkpointer
 
     def _settle_checkpoints(self) -> None:
         """Wait for a checkpoint that is being written in the background."""
@@ -202,7 +209,8 @@ class Checkpointing:
             collectives.gather_object(flushed(self._run.world.exchange), [None], at="get_state_dict, save_model")
         state = self._run.outers.state_of(inner)
         if is_sharded:
-            return lazy.gathered_model(inner, state, keep)
+            whole: dict[str, Any] = _loaded("states").gathered_model(inner, state, keep)
+            return whole
         has_hooks = any(hasattr(module, "_hf_hook") for module in inner.modules())
         if has_hooks and any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
             state = lazy.get_state_dict_offloaded_model(inner)

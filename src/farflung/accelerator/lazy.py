@@ -10,9 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from farflung.accelerator.checkpointer import Checkpointer as Checkpointer
     from farflung.accelerator.join import join_uneven_inputs as join_uneven_inputs
-    from farflung.accelerator.states import gathered_model as gathered_model
     from farflung.big_model.load import get_state_dict_offloaded_model as get_state_dict_offloaded_model
     from farflung.checkpoint.export import save_sharded as save_sharded
     from farflung.checkpoint.save import save_object as save_object
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
     from farflung.tracking.tracking import Tracking as Tracking
 
 _WHERE = {
-    "Checkpointer": "farflung.accelerator.checkpointer",
     "Draft": "farflung.checkpoint.sharded",
     "ShardReader": "farflung.checkpoint.sharded",
     "merge_shards": "farflung.checkpoint.sharded",
@@ -63,7 +60,6 @@ _WHERE = {
     "check_model": "farflung.outer.asked",
     "chosen_recipe": "farflung.outer.named",
     "OuterConfig": "farflung.outer.named",
-    "gathered_model": "farflung.accelerator.states",
     "join_uneven_inputs": "farflung.accelerator.join",
     "launched_outer": "farflung.config.launch",
     "local_sgd": "farflung.outer.recipes",
