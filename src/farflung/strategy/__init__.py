@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How gradients travel: one process, or DDP."""
+"""How gradients come together: on one process, under DDP, or over the shards of FSDP."""
