@@ -15,7 +15,7 @@ from torch import Tensor
 from farflung.accelerator import states
 from farflung.accelerator.run import Run
 from farflung.base.torch_internals import set_unreduced_gradient, sharded_parameters, unreduced_gradient
-from farflung.comm.shards import is_sharded, local, with_local
+from farflung.comm.shards import is_sharded, local, sharded_parts, with_local
 from farflung.loop.optimizer import AcceleratedOptimizer
 
 Gradients = list[Tensor | None]
@@ -78,7 +78,5 @@ def kept(run: Run, optimizer: AcceleratedOptimizer) -> Callable[[], None]:
 
 def _slots(run: Run) -> dict[int, Any]:
     """Return where FSDP keeps gradients, by the parameter's identity."""
-    parts = [
-        module for model in run.bare_models for module in model.modules() if hasattr(module, "set_all_reduce_hook")
-    ]
+    parts = [part for model in run.bare_models for part in sharded_parts(model.modules())]
     return {id(slot.sharded_param): slot for part in parts for slot in sharded_parameters(part)}
