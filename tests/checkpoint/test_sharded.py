@@ -52,6 +52,7 @@ def test_what_dcp_writes_is_read_whole(torchs):
     assert_same(ShardReader(torchs).read_whole(), STATE)
 
 
+@pytest.mark.slow
 def test_dcp_reads_what_is_written_and_every_byte_of_it_is_in_the_records(tmp_path):
     draft = Draft("folder", STATE, leads=True)
     (entry,) = Staging().copied([draft.entry([draft.plan], 0)])

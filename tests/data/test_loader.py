@@ -299,6 +299,7 @@ def test_what_is_set_on_a_prepared_loader_takes_effect():
         loader.batch_size = 3
 
 
+@pytest.mark.slow
 def test_persistent_workers_live_through_epochs():
     loader = prepared(DataLoader(range(4), 1, num_workers=1, persistent_workers=True), Seat(0, 2))
     assert numbers(loader) == numbers(loader) == [[0], [2]]

@@ -57,6 +57,7 @@ def arriving(crew, first):
         batch += 1
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(
     number=st.integers(1, 4),
