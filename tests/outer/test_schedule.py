@@ -2,6 +2,7 @@
 """When each schedule speaks: every fragment once in `every` steps, never two flights of one at a time."""
 
 import math
+from collections import defaultdict
 from itertools import pairwise
 
 import pytest
@@ -28,10 +29,11 @@ def words(schedule, steps):
 @settings(max_examples=200, deadline=None)
 @given(streams())
 def test_a_fragment_is_sent_once_in_every_steps_and_lands_delay_steps_later(schedule):
-    said = words(schedule, 4 * schedule.every)
+    launched, applied = defaultdict(list), defaultdict(list)
+    for step, word in words(schedule, 4 * schedule.every):
+        (launched if isinstance(word, Launch) else applied)[word.fragment].append(step)
     for fragment in range(schedule.fragments):
-        sent = [step for step, word in said if isinstance(word, Launch) and word.fragment == fragment]
-        landed = [step for step, word in said if word == Apply(fragment)]
+        sent, landed = launched[fragment], applied[fragment]
         assert len(sent) == 4
         assert {later - earlier for earlier, later in pairwise(sent)} == {schedule.every}
         if schedule.delay == schedule.every:

@@ -200,6 +200,7 @@ def test_what_is_compiled_already_is_left_as_it_is():
     assert list(accelerator.get_state_dict(wrapped)) == ["layer.weight", "layer.bias"]
 
 
+@pytest.mark.slow
 def test_training_is_the_same_and_nothing_is_compiled_twice():
     def trained(accelerator):
         torch.manual_seed(0)
