@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported
 from farflung.checkpoint.entries import Staging
 from farflung.checkpoint.manifest import Manifest
-from farflung.checkpoint.sharded import Draft, ShardReader, merge_shards
+from farflung.checkpoint.sharded import ShardPlanner, ShardReader, merge_shards
 from farflung.utils import merge_fsdp_weights, save_fsdp_model
 
 STATE = {
@@ -54,8 +54,8 @@ def test_what_dcp_writes_is_read_whole(torchs):
 
 @pytest.mark.slow
 def test_dcp_reads_what_is_written_and_every_byte_of_it_is_in_the_records(tmp_path):
-    draft = Draft("folder", STATE, leads=True)
-    (entry,) = Staging().copied([draft.entry([draft.plan], 0)])
+    planner = ShardPlanner("folder", STATE, leads=True)
+    (entry,) = Staging().copied([planner.entry([planner.plan], 0)])
     records = entry.finish(tmp_path, [entry.write(tmp_path)])
     assert Manifest(records).damage(tmp_path) is None
     assert set(records) == {f"folder/{name}" for name in os.listdir(tmp_path / "folder")}
@@ -77,7 +77,7 @@ def test_code_in_the_index_is_not_run(torchs, tmp_path):
 
 def test_code_in_a_value_is_neither_written_nor_run(tmp_path, torchs):
     with pytest.raises(ConfigError, match="can't be loaded without running code"):
-        Draft("folder", {"x": Bomb(tmp_path / "ran")}, leads=True)
+        ShardPlanner("folder", {"x": Bomb(tmp_path / "ran")}, leads=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"x": Bomb(tmp_path / "ran")}, storage_writer=dcp.FileSystemWriter(tmp_path / "bad"), no_dist=True)
@@ -128,8 +128,8 @@ def test_a_damaged_file_of_shards_is_named(torchs):
 
 def test_shards_become_one_file(tmp_path):
     state = {"model": {"w": torch.arange(4.0), "b": torch.ones(1)}}
-    draft = Draft("pytorch_model_fsdp_0", state, leads=True)
-    entry = draft.entry([draft.plan], 0)
+    planner = ShardPlanner("pytorch_model_fsdp_0", state, leads=True)
+    entry = planner.entry([planner.plan], 0)
     entry.finish(tmp_path, [entry.write(tmp_path)])
     with pytest.raises(ConfigError, match=r"There are no shards in .* Name .*pytorch_model_fsdp_0 instead"):
         merge_fsdp_weights(tmp_path, tmp_path / "out")

@@ -15,7 +15,7 @@ from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.former_name import FORMER_NAME
 from farflung.checkpoint import layout
 from farflung.checkpoint.manifest import Manifest
-from farflung.checkpoint.sharded import Draft
+from farflung.checkpoint.sharded import ShardPlanner
 from farflung.launch.checkpoint import checkpoint
 from farflung.launch.main import main
 from farflung.state import AcceleratorState
@@ -163,8 +163,8 @@ def test_other_forms_can_be_loaded(folder, tmp_path):
 def test_a_sharded_checkpoint_is_compared_and_becomes_one_file(tmp_path):
     for number in range(2):
         state = {"model": {"weight": torch.full((2,), float(number))}}
-        draft = Draft("pytorch_model_fsdp_0", state, leads=True)
-        entry = draft.entry([draft.plan], 0)
+        planner = ShardPlanner("pytorch_model_fsdp_0", state, leads=True)
+        entry = planner.entry([planner.plan], 0)
         folder = tmp_path / f"checkpoint_{number}"
         Manifest(entry.finish(folder, [entry.write(folder)])).write(folder / layout.MANIFEST)
     one, other = tmp_path / "checkpoint_0", tmp_path / "checkpoint_1"

@@ -34,7 +34,7 @@ from farflung.config.handlers import ProjectConfiguration
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
 
-    from farflung.checkpoint.sharded import Draft
+    from farflung.checkpoint.sharded import ShardPlanner
 
 Path_ = str | os.PathLike[str]
 T = TypeVar("T")
@@ -96,12 +96,12 @@ class Checkpointer:
         request = self._request(output_dir)
         staged = saver.begin(request)
         parts: list[Entry] = []
-        drafts: list[Draft] = []
+        planners: list[ShardPlanner] = []
         try:
             whole = contents.gathered(self._run, self._writes) if self._run.gathers else WholeStates()
-            plans = saver.group.agree(request.doing, lambda: self._collect(staged.folder, safe, whole, parts, drafts))
-            for k, draft in enumerate(drafts):
-                parts.append(draft.entry([plan[k] for plan in plans], saver.group.exchange.rank))
+            plans = saver.group.agree(request.doing, lambda: self._collect(staged.folder, safe, whole, parts, planners))
+            for k, planner in enumerate(planners):
+                parts.append(planner.entry([plan[k] for plan in plans], saver.group.exchange.rank))
         except BaseException:
             staged.discard()
             raise
@@ -147,7 +147,7 @@ class Checkpointer:
         return SaveRequest(target, aside, facts, prune, must_be_new=True)
 
     def _collect(
-        self, folder: Path, safe: bool, whole: WholeStates, parts: list[Entry], drafts: list[Draft]
+        self, folder: Path, safe: bool, whole: WholeStates, parts: list[Entry], planners: list[ShardPlanner]
     ) -> list[SavePlan]:
         """Collect what this rank writes, and what it could write of that which several ranks write together."""
         run = self._run
@@ -168,8 +168,8 @@ class Checkpointer:
             parts += [part for part in shared if self._writes(part.name)]
         parts += contents.own_entries(run, run.world.rank == leader)
         if not run.gathers:
-            drafts += contents.drafts(run, leader)
-        return [draft.plan for draft in drafts]
+            planners += contents.planners(run, leader)
+        return [planner.plan for planner in planners]
 
     def _writes(self, name: str) -> bool:
         """Say whether this rank writes a file that is the same on all ranks.

@@ -16,14 +16,14 @@ from farflung.checkpoint.entries import Entry
 from farflung.comm.shards import model_has_dtensor
 
 if TYPE_CHECKING:
-    from farflung.checkpoint.sharded import Draft
+    from farflung.checkpoint.sharded import ShardPlanner
 
 
 def shared_entries(run: Run, whole: WholeStates, safe: bool) -> list[Entry]:
     """Return what is the same on all ranks, in the files in which Accelerate keeps it.
 
     Args:
-        whole: what is sharded and was gathered; the rest of it gets folders of its own, by `drafts`.
+        whole: what is sharded and was gathered; the rest of it gets folders of its own, by `planners`.
     """
     registry = run.registry
     parts = [Entry(layout.model(k, safe), state, safe, f"model {k}") for k, state in enumerate(whole.models)]
@@ -77,7 +77,7 @@ def gathered(run: Run, writes: Callable[[str], bool]) -> WholeStates:
     return whole
 
 
-def drafts(run: Run, leader: int) -> list[Draft]:
+def planners(run: Run, leader: int) -> list[ShardPlanner]:
     """Return this rank's shards of models and optimizers, for the folders in which Accelerate keeps them."""
     spread = run.spread
     if spread is None:
@@ -96,7 +96,7 @@ def drafts(run: Run, leader: int) -> list[Draft]:
         for k, one in enumerate(run.registry.optimizers)
         if states.has_shards(one)
     }
-    return [lazy.Draft(name, state, leads, takes_part) for name, state in (models | optimizers).items()]
+    return [lazy.ShardPlanner(name, state, leads, takes_part) for name, state in (models | optimizers).items()]
 
 
 def own_entries(run: Run, is_leader: bool) -> list[Entry]:

@@ -22,7 +22,7 @@ from farflung.process.bootstrap import join_world
 
 if TYPE_CHECKING:
     from farflung.accelerator.accelerator import Accelerator
-    from farflung.checkpoint.sharded import Draft
+    from farflung.checkpoint.sharded import ShardPlanner
 
 Path_ = str | os.PathLike[str]
 
@@ -199,15 +199,15 @@ def _write_shards(accelerator: Accelerator, folder: Path, state: dict[str, Any])
     saver = Saver(_group(accelerator))
     request = SaveRequest(folder, None, {})
     staged = saver.begin(request)
-    drafts: list[Draft] = []
+    planners: list[ShardPlanner] = []
 
-    def draft() -> Any:
-        drafts.append(lazy.Draft("", state, saver.group.leads))
-        return drafts[0].plan
+    def plan() -> Any:
+        planners.append(lazy.ShardPlanner("", state, saver.group.leads))
+        return planners[0].plan
 
     try:
-        plans = saver.group.agree(request.doing, draft)
-        entry = drafts[0].entry(plans, saver.group.exchange.rank)
+        plans = saver.group.agree(request.doing, plan)
+        entry = planners[0].entry(plans, saver.group.exchange.rank)
     except BaseException:
         staged.discard()
         raise

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from farflung.big_model.load import get_state_dict_offloaded_model as get_state_dict_offloaded_model
     from farflung.checkpoint.export import save_sharded as save_sharded
     from farflung.checkpoint.save import save_object as save_object
-    from farflung.checkpoint.sharded import Draft as Draft
+    from farflung.checkpoint.sharded import ShardPlanner as ShardPlanner
     from farflung.checkpoint.sharded import ShardReader as ShardReader
     from farflung.checkpoint.sharded import merge_shards as merge_shards
     from farflung.checkpoint.sharded import nested as nested
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from farflung.tracking.tracking import Tracking as Tracking
 
 _WHERE = {
-    "Draft": "farflung.checkpoint.sharded",
+    "ShardPlanner": "farflung.checkpoint.sharded",
     "ShardReader": "farflung.checkpoint.sharded",
     "merge_shards": "farflung.checkpoint.sharded",
     "nested": "farflung.checkpoint.sharded",

@@ -45,7 +45,7 @@ from farflung.comm.shards import is_sharded, local
 Path_ = str | os.PathLike[str]
 
 
-class Draft:
+class ShardPlanner:
     """A state that ranks will write together, before they know who writes what.
 
     Args:
