@@ -69,7 +69,6 @@ class FSDP(ShardedModels):
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mesh)
-        self.mesh = mesh
         self._device = device
         self._plugin = plugin
         self._compute_dtype = compute_dtype

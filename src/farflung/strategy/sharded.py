@@ -29,7 +29,7 @@ class ShardedModels:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+        self.mesh = mesh
         self._silent: list[nn.Module] = []  # inside `no_sync`
         self._local: list[nn.Module] = []  # inside `local`
 
@@ -47,14 +47,14 @@ class ShardedModels:
                 "so nothing would average its gradients. Shard it with torch.distributed.fsdp.fully_shard."
             )
         model.register_forward_hook(_reshard_after_evaluation)
-        if self._spans_all(model) or self._mesh.replicas.size == 1:
+        if self._spans_all(model) or self.mesh.replicas.size == 1:
             return
         for part in parts:
             part.set_all_reduce_hook(partial(self._average_columns, model))
 
     def _spans_all(self, model: nn.Module) -> bool:
         """Whether torch itself averages the gradients of `model` over all ranks; False: over this rank's row."""
-        everyone, row = self._mesh.everyone, None if self._mesh.device_mesh is None else self._mesh.row
+        everyone, row = self.mesh.everyone, None if self.mesh.device_mesh is None else self.mesh.row
         spanned = meshes(model.parameters())
         if all(mesh.size() == everyone.size for mesh in spanned):
             return True
@@ -63,7 +63,7 @@ class ShardedModels:
             return False
         raise ConfigError(
             f"This model is sharded over the ranks {found}, but the rows of this run's mesh have "
-            f"{self._mesh.island.size} of {everyone.size}. Shard neighbouring ranks, and give their number as "
+            f"{self.mesh.island.size} of {everyone.size}. Shard neighbouring ranks, and give their number as "
             "Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=, dp_shard_size=))."
         )
 
@@ -72,38 +72,40 @@ class ShardedModels:
             return
         if gradient.device.type != "cpu":  # torch reduced it on another stream, and may give it back too early
             gradient.record_stream(torch.accelerator.current_stream())
-        columns = self._mesh.replicas
+        columns = self.mesh.replicas
         columns.all_reduce(gradient.div_(columns.size)).wait()
 
     @contextmanager
-    def _synchronized(self, model: nn.Module, synchronized: bool) -> Iterator[None]:
+    def _synchronized(self, model: nn.Module, parts: list[Any], synchronized: bool) -> Iterator[None]:
         before = list(self._silent)
         self._silent = [other for other in before if other is not model]
         if not synchronized:
             self._silent.append(model)
-        self._tell(model)
+        self._tell(model, parts)
         try:
             yield
         finally:
             self._silent = before
-            self._tell(model)
+            self._tell(model, parts)
 
-    def _tell(self, model: nn.Module) -> None:
+    def _tell(self, model: nn.Module, parts: list[Any]) -> None:
         synchronized = all(model is not other for other in self._silent)
-        for part in sharded_parts(model.modules()):
+        for part in parts:
             part.set_requires_gradient_sync(synchronized, recurse=False)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return self._synchronized(model, False) if sharded_parts(model.modules()) else nullcontext()
+        parts = sharded_parts(model.modules())
+        return self._synchronized(model, parts, False) if parts else nullcontext()
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self._synchronized(model, True) if sharded_parts(model.modules()) else nullcontext()
+        parts = sharded_parts(model.modules())
+        return self._synchronized(model, parts, True) if parts else nullcontext()
 
     @contextmanager
     def _alone(self, model: nn.Module) -> Iterator[None]:
-        if self._mesh.replicas.size > 1 and self._spans_all(model):
+        if self.mesh.replicas.size > 1 and self._spans_all(model):
             raise ConfigError(
-                f"This model is sharded over all {self._mesh.everyone.size} ranks, so there are no replicas that an "
+                f"This model is sharded over all {self.mesh.everyone.size} ranks, so there are no replicas that an "
                 "outer loop could average. Shard it over rows: ParallelismConfig(dp_replicate_size=, dp_shard_size=)."
             )
         self._local.append(model)
@@ -118,7 +120,7 @@ class ShardedModels:
     def averaged_over(self, model: nn.Module) -> Group | None:
         if not sharded_parts(model.modules()):
             return None
-        return self._mesh.island if any(model is other for other in self._local) else self._mesh.everyone
+        return self.mesh.island if any(model is other for other in self._local) else self.mesh.everyone
 
 
 def _reshard_after_evaluation(model: nn.Module, inputs: Any, outputs: Any) -> None:
