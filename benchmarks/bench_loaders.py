@@ -18,7 +18,8 @@ from _measure import interleave, medians_us, report, seeded
 from torch.utils.data import DataLoader, IterableDataset
 
 from farflung.comm.exchange import Exchange
-from farflung.comm.group import SoloGroup, TorchGroup
+from farflung.comm.group import SoloGroup
+from farflung.comm.torch_group import TorchGroup
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.prepare import prepare_loader
 from farflung.loop.state import LoopState

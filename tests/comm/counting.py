@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from farflung.comm.group import TorchGroup
+from farflung.comm.torch_group import TorchGroup
 
 
 class CountingGroup(TorchGroup):

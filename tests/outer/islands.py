@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from farflung.comm.group import TorchGroup
 from farflung.comm.shards import full
+from farflung.comm.torch_group import TorchGroup
 from farflung.outer import OuterLoop
 from tests.outer.replicas import RATE
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from farflung.base.errors import RankFailure
-from farflung.comm.group import TorchGroup
+from farflung.comm.torch_group import TorchGroup
 from farflung.outer import (
     GatherMean,
     Identity,

@@ -2,7 +2,11 @@
 """How a process finds its place, and what it does as one among others."""
 
 import logging
+import os
 import random
+import signal
+import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -119,6 +123,26 @@ def joins_many_times():
 
 def test_a_world_can_be_joined_again_and_again():
     assert run_ranks(joins_many_times, 2, connect=False) == [40.0, 40.0]
+
+
+def ends_at_once():
+    """Join and be done, on rank 0 with sudden stops: the others are then long through where it still connects."""
+    slow = os.getpid()
+    if environ.integer("RANK") == 0 and not os.fork():
+        with suppress(ProcessLookupError):
+            while os.getppid() == slow:
+                os.kill(slow, signal.SIGSTOP)
+                time.sleep(random.choice((0.002, 0.15)))
+                os.kill(slow, signal.SIGCONT)
+                time.sleep(random.uniform(0, 0.004))
+        os._exit(0)
+    return join_world(cpu=True).size
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="stops a process by POSIX signals")
+def test_ranks_that_end_at_once_do_not_leave_a_slow_one_behind():
+    for _ in range(4):
+        assert run_ranks(ends_at_once, 4, connect=False) == [4] * 4
 
 
 def uses_the_scripts_group():

@@ -21,7 +21,7 @@ from farflung.accelerator.prepare import PreparedLoader, Registry
 from farflung.base.checks import check_type
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm import collectives
-from farflung.comm.group import TorchGroup
+from farflung.comm.torch_group import TorchGroup
 from farflung.data.samplers import BatchSamplerShard
 from farflung.loop.joined import JoinedRanks
 from farflung.loop.state import LoopState

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from farflung.base.errors import PEER_LOST, FarflungError
-from farflung.comm.group import Group, TorchGroup
+from farflung.comm.group import Group
+from farflung.comm.torch_group import TorchGroup
 
 
 def explained(error: BaseException, group: Group) -> BaseException:

@@ -8,7 +8,7 @@ from threading import Thread
 import torch
 
 from farflung.base.errors import RankFailure
-from farflung.comm.group import TorchGroup
+from farflung.comm.torch_group import TorchGroup
 
 
 class JoinedRanks:

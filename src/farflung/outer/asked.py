@@ -22,8 +22,9 @@ from farflung.base.checks import (
 )
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.words import counted, numbered
-from farflung.comm.group import Group, SoloGroup, TorchGroup
+from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import is_sharded, meshes
+from farflung.comm.torch_group import TorchGroup
 from farflung.outer.named import OuterConfig, chosen_recipe
 from farflung.outer.recipe import Recipe
 

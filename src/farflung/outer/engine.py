@@ -26,8 +26,9 @@ from farflung.base.checks import check_type
 from farflung.base.errors import CollectiveMismatch, ConfigError, StateError
 from farflung.base.sizes import bucket_bytes_for
 from farflung.base.words import counted
-from farflung.comm.group import Group, SoloGroup, TorchGroup
+from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import model_has_dtensor, reshard
+from farflung.comm.torch_group import TorchGroup
 from farflung.outer.agreement import average
 from farflung.outer.asked import check_same, check_shard, check_state, checked, one_number
 from farflung.outer.named import OuterConfig

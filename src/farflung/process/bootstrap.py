@@ -21,8 +21,9 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
 from farflung.base.words import counted, numbered
 from farflung.comm.exchange import Exchange
-from farflung.comm.group import Group, SoloGroup, TorchGroup
+from farflung.comm.group import Group, SoloGroup
 from farflung.comm.lost import explained
+from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.handlers import InitProcessGroupKwargs, WatchdogKwargs
 from farflung.process import world as slot
@@ -148,6 +149,8 @@ def join_world(
     if owns:
         _initialize(info, device, init or InitProcessGroupKwargs())
     torch_group = TorchGroup() if info.size > 1 else None
+    if owns and torch_group is not None:
+        torch_group.await_connections()
     group: Group = torch_group or SoloGroup()
     world = World(
         rank=info.rank,

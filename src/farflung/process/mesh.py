@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from farflung.base.errors import ConfigError
-from farflung.comm.group import Group, SoloGroup, TorchGroup
+from farflung.comm.group import Group, SoloGroup
+from farflung.comm.torch_group import TorchGroup
 from farflung.process.world import World
 
 AXES = ("dp_replicate", "dp_shard")

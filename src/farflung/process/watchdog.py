@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.base.torch_internals import num_collectives
-from farflung.comm.group import TorchGroup
 from farflung.comm.presence import PresenceStore
+from farflung.comm.torch_group import TorchGroup
 from farflung.comm.waits import TORCH, Wait, describe_call
 from farflung.config import environ
 from farflung.process.failure import has_report, record_failure

@@ -21,11 +21,14 @@ from farflung.base.words import numbered
 from farflung.config import environ
 from farflung.testing.patience import patience
 
-_GRACE_S = 3.0  # for the other ranks, once one has failed: they need a second to find out, and say what they know
-
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0, connect: bool = True
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    grace_s: float = 3.0,
+    connect: bool = True,
 ) -> list[Any]:
     """Call `function(*args)` on `num_ranks` fresh processes, joined by gloo on loopback; return their values by rank.
 
@@ -36,6 +39,8 @@ def run_ranks(
         function: picklable, so defined at the top of a module; its values must be picklable too.
         timeout_s: how long all of them together may take on an idle machine; a slow or busy one gets more time
             (`farflung.testing.patience`).
+        grace_s: how long the others may go on once a rank has failed, on an idle machine: they need a second or two to
+            find out, and to say what they know.
         connect: initialize the default process group first; False leaves that to `function`.
 
     Raises:
@@ -56,7 +61,7 @@ def run_ranks(
             workers.append(worker)
             pipes.append(here)
         limit_s = patience(timeout_s)
-        return _collect(workers, pipes, time.monotonic() + limit_s, limit_s)
+        return _collect(workers, pipes, limit_s, grace_s)
     finally:
         for worker in workers:
             worker.kill()
@@ -84,6 +89,7 @@ def _rank_main(
     try:
         if connect:
             dist.init_process_group("gloo")
+            dist.barrier()  # a rank that ended now would break the connections that another still waits for
         # By value: what torch would send of a tensor dies with this process.
         word = pickle.dumps(("value", function(*args)))
     except BaseException:
@@ -94,8 +100,9 @@ def _rank_main(
         dist.destroy_process_group()
 
 
-def _collect(workers: list[BaseProcess], pipes: list[Connection], deadline: float, timeout_s: float) -> list[Any]:
+def _collect(workers: list[BaseProcess], pipes: list[Connection], timeout_s: float, grace_s: float) -> list[Any]:
     """Wait for each rank's word; stop at the first error, giving the others a moment so that the cause is shown too."""
+    deadline = time.monotonic() + timeout_s
     values: dict[int, Any] = {}
     errors: dict[int, str] = {}
     pending = dict(enumerate(pipes))
@@ -114,7 +121,7 @@ def _collect(workers: list[BaseProcess], pipes: list[Connection], deadline: floa
                 kind, value = "error", f"the process died with exit code {workers[rank].exitcode}"
             (values if kind == "value" else errors)[rank] = value
             if errors:
-                deadline = min(deadline, time.monotonic() + patience(_GRACE_S))
+                deadline = min(deadline, time.monotonic() + patience(grace_s))
     if errors:
         raise RankFailure("\n".join(f"rank {rank}: {errors[rank]}" for rank in sorted(errors)))
     for rank, worker in enumerate(workers):

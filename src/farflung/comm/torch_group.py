@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a c10d process group as a `Group`: its collectives, with waits that hear of ranks that left or died."""
+
+from __future__ import annotations
+
+import re
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farflung.base.errors import CollectiveMismatch, RankFailure, StateError
+from farflung.comm.group import Group, Op, Work, check_blocks
+from farflung.comm.presence import PresenceStore
+from farflung.comm.waits import Wait, Waits, handed_over
+
+# torch 2.13 gave the flat collectives new names; older releases know the old ones only.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_SOURCE_LINE = re.compile(r"\[\S+:\d+\] ")  # of gloo's, before what it says
+_NAP_S = 5e-5  # how long `all_gather_small` sleeps between two looks where a wait would not block the caller
+_UNUSED_TAG = 0x1ACC  # of messages between two ranks; a script's own usually count from 0
+_WATCH_S = 0.2  # how often a waiting rank asks whether another one has left
+
+
+@dataclass(frozen=True)
+class SharedState:
+    """What a process group shares with its duplicates, and with groups of some of its ranks.
+
+    Attributes:
+        presence: what the ranks tell each other beside their collectives.
+        waits: what this process has entered, and waits for.
+        spare: groups that were made of it and given back, by what they are.
+    """
+
+    presence: PresenceStore
+    waits: Waits
+    spare: dict[tuple[int | bool, ...], list[TorchGroup]] = field(default_factory=dict)
+    parts: dict[str, TorchGroup] = field(default_factory=dict)  # what `within` made, by name
+
+
+@cache
+def _shared_state_of(group: weakref.ref[dist.ProcessGroup]) -> SharedState:
+    """Return the one object for a process group, whoever asks; a reference to a group that is gone equals no other."""
+    pg = group()
+    assert pg is not None
+    presence = PresenceStore(f"farflung/{pg.group_name}", dist.get_rank(pg), dist.get_world_size(pg))
+    return SharedState(presence, Waits(presence))
+
+
+class TorchGroup:
+    """The ranks of a c10d process group (the default one when none is given).
+
+    Args:
+        shared: of the group that this is a duplicate or a part of. None: of this process group.
+        in_background: only threads use it that work on behalf of others.
+
+    Attributes:
+        presence, waits: see `SharedState`.
+    """
+
+    def __init__(
+        self, pg: dist.ProcessGroup | None = None, shared: SharedState | None = None, in_background: bool = False
+    ) -> None:
+        group = pg if pg is not None else dist.group.WORLD
+        assert group is not None, "TorchGroup needs torch.distributed to be initialized"
+        # Weakly, for a group that is destroyed must be gone: threads of one that someone still holds may run into the
+        # interpreter's end, which then aborts.
+        self._pg = weakref.ref(group)
+        self.rank = dist.get_rank(self.pg)
+        self.size = dist.get_world_size(self.pg)
+        backends = dict(part.split(":") for part in str(dist.get_backend_config(self.pg)).split(","))
+        # gloo moves tensors from a GPU too, but not in every collective.
+        self._supported = {device for device, backend in backends.items() if device == "cpu" or backend != "gloo"}
+        self.shared = shared or _shared_state_of(self._pg)
+        self.presence, self.waits = self.shared.presence, self.shared.waits
+        self.in_background = in_background
+        self._name = self.pg.group_name
+        self.waits.join(self._name)
+        self._is_block = False  # within a group: who leaves that one has left this one too
+        self._spare: list[TorchGroup] | None = None  # where it goes when it is given back
+
+    @property
+    def pg(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            StateError: it has been destroyed.
+        """
+        group = self._pg()
+        if group is None:
+            raise StateError("The process group of these ranks has been destroyed.")
+        return group
+
+    def supports(self, device: str) -> bool:
+        return device in self._supported
+
+    def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
+        return self._started(x.is_cpu, "all_reduce", dist.all_reduce(x, op=_REDUCE[op], group=self.pg, async_op=True))
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        return self._started(x.is_cpu, "all_gather", _all_gather_flat(out, x, group=self.pg, async_op=True))
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
+        work = _reduce_scatter_flat(out, x, op=_REDUCE[op], group=self.pg, async_op=True)
+        return self._started(x.is_cpu, "reduce_scatter", work)
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        return self._started(x.is_cpu, "all_to_all", dist.all_to_all_single(out, x, group=self.pg, async_op=True))
+
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        return self._started(x.is_cpu, "broadcast", dist.broadcast(x, group_src=src, group=self.pg, async_op=True))
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
+        listed = None if parts is None else list(parts)
+        work = dist.scatter(out, listed, group_src=src, group=self.pg, async_op=True)
+        return self._started(out.is_cpu, "scatter", work)
+
+    def barrier(self) -> None:
+        work = dist.barrier(group=self.pg, async_op=True)
+        self._finish(self._supported == {"cpu"}, self.waits.enter(self._name, "barrier"), work)
+
+    def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
+        # Not two messages: gloo closes a connection on which a wait for a message runs out of time.
+        sent, received = [0] * self.size, [0] * self.size
+        sent[to], received[source] = x.numel(), out.numel()
+        work = dist.all_to_all_single(out, x, received, sent, group=self.pg, async_op=True)
+        return self._started(x.is_cpu, "all_to_all", work)
+
+    def all_gather_small(self, x: Tensor) -> Tensor:
+        return self.begin_all_gather_small(x)()
+
+    def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
+        device = torch.device("cpu") if self.supports("cpu") else torch.device("cuda", torch.cuda.current_device())
+        mine = x.to(device)
+        everyone = mine.new_empty(self.size * mine.numel())
+        work = _all_gather_flat(everyone, mine, group=self.pg, async_op=True)
+        wait = self.waits.enter(self._name, "all_gather")
+
+        def end() -> Tensor:
+            self._finish(mine.is_cpu, wait, work)
+            return everyone.cpu().view(self.size, -1)
+
+        return end
+
+    is_concurrent = True
+
+    def duplicate(self, in_background: bool = False) -> Group:
+        return self._among(dist.get_process_group_ranks(self.pg), self.shared, in_background)
+
+    def within(self, pg: dist.ProcessGroup) -> TorchGroup:
+        """Return the group of some of these ranks, as of a mesh: its waits hear of all of them, in their numbers."""
+        self.shared.parts[pg.group_name] = part = TorchGroup(pg, self.shared)
+        part.await_connections()
+        return part
+
+    def await_connections(self) -> None:
+        """Return when every rank is connected: one that ended before would break what another still waits for."""
+        self.all_gather_small(torch.zeros(1))
+
+    def free(self) -> None:
+        if self._spare is not None:
+            self._spare.append(self)
+
+    def hand_over(self) -> Callable[[Future[None]], None]:
+        wait = self.waits.enter(handed_over(self._name), "")
+
+        def end(future: Future[None]) -> None:
+            if wait_for([future], _WATCH_S).not_done:
+                with self.waits.noted(wait) as check:
+                    while wait_for([future], _WATCH_S).not_done:
+                        check()  # what it publishes ends the other thread's wait, and so this one
+
+        return end
+
+    def split(self, size: int) -> Group:
+        if self.size == 1:
+            return self
+        check_blocks(self.size, size)
+        begin = self.rank - self.rank % size
+        is_block = self.size != self.presence.size  # else what is made of all ranks, as for checkpoints, is apart
+        shared = self.shared if is_block else None
+        block = self._among(dist.get_process_group_ranks(self.pg)[begin : begin + size], shared, False)
+        block._is_block = is_block
+        return block
+
+    def _among(self, members: list[int], shared: SharedState | None, in_background: bool) -> TorchGroup:
+        """Return a group that was given back; or make one, once all ranks have come: that wait would never look up."""
+        spare = self.shared.spare.setdefault((*members, shared is None, in_background), [])
+        if spare:
+            return spare.pop()
+        self.barrier()
+        backend = str(dist.get_backend_config(self.pg))
+        made = TorchGroup(
+            dist.new_group(members, backend=backend, use_local_synchronization=True), shared, in_background
+        )
+        made._spare = spare
+        made.await_connections()
+        return made
+
+    def agree_min(self, number: int, name: str) -> int:
+        return self.presence.agree_min(number, name)
+
+    def leave(self, reason: str, for_good: bool = False) -> None:
+        if not self._is_block:
+            self.presence.mark_left(reason)
+        for group in (self, *self.shared.parts.values()) if for_good else ():
+            group.abort()
+
+    def raise_if_broken(self) -> None:
+        known = self.presence.describe_left()
+        if not known and self.presence.has_alarm():
+            mismatch = self.presence.mismatch()
+            if mismatch:
+                self.abort()
+                raise CollectiveMismatch(mismatch)
+            known = self.presence.hang_report() or self.presence.check_alive()
+        if known:
+            self.abort()
+            raise RankFailure(f"Rank {self.presence.rank} stopped waiting: {known}.")
+
+    def failure(self, error: RuntimeError) -> RankFailure | CollectiveMismatch:
+        """Say in one error what is known about the ranks of this group, in which a collective ended with `error`."""
+        mismatch = self.presence.mismatch()
+        if mismatch:
+            self.abort()
+            return CollectiveMismatch(mismatch)
+        known = self.presence.hang_report() or self.presence.describe_left() or self.presence.check_alive()
+        self.abort()
+        said = _SOURCE_LINE.sub("", str(error).split(". ", 1)[0])
+        return RankFailure(f"A collective of rank {self.presence.rank} failed: {known}. The transport said: {said}.")
+
+    def abort(self) -> None:
+        """Close the connections: a gloo operation that can never end would hold up the exit of this process."""
+        if self.supports("cpu") and self._pg() is not None:
+            # A time-out is what closes gloo's connections, all of them. Nobody sends what is waited for here, while a
+            # collective could meet one that the other ranks are in. At a connection that is closed already the wait
+            # does not even begin, so each is tried.
+            for peer in [rank for rank in range(self.size) if rank != self.rank]:
+                with suppress(RuntimeError):
+                    self.pg.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+    def _started(self, is_gloo: bool, kind: str, work: Any) -> Work:
+        assert work is not None, "this process is not a member of the group"
+        wait = self.waits.enter(self._name, kind)
+        return _Watched(work, self, wait) if is_gloo else work
+
+    def _finish(self, is_gloo: bool, wait: Wait, work: Any) -> None:
+        """End a collective on the host, also where its own `wait` only makes the stream wait."""
+        assert work is not None, "this process is not a member of the group"
+        if is_gloo:
+            _Watched(work, self, wait).wait()
+        else:
+            self._look_out(wait, work)
+            work.wait()
+
+    def _look_out(self, wait: Wait, work: Any) -> None:
+        looked, check = time.monotonic(), None
+        with ExitStack() as noted:
+            while not work.is_completed():
+                time.sleep(_NAP_S)
+                if time.monotonic() - looked > _WATCH_S:
+                    check = check or noted.enter_context(self.waits.noted(wait, self.in_background))
+                    check()
+                    self.raise_if_broken()
+                    looked = time.monotonic()
+
+
+class _Watched:
+    """A gloo collective under way, whose wait looks up now and then to see whether all ranks are still there."""
+
+    __slots__ = ("_group", "_wait", "_work")
+
+    def __init__(self, work: Any, group: TorchGroup, wait: Wait) -> None:
+        self._work = work
+        self._group = group
+        self._wait = wait
+
+    def wait(self) -> None:
+        try:
+            self._work.wait(timedelta(seconds=_WATCH_S))
+        except RuntimeError:  # the time was up, or the collective broke: `is_completed` tells which
+            self._wait_on()
+
+    def _wait_on(self) -> None:
+        group = self._group
+        try:
+            with group.waits.noted(self._wait, group.in_background) as check:
+                while not self._work.is_completed():
+                    check()
+                    group.raise_if_broken()
+                    with suppress(RuntimeError):
+                        self._work.wait(timedelta(seconds=_WATCH_S))
+            self._work.wait()
+        except (RankFailure, CollectiveMismatch):
+            raise
+        except RuntimeError as error:
+            raise group.failure(error) from error
