@@ -145,11 +145,6 @@ class Saver:
         self._thread = Thread(target=work, name="farflung checkpoint")
         self._thread.start()
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a checkpoint is being written in the background."""
-        return self._thread is not None and self._thread.is_alive()
-
     def settle(self, busy: Busy = "wait") -> None:
         """Wait for the checkpoint that is being written in the background, if there is one.
 

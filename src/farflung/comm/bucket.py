@@ -44,7 +44,6 @@ class Buckets:
         dtype: of the buckets; it should hold every value of every tensor.
         cap_bytes: how large a bucket may become.
         num_buffers: how many buckets can be filled at a time. None: all of them.
-        tail: elements that have room behind bucket 0, for what else shall travel with it.
 
     Raises:
         Unsupported: the tensors are on several devices.
@@ -57,7 +56,6 @@ class Buckets:
         *,
         cap_bytes: int = CAP_BYTES,
         num_buffers: int | None = 2,
-        tail: int = 0,
     ) -> None:
         storages = [local(tensor) for tensor in tensors]
         devices = {storage.device for storage in storages}
@@ -73,10 +71,9 @@ class Buckets:
         self.num_buffers = num_buffers = num_buffers or max(1, len(self.sizes))
         device = devices.pop() if devices else None
         self._buffers = [
-            torch.zeros(max(self.sizes[slot::num_buffers]) + (tail if slot == 0 else 0), dtype=dtype, device=device)
+            torch.zeros(max(self.sizes[slot::num_buffers]), dtype=dtype, device=device)
             for slot in range(min(num_buffers, len(self.sizes)))
         ]
-        self._tail = tail
         self._inside = [self.cut(k, self.flat(k)) for k in range(len(self))]
         self._bind(tensors)
 
@@ -86,10 +83,6 @@ class Buckets:
     def flat(self, k: int) -> Tensor:
         """Return the buffer of bucket `k`, `[sizes[k]]`, with whatever it holds now."""
         return self._buffers[k % self.num_buffers][: self.sizes[k]]
-
-    def with_tail(self) -> Tensor:
-        """Return the buffer of bucket 0 and the room behind it, `[sizes[0] + tail]`."""
-        return self._buffers[0][: self.sizes[0] + self._tail]
 
     def pieces(self, k: int) -> list[Tensor]:
         """Return the parts of the tensors that make up bucket `k`, sharing their memory."""
