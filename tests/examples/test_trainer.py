@@ -43,9 +43,9 @@ def expected_steps(plan, size, split_batches):
     return plan["epochs"] * math.ceil(batches / plan["gradient_accumulation_steps"])
 
 
-@pytest.mark.parametrize(("size", "split_batches"), [(1, False), (2, False), (4, False), (2, True)])
+@pytest.mark.parametrize(("size", "split_batches"), [(1, False), (2, True), (4, False)])
 def test_the_learning_rate_ends_at_zero(size, split_batches):
-    counts = [1, 2, 3, 5]
+    counts = [1, 3, 5]
     plans = [{"epochs": 2, "gradient_accumulation_steps": count} for count in counts]
     plans += [{"max_steps": 7, "gradient_accumulation_steps": count} for count in counts]
     for found in run_ranks(train_all, size, plans, split_batches, timeout_s=90, connect=False):
