@@ -3,9 +3,11 @@
 
 import json
 import os
+import shutil
 import zlib
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -133,6 +135,47 @@ def test_differences_are_said_and_are_the_exit_code(folder):
     assert (words.splitlines()[0], code) == (f"model.safetensors: only in {folder / 'checkpoint_0'}", 1)
 
 
+class Kept:
+    """An object that is saved with a checkpoint: one value."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def test_every_value_of_an_array_is_compared(tmp_path):
+    values = np.arange(2000.0)
+    values[0] = np.nan
+    changed = values.copy()
+    changed[1000] = -5
+    for name, value in [("one", values), ("same", values), ("changed", changed), ("single", values.astype("f4"))]:
+        accelerator = Accelerator(cpu=True)
+        accelerator.register_for_checkpointing(Kept(value))
+        accelerator.save_state(tmp_path / name)
+        AcceleratorState._reset_state(reset_partial_state=True)
+    one, file = tmp_path / "one", "custom_checkpoint_0.pkl"
+    (tmp_path / "same" / file).write_bytes((one / file).read_bytes() + b"\0" * 8)  # other bytes, the same values
+    assert run("diff", one, tmp_path / "same")[1] == 0
+    assert f"{file}: value: values are up to 1e+03 apart" in said("diff", one, tmp_path / "changed")
+    assert f"{file}: value: [2000] torch.float64 and [2000] torch.float32" in said("diff", one, tmp_path / "single")
+
+
+def test_a_checkpoint_whose_save_was_interrupted_is_finished_before_it_is_shown(tmp_path):
+    for name, steps in [("old", 1), ("new", 2)]:
+        trained(tmp_path / name, steps)
+    shutil.copytree(tmp_path / "new", tmp_path / "expected")
+    for name in ("a", "b"):
+        shutil.copytree(tmp_path / "old", tmp_path / name)
+        shutil.copytree(tmp_path / "new", tmp_path / name / ".ready" / name)
+    assert run("diff", tmp_path / "a", tmp_path / "expected")[1] == 0
+    assert "b: step 2" in said("ls", tmp_path)
+
+
 def test_what_is_no_checkpoint_is_not_compared(folder, tmp_path, capsys):
     for one, other in [(folder, folder / "checkpoint_0"), (folder / "checkpoint_0", folder)]:
         with pytest.raises(CheckpointError, match=r"^There is no checkpoint in .*, so it can't be compared\. Name two"):
@@ -162,7 +205,7 @@ def test_other_forms_can_be_loaded(folder, tmp_path):
 @pytest.mark.timeout(30)
 def test_a_sharded_checkpoint_is_compared_and_becomes_one_file(tmp_path):
     for number in range(2):
-        state = {"model": {"weight": torch.full((2,), float(number))}}
+        state = {"model": {"weight": torch.full((2,), float(number)), "unset": torch.full((2,), torch.nan)}}
         planner = ShardPlanner("pytorch_model_fsdp_0", state, leads=True)
         entry = planner.entry([planner.plan], 0)
         folder = tmp_path / f"checkpoint_{number}"

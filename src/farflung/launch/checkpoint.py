@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +44,7 @@ def ls(folder: Path) -> None:
         for path in _checkpoints(folder):
             click.echo(_line(path))
         return
+    atomic.finish(folder)
     sizes = _sizes(folder)
     for name, size in sorted(sizes.items()):
         click.echo(f"{_short(size):>9}  {name}")
@@ -84,6 +86,7 @@ def diff(ctx: click.Context, one: Path, other: Path) -> None:
     for folder in (one, other):
         if not discovery.is_checkpoint(folder):
             raise CheckpointError(f"There is no checkpoint in {folder}, so it can't be compared. Name two checkpoints.")
+        atomic.finish(folder)
     mine, theirs = _units(one), _units(other)
     alone = sorted(mine ^ theirs)
     for name in alone:
@@ -195,19 +198,40 @@ def _differences(mine: Any, theirs: Any) -> Iterator[str]:
     if leaves[1] != others[1]:
         yield "the structures differ"
         return
-    for one, other in zip(leaves[0], others[0], strict=True):
+    for one, other in zip(map(_as_tensor, leaves[0]), map(_as_tensor, others[0]), strict=True):
         if isinstance(one, Tensor) and isinstance(other, Tensor):
             if one.shape != other.shape or one.dtype != other.dtype:
                 yield f"{list(one.shape)} {one.dtype} and {list(other.shape)} {other.dtype}"
-            elif not torch.equal(one, other):
-                yield f"values are up to {(one.double() - other.double()).abs().max().item():.3g} apart"
+            elif (gap := _gap(one, other)) is not None:
+                yield f"values are up to {gap:.3g} apart"
         elif str(one) != str(other):
             yield f"{one!r:.40} and {other!r:.40}"
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """Return a numpy array as a tensor, or as a list where its type is none of torch's; anything else as it is."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    try:
+        return torch.tensor(leaf)
+    except (TypeError, ValueError):
+        return leaf.tolist()  # `str` of an array would leave out all but its ends
+
+
+def _gap(one: Tensor, other: Tensor) -> float | None:
+    """Return the largest difference of two tensors of one shape and type, None: they are equal. NaN equals NaN."""
+    if torch.equal(one, other):
+        return None
+    differ = (one != other) & ~((one != one) & (other != other))
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    gaps = (one[differ].to(wide) - other[differ].to(wide)).abs()
+    return gaps.max().item() if gaps.numel() else None
 
 
 def _line(path: Path) -> str:
     """Describe a checkpoint in one line, without reading its files."""
     try:
+        atomic.finish(path)
         manifest, sizes = Manifest.read(path), _sizes(path)
         problem = None if manifest is None else manifest.misfits(path)
     except CheckpointError as error:
