@@ -151,6 +151,16 @@ def test_a_group_counts_its_collectives_and_has_a_store():
     assert run_ranks(counted, 2) == [(2, b"here")] * 2
 
 
+def in_a_group_of_some_ranks():
+    before = internals.num_groups()
+    dist.new_group([0])
+    return before, internals.num_groups()
+
+
+def test_a_rank_counts_the_groups_that_it_is_in():
+    assert run_ranks(in_a_group_of_some_ranks, 2) == [(1, 2), (1, 1)]
+
+
 # ---- nothing else in the package uses a private name of torch's
 
 

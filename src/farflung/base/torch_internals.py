@@ -228,3 +228,12 @@ def default_store() -> Any:
 def num_collectives(group: dist.ProcessGroup) -> int:
     """Return how many collectives this rank has started in a gloo group, also those that DDP or the script started."""
     return int(taken(group, "_get_sequence_number_for_group", "find ranks that are late")())
+
+
+def num_groups() -> int:
+    """Return how many process groups this rank is in: torch makes it part of the name of a group of some ranks.
+
+    Ranks that differ in it would wait for each other under different names, for ever.
+    """
+    use = "make groups of ranks"
+    return len(taken(taken(dist.distributed_c10d, "_world", use), "pg_names", use))

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farflung.base.errors import CollectiveMismatch, RankFailure, StateError
+from farflung.base.torch_internals import num_groups
 from farflung.comm.group import Group, Op, Work, check_blocks
 from farflung.comm.presence import PresenceStore
 from farflung.comm.waits import Wait, Waits, handed_over
@@ -201,7 +202,9 @@ class TorchGroup:
         spare = self.shared.spare.setdefault((*members, shared is None, in_background), [])
         if spare:
             return spare.pop()
-        self.barrier()
+        most = int(self.all_gather_small(torch.tensor([num_groups()])).max())
+        while num_groups() < most:  # one that nobody uses, on ranks that a script's own group left out
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         backend = str(dist.get_backend_config(self.pg))
         made = TorchGroup(
             dist.new_group(members, backend=backend, use_local_synchronization=True), shared, in_background
