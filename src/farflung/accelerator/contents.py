@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-
 from farflung.accelerator import gradients, lazy, states
 from farflung.accelerator.run import Run
 from farflung.checkpoint import layout, rng
@@ -111,7 +109,7 @@ def own_entries(run: Run, is_leader: bool) -> list[Entry]:
         "spread": run.spread,
         "precision": run.precision.state_dict(run.bare_optimizers),
         "loaders": [loader.state_dict() for loader in registry.loaders],
-        "buffers": [] if is_leader else [_buffers(model) for model in registry.models],
+        "buffers": [] if is_leader else [states.saved_buffers(model) for model in registry.models],
         "asks_for_buffers": [getattr(model, "require_forward_param_sync", None) for model in registry.models],
     }
     parts = [
@@ -128,7 +126,3 @@ def own_entries(run: Run, is_leader: bool) -> list[Entry]:
     if loops or differing:
         parts.append(Entry(layout.outer_state(rank), {"loops": loops, **differing}, origin="the outer loop"))
     return parts
-
-
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.detach() for name, buffer in model.named_buffers()}

@@ -189,6 +189,12 @@ def _check_own(run: Run, found: Loaded, folder: Path) -> None:
             for gradient, shape in zip([*(whole or []), *(reduced or [])], wanted, strict=True):
                 if gradient is not None and gradient.shape != shape:
                     raise CheckpointError(f"{folder} has gradients of another model: {list(gradient.shape)}.")
+        for name, buffer, saved in _by_buffer(run, own):
+            if buffer.shape != saved.shape:
+                raise CheckpointError(
+                    f"{folder} is of another model: its buffer {name} is {list(saved.shape)} on rank "
+                    f"{run.world.rank}, here {list(buffer.shape)}."
+                )
         if run.precision.scaler is not None and own["precision"]:
             found.scaler = own["precision"]
     except DAMAGE as error:
@@ -308,7 +314,13 @@ def apply_own_buffers(run: Run, own: dict[str, Any] | None) -> None:
         if asks is not None and hasattr(model, "require_forward_param_sync"):
             model.require_forward_param_sync = asks
     with torch.no_grad():
-        for model, saved in zip(run.registry.models, own["buffers"], strict=False):
-            for name, buffer in model.named_buffers():
-                if name in saved:
-                    buffer.copy_(saved[name])
+        for _, buffer, saved in _by_buffer(run, own):
+            buffer.copy_(saved)
+
+
+def _by_buffer(run: Run, own: dict[str, Any]) -> Iterable[tuple[str, Tensor, Tensor]]:
+    """Return the name of each buffer of which this rank has its own, the buffer, and what was saved of it."""
+    for model, saved in zip(run.registry.models, own["buffers"], strict=False):
+        for name, buffer in states.saved_buffers(model).items():
+            if name in saved:
+                yield name, buffer, saved[name]

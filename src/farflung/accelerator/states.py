@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from farflung.accelerator import lazy
 from farflung.base.errors import CheckpointError
-from farflung.base.torch_internals import COMPILED_FROM, changes_what_it_loads
+from farflung.base.torch_internals import COMPILED_FROM, changes_what_it_loads, passing_buffers
 from farflung.base.words import counted
 from farflung.checkpoint import layout
 from farflung.checkpoint.reader import DAMAGE, read_torch, read_weights
@@ -26,8 +26,16 @@ _RECOMPUTED = "_checkpoint_wrapped_module."  # where torch's wrapper for activat
 
 
 def bare_name(name: str) -> str:
-    """Return a weight's name without those of wrappers: DDP's, torch.compile's, activation checkpointing's."""
-    return name.replace(f"{COMPILED_FROM}.", "").replace(_RECOMPUTED, "").removeprefix("module.")
+    """Return a weight's name without those of wrappers inside a model: torch.compile's, activation checkpointing's."""
+    return name.replace(f"{COMPILED_FROM}.", "").replace(_RECOMPUTED, "")
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a model that are part of its state dict, by name: not those with `persistent=False`."""
+    passing = {
+        f"{path}.{name}".removeprefix(".") for path, module in model.named_modules() for name in passing_buffers(module)
+    }
+    return {name: buffer.detach() for name, buffer in model.named_buffers() if name not in passing}
 
 
 # ---- states of what is sharded
@@ -201,15 +209,17 @@ def _read_shards(model: nn.Module, folder: Path, strict: bool) -> dict[str, Any]
     shapes = {
         short: torch.empty(stored.sizes[name], dtype=stored.dtypes[name], device="meta")
         if name in stored.sizes
-        else None
+        else object()
         for short, name in flat.items()
     }
     named = fitted(model, shapes, folder, strict)
     own = model.state_dict()
-    source = {id(value): flat[short] for short, value in shapes.items() if value is not None}
+    source = {id(value): flat[short] for short, value in shapes.items()}
     here = {name: value for name, value in named.items() if name in own}
-    sources = {name: flat[bare_name(name)] if value is None else source[id(value)] for name, value in here.items()}
-    found = stored.read({sources[name]: None if value is None else own[name] for name, value in here.items()})
+    sources = {name: source[id(value)] for name, value in here.items()}
+    found = stored.read(
+        {sources[name]: own[name] if isinstance(value, Tensor) else None for name, value in here.items()}
+    )
     return {name: found[sources[name]] for name in here}
 
 
@@ -282,8 +292,7 @@ def fitted(model: nn.Module, weights: dict[str, Any], path: Path, strict: bool) 
         CheckpointError: names or shapes are of another model.
     """
     own = model.state_dict()
-    by_core = {} if own.keys() & weights.keys() else {bare_name(name): name for name in own}
-    named = {by_core.get(bare_name(name), name): value for name, value in weights.items()}
+    named = _renamed(weights, {bare_name(name): name for name in own})
     places: dict[Any, str] = {}
     ties = _ties(model)
     for name in named:
@@ -305,6 +314,19 @@ def fitted(model: nn.Module, weights: dict[str, Any], path: Path, strict: bool) 
         if isinstance(own[name], Tensor) and not hooked and own[name].shape != shape:
             raise CheckpointError(f"{path} is of another model: {name} is {list(shape)}, here {list(own[name].shape)}.")
     return named
+
+
+def _renamed(weights: dict[str, Any], own: dict[str, str]) -> dict[str, Any]:
+    """Return `weights` under the names of a model: as they are, or else without DDP's `module.`, or with it.
+
+    A model may itself have a child called `module`, so of the three that counts in which most names are the model's.
+
+    Args:
+        own: the names of the model, by their bare ones.
+    """
+    ways: tuple[Callable[[str], str], ...] = (str, lambda name: name.removeprefix("module."), "module.".__add__)
+    attempts = [{own.get(way(bare_name(name)), name): value for name, value in weights.items()} for way in ways]
+    return max(attempts, key=lambda named: len(named.keys() & own.values()))
 
 
 def _ties(model: nn.Module) -> dict[str, int]:
