@@ -6,13 +6,14 @@ import multiprocessing as mp
 import os
 import random
 import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from farflung.base.errors import CheckpointError
+from farflung.base.errors import CheckpointError, StateError
 from farflung.checkpoint import entries
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
@@ -142,6 +143,52 @@ def test_an_error_on_one_rank_is_raised_on_all_and_names_it(tmp_path):
         assert all("rank 1: OSError: [Errno 28] No space left on device" in word for word in words)
         assert all("rank 0" not in word for word in words)
         assert names == ["first"]
+
+
+class Uncopied:
+    """A registered object whose state can't be copied, as a lock."""
+
+    def state_dict(self):
+        return {"lock": threading.Lock()}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def one_rank_is_late_or_fails(folder):
+    """The first rank still writes when the others ask again; then a rank can't copy its state."""
+    training = Training()
+    accelerator = training.accelerator
+    go, write, found = threading.Event(), entries.write, []
+    if accelerator.process_index == 0:
+        entries.write = lambda *args, **kwargs: (go.wait(), write(*args, **kwargs))[1]
+    accelerator.save_state(folder / "first", block=False)
+    if accelerator.process_index == 1:
+        training.accelerator._checkpointer.saver._thread = None  # as if it were further than the other
+    try:
+        accelerator.save_state(folder / "second", busy="refuse")
+    except StateError as error:
+        found.append(str(error))
+    go.set()
+    entries.write = write
+    accelerator.save_state(folder / "second")
+    if accelerator.process_index == 0:
+        accelerator.register_for_checkpointing(Uncopied())
+    try:
+        accelerator.save_state(folder / "third", block=False)
+    except CheckpointError as error:
+        found.append(str(error))
+    accelerator._checkpointer.custom.pop() if accelerator.process_index == 0 else None
+    accelerator.save_state(folder / "fourth")
+    return found, sorted(path.name for path in folder.iterdir())
+
+
+def test_a_rank_that_is_late_or_cannot_copy_is_the_same_error_on_all(tmp_path):
+    for words, names in run_ranks(one_rank_is_late_or_fails, 2, tmp_path, timeout_s=30):
+        assert len(words) == 2
+        assert "rank 0: StateError: save_state: the previous checkpoint is still being written" in words[0]
+        assert "rank 0: TypeError: cannot pickle '_thread.lock' object" in words[1]
+        assert names == ["first", "fourth", "second"]
 
 
 def saves_alternately(folder):

@@ -275,6 +275,41 @@ def test_a_save_in_the_background_is_of_the_moment_and_one_at_a_time(tmp_path):
     assert training.weights() == before
 
 
+def test_a_folder_may_be_named_in_any_way(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("inner").mkdir()
+    training = Training(n=2)
+    for seen, (name, at) in enumerate([(".", "."), (".", "."), ("inner/..", "."), ("~nobody-of-this-name/x", None)]):
+        training.counter.seen = torch.tensor(seen)
+        assert training.accelerator.save_state(name) == name
+        assert Path(at or name, "farflung.json").exists()
+        training.counter.seen = torch.tensor(-1)
+        training.accelerator.load_state(name)
+        assert training.counter.seen == seen
+    assert sorted(os.listdir("inner")) == []
+
+
+def test_a_save_in_the_background_stays_in_its_folder_when_the_script_changes_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    training = Training()
+    go = saved_from_behind(training, "later")
+    Path("other").mkdir()
+    monkeypatch.chdir("other")
+    go.set()
+    training.accelerator.end_training()
+    assert (tmp_path / "later" / "farflung.json").exists()
+    assert os.listdir() == []
+
+
+def test_numbers_go_on_from_a_checkpoint_that_is_named_in_another_way(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Training(project=automatic("run")).accelerator.save_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    training = Training(project=automatic("run"))
+    training.accelerator.load_state(tmp_path / "run" / "checkpoints" / "checkpoint_0")
+    assert training.accelerator.save_state() == "run/checkpoints/checkpoint_1"
+
+
 def test_a_failure_in_the_background_is_raised_by_the_next_call_once(tmp_path, monkeypatch):
     training = Training()
     monkeypatch.setattr(entries, "write", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))

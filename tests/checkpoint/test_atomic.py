@@ -114,6 +114,14 @@ def test_a_ready_checkpoint_that_cannot_be_moved_up_is_an_error(tmp_path, monkey
     assert content(tmp_path) == {"new"}
 
 
+def test_what_is_no_checkpoint_is_never_removed(tmp_path):
+    (tmp_path / atomic.READY).mkdir()
+    (tmp_path / atomic.READY / "model.safetensors").write_text("mine")
+    with pytest.raises(CheckpointError, match="is not a checkpoint, so nothing was moved out of it"):
+        discovery.find(tmp_path)
+    assert (tmp_path / atomic.READY / "model.safetensors").read_text() == "mine"
+
+
 def test_the_newest_complete_one_is_taken_and_the_others_are_named(tmp_path):
     for number in (2, 9, 10):
         write(tmp_path / f"checkpoint_{number}", f"t{number}")

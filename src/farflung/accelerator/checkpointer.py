@@ -93,7 +93,8 @@ class Checkpointer:
         flushed(self._run.world.exchange)
         saver = self.saver
         saver.settle(busy)
-        request = self._request(output_dir)
+        folder = self._folder(output_dir)
+        request = self._request(Path(os.path.abspath(folder)))  # the script may change its directory meanwhile
         staged = saver.begin(request)
         parts: list[Entry] = []
         planners: list[ShardPlanner] = []
@@ -110,10 +111,20 @@ class Checkpointer:
         else:
             saver.write_behind(request, staged, parts)
         self._project.iteration += 1
-        return request.target
+        return folder
 
-    def _request(self, output_dir: Path_ | None) -> SaveRequest:
-        run, project, automatic = self._run, self._project, self.automatic
+    def _folder(self, output_dir: Path_ | None) -> Path:
+        """Return where the next checkpoint goes, in the words of the script."""
+        if self.automatic is not None:
+            return self.automatic / layout.checkpoint(self._project.iteration)
+        if output_dir is None:
+            raise ConfigError(
+                "save_state() without a folder needs automatic_checkpoint_naming=True. Name a folder, or set it."
+            )
+        return Path(os.path.expanduser(output_dir))
+
+    def _request(self, target: Path) -> SaveRequest:
+        run, project = self._run, self._project
         facts = {
             "step": run.loop.step,
             "optimizer_steps": [optimizer.completed_steps for optimizer in run.registry.optimizers],
@@ -128,13 +139,9 @@ class Checkpointer:
                 "save_on_each_node=True keeps a whole checkpoint on each machine, but the shards of this model are "
                 "spread over several. Use a folder that all machines share, or state_dict_type='FULL_STATE_DICT'."
             )
-        if automatic is None:
-            if output_dir is None:
-                raise ConfigError(
-                    "save_state() without a folder needs automatic_checkpoint_naming=True. Name a folder, or set it."
-                )
-            return SaveRequest(Path(output_dir).expanduser(), None, facts)
-        target = automatic / layout.checkpoint(project.iteration)
+        if not project.automatic_checkpoint_naming:
+            return SaveRequest(target, None, facts)
+        automatic = target.parent
         aside = _aside(automatic)
 
         def prune() -> None:
@@ -272,7 +279,11 @@ class Checkpointer:
 
     def _count_on(self, folder: Path, automatic: Path | None) -> None:
         """Let the next automatic checkpoint come after the one that was loaded, and after any that is there."""
-        if automatic is not None and folder.parent == automatic and layout.NAMED.fullmatch(folder.name):
+        if (
+            automatic is not None
+            and folder.resolve().parent == automatic.resolve()
+            and layout.NAMED.fullmatch(folder.name)
+        ):
             numbers = [int(path.name[len(layout.PREFIX) :]) for path in _numbered(automatic)]
             self._project.iteration = max([self._project.iteration, *(number + 1 for number in numbers)])
 

@@ -40,6 +40,7 @@ class StagedDir:
     """
 
     def __init__(self, target: Path, token: str, aside: Path | None = None) -> None:
+        target = Path(os.path.abspath(target))  # `.` has no name
         self.target = target
         self._is_fresh = not target.exists()
         self._aside = aside or target.parent
@@ -113,6 +114,10 @@ def finish(target: Path) -> None:
 def _move_up(folder: Path, target: Path) -> None:
     new = Manifest.read(folder)
     if new is None:  # the manifest goes last, so everything has been moved
+        if not folder.is_dir() or any(files_in(folder)):
+            raise CheckpointError(
+                f"{folder} is not a checkpoint, so nothing was moved out of it. Take it away by hand."
+            )
         return
     manifest = layout.manifest(folder)
     for name in _belonging(target) - new.files.keys():

@@ -120,7 +120,7 @@ def resolve(given: str | os.PathLike[str] | None, automatic: Path | None) -> tup
         ConfigError: there is no such folder, or nothing says which.
     """
     if given is not None and (Path(given).is_dir() or str(given) != "latest"):
-        folder = Path(given).expanduser()
+        folder = Path(os.path.expanduser(given))
         if not folder.is_dir():
             raise ConfigError(f"load_state: there is no folder {folder}.")
         return folder, not is_checkpoint(folder) and bool(candidates(folder))

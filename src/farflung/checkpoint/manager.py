@@ -132,7 +132,12 @@ class Saver:
             ranks = exchange.group.split(exchange.size) if exchange.size > 1 else exchange.group
             self._background = CheckpointGroup(Exchange(ranks), self.group.leader)
         group = self._background
-        copies = self._staging.copied(parts)
+        copies: list[Entry] = []
+        try:
+            self.group.agree(request.doing, lambda: copies.extend(self._staging.copied(parts)))
+        except BaseException:
+            staged.discard()
+            raise
 
         def work() -> None:
             try:
@@ -148,20 +153,27 @@ class Saver:
     def settle(self, busy: Busy = "wait") -> None:
         """Wait for the checkpoint that is being written in the background, if there is one.
 
+        Args:
+            busy: `refuse`: raise instead, on all ranks where it is being written on any. They call this together.
+
         Raises:
             StateError: there is one, and `busy` is `refuse`.
             CheckpointError: it could not be written. It is said once.
         """
+        if busy == "refuse":
+            self.group.agree("save_state with busy='refuse'", self._refuse)
         if self._thread is not None:
-            if busy == "refuse" and self._thread.is_alive():
-                raise StateError(
-                    "save_state: the previous checkpoint is still being written. Use busy='wait', or save later."
-                )
             self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    def _refuse(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            raise StateError(
+                "save_state: the previous checkpoint is still being written. Use busy='wait', or save later."
+            )
 
 
 def _write(
