@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 from farflung import Accelerator
 from farflung.base.errors import CheckpointError, ConfigError
@@ -202,14 +203,54 @@ def test_other_forms_can_be_loaded(folder, tmp_path):
         said("convert", one, tmp_path / "ours", "--to", "farflung")
 
 
+def write_shards(folder, name, **weights):
+    """The shards of one model, as one process writes them; the names of their files, for a manifest."""
+    planner = ShardPlanner(name, {"model": weights}, leads=True)
+    entry = planner.entry([planner.plan], 0)
+    return entry.finish(folder, [entry.write(folder)])
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_each_model_becomes_a_file_where_some_are_sharded(tmp_path, gathered):
+    one = tmp_path / "checkpoint_0"
+    one.mkdir()
+    if gathered:
+        torch.save({"weight": torch.zeros(1)}, one / "pytorch_model_fsdp.bin")
+    else:
+        write_shards(one, "pytorch_model_fsdp_0", weight=torch.zeros(1))
+    save_file({"weight": torch.full((1,), 1.0)}, one / "model.safetensors")
+    torch.save({"weight": torch.full((1,), 2.0)}, one / "pytorch_model_1.bin")
+    for index in range(3):
+        said("convert", one, tmp_path / f"{index}.pt", "--to", "state-dict", "--model", index)
+        assert torch.load(tmp_path / f"{index}.pt")["weight"].tolist() == [index]
+    with pytest.raises(CheckpointError, match=r"no weights of model 3: neither model_2\.safetensors nor"):
+        said("convert", one, tmp_path / "3.pt", "--to", "state-dict", "--model", 3)
+
+
+def test_only_the_names_of_a_wrapper_are_shortened(tmp_path):
+    """Accelerate saves a DDP model under `module.weight`; Farflung saves the names of the bare model."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.ModuleDict({"module": torch.nn.Linear(2, 1)}))
+    ours, theirs, copy = tmp_path / "ours", tmp_path / "theirs", tmp_path / "copy"
+    accelerator.save_state(ours)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    said("convert", ours, theirs, "--to", "accelerate")
+    said("convert", theirs, copy, "--to", "farflung")
+    for folder, names in [
+        (ours, ["module.bias", "module.weight"]),
+        *[(it, ["bias", "weight"]) for it in (theirs, copy)],
+    ]:
+        said("convert", folder, tmp_path / f"{folder.name}.pt", "--to", "state-dict")
+        assert sorted(torch.load(tmp_path / f"{folder.name}.pt")) == names
+
+
 @pytest.mark.timeout(30)
 def test_a_sharded_checkpoint_is_compared_and_becomes_one_file(tmp_path):
     for number in range(2):
-        state = {"model": {"weight": torch.full((2,), float(number)), "unset": torch.full((2,), torch.nan)}}
-        planner = ShardPlanner("pytorch_model_fsdp_0", state, leads=True)
-        entry = planner.entry([planner.plan], 0)
+        weights = {"weight": torch.full((2,), float(number)), "unset": torch.full((2,), torch.nan)}
         folder = tmp_path / f"checkpoint_{number}"
-        Manifest(entry.finish(folder, [entry.write(folder)])).write(folder / layout.MANIFEST)
+        Manifest(write_shards(folder, "pytorch_model_fsdp_0", **weights)).write(folder / layout.MANIFEST)
     one, other = tmp_path / "checkpoint_0", tmp_path / "checkpoint_1"
     assert run("diff", one, one)[1] == 0
     told, code = run("diff", one, other)

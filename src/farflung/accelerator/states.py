@@ -17,9 +17,8 @@ from farflung.accelerator import lazy
 from farflung.base.errors import CheckpointError
 from farflung.base.torch_internals import COMPILED_FROM, changes_what_it_loads, passing_buffers
 from farflung.base.words import counted
-from farflung.checkpoint import layout
+from farflung.checkpoint import discovery, layout
 from farflung.checkpoint.reader import DAMAGE, read_torch, read_weights
-from farflung.checkpoint.regular import is_file
 from farflung.comm.shards import full, is_sharded, local, model_has_dtensor, spread_like, with_local
 
 _RECOMPUTED = "_checkpoint_wrapped_module."  # where torch's wrapper for activation checkpointing keeps a module
@@ -180,21 +179,12 @@ def read_model(model: nn.Module, folder: Path, index: int, strict: bool) -> dict
     Raises:
         CheckpointError: they are missing, damaged, or of another model.
     """
-    shards = folder / layout.model_shards(index)
-    if shards.is_dir():
-        return _read_shards(model, shards, strict)
-    whole = index - sum(_is_sharded_model(folder, k) for k in range(index))
-    names = (layout.gathered_model(index), layout.model(whole), layout.model(whole, False))
-    path = next((folder / name for name in names if is_file(folder / name)), None)
-    if path is None:
-        raise CheckpointError(f"{folder} has neither {names[1]} nor {names[2]} nor {shards.name}/.")
+    path = discovery.model_path(folder, index)
+    if layout.is_shards(path.name):
+        return _read_shards(model, path, strict)
     named = fitted(model, read_weights(path), path, strict)
     own = model.state_dict()
     return {name: cut(value, own.get(name)) for name, value in named.items()}
-
-
-def _is_sharded_model(folder: Path, index: int) -> bool:
-    return (folder / layout.model_shards(index)).is_dir() or is_file(folder / layout.gathered_model(index))
 
 
 def cut(value: Any, own: Any) -> Any:

@@ -12,6 +12,7 @@ from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import atomic, layout
 from farflung.checkpoint.manifest import Manifest
 from farflung.checkpoint.reader import DAMAGE
+from farflung.checkpoint.regular import is_file
 
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 
@@ -89,6 +90,32 @@ def find_verified(folder: Path) -> Found:
     found = find(folder)
     verify(found)
     return found
+
+
+def model_path(folder: Path, index: int) -> Path:
+    """Return where the weights of model `index` are: a folder of shards, or a file.
+
+    Models that are neither sharded nor gathered from shards have numbers of their own in the names of their files.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    if (sharded := _sharded_model(folder, index)) is not None:
+        return sharded
+    number = index - sum(_sharded_model(folder, k) is not None for k in range(index))
+    names = [layout.model(number, safe) for safe in (True, False)]
+    path = next((folder / name for name in names if is_file(folder / name)), None)
+    if path is None:
+        wanted = f"neither {names[0]} nor {names[1]} nor {layout.model_shards(index)}/"
+        raise CheckpointError(f"{folder} has no weights of model {index}: {wanted} is there.")
+    return path
+
+
+def _sharded_model(folder: Path, index: int) -> Path | None:
+    shards, gathered = folder / layout.model_shards(index), folder / layout.gathered_model(index)
+    if shards.is_dir():
+        return shards
+    return gathered if is_file(gathered) else None
 
 
 def newest(folder: Path) -> Found:

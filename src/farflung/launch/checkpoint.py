@@ -122,7 +122,7 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
         raise ConfigError(f"{target} already exists. Name another target.")
     found = discovery.find_verified(source)
     if form == "state-dict":
-        weights = _weights(source, model)
+        weights = _weights(found, model)
         target.parent.mkdir(parents=True, exist_ok=True)
         save_object(weights, target, safe_serialization=target.suffix == ".safetensors")
         click.echo(f"Written to {target}: {counted(len(weights), 'tensor')}, {_short(target.stat().st_size)}.")
@@ -156,19 +156,16 @@ def _copy(names: list[str], found: discovery.Found, target: Path, with_manifest:
         Manifest(files, written_at=time.time(), **facts).write(target / layout.MANIFEST)
 
 
-def _weights(folder: Path, index: int) -> dict[str, Any]:
+def _weights(found: discovery.Found, index: int) -> dict[str, Any]:
     """Return a model's weights under the names of the bare model."""
-    for safe in (True, False):
-        path = folder / layout.model(index, safe)
-        if is_file(path):
-            weights = read_weights(path)
-            wrapped = bool(weights) and all(name.startswith("module.") for name in weights)
-            return {name.removeprefix("module.") if wrapped else name: value for name, value in weights.items()}
-    shards = folder / layout.model_shards(index)
-    if shards.is_dir():
-        state: dict[str, Any] = ShardReader(shards).read_whole()["model"]
+    path = discovery.model_path(found.folder, index)
+    if layout.is_shards(path.name):
+        state: dict[str, Any] = ShardReader(path).read_whole()["model"]
         return state
-    raise CheckpointError(f"{folder} has no weights of model {index}.")
+    weights = read_weights(path)
+    ours = found.manifest is not None and found.manifest.versions  # no wrapper's names; `convert` knows no versions
+    wrapped = not ours and bool(weights) and all(name.startswith("module.") for name in weights)
+    return {name.removeprefix("module.") if wrapped else name: value for name, value in weights.items()}
 
 
 def _units(folder: Path) -> set[str]:
