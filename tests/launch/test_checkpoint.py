@@ -22,6 +22,7 @@ from farflung.checkpoint.sharded import ShardPlanner
 from farflung.launch.checkpoint import checkpoint
 from farflung.launch.main import main
 from farflung.state import AcceleratorState
+from farflung.utils import save_fsdp_model
 
 
 @pytest.fixture
@@ -226,6 +227,33 @@ def test_each_model_becomes_a_file_where_some_are_sharded(tmp_path, gathered):
         assert torch.load(tmp_path / f"{index}.pt")["weight"].tolist() == [index]
     with pytest.raises(CheckpointError, match=r"no weights of model 3: neither model_2\.safetensors nor"):
         said("convert", one, tmp_path / "3.pt", "--to", "state-dict", "--model", 3)
+
+
+def test_the_shards_of_a_model_are_a_checkpoint_until_it_is_saved_with_the_rest(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    parts = tmp_path / "parts"
+    shards = parts / "pytorch_model_fsdp_0"
+    save_fsdp_model(None, accelerator, model, parts)
+    for folder in (parts, shards):
+        assert said("verify", folder) == f"{folder}: complete\n"
+        assert "no model" not in said("ls", folder)
+    said("convert", shards, tmp_path / "w.pt", "--to", "state-dict")
+    assert torch.equal(torch.load(tmp_path / "w.pt")["weight"], model.weight)
+    accelerator.save_state(parts)
+    assert not (shards / layout.MANIFEST).exists(), "it is of shards that are not there any more"
+    assert said("verify", parts) == f"{parts}: complete\n"
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_all_that_can_not_be_read_is_named(folder):
+    for number in range(2):
+        (folder / f"checkpoint_{number}" / layout.MANIFEST).unlink()
+        (folder / f"checkpoint_{number}" / "model.safetensors").write_bytes(b"x")
+    said("convert", folder / "checkpoint_0", folder / "checkpoint_2", "--to", "farflung")
+    result = CliRunner().invoke(checkpoint, ["verify", str(folder)])
+    assert result.output == f"{folder / 'checkpoint_2'}: complete\n"
+    assert all(f"checkpoint_{number}/model.safetensors" in str(result.exception) for number in range(2))
 
 
 def test_only_the_names_of_a_wrapper_are_shortened(tmp_path):

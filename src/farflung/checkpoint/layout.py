@@ -26,7 +26,8 @@ _KNOWN = re.compile(
     r"|(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)|(model|pytorch_model)\.(safetensors|bin)\.index\.json"
     rf"|({'|'.join(_PER_OBJECT)})(_\d+)?\.bin|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
     r"|(loop_state|outer_state)/rank_\d+\.bin"
-    r"|(pytorch_model_fsdp|optimizer)_\d+/(\.metadata|__\d+_\d+\.distcp)|pytorch_model_fsdp(_\d+)?\.bin"
+    rf"|(pytorch_model_fsdp|optimizer)_\d+/(\.metadata|__\d+_\d+\.distcp|{'|'.join(map(re.escape, MANIFESTS))})"
+    r"|pytorch_model_fsdp(_\d+)?\.bin"
 )
 _SHARDS = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 _MODEL = re.compile(

@@ -48,7 +48,7 @@ def ls(folder: Path) -> None:
     sizes = _sizes(folder)
     for name, size in sorted(sizes.items()):
         click.echo(f"{_short(size):>9}  {name}")
-    if not any(map(layout.is_model, sizes)):
+    if not _has_model(folder):
         click.echo(_NO_MODEL)
 
 
@@ -61,14 +61,12 @@ def verify(folder: Path) -> None:
     for path in paths:
         try:
             found = discovery.find_verified(path)
+            verified = [True] if found.manifest else [_is_verified(path / name) for name in _units(path)]
+            lacks = "" if _has_model(path) else f"; {_NO_MODEL}"
         except CheckpointError as error:
             broken.append(str(error))
             continue
-        if found.manifest is None:
-            for name in _units(path):
-                _read(path / name)
-        state = "complete" if found.manifest else "readable, but it can't be verified without a manifest"
-        lacks = "" if any(map(layout.is_model, _sizes(path))) else f"; {_NO_MODEL}"
+        state = "complete" if all(verified) else "readable, but it can't be verified without a manifest"
         click.echo(f"{path}: {state}{lacks}")
     if broken:
         raise CheckpointError("\n".join(broken))
@@ -158,7 +156,8 @@ def _copy(names: list[str], found: discovery.Found, target: Path, with_manifest:
 
 def _weights(found: discovery.Found, index: int) -> dict[str, Any]:
     """Return a model's weights under the names of the bare model."""
-    path = discovery.model_path(found.folder, index)
+    is_model = found.folder.name == layout.model_shards(index)  # its shards alone
+    path = found.folder if is_model else discovery.model_path(found.folder, index)
     if layout.is_shards(path.name):
         state: dict[str, Any] = ShardReader(path).read_whole()["model"]
         return state
@@ -172,6 +171,20 @@ def _units(folder: Path) -> set[str]:
     """Return the names of the files in a checkpoint; those of shards that belong together count as their folder."""
     names = ((name, name.split("/")[0]) for name in _sizes(folder))
     return {first if layout.is_shards(first) else name for name, first in names}
+
+
+def _has_model(folder: Path) -> bool:
+    """Say whether there are weights of a model in a folder, which may be that of its shards."""
+    return any(layout.is_model(name) or layout.is_model(f"{folder.name}/{name}") for name in _sizes(folder))
+
+
+def _is_verified(path: Path) -> bool:
+    """Read a file, or a folder of shards, and say whether there was a manifest to check it against."""
+    if layout.is_shards(path.name) and layout.manifest(path).exists():
+        discovery.find_verified(path)
+        return True
+    _read(path)
+    return False
 
 
 def _read(path: Path) -> Any:
@@ -235,7 +248,7 @@ def _line(path: Path) -> str:
         problem = str(error)
     if problem is not None:
         return f"{path.name}: NOT COMPLETE: {problem}"
-    facts = [] if any(map(layout.is_model, sizes)) else [_NO_MODEL]
+    facts = [] if _has_model(path) else [_NO_MODEL]
     if manifest is None:
         facts += ["without a manifest", _short(sum(sizes.values()))]
     else:
