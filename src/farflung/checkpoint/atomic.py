@@ -126,6 +126,9 @@ def _move_up(folder: Path, target: Path) -> None:
         place = target / path.relative_to(folder)
         place.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, place)
+    for inner in target.iterdir():
+        if layout.is_shards(inner.name) and inner.is_dir() and not any(inner.iterdir()):
+            inner.rmdir()  # it would be read in place of the new file
     for inner in {place.parent for place in (target / name for name in new.files)}:
         sync_folder(inner)
     os.replace(manifest, target / layout.MANIFEST)
