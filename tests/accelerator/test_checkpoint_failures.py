@@ -179,15 +179,20 @@ def one_rank_is_late_or_fails(folder):
     except CheckpointError as error:
         found.append(str(error))
     accelerator._checkpointer.custom.pop() if accelerator.process_index == 0 else None
+    try:
+        accelerator.save_state(folder / ("x" * 300))
+    except CheckpointError as error:
+        found.append(str(error))
     accelerator.save_state(folder / "fourth")
     return found, sorted(path.name for path in folder.iterdir())
 
 
-def test_a_rank_that_is_late_or_cannot_copy_is_the_same_error_on_all(tmp_path):
+def test_what_one_rank_can_not_do_in_time_or_at_all_is_the_same_error_on_all(tmp_path):
     for words, names in run_ranks(one_rank_is_late_or_fails, 2, tmp_path, timeout_s=30):
-        assert len(words) == 2
+        assert len(words) == 3
         assert "rank 0: StateError: save_state: the previous checkpoint is still being written" in words[0]
         assert "rank 0: TypeError: cannot pickle '_thread.lock' object" in words[1]
+        assert "rank 0: OSError: [Errno 36] File name too long" in words[2]
         assert names == ["first", "fourth", "second"]
 
 

@@ -3,6 +3,7 @@
 
 import gc
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -299,6 +300,18 @@ def test_a_save_in_the_background_stays_in_its_folder_when_the_script_changes_it
     training.accelerator.end_training()
     assert (tmp_path / "later" / "farflung.json").exists()
     assert os.listdir() == []
+
+
+def test_an_old_checkpoint_that_can_not_be_removed_is_a_warning_and_goes_later(tmp_path, monkeypatch):
+    accelerator = Training(n=2, project=automatic(tmp_path, total_limit=1)).accelerator
+    accelerator.save_state()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(OSError(39, "Directory not empty")))
+        with pytest.warns(UserWarning, match="checkpoint_0 could not be removed: .*Directory not empty"):
+            accelerator.save_state()
+    accelerator.save_state()
+    assert os.listdir(tmp_path) == ["checkpoints"]
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_2"]
 
 
 def test_numbers_go_on_from_a_checkpoint_that_is_named_in_another_way(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 
 import os
 import shutil
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -112,6 +113,49 @@ def test_a_ready_checkpoint_that_cannot_be_moved_up_is_an_error(tmp_path, monkey
         with pytest.raises(CheckpointError, match="is complete, but its files could not be moved up"):
             discovery.find_verified(tmp_path)
     assert content(tmp_path) == {"new"}
+
+
+def test_a_folder_that_appears_while_the_checkpoint_is_written_gets_it(tmp_path, monkeypatch):
+    sync = atomic.sync_folder
+
+    def appear(folder):
+        (tmp_path / "ckpt").mkdir(exist_ok=True)
+        (tmp_path / "ckpt" / "notes.txt").write_text("mine")
+        sync(folder)
+
+    monkeypatch.setattr(atomic, "sync_folder", appear)
+    write(tmp_path / "ckpt", "new")
+    assert content(tmp_path / "ckpt") == {"new"}
+    assert sorted(os.listdir(tmp_path / "ckpt")) == ["farflung.json", "loop_state", "model.safetensors", "notes.txt"]
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_who_looks_at_a_folder_does_not_disturb_who_writes_into_it(tmp_path):
+    write(tmp_path, "first")
+    done = threading.Event()
+
+    def look():
+        while not done.is_set():
+            with suppress(CheckpointError):  # it may come between two files
+                discovery.find(tmp_path)
+
+    readers = [threading.Thread(target=look) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    try:
+        for number in range(20):
+            write(tmp_path, f"t{number}", names=("model.safetensors", f"random_states_{number}.pkl"))
+            assert content(tmp_path) == {f"t{number}"}
+    finally:
+        done.set()
+        for reader in readers:
+            reader.join()
+
+
+def test_names_are_not_patterns(tmp_path):
+    (tmp_path / ".other.writing-a").mkdir()
+    write(tmp_path / "*", "new")
+    assert sorted(os.listdir(tmp_path)) == ["*", ".other.writing-a"]
 
 
 def test_what_is_no_checkpoint_is_never_removed(tmp_path):

@@ -9,10 +9,14 @@ be moved up, which `finish` does, at once or when the folder is next looked at. 
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from farflung.base.errors import CheckpointError
@@ -60,12 +64,12 @@ class StagedDir:
     def begin(self) -> None:
         """Make the folder, once what earlier attempts have left is gone."""
         self._aside.mkdir(parents=True, exist_ok=True)
-        left = list(self._aside.glob(f".{self.target.name}{_WRITING}*"))
+        left = list(self._aside.glob(f".{glob.escape(self.target.name)}{_WRITING}*"))
         if not self._is_fresh:
             finish(self.target)
             left += self.target.glob(f"{_WRITING}*")
         for path in left:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # it is in nobody's way; the next one tries again
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self.folder.mkdir(parents=True)
 
@@ -75,14 +79,23 @@ class StagedDir:
             sync_folder(folder)
         sync_folder(self.folder)
         sync_folder(self._shell)
-        if self._is_fresh:
-            os.rename(self.folder, self.target)
+        if self._is_fresh and self._renamed():
             sync_folder(self.target.parent)
             self._shell.rmdir()
         else:
             os.rename(self._shell, self.target / READY)
             sync_folder(self.target)
             finish(self.target)
+
+    def _renamed(self) -> bool:
+        """Rename the new folder to the target, unless there is one with files by now; return whether it was."""
+        try:
+            os.rename(self.folder, self.target)
+        except OSError:
+            if not self.target.is_dir():
+                raise
+            return False
+        return True
 
     def discard(self) -> None:
         """Take away what was written, where this rank has begun it."""
@@ -100,15 +113,31 @@ def finish(target: Path) -> None:
     if not ready.is_dir():
         return
     try:
-        for folder in ready.iterdir():
-            _move_up(folder, target)
-        shutil.rmtree(ready)
-        sync_folder(target)
+        with _locked(target):
+            if ready.is_dir():  # another process may have been first
+                for folder in ready.iterdir():
+                    _move_up(folder, target)
+                shutil.rmtree(ready)
+                sync_folder(target)
     except OSError as error:
         raise CheckpointError(
             f"{target}: the checkpoint in {ready} is complete, but its files could not be moved up: {error}. Move them "
             "by hand, or make the folder writable."
         ) from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out that move up files in the same folder, where its file system can."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(number, fcntl.LOCK_UN)  # a process forked meanwhile has the file open too
+        os.close(number)
 
 
 def _move_up(folder: Path, target: Path) -> None:
@@ -148,10 +177,18 @@ def _belonging(target: Path) -> set[str]:
 
 
 def remove(folder: Path, aside: Path) -> None:
-    """Take a checkpoint away: at once for whoever looks, by one rename, then from the disk."""
+    """Take a checkpoint away: at once for whoever looks, by one rename, then from the disk.
+
+    Where that fails there is a warning, and what is left is taken away by a later `remove` or `sweep`.
+    """
     trash = aside / f".{folder.name}{_TRASH}{secrets.token_hex(4)}"
-    os.rename(folder, trash)
-    shutil.rmtree(trash)
+    try:
+        os.rename(folder, trash)
+        shutil.rmtree(trash)
+    except OSError as error:
+        warnings.warn(
+            f"The old checkpoint {folder} could not be removed: {error}. The next save tries again.", stacklevel=2
+        )
 
 
 def sweep(aside: Path) -> None:

@@ -103,7 +103,7 @@ class Saver:
 
     def begin(self, request: SaveRequest) -> StagedDir:
         """Make the folder in which the files are put meanwhile. All ranks call this together, as all that follows."""
-        staged = StagedDir(request.target, secrets.token_hex(4), request.aside)
+        own: list[StagedDir] = []
 
         def make() -> str:
             if not self.group.leads:
@@ -115,11 +115,12 @@ class Saver:
                     f"{request.target} already exists. Load it first, or set ProjectConfiguration(iteration=...) to "
                     "the next number."
                 )
-            staged.begin()
-            return os.fspath(staged.folder)
+            own.append(StagedDir(request.target, secrets.token_hex(4), request.aside))
+            own[0].begin()
+            return os.fspath(own[0].folder)
 
         folders = self.group.agree(request.doing, make)
-        return staged if self.group.leads else StagedDir.of_another_rank(Path(folders[self.group.leader]))
+        return own[0] if own else StagedDir.of_another_rank(Path(folders[self.group.leader]))
 
     def write(self, request: SaveRequest, staged: StagedDir, parts: Sequence[Entry]) -> None:
         """Write this rank's parts, and put the checkpoint in place when all ranks have theirs on the disk."""
