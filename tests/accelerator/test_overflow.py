@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from farflung import Accelerator, LocalSGD
-from farflung.outer import local_sgd
+from farflung.outer import diloco, local_sgd
 from farflung.testing.ranks import run_ranks
 from farflung.utils import GradScalerKwargs
 
@@ -118,3 +118,27 @@ def test_a_replica_skips_by_itself_and_all_keep_one_rate_and_agree(num_ranks):
             assert [rates for _, rates, *_ in seen] == [[rate_after(ticks)] * parts for ticks in range(1, STEPS + 1)]
             assert torch.equal(final, ranks[0][number][1])
             assert torch.isfinite(final).all()
+
+
+def starting_late():
+    """Weights are loaded after `prepare`, and rank 0 skips its first step, while rank 1 begins where it is."""
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=16.0)])
+    net = Net()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05))
+    with accelerator.outer(model, diloco(1)):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.fill_(0.25)
+        for number in range(3):
+            overflows = accelerator.process_index == 0 and number == 0
+            accelerator.backward(model(torch.full((2, 2), float("inf") if overflows else 1.0)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    final = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+    accelerator.free_memory()
+    return final
+
+
+def test_a_first_step_that_one_replica_skips_leaves_one_anchor():
+    first, second = run_ranks(starting_late, 2)
+    assert torch.equal(first, second)

@@ -25,6 +25,7 @@ from farflung.outer import (
     replica,
     streaming_diloco,
 )
+from farflung.outer.schedule import Every, Warmup
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import RECIPES, Run, linear, net, no_statistics, same, train, values
 
@@ -92,6 +93,50 @@ def test_a_step_whose_gradients_were_not_averaged_is_an_error():
             outer.step()
 
     run_replicas(bare, 2)
+
+
+def evaluated_and_flushed_while_warm(group):
+    run = Run(group, replace(diloco(2), schedule=Warmup(8, Every(2))))
+    weights = [name for name, _ in run.model.named_parameters()]
+    first = run.steps(0, 1, 2)
+    with run.outer.synced():
+        assert same(first, values(run.model))
+    run.outer.flush()
+    flushed = values(run.model)
+    assert all(torch.equal(first[name], flushed[name]) for name in weights)
+    plain = Run(group, replace(diloco(2), schedule=Warmup(8, Every(2))))
+    plain.steps(0, 1, 2, 3)
+    run.steps(3)
+    assert all(torch.equal(run.model.get_parameter(name), plain.model.get_parameter(name)) for name in weights)
+    return flushed
+
+
+def test_a_warm_up_can_be_evaluated_and_flushed_without_a_step_back():
+    assert same(*run_replicas(evaluated_and_flushed_while_warm, 2))
+
+
+def warmed_by_adam(group, is_resumed):
+    """Epochs in a warm-up, of which the first one is uneven: the moments differ from then on."""
+    recipe = replace(diloco(2), schedule=Warmup(4, Every(2)))
+    model = no_statistics()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    outer = OuterLoop(model, recipe, group).attach(optimizer)
+    for number, epoch in enumerate([(2, 1), (3, 3)]):
+        for step in range(epoch[group.rank]):
+            train(model, optimizer, 10 * number + step, group.rank)
+        outer.flush()
+        if is_resumed and number == 0:
+            state = outer.state_dict()
+            outer.detach()
+            outer = OuterLoop(model, recipe, group).attach(optimizer)
+            outer.load_state_dict(state)
+    outer.close()
+    return values(model)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_optimizers_that_differ_in_a_warm_up_leave_no_replicas_that_differ(is_resumed):
+    assert same(*run_replicas(warmed_by_adam, 2, is_resumed))
 
 
 # quadratic

@@ -4,6 +4,7 @@
 import io
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -58,6 +59,28 @@ def at_rest(group, recipe):
 @pytest.mark.parametrize("size", [2, 4])
 def test_where_nobody_moves_nothing_ever_moves(recipe, size):
     for states in run_replicas(at_rest, size, recipe):
+        assert same(*states)
+
+
+def at_rest_after_loading(group, recipe):
+    if recipe.optimizer is not None:  # without momentum, which goes on by itself
+        recipe = replace(recipe, optimizer=partial(torch.optim.SGD, lr=0.7))
+    run = Run(group, recipe, no_statistics, momentum=0.0)
+    run.steps(*range(8))  # rounds have kept something back, and some are under way
+    with torch.no_grad():
+        for number, parameter in enumerate(run.model.parameters()):
+            parameter.fill_(number + 1.0)
+    run.outer.reset_anchor()
+    before = values(run.model)
+    run.optimizer.param_groups[0]["lr"] = 0.0
+    seen = [run.steps(number) for number in range(8, 16)]
+    return [before, *seen, run.end()]
+
+
+@pytest.mark.law("standstill")
+@every_recipe
+def test_after_weights_were_loaded_and_the_anchor_reset_nothing_is_left_of_what_was_before(recipe):
+    for states in run_replicas(at_rest_after_loading, 2, recipe):
         assert same(*states)
 
 

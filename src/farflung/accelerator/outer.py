@@ -113,6 +113,8 @@ class AttachedLoop:
 
     def step_attempted(self, done: bool) -> None:
         """After an attempted step: count it, run the rounds that are due, and flush on the last batch of the data."""
+        if not done:
+            self._begin_where_it_is()  # as those do whose first step is not skipped
         items = self._items_of_step() if self.recipe.weigh_by == "items" else 0
         self.loop.count(done, items)
         if self._each_step:
@@ -142,8 +144,7 @@ class AttachedLoop:
         """Before the very first step: weights may have been loaded into the model after it was prepared."""
         if self._is_new:
             self._is_new = False
-            stats = self.loop.stats()
-            if stats.steps == 0 and stats.rounds == 0:
+            if self.loop.stats().attempts == 0:
                 self.loop.reset_anchor()
 
     def _choose_who_averages(self) -> None:

@@ -354,9 +354,11 @@ class Anchored(Averaged):
             foreach_copy_(self.buckets.pieces(k), self._anchor.views(k))
 
     def reset_anchor(self) -> None:
-        """anchor <- local."""
+        """anchor <- local, and nothing is left over from what was sent."""
         for k, chunk in enumerate(self._anchor.chunks):
             chunk.detach().copy_(self.buckets.pack(k))
+        for residual in self._residuals:
+            residual.zero_()
 
     def rows(self) -> dict[str, list[Tensor]]:
         """Return the anchor, what the outer optimizer keeps, and the residuals."""

@@ -241,14 +241,15 @@ class OuterLoop:
     def reset_anchor(self) -> None:
         """Take the current weights as the new anchor, for example after loading weights. No collective.
 
-        All ranks must call it, and with the same weights: the end of the next round checks that they were the same.
+        Exchanges in flight are waited for and discarded, and so is what error feedback has kept back. All ranks must
+        call it, and with the same weights: the end of the next round checks that they were the same.
 
         Raises:
             StateError: the loop has ended.
         """
         self._check_open()
         with torch.no_grad():
-            self._rounds.replica.reset()
+            self._rounds.reset()
 
     def flush(self) -> None:
         """Stay in the rounds until every rank has called this; afterwards all replicas are bitwise equal.
@@ -264,6 +265,8 @@ class OuterLoop:
             if not self._warm(finished=True):
                 break
         with self._meter.timed("exposed"), torch.no_grad():
+            if self.is_warming and self._are_alike:  # nothing is left to average but buffers
+                self._rounds.replica.reset_anchor()
             last = self._walk_on()
             self._rounds.apply_all()
             for number in range(len(self._rounds.replica.fragments)):
@@ -276,27 +279,29 @@ class OuterLoop:
                 self._rounds.average()
                 self._rounds.replica.reset_anchor()
         self._synced = self._began = self._position
-        self._are_alike = True
+        self._are_alike = self._are_alike or not self.is_warming  # optimizers of ranks without data stay behind
 
     @contextmanager
     def synced(self) -> Iterator[None]:
         """Put the last common weights into the model, for an evaluation; afterwards restore the local weights.
 
-        With a common anchor nothing is sent. Recipes without an anchor, or with one per replica, average the weights of
-        all ranks for this: a collective.
+        With a common anchor nothing is sent, nor in a warm-up, where the weights themselves are common. Recipes without
+        an anchor, or with one per replica, average the weights of all ranks for this: a collective.
         """
         self._check_open()
+        is_common = self.is_warming and self._are_alike
         has_anchor = self._recipe.agrees and self._recipe.optimizer is not None
+        must_average = not (is_common or has_anchor) and self._group.size > 1
         with torch.no_grad():
-            if not has_anchor and self._group.size > 1:
+            if must_average:
                 self._rounds.agree_on_changes()
             kept = self._rounds.replica.copies()
         try:
             with torch.no_grad():
-                if has_anchor:
-                    self._rounds.replica.adopt()
-                elif self._group.size > 1:
+                if must_average:
                     self._rounds.average()
+                elif has_anchor and not is_common:
+                    self._rounds.replica.adopt()
             yield
         finally:
             with torch.no_grad():
@@ -335,6 +340,7 @@ class OuterLoop:
             "position": self._position,
             "synced": self._synced,
             "began": self._began,
+            "are_alike": self._are_alike,
             "seconds": self._clock() - self._began_at,
             "shard": self._rounds.island.shard,
             "lr": self._lr,
@@ -356,6 +362,7 @@ class OuterLoop:
         reshard(self._model.modules())
         self._rounds.load_state_dict(state["rounds"])
         self._position, self._synced, self._began = state["position"], state["synced"], state["began"]
+        self._are_alike = state.get("are_alike", True)
         self._began_at = self._clock() - state["seconds"]
         self._lr = state["lr"]
         self._meter.load(state["stats"])

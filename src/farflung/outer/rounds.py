@@ -259,13 +259,23 @@ class Rounds:
             "fragments": [fragment.state_dict() for fragment in self.replica.fragments],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; what is under way here is waited for and forgotten."""
+    def reset(self) -> None:
+        """Begin anew with the local weights."""
+        self._forget()
+        self.replica.reset()
+
+    def _forget(self) -> None:
+        """Wait for what is under way, and make nothing of it."""
         for number in list(self._open):
             self._wait(number)
+        self._open.clear()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned; what is under way here is waited for and forgotten."""
+        self._forget()
         for fragment, saved in zip(self.replica.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
-        self._num_votes, self._open = state["num_votes"], {}
+        self._num_votes = state["num_votes"]
         for number, saved in state["open"].items():
             fragment, members, ballot = self.replica.fragments[number], self._members[saved["level"]], saved["ballot"]
             row = (Ballot(**ballot), saved["step"], saved["level"], saved["claimed_weight"])
