@@ -2,6 +2,7 @@
 """No rank waits for long for one that does not come: it learns within seconds who that is, where it is, and why."""
 
 import ctypes
+import io
 import json
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from farflung.process import watchdog
 from farflung.state import AcceleratorState
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
-from farflung.utils import DataLoaderConfiguration, InitProcessGroupKwargs
+from farflung.utils import DataLoaderConfiguration, InitProcessGroupKwargs, ParallelismConfig
 
 LATE = 1
 WATCHDOG = ["farflung watchdog", "farflung watchdog guard"]
@@ -150,6 +151,41 @@ def test_a_late_rank_is_named_in_backward(tmp_path):
     (said, seconds), _ = run_ranks(comes_late, 2, tmp_path, learns)
     assert "rank 1 did not reach" in said
     assert seconds < patience(5)
+
+
+def trains(path, accelerator, model, optimizer):
+    with accelerator.outer(model, local_sgd(2)):
+        for step in range(8):
+            if step == 3 and accelerator.process_index == LATE:
+                evaluates_alone(path, 3)
+            accelerator.backward(model(torch.ones(1, 4)).sum())
+            optimizer.step()
+
+
+def comes_late_in_its_island(path, layout):
+    watchdog._TICK_S = 0.1
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[WatchdogKwargs(1)], **layout)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    began, printed = time.monotonic(), io.StringIO()
+    with redirect_stderr(printed), pytest.raises(RuntimeError) as raised:
+        trains(path, accelerator, *prepared)
+    seconds = time.monotonic() - began
+    (path / str(accelerator.process_index)).touch()
+    return printed.getvalue() + str(raised.value), seconds
+
+
+LAYOUTS = [{"island_size": 2}, {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["ddp", "fsdp"])
+def test_in_islands_the_rank_that_all_wait_for_in_the_end_is_named(layout, tmp_path):
+    first, _, third, last = run_ranks(comes_late_in_its_island, 4, tmp_path, layout)
+    for said, seconds in (first, third, last):
+        assert "ank 1 did not reach `" in said
+        assert "rank 0 did not reach" not in said
+        assert "in evaluates_alone" in said
+        assert seconds < patience(6)
 
 
 def holds_the_lock(path):

@@ -167,6 +167,10 @@ class TorchGroup:
         part.await_connections()
         return part
 
+    def with_parts(self) -> list[TorchGroup]:
+        """Return this group and those that `within` made, as far as they have not been destroyed."""
+        return [group for group in (self, *self.shared.parts.values()) if group._pg() is not None]
+
     def await_connections(self) -> None:
         """Return when every rank is connected: one that ended before would break what another still waits for."""
         self.all_gather_small(torch.zeros(1))
@@ -219,31 +223,24 @@ class TorchGroup:
     def leave(self, reason: str, for_good: bool = False) -> None:
         if not self._is_block:
             self.presence.mark_left(reason)
-        for group in (self, *self.shared.parts.values()) if for_good else ():
+        for group in self.with_parts() if for_good else ():
             group.abort()
 
     def raise_if_broken(self) -> None:
-        known = self.presence.describe_left()
-        if not known and self.presence.has_alarm():
-            mismatch = self.presence.mismatch()
-            if mismatch:
-                self.abort()
-                raise CollectiveMismatch(mismatch)
-            known = self.presence.hang_report() or self.presence.check_alive()
-        if known:
-            self.abort()
-            raise RankFailure(f"Rank {self.presence.rank} stopped waiting: {known}.")
+        if self.presence.describe_left() or self.presence.has_alarm():
+            raise self._broken(f"Rank {self.presence.rank} stopped waiting")
 
     def failure(self, error: RuntimeError) -> RankFailure | CollectiveMismatch:
         """Say in one error what is known about the ranks of this group, in which a collective ended with `error`."""
-        mismatch = self.presence.mismatch()
-        if mismatch:
-            self.abort()
-            return CollectiveMismatch(mismatch)
-        known = self.presence.hang_report() or self.presence.describe_left() or self.presence.check_alive()
-        self.abort()
         said = _SOURCE_LINE.sub("", str(error).split(". ", 1)[0])
-        return RankFailure(f"A collective of rank {self.presence.rank} failed: {known}. The transport said: {said}.")
+        return self._broken(f"A collective of rank {self.presence.rank} failed", f" The transport said: {said}.")
+
+    def _broken(self, what: str, said: str = "") -> RankFailure | CollectiveMismatch:
+        """Close the connections, and say why: a rank that is late comes before those that left because of it."""
+        mismatch = self.presence.mismatch()
+        known = mismatch or self.presence.hang_report() or self.presence.describe_left() or self.presence.check_alive()
+        self.abort()
+        return CollectiveMismatch(mismatch) if mismatch else RankFailure(f"{what}: {known}.{said}")
 
     def abort(self) -> None:
         """Close the connections: a gloo operation that can never end would hold up the exit of this process."""

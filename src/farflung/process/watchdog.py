@@ -3,8 +3,9 @@
 
 A rank that has waited in one collective for longer than the time allowed asks all ranks which collectives they have
 entered and what they are doing. The watchdogs answer, whatever their ranks are busy with. The ranks that have not
-entered it are named to all that wait, with their stacks, and the waits end in an error. Where all have entered it, it
-is slow but not stuck, and the wait goes on. As long as nobody asks, this costs one look into the store a tick.
+entered it are named to all that wait, with their stacks, and the waits end in an error. Where these wait as well, those
+that they wait for are named instead. Where all have entered it, it is slow but not stuck, and the wait goes on. As long
+as nobody asks, this costs one look into the store a tick.
 
 The store lives on the main machine. Where that is lost, or the line to it, nobody answers any more, and whoever asks
 waits for ever. A second thread, which never touches the store, notices that and ends the process.
@@ -36,6 +37,7 @@ from farflung.process.failure import has_report, record_failure
 
 _TICK_S = 0.5  # how often a watchdog looks
 _ANSWER_S = 5.0  # how long it waits for answers
+_TURN_S = 2.0  # how long the others leave it to a rank that asks: it has its answers by then, unless a rank is gone
 _MAX_FRAMES = 12  # of a late rank's stack, the innermost ones
 _TORCHS = "torch's own"  # the collectives that did not go through a group of ours
 
@@ -117,7 +119,7 @@ class Watchdog:
                 wait = self._current_wait()
                 if wait != self._wait:
                     self._wait, self._since = wait, now
-                elif wait is not None and now - self._since > self._timeout_s and now - self._heard_at > 2 * _ANSWER_S:
+                elif wait is not None and now - self._since > self._timeout_s and now - self._heard_at > _TURN_S:
                     self._ask_all(wait)
                     self._since = time.monotonic()
 
@@ -129,14 +131,21 @@ class Watchdog:
         self._seen, self._heard_at = asked, time.monotonic()
         report = self._presence.hang_report()
         if not report:
-            entered = self._waits.entered | {_TORCHS: self._entered_torchs()}
-            self._presence.answer(json.dumps({"question": asked, "entered": entered, "stack": _stack(self._frame())}))
+            wait = self._current_wait()
+            answer = {
+                "question": asked,
+                "entered": self._waits.entered | self._entered_torchs(),
+                "needs": self._needs(wait) if wait == self._wait else {},  # a wait of a moment explains nothing
+                "stack": _stack(self._frame()),
+            }
+            self._presence.answer(json.dumps(answer))
             return
         self._halt.set()
         wait = self._current_wait()
         if wait is not None and wait.group == _TORCHS:
             _publish(f"Rank {self._group.rank} stopped waiting: {report}.")
-            self._group.abort()
+            for group in self._group.with_parts():
+                group.abort()
 
     def _guard(self) -> None:
         """End this process when it waits for the others and the store has not answered for the time allowed."""
@@ -167,17 +176,26 @@ class Watchdog:
             return wait
         frame = self._frame() if self._is_gloo else None
         if frame is not None and frame.f_code.co_filename.startswith(_WAITS_IN):
-            return Wait(_TORCHS, self._entered_torchs(), "")
+            return Wait(_TORCHS, sum(self._entered_torchs().values()), "")
         return None
 
-    def _entered_torchs(self) -> int:
-        return num_collectives(self._group.pg) if self._is_gloo else 0
+    def _entered_torchs(self) -> dict[str, int]:
+        groups = self._group.with_parts() if self._is_gloo else []
+        return {f"{_TORCHS} {group.pg.group_name}": num_collectives(group.pg) for group in groups}
+
+    def _needs(self, wait: Wait | None) -> dict[str, int]:
+        """Return how many collectives of which groups the others must have entered, or this wait can not end."""
+        if wait is None:
+            return {}
+        # Nothing tells which group torch waits in.
+        return self._entered_torchs() if wait.group == _TORCHS else {wait.group: wait.number}
 
     def _frame(self) -> FrameType | None:
         return sys._current_frames().get(self._watched)
 
     def _ask_all(self, wait: Wait) -> None:
         """Find out who has not entered the collective that this rank waits in, and tell all."""
+        needs = self._needs(wait)
         question = self._presence.ask()
         deadline = time.monotonic() + _ANSWER_S
         answers: dict[int, Any] = {}
@@ -188,7 +206,7 @@ class Watchdog:
             answers |= {rank: answer for rank, answer in came.items() if answer["question"] >= question}
             missing -= answers.keys()
             self._beat = time.monotonic()
-        late = {rank: a["stack"] for rank, a in answers.items() if _is_late(a["entered"], wait)}
+        late = {rank: answers[rank]["stack"] for rank in sorted(_find_late(needs, answers))}
         if (late or missing) and self._current_wait() == wait and not self._halt.is_set():
             self._presence.publish_hang(self._hang_report(late, sorted(missing)))
 
@@ -224,8 +242,20 @@ class Watchdog:
         return "\n".join(lines)
 
 
-def _is_late(entered: dict[str, int], wait: Wait) -> bool:
-    return entered.get(wait.group, wait.number) < wait.number  # who is not in the group is late for nothing in it
+def _find_late(needs: dict[str, int], answers: dict[int, Any]) -> set[int]:
+    """Return the ranks that hold up a wait in the end and wait for nobody; where there are none, those it waits for."""
+    waited_for = new = _behind(needs, answers)
+    late = set(waited_for)
+    while new:
+        new = {other for rank in new for other in _behind(answers[rank]["needs"], answers)} - late
+        late |= new
+    return {rank for rank in late if not answers[rank]["needs"]} or waited_for
+
+
+def _behind(needs: dict[str, int], answers: dict[int, Any]) -> set[int]:
+    """Return the ranks that have entered too few; who is not in a group is late for nothing in it."""
+    counts = {rank: answer["entered"] for rank, answer in answers.items()}
+    return {rank for rank, count in counts.items() if any(count.get(name, n) < n for name, n in needs.items())}
 
 
 def _publish(text: str) -> None:
