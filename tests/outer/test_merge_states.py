@@ -114,3 +114,12 @@ def test_who_has_done_nothing_since_brings_nothing_not_even_a_nan():
     assert [part["pending_weight"][0] for part in parts] == [1.0, 0.0]
     parts[1]["local"]["0.weight"].fill_(torch.nan)
     assert torch.equal(merge_states(old).weights["0.weight"], parts[0]["local"]["0.weight"])
+
+
+def test_a_rank_with_a_nan_does_not_count_unless_all_have_one():
+    old = states_of(local_sgd(4), 2, 5)
+    parts = [one["rounds"]["fragments"][0] for one in old]
+    parts[0]["local"]["0.weight"].fill_(torch.nan)  # of the only rank that has done anything
+    assert torch.equal(merge_states(old).weights["0.weight"], parts[1]["local"]["0.weight"])
+    parts[1]["local"]["0.weight"].fill_(torch.nan)
+    assert merge_states(old).weights["0.weight"].isnan().all()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merge the states of an outer loop on some ranks into one from which any number of ranks can continue.
 
-local       the mean over the old ranks, weighted by the work that each has done since its last round
+local       the mean over the old ranks, weighted by the work that each has done since its last round; what is not
+            finite counts only if nothing else is there
 anchor      kept, with its outer optimizer; if each rank has its own anchor, their mean
 residuals   of error feedback: their mean, so that the ranks together still owe what they owed
 in flight   counts as not sent: it is still in the local weights
@@ -69,8 +70,10 @@ def _merged_fragment(column: Sequence[dict[str, Any]], number: int, states: Sequ
     pending = [
         _all_pending(part, state["rounds"]["open"].get(number)) for part, state in zip(column, states, strict=True)
     ]
-    most = max(done[0] for done in pending)
-    by_work = [done[0] / most if most else 1.0 for done in pending]  # all 1 if all did the same
+    sound = [_is_finite(part["local"]) for part in column]
+    counts = [float(one or not any(sound)) for one in sound]
+    most = max(done[0] * count for done, count in zip(pending, counts, strict=True))
+    by_work = [done[0] / most * count if most else count for done, count in zip(pending, counts, strict=True)]
     agreed = None if column[0]["agreed"] is None else _mean([part["agreed"] for part in column], [1.0] * len(column))
     return {
         "local": _mean([part["local"] for part in column], by_work),
@@ -80,6 +83,10 @@ def _merged_fragment(column: Sequence[dict[str, Any]], number: int, states: Sequ
         "num_rounds": max(part["num_rounds"] for part in column),
         "digest": -1,
     }
+
+
+def _is_finite(tensors: dict[str, Tensor]) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
 
 
 def _all_pending(part: dict[str, Any], open_round: dict[str, Any] | None) -> list[float]:

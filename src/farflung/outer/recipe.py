@@ -15,7 +15,7 @@ from farflung.codec.base import Codec, Identity
 from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.named import codec_of
 from farflung.comm.group import SoloGroup
-from farflung.outer.aggregate import Gossip, TrimmedMean
+from farflung.outer.aggregate import Gossip, ReduceScatterMean, TrimmedMean
 from farflung.outer.agreement import Aggregator, MakeOptimizer, Mean
 from farflung.outer.fragments import Cut, whole
 from farflung.outer.inner import Inner, KeepState
@@ -76,6 +76,16 @@ class Recipe:
             raise ConfigError("eager needs a schedule with one fragment and a delay equal to every.")
         if self.eager and isinstance(self.aggregator, (Gossip, TrimmedMean)):
             raise ConfigError(f"eager replaces this rank's term in a mean, and {self.aggregator} is no such mean.")
+        if isinstance(self.aggregator, ReduceScatterMean) and (self.eager or self.policy.norm == "sent"):
+            name = "eager" if self.eager else str(self.policy)
+            raise ConfigError(
+                f"{name} looks at what this rank has sent, which ReduceScatterMean() cuts into parts. Use GatherMean()."
+            )
+        if self.levels and self.optimizer is not None:
+            raise ConfigError(
+                f"{self.schedule} with an outer optimizer: rounds in smaller groups would leave each group an anchor "
+                "of its own. Leave the optimizer out, so that weights are averaged."
+            )
         # Refuses now what the aggregator would refuse in the first round.
         residual = torch.zeros(1) if isinstance(self.codec, ErrorFeedback) else None
         self.aggregator.prepare(torch.zeros(1), self.codec, SoloGroup(), residual)
