@@ -242,7 +242,7 @@ class OuterLoop:
         """Take the current weights as the new anchor, for example after loading weights. No collective.
 
         Exchanges in flight are waited for and discarded, and so is what error feedback has kept back. All ranks must
-        call it, and with the same weights: the end of the next round checks that they were the same.
+        call it, and with the same weights: nothing compares them.
 
         Raises:
             StateError: the loop has ended.
