@@ -6,14 +6,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader, TensorDataset
 
 from farflung import Accelerator
-from farflung.base.errors import ConfigError, FarflungError, Unsupported
+from farflung.base.errors import ConfigError, FarflungError, StateError, Unsupported
 from farflung.comm.shards import full, is_sharded, local
 from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
+from farflung.utils import GradientAccumulationPlugin
 
 pytestmark = pytest.mark.ranks
 
@@ -288,3 +290,133 @@ def test_an_axis_of_shards_alone_shards_by_default():
     for shapes, sharded in run_ranks(shards_of, 4, {"dp_replicate_size": 2, "dp_shard_size": 2}):
         assert sharded
         assert shapes[0] in ((4, 5), (3, 5))
+
+
+WINDOWS = {
+    "ddp": {},
+    "fsdp": {"fsdp_plugin": {}},
+    "fsdp by layer": {
+        "fsdp_plugin": {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Linear"]}
+    },
+    "fsdp, whole in between": {"fsdp_plugin": {"reshard_after_forward": False}},
+}
+
+
+def gradient_of_windows(settings, by_items, each):
+    """Two windows, the second of them short; y = w * x makes the gradient a mean of what is fed."""
+    settings = {name: FullyShardedDataParallelPlugin(**given) for name, given in settings.items()}
+    steps = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each)
+    accelerator = fresh(gradient_accumulation_plugin=steps, **settings)
+    model = nn.Sequential(nn.Linear(1, 2, bias=False))
+    data = DataLoader(TensorDataset(torch.arange(1.0, 7.0).view(6, 1)), batch_size=1)
+    model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), data)
+    found = []
+    for (x,) in data:
+        with accelerator.accumulate(model):
+            y = model(x)[:, 0]
+            if by_items:
+                accelerator.backward(y.sum() * x.item(), num_items=x.item())
+            else:
+                accelerator.backward(y.mean())
+            if accelerator.sync_gradients:
+                found.append(full(next(model.parameters()).grad)[0].item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def every_window():
+    plans = [(by_items, each) for by_items in (False, True) for each in (False, True)]
+    return {(name, *plan): gradient_of_windows(WINDOWS[name], *plan) for name in WINDOWS for plan in plans}
+
+
+def test_short_windows_and_items_count_as_under_one_process():
+    for found in run_ranks(every_window, 2):
+        for (name, by_items, each), gradients in found.items():
+            # Rank 0 gets 1, 3, 5, and rank 1 gets 2, 4, 6: windows of 1 to 4, then of 5 and 6.
+            expected = [30 / 10, 61 / 11] if by_items else [2.5, 5.5]
+            assert gradients == pytest.approx(expected), (name, by_items, each)
+
+
+def clipped(norm_type):
+    """The norm over a model of uneven shards, and over two models on two meshes."""
+    accelerator = sharding()
+    model, optimizer = in_one_call(accelerator, net(out=1))
+    other = net(1)
+    fully_shard(other, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard")))
+    accelerator.backward(model(torch.ones(1, 5)).sum())
+    other(torch.ones(1, 5)).sum().backward()
+    alone = accelerator.clip_grad_norm_(model.parameters(), 1e9, norm_type).item()
+    both = accelerator.clip_grad_norm_([*model.parameters(), *other.parameters()], 1e9, norm_type).item()
+    return alone, both
+
+
+def every_norm():
+    return {norm_type: clipped(norm_type) for norm_type in (2.0, float("inf"))}
+
+
+def test_norms_over_empty_shards_and_over_several_meshes_are_those_of_whole_gradients():
+    one, other = net(out=1), net(1)
+    for model in (one, other):
+        model(torch.ones(1, 5)).sum().backward()
+    for found in run_ranks(every_norm, 2):
+        for norm_type, (alone, both) in found.items():
+            expected = nn.utils.clip_grad_norm_(one.parameters(), 1e9, norm_type).item()
+            assert alone == pytest.approx(expected)
+            everything = [*one.parameters(), *other.parameters()]
+            assert both == pytest.approx(nn.utils.clip_grad_norm_(everything, 1e9, norm_type).item())
+
+
+def refusals_of_what_would_not_train():
+    said = []
+    accelerator = sharding()
+    model, made = net(), adam(net())
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(Unsupported) as refused:
+        accelerator.prepare(model)
+    said.append(str(refused.value))
+    one, other = net(1), net(2)
+    other[0].weight = one[0].weight
+    one = accelerator.prepare(one)
+    with pytest.raises(Unsupported) as refused:
+        accelerator.prepare(other)
+    said.append(str(refused.value))
+    model = net()
+    made = adam(model)
+    model = accelerator.prepare(model)
+    accelerator.backward(model(torch.ones(1, 5)).sum())
+    with pytest.raises(StateError) as refused:
+        made.step()
+    said.append(str(refused.value))
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32)
+    with pytest.raises(ConfigError) as refused:
+        fresh(fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy=policy), mixed_precision="bf16")
+    said.append(str(refused.value))
+    return said
+
+
+def test_what_would_not_be_trained_or_averaged_is_refused():
+    for partly, tied, strange, policy in run_ranks(refusals_of_what_would_not_train, 2):
+        assert "the gradients of 2.weight, 2.bias" in partly
+        assert "shares 0.weight" in tied
+        assert "AdamW was made before its model was sharded" in strange
+        assert "param_dtype=torch.float32, but mixed_precision computes in torch.bfloat16" in policy
+
+
+def partly_loaded():
+    """Rank 1 lacks the values of a layer; a frozen part stays whole."""
+    accelerator = fresh(fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="1"))
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7).requires_grad_(False), nn.Linear(7, 3))
+    if accelerator.process_index == 1:
+        model[1:].to("meta")
+    before = [p.detach().clone() for p in model.parameters()]
+    model = accelerator.prepare(model)
+    sharding().prepare(nn.MSELoss())  # which has no parameters that might be missing
+    return before, [full(p.detach()) for p in model.parameters()]
+
+
+def test_values_that_a_rank_lacks_are_those_of_rank_0():
+    ranks = run_ranks(partly_loaded, 2)
+    for _, after in ranks:
+        assert all(torch.equal(mine, value) for mine, value in zip(after, ranks[0][0], strict=True))

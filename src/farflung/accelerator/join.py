@@ -59,7 +59,8 @@ def join_uneven_inputs(
     for one in joinables:
         if not isinstance(one, Joinable):
             raise ConfigError(
-                f"join_uneven_inputs: a {type(one).__name__} is not wrapped in DDP. Pass prepared models."
+                f"join_uneven_inputs: a {type(one).__name__} is not wrapped in DDP. Pass prepared models; sharded "
+                "ones can't be joined: let their loaders have even_batches=True."
             )
     with ExitStack() as stack:
         if even_batches is not None:

@@ -49,6 +49,21 @@ def meshes(tensors: Iterable[Tensor]) -> list[DeviceMesh]:
     return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor)))  # type: ignore[attr-defined]
 
 
+def mesh_over(tensor: Tensor) -> DeviceMesh | None:
+    """Return the mesh that `tensor` is spread over; None where it is whole."""
+    return tensor.device_mesh if is_sharded(tensor) else None  # type: ignore[attr-defined]
+
+
+def largest(mine: Tensor, shard: Tensor) -> Tensor:
+    """Return the largest of the numbers `mine`, 0-d, of the ranks that share `shard`: a collective of these."""
+    mesh = mesh_over(shard)
+    if mesh is None:
+        return mine
+    from torch.distributed.tensor import DTensor, Partial  # here, as it is slow to import
+
+    return full(DTensor.from_local(mine, mesh, [Partial("max")] * mesh.ndim))
+
+
 def sharded_parts(modules: Iterable[nn.Module]) -> list[Any]:
     """Return those of `modules` that `fully_shard` was called on."""
     # By name, as torch.distributed.fsdp is slow to import; of the class, as a module looks long for what it has not.

@@ -116,7 +116,7 @@ class LayoutSettings:
     )
     fsdp_cpu_ram_efficient_loading: bool | None = setting(
         None,
-        "Load weights on rank 0 alone and hand them out; for transformers' models. [false]",
+        "Let transformers leave out values on other ranks, and hand out those of rank 0. [false]",
         variable="FSDP_CPU_RAM_EFFICIENT_LOADING",
         told=True,
         says_word=True,

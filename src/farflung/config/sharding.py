@@ -71,7 +71,8 @@ class FullyShardedDataParallelPlugin:
         param_init_fn, forward_prefetch: version 1's, which can only be left out.
         activation_checkpointing: recompute the activations of the modules that `auto_wrap_policy` finds.
         activation_checkpointing_offload: keep the inputs of those modules in pinned host memory.
-        cpu_ram_efficient_loading: transformers loads a model's weights on rank 0 alone, and `prepare` hands them out.
+        cpu_ram_efficient_loading: transformers may leave out values on other ranks than rank 0 (how many depends on its
+            release), and `prepare` hands out those of rank 0.
         transformer_cls_names_to_wrap: class names for `transformer_based_wrap`, in a list or with commas between; None
             takes those that the model names itself (`_no_split_modules`).
         min_num_params: the number of parameters from which `size_based_wrap` takes a module. [100 million]
@@ -266,7 +267,7 @@ def fsdp_from_environment() -> FullyShardedDataParallelPlugin | None:
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Let transformers load weights on rank 0 alone from here on, for `prepare` to hand them out."""
+    """Let transformers leave out values on other ranks from here on, for `prepare` to hand out those of rank 0."""
     if environ.text("ACCELERATE_USE_FSDP") is None:
         environ.export({"ACCELERATE_USE_FSDP": "true"})
     environ.export({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"})

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from farflung.base.checks import check_number, shown, wrong_type
 from farflung.base.errors import ConfigError, StateError
-from farflung.base.torch_internals import foreach_mul_
+from farflung.base.torch_internals import foreach_mul_, sharded_parameters, unreduced_gradient
 from farflung.comm.group import Group
+from farflung.comm.shards import local, sharded_parts
 from farflung.loop.state import LoopState, Window
 
 
@@ -56,7 +57,7 @@ class Accumulate:
         if state.advance(window):
             if window.divisor != state.num_steps and window.size > 1 and window.scale is None:
                 # What the earlier micro-batches left was divided for a window of full length.
-                rescale(_accumulated(window, state), state.num_steps / window.divisor)
+                rescale(_gradients(window, state), state.num_steps / window.divisor)
         elif self._no_sync is not None and not state.sync_each_batch:
             self._unsynced = self._no_sync(self._models[0]) if len(self._models) == 1 else self._all_unsynced()
             self._unsynced.__enter__()
@@ -128,20 +129,25 @@ def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Gr
     window.items = window.items + count if window.size else count  # outside `accumulate` each call is a window
     if not window.complete:
         if window.scale is None:
+            if (state.sync_each_batch or not window.models) and group is not None and group.size > 1:
+                count = _summed(count, group, state) / group.size  # averaged at once: one scale must do for all ranks
             window.scale = 1.0 / (max(count, 1.0) * state.num_steps)
         return loss * window.scale
     total = window.items
     if group is not None and group.size > 1:
-        everyones = state.joined.sum(total) if state.joined is not None else _summed(total, group)
-        total = everyones / group.size  # DDP averages: the sum over ranks is `size` times what it leaves
+        total = (
+            _summed(total, group, state) / group.size
+        )  # DDP averages: the sum over ranks is `size` times what it leaves
     scale = 1.0 / total if total > 0 else 0.0
     if window.scale is not None:
-        rescale(_accumulated(window, state), scale / window.scale)
+        rescale(_gradients(window, state), scale / window.scale)
     window.scale = scale if window.size else None
     return loss * scale
 
 
-def _summed(value: float, group: Group) -> float:
+def _summed(value: float, group: Group, state: LoopState) -> float:
+    if state.joined is not None:
+        return state.joined.sum(value)
     x = torch.tensor([value], dtype=torch.float64)
     group.all_reduce(x).wait()
     return x.item()
@@ -154,8 +160,16 @@ def _accumulated(window: Window, state: LoopState) -> Iterable[Tensor]:
     return (p for follower in state.optimizers for group in follower.optimizer.param_groups for p in group["params"])
 
 
-def rescale(parameters: Iterable[Tensor], factor: float) -> None:
-    """Multiply the gradients of `parameters` by `factor`, in place."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+def _gradients(window: Window, state: LoopState) -> list[Tensor]:
+    """The gradients that a window has gathered so far, also those that FSDP has not reduced yet."""
+    found = [parameter.grad for parameter in _accumulated(window, state)]
+    for part in sharded_parts(module for model in window.models for module in model.modules()):
+        for kept in sharded_parameters(part):
+            found += [kept.sharded_param.grad, unreduced_gradient(kept)]
+    return list({id(gradient): gradient for gradient in found if gradient is not None}.values())
+
+
+def rescale(gradients: list[Tensor], factor: float) -> None:
+    """Multiply `gradients` by `factor`, in place."""
     if gradients:
-        foreach_mul_(gradients, factor)
+        foreach_mul_([local(gradient) for gradient in gradients], factor)

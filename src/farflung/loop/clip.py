@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from farflung.base.checks import check_number, wrong_type
 from farflung.base.errors import ConfigError
-from farflung.comm.shards import full, is_sharded
+from farflung.comm.shards import full, largest, local, mesh_over
 from farflung.loop.state import Follower, LoopState
 from farflung.precision.base import Precision
 
@@ -43,16 +45,26 @@ def clip_grad_norm_(
 
 
 def _clip(parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    """Clip with torch, which takes plain gradients or shards at a time; return the norm of all of them."""
-    shards = [parameter for parameter in parameters if is_sharded(parameter)]
-    if len(shards) in (0, len(parameters)):
-        return full(torch_clip_grad_norm_(parameters, max_norm, norm_type))
-    kinds = (shards, [parameter for parameter in parameters if not is_sharded(parameter)])
-    norms = [full(get_total_norm([p.grad for p in kind if p.grad is not None], norm_type)) for kind in kinds]
-    total = get_total_norm(norms, norm_type)
-    for kind in kinds:
+    """Clip with torch, which takes plain gradients, or shards over one mesh, at a time; return the norm of all."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        kinds.setdefault(mesh_over(parameter), []).append(parameter)
+    if kinds.keys() <= {None}:
+        return torch_clip_grad_norm_(parameters, max_norm, norm_type)
+    total = get_total_norm([_norm(kind, norm_type) for kind in kinds.values()], norm_type)
+    for kind in kinds.values():
         clip_grads_with_norm_(kind, max_norm, total)
     return total
+
+
+def _norm(kind: list[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of the whole gradients of tensors that are plain, or shards over one mesh."""
+    gradients = [parameter.grad for parameter in kind if parameter.grad is not None]
+    if norm_type == math.inf:  # which torch does not have of a shard without values
+        parts = [part for part in map(local, gradients) if part.numel()]
+        mine = get_total_norm(parts, norm_type) if parts else torch.zeros((), device=local(kind[0]).device)
+        return largest(mine, kind[0])
+    return full(get_total_norm(gradients, norm_type))
 
 
 def clip_grad_value_(

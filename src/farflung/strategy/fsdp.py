@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,13 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.base.torch_internals import own_parameters
 from farflung.comm.bucket import broadcast_values
-from farflung.comm.shards import model_has_dtensor, spread_like
+from farflung.comm.shards import model_has_dtensor, reshard, spread_like
 from farflung.process.mesh import Mesh
 from farflung.strategy.checkpointing import recompute_activations
 from farflung.strategy.sharded import ShardedModels, refuse_muon
@@ -55,7 +58,10 @@ class FSDP(ShardedModels):
         mesh: its rows are the ranks that share one copy of a model.
         device: where to compute.
         plugin: how to shard.
-        compute_dtype: of forward and backward passes, where the plugin has no policy; None: as the weights are.
+        compute_dtype: of forward and backward passes, under autocast too; None: as the weights or the policy are.
+
+    Raises:
+        ConfigError: the plugin's policy computes in another dtype.
     """
 
     kind = DistributedType.FSDP
@@ -69,15 +75,29 @@ class FSDP(ShardedModels):
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mesh)
+        given = None if plugin.mixed_precision_policy is None else plugin.mixed_precision_policy.param_dtype
+        if None not in (given, compute_dtype) and given != compute_dtype:
+            raise ConfigError(
+                f"mixed_precision_policy has param_dtype={given}, but mixed_precision computes in {compute_dtype}. "
+                'Give both the same dtype, or let the policy decide: mixed_precision="no".'
+            )
         self._device = device
         self._plugin = plugin
         self._compute_dtype = compute_dtype
         self._became: Any = WeakIdKeyDictionary()  # parameters from before, and the shards that took their places
+        guard = register_optimizer_step_pre_hook(partial(_refuse_strange, self._became, weakref.WeakSet()))
+        weakref.finalize(self, guard.remove)
 
     def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
         for model, optimizers in pairs:
+            reshard(model.modules())
             if not model_has_dtensor(model):
                 self._shard(model)
+            elif self._plugin.activation_checkpointing:
+                raise Unsupported(
+                    f"This {type(model).__name__} came sharded, so its activations can't be recomputed by "
+                    "activation_checkpointing. Leave that out, and wrap them before fully_shard."
+                )
             self.take(model)
             for optimizer in optimizers:
                 self.adopt(optimizer)
@@ -101,11 +121,18 @@ class FSDP(ShardedModels):
 
     def _shard(self, model: nn.Module) -> None:
         plugin = self._plugin
+        shared = [name for name, parameter in model.named_parameters() if parameter in self._became]
+        if shared:
+            raise Unsupported(
+                f"This {type(model).__name__} shares {shared[0]} with a model that is sharded already, and would keep "
+                "a copy of its own. Prepare one module that holds both."
+            )
         if self._compute_dtype is not None:
             _keep_in_fp32(model)
         before = dict(model.named_parameters(remove_duplicate=False))
         spares_memory = _is_on_meta(model, self.mesh)
-        whole: dict[str, Any] = model.state_dict() if spares_memory and self.mesh.everyone.rank == 0 else {}
+        is_first = self.mesh.everyone.rank == 0
+        whole: dict[str, Any] = model.state_dict() if spares_memory and is_first else {}
         if not spares_memory:
             broadcast_values([*model.parameters(), *model.buffers()], self.mesh.everyone)
         ignored = _ignored(model, plugin.ignored_modules)
@@ -114,7 +141,7 @@ class FSDP(ShardedModels):
         settings: dict[str, Any] = {"mesh": self.mesh.row, "mp_policy": self._policy(model)}
         settings["offload_policy"] = plugin.offload_policy if self._device.type != "cpu" else OffloadPolicy()
         for module in ignored:
-            module.to(self._device)
+            module.to_empty(device=self._device) if spares_memory and not is_first else module.to(self._device)
         settings["ignored_params"] = {p for module in ignored for p in module.parameters()} or None
         for module in wrapped:
             fully_shard(module, reshard_after_forward=plugin.reshard_after_forward, **settings)
@@ -129,7 +156,8 @@ class FSDP(ShardedModels):
 
     def _policy(self, model: nn.Module) -> MixedPrecisionPolicy:
         given: MixedPrecisionPolicy | None = self._plugin.mixed_precision_policy
-        own = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
+        kinds = [p.dtype for p in model.parameters() if p.requires_grad]
+        own = max(kinds, key=lambda dtype: dtype.itemsize, default=torch.float32)
         if given is None:
             # Said in so many words: what None means for reductions is another thing in torch 2.15 than before.
             return MixedPrecisionPolicy(
@@ -156,6 +184,21 @@ class FSDP(ShardedModels):
         broadcast_values(list(model.buffers()), self.mesh.everyone)
 
 
+def _refuse_strange(became: Any, seen: weakref.WeakSet[Optimizer], optimizer: Optimizer, *_: object) -> None:
+    """Refuse the first step of an optimizer of weights that training has left behind.
+
+    Raises:
+        StateError: it has such weights.
+    """
+    if optimizer not in seen:
+        seen.add(optimizer)
+        if any(parameter in became for group in optimizer.param_groups for parameter in group["params"]):
+            raise StateError(
+                f"This {type(optimizer).__name__} was made before its model was sharded, and would step weights that "
+                "nobody uses any more. Pass it to prepare too."
+            )
+
+
 def _keep_in_fp32(model: nn.Module) -> None:
     """Give weights that are trained in mixed precision, but were loaded in a half precision, the one of updates."""
     for parameter in model.parameters():
@@ -169,20 +212,20 @@ def _recompute(model: nn.Module, wrapped: Sequence[nn.Module], plugin: FullyShar
 
 
 def _is_on_meta(model: nn.Module, mesh: Mesh) -> bool:
-    """Whether rank 0 alone has the values of a model, the others only its shapes: the same answer on all ranks.
+    """Whether a rank lacks values of a model, and has shapes alone: the same answer on all ranks.
 
     Raises:
-        ConfigError: nobody has them, or some ranks other than rank 0 do.
+        ConfigError: rank 0 lacks some.
     """
-    mine = all(parameter.is_meta for parameter in model.parameters())
+    mine = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     flags = mesh.everyone.all_gather_small(torch.tensor([float(mine)])).flatten().tolist()
     if not any(flags):
         return False
-    if flags[0] or not all(flags[1:]):
+    if flags[0]:
         empty = [rank for rank, flag in enumerate(flags) if flag]
         raise ConfigError(
-            f"The model has no values (meta device) on the ranks {empty} of {mesh.everyone.size}. Load it on rank 0 "
-            "at least, and on all others or on none of them (cpu_ram_efficient_loading)."
+            f"The model lacks values (meta device) on the ranks {empty} of {mesh.everyone.size}. Load it on rank 0 at "
+            "least, which gives them to the others (cpu_ram_efficient_loading)."
         )
     return True
 

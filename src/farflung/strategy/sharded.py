@@ -46,6 +46,12 @@ class ShardedModels:
                 f"The parameters of this {type(model).__name__} are DTensors, but it was not sharded by fully_shard, "
                 "so nothing would average its gradients. Shard it with torch.distributed.fsdp.fully_shard."
             )
+        plain = [name for name, p in model.named_parameters() if p.requires_grad and not is_sharded(p)]
+        if plain:
+            raise Unsupported(
+                f"Nothing would average the gradients of {', '.join(plain[:3])}: other parameters of this "
+                f"{type(model).__name__} are shards, and these are not. Call fully_shard on the whole model too."
+            )
         model.register_forward_hook(_reshard_after_evaluation)
         if self._spans_all(model) or self.mesh.replicas.size == 1:
             return
