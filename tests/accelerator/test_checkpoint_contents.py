@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of models and optimizers is in a checkpoint, and under which names."""
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from farflung import Accelerator
+from farflung.base.errors import ConfigError
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
+from farflung.utils import merge_fsdp_weights
 
 
 class Named(nn.Module):
@@ -128,3 +133,56 @@ def passing_buffers(folder):
 def test_buffers_that_are_not_persistent_are_left_out_on_all_ranks(tmp_path):
     for found in run_ranks(passing_buffers, 2, tmp_path):
         assert found == [{"cache": [], "count": [0.0], "seen": [1.0]}] * 2
+
+
+def hooked(folder):
+    """Save and load a plain model that hooks take, a sharded one and another plain one; return the last two's weights."""
+
+    def make(seed):
+        AcceleratorState._reset_state(reset_partial_state=False)
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(seed)
+        taken, sharded, plain = nn.Linear(4, 2), nn.Linear(4, 3), nn.Linear(4, 5)
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+        models = accelerator.prepare(taken, sharded, plain)
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights and weights.pop(0))
+        accelerator.register_load_state_pre_hook(lambda models, folder: models.pop(0))
+        return accelerator, models
+
+    def weights(accelerator, models):
+        return [lists(accelerator.get_state_dict(model)) for model in models[1:]]
+
+    accelerator, models = make(0)
+    wanted = weights(accelerator, models)
+    accelerator.save_state(folder / "it")
+    accelerator, models = make(1)
+    assert weights(accelerator, models) != wanted or accelerator.process_index
+    accelerator.load_state(folder / "it")
+    return wanted, weights(accelerator, models)
+
+
+def test_models_keep_their_numbers_where_a_hook_takes_one(tmp_path):
+    for wanted, found in run_ranks(hooked, 2, tmp_path):
+        assert found == wanted
+
+
+def only_rank_0_fails(folder):
+    accelerator, model, _ = start(Only, True)
+    (folder / "file").write_text("x")
+    found = []
+    for call in (
+        lambda: merge_fsdp_weights(folder / "nothing", folder / "out"),
+        lambda: accelerator.save_model(model, folder / "file"),
+        lambda: accelerator.save_model(model, folder / "good", max_shard_size="much"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            call()
+        found.append(str(error.value))
+    return found, accelerator.gather(torch.tensor([1.0])).tolist()
+
+
+def test_what_fails_on_rank_0_is_raised_on_all(tmp_path):
+    for found, gathered in run_ranks(only_rank_0_fails, 2, tmp_path):
+        assert gathered == [1.0, 1.0]
+        for message, words in zip(found, ("no shards", "is a file", "max_shard_size is 'much'"), strict=True):
+            assert "rank 0" in message and words in message

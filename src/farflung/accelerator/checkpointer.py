@@ -220,15 +220,18 @@ class Checkpointer:
         name, facts, passed = group.agree(doing, choose_folder)[group.leader]
         size, steps = facts or (None, None)
         folder = Path(name)
-        models = run.bare_models
+        places = list(enumerate(run.bare_models))  # hooks may take some
         if self.load_hooks:
-            group.agree(doing, lambda: self._call_load_hooks(models, name))
+            group.agree(doing, lambda: self._call_load_hooks(places, name))
         read: list[tuple[Loaded, list[dict[str, Any]]]] = []
 
         def look() -> None:
             found = restore.read(run, folder, size)
             found.steps = steps
-            weights = [states.read_model(model, folder, k, strict) for k, model in enumerate(models)]
+            weights = [
+                states.read_model(model, folder, k, strict, taken=k - number)
+                for number, (k, model) in enumerate(places)
+            ]
             if run.outers.can_begin_here and not found.loops:
                 found.notes.append("it was written without outer loops: they start from its weights")
             elif len(found.loops) < len(run.outers.live):
@@ -255,18 +258,18 @@ class Checkpointer:
             for step in undo:
                 step()
             raise
-        group.agree(doing, lambda: self._load_weights(found, models, weights, strict))
+        group.agree(doing, lambda: self._load_weights(found, [model for _, model in places], weights, strict))
         self._count_on(folder, automatic)
         self._report(folder, size, passed, found)
 
-    def _call_load_hooks(self, models: list[nn.Module], folder: str) -> None:
-        """Call the hooks with the models that are not sharded, and leave out of `models` those that they take."""
-        whole = [model for model in models if not model_has_dtensor(model)]
+    def _call_load_hooks(self, places: list[tuple[int, nn.Module]], folder: str) -> None:
+        """Call the hooks with the models that are not sharded, and leave out of `places` those that they take."""
+        whole = [model for _, model in places if not model_has_dtensor(model)]
         given = list(whole)
         for hook in self.load_hooks.values():
             hook(given, folder)
         taken = [model for model in whole if all(model is not other for other in given)]
-        models[:] = [model for model in models if all(model is not other for other in taken)]
+        places[:] = [(k, model) for k, model in places if all(model is not other for other in taken)]
 
     def _load_weights(
         self, found: Loaded, models: list[nn.Module], weights: list[dict[str, Any]], strict: bool

@@ -177,8 +177,15 @@ class Checkpointing:
         check_type("save_model: model", model, nn.Module, "an nn.Module")
         check_path("save_model: save_directory", save_directory)
         state = self._state_of(model, True, self._writes)
-        if self._writes:
-            lazy.save_sharded(state, Path(save_directory), max_shard_size, safe_serialization)
+
+        def write() -> None:
+            if self._writes:
+                lazy.save_sharded(state, Path(save_directory), max_shard_size, safe_serialization)
+
+        if model_has_dtensor(model):  # all ranks are here, and none goes on while another one fails
+            lazy.CheckpointGroup(self._run.world.exchange, 0).agree(f"Writing {save_directory}", write)
+        else:
+            write()
 
     def save(self, obj: Any, f: Path_, safe_serialization: bool = False) -> None:
         """Write `obj` to `f` on the first process (of each machine with `save_on_each_node`). Talks to no one.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from farflung.accelerator import lazy, states
-from farflung.accelerator.operations import extract_model_from_parallel, is_peft_model, wait_for_everyone
+from farflung.accelerator.operations import extract_model_from_parallel, is_peft_model
 from farflung.base.errors import CheckpointError, Unsupported
 from farflung.checkpoint import layout
 from farflung.checkpoint.manager import CheckpointGroup, Saver, SaveRequest
@@ -170,9 +170,13 @@ def merge_fsdp_weights(
         ConfigError: there are no shards in `checkpoint_dir`.
         CheckpointError: they are damaged, or hold more than tensors and plain data.
     """
-    if join_world().is_main:
-        lazy.merge_shards(Path(checkpoint_dir), Path(output_path), safe_serialization, remove_checkpoint_dir)
-    wait_for_everyone()
+    world = join_world()
+
+    def merge() -> None:
+        if world.is_main:
+            lazy.merge_shards(Path(checkpoint_dir), Path(output_path), safe_serialization, remove_checkpoint_dir)
+
+    CheckpointGroup(world.exchange, 0).agree(f"Merging {checkpoint_dir}", merge)
 
 
 def _only_dcp(use_dcp: bool) -> None:

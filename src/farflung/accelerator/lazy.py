@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from farflung.accelerator.join import join_uneven_inputs as join_uneven_inputs
     from farflung.big_model.load import get_state_dict_offloaded_model as get_state_dict_offloaded_model
     from farflung.checkpoint.export import save_sharded as save_sharded
+    from farflung.checkpoint.manager import CheckpointGroup as CheckpointGroup
     from farflung.checkpoint.save import save_object as save_object
     from farflung.checkpoint.sharded import ShardPlanner as ShardPlanner
     from farflung.checkpoint.sharded import ShardReader as ShardReader
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from farflung.tracking.tracking import Tracking as Tracking
 
 _WHERE = {
+    "CheckpointGroup": "farflung.checkpoint.manager",
     "ShardPlanner": "farflung.checkpoint.sharded",
     "ShardReader": "farflung.checkpoint.sharded",
     "merge_shards": "farflung.checkpoint.sharded",

@@ -170,8 +170,12 @@ def gathered_optimizer(optimizer: Any, keep: bool) -> dict[str, Any]:
 # ---- reading
 
 
-def read_model(model: nn.Module, folder: Path, index: int, strict: bool) -> dict[str, Any]:
+def read_model(model: nn.Module, folder: Path, index: int, strict: bool, taken: int = 0) -> dict[str, Any]:
     """Read the weights of a model and check that they fit; the names are those of `model`, wrapped or not.
+
+    Args:
+        index: the model's place among those that were prepared.
+        taken: how many before it are left to hooks, which took them out of the whole files too.
 
     Returns:
         whole tensors; the local parts of those that are sharded here.
@@ -179,7 +183,7 @@ def read_model(model: nn.Module, folder: Path, index: int, strict: bool) -> dict
     Raises:
         CheckpointError: they are missing, damaged, or of another model.
     """
-    path = discovery.model_path(folder, index)
+    path = discovery.model_path(folder, index, taken)
     if layout.is_shards(path.name):
         return _read_shards(model, path, strict)
     named = fitted(model, read_weights(path), path, strict)

@@ -92,17 +92,20 @@ def find_verified(folder: Path) -> Found:
     return found
 
 
-def model_path(folder: Path, index: int) -> Path:
+def model_path(folder: Path, index: int, taken: int = 0) -> Path:
     """Return where the weights of model `index` are: a folder of shards, or a file.
 
     Models that are neither sharded nor gathered from shards have numbers of their own in the names of their files.
+
+    Args:
+        taken: how many models before it hooks have taken, so that they have no such number.
 
     Raises:
         CheckpointError: there are none.
     """
     if (sharded := _sharded_model(folder, index)) is not None:
         return sharded
-    number = index - sum(_sharded_model(folder, k) is not None for k in range(index))
+    number = index - taken - sum(_sharded_model(folder, k) is not None for k in range(index))
     names = [layout.model(number, safe) for safe in (True, False)]
     path = next((folder / name for name in names if is_file(folder / name)), None)
     if path is None:
