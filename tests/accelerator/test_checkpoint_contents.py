@@ -12,7 +12,7 @@ from farflung.base.errors import ConfigError
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
-from farflung.utils import merge_fsdp_weights
+from farflung.utils import load_fsdp_model, merge_fsdp_weights, save_fsdp_model
 
 
 class Named(nn.Module):
@@ -136,7 +136,7 @@ def test_buffers_that_are_not_persistent_are_left_out_on_all_ranks(tmp_path):
 
 
 def hooked(folder):
-    """Save and load a plain model that hooks take, a sharded one and another plain one; return the last two's weights."""
+    """Save and load a plain model that hooks take, a sharded one and another plain one; return the others' weights."""
 
     def make(seed):
         AcceleratorState._reset_state(reset_partial_state=False)
@@ -185,4 +185,121 @@ def test_what_fails_on_rank_0_is_raised_on_all(tmp_path):
     for found, gathered in run_ranks(only_rank_0_fails, 2, tmp_path):
         assert gathered == [1.0, 1.0]
         for message, words in zip(found, ("no shards", "is a file", "max_shard_size is 'much'"), strict=True):
-            assert "rank 0" in message and words in message
+            assert "rank 0" in message
+            assert words in message
+
+
+class Average:
+    """An average of sharded weights, kept as they are."""
+
+    def __init__(self, model):
+        self.weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def state_dict(self):
+        return self.weights
+
+    def load_state_dict(self, state):
+        self.weights = state
+
+
+class Keeps(torch.optim.SGD):
+    """Keeps what `keep` makes of each gradient."""
+
+    keep = staticmethod(lambda gradient: [])
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["kept"] = self.keep(parameter.grad)
+        return super().step(closure)
+
+
+class KeepsHistory(Keeps):
+    keep = staticmethod(lambda gradient: [gradient + 1, gradient + 2])
+
+
+class KeepsPart(Keeps):
+    keep = staticmethod(lambda gradient: gradient.to_local() + 1)
+
+
+class KeepsBoth(Keeps):
+    keep = staticmethod(lambda gradient: [gradient + 1, torch.ones(3)])
+
+
+def square():
+    return nn.Linear(4, 4, bias=False)
+
+
+def odd_states(folder):
+    found = []
+    run = start(square, True)
+    run[0].register_for_checkpointing(Average(run[1]))
+    for block in (True, False):
+        with pytest.raises(ConfigError, match="registered Average holds sharded tensors"):
+            run[0].save_state(folder / "average", block=block)
+    for way in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        for kind, words in ((KeepsPart, "a plain tensor"), (KeepsBoth, "partly sharded")):
+            run = start(square, True, lambda parameters, kind=kind: kind(parameters, 0.1), state_dict_type=way)
+            step(*run)
+            with pytest.raises(ConfigError, match=f"'kept'.*weight, is {words}"):
+                run[0].save_state(folder / "kept")
+        run = start(square, True, lambda parameters: KeepsHistory(parameters, 0.1), state_dict_type=way)
+        step(*run)
+        run[0].save_state(folder / way)
+        wanted = [tensor.to_local().tolist() for tensor in run[2].state[next(run[1].parameters())]["kept"]]
+        run = start(square, True, lambda parameters: KeepsHistory(parameters, 0.1), state_dict_type=way)
+        run[0].load_state(folder / way)
+        kept = run[2].state[next(run[1].parameters())]["kept"]
+        found.append((wanted, [tensor.to_local().tolist() for tensor in kept]))
+    return found
+
+
+def test_states_in_parts_are_saved_whole_or_refused_on_all_ranks(tmp_path):
+    for found in run_ranks(odd_states, 2, tmp_path):
+        assert all(wanted == loaded for wanted, loaded in found)
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self):
+        return {"steps": 3}
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+def test_extra_state_that_is_no_tensor_needs_a_file_of_torch(tmp_path):
+    accelerator, model, _ = start(lambda: Extra(4, 1), False)
+    for save in (accelerator.save_state, lambda *args, **asked: accelerator.save_model(model, *args, **asked)):
+        with pytest.raises(ConfigError, match=r"_extra_state is a dict.*safe_serialization=False"):
+            save(tmp_path / "it")
+        save(tmp_path / "it", safe_serialization=False)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["prompt", "lora"])
+def test_the_adapter_alone_is_loaded(tmp_path, kind):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+
+    def make():
+        shape = transformers.GPT2Config(
+            vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=16, tie_word_embeddings=False
+        )
+        config = {
+            "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+            "lora": lambda: peft.LoraConfig(
+                r=2, target_modules=["c_attn"], modules_to_save=["lm_head"], fan_in_fan_out=True
+            ),
+        }[kind]()
+        return peft.get_peft_model(transformers.GPT2LMHeadModel(shape), config)
+
+    def trained(model):
+        return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    accelerator, model, _ = start(make, False)
+    with torch.no_grad():
+        for parameter in trained(model).values():
+            parameter.add_(1)
+    save_fsdp_model(None, accelerator, model, tmp_path, adapter_only=True)
+    accelerator, other, _ = start(make, False)
+    load_fsdp_model(None, accelerator, other, tmp_path, adapter_only=True)
+    assert lists(trained(other)) == lists(trained(model))

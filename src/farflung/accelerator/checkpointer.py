@@ -99,6 +99,8 @@ class Checkpointer:
         parts: list[Entry] = []
         planners: list[ShardPlanner] = []
         try:
+            if self._run.spread is not None:
+                saver.group.agree(request.doing, lambda: contents.check_optimizers(self._run))
             whole = contents.gathered(self._run, self._writes) if self._run.gathers else WholeStates()
             plans = saver.group.agree(request.doing, lambda: self._collect(staged.folder, safe, whole, parts, planners))
             for k, planner in enumerate(planners):
@@ -220,7 +222,7 @@ class Checkpointer:
         name, facts, passed = group.agree(doing, choose_folder)[group.leader]
         size, steps = facts or (None, None)
         folder = Path(name)
-        places = list(enumerate(run.bare_models))  # hooks may take some
+        places = list(enumerate(run.bare_models))
         if self.load_hooks:
             group.agree(doing, lambda: self._call_load_hooks(places, name))
         read: list[tuple[Loaded, list[dict[str, Any]]]] = []
@@ -228,10 +230,7 @@ class Checkpointer:
         def look() -> None:
             found = restore.read(run, folder, size)
             found.steps = steps
-            weights = [
-                states.read_model(model, folder, k, strict, taken=k - number)
-                for number, (k, model) in enumerate(places)
-            ]
+            weights = [states.read_model(one, folder, k, strict, k - number) for number, (k, one) in enumerate(places)]
             if run.outers.can_begin_here and not found.loops:
                 found.notes.append("it was written without outer loops: they start from its weights")
             elif len(found.loops) < len(run.outers.live):

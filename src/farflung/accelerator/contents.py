@@ -7,11 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from farflung.accelerator import gradients, lazy, states
 from farflung.accelerator.run import Run
+from farflung.base.errors import ConfigError
+from farflung.base.tree import leaves_of
 from farflung.checkpoint import layout, rng
 from farflung.checkpoint.entries import Entry
-from farflung.comm.shards import model_has_dtensor
+from farflung.comm.shards import is_sharded, model_has_dtensor
 
 if TYPE_CHECKING:
     from farflung.checkpoint.sharded import ShardPlanner
@@ -37,10 +41,27 @@ def shared_entries(run: Run, whole: WholeStates, safe: bool) -> list[Entry]:
     if run.precision.scaler is not None:
         parts.append(Entry(layout.SCALER, run.precision.state_dict(run.bare_optimizers)["after_update"]))
     parts += [
-        Entry(layout.custom(k), one.state_dict(), origin=f"the registered {type(one).__name__}")
+        Entry(layout.custom(k), _state_of(one), origin=f"the registered {type(one).__name__}")
         for k, one in enumerate(run.custom)
     ]
     return parts
+
+
+def _state_of(registered: Any) -> Any:
+    state = registered.state_dict()
+    if any(isinstance(leaf, Tensor) and is_sharded(leaf) for leaf in leaves_of(state)):
+        raise ConfigError(
+            f"The state of the registered {type(registered).__name__} holds sharded tensors, of which its file would "
+            "have one rank's part. Let it keep whole ones (tensor.full_tensor(), called on all ranks), or keep a copy "
+            "of the weights in a model that is prepared too."
+        )
+    return state
+
+
+def check_optimizers(run: Run) -> None:
+    """Raise ConfigError where a sharded optimizer keeps something that can't be saved for all ranks."""
+    for one in run.registry.optimizers:
+        states.check_optimizer(run.bare_models, one)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from farflung.checkpoint import layout
 from farflung.checkpoint.manager import CheckpointGroup, Saver, SaveRequest
 from farflung.checkpoint.reader import read_torch
 from farflung.checkpoint.save import save_object
-from farflung.comm.shards import local
+from farflung.comm.shards import is_sharded, local
 from farflung.process.bootstrap import join_world
 
 if TYPE_CHECKING:
@@ -87,10 +87,7 @@ def load_fsdp_model(
     if adapter_only and is_peft_model(bare):
         own = _adapter(bare)
         _group(accelerator).agree(f"Loading {folder}", lambda: read.append(_read_adapter(folder, model_index, own)))
-        with torch.no_grad():
-            for name, value in own.items():
-                local(value).copy_(read[0][name])
-        return bare.load_state_dict({}, strict=False)
+        return _load_adapter(bare, own, read[0])
     group = _group(accelerator)
     group.agree(f"Loading {folder}", lambda: read.append(states.read_model(bare, folder, model_index, strict=True)))
     return states.load(bare, read[0], strict=True)
@@ -111,7 +108,9 @@ def save_fsdp_optimizer(
     `output_dir/optimizer.bin`.
     """
     _only_dcp(use_dcp)
-    names = states.parameter_names([extract_model_from_parallel(model)], optimizer)
+    models = [extract_model_from_parallel(model)]
+    names = states.parameter_names(models, optimizer)
+    _group(accelerator).agree(f"Writing {output_dir}", lambda: states.check_optimizer(models, optimizer))
     if not _gathers(fsdp_plugin):
         state = states.by_name(optimizer.state_dict(), names)
         _write_shards(accelerator, Path(output_dir) / layout.optimizer_shards(optimizer_index), {"optimizer": state})
@@ -233,6 +232,18 @@ def _adapter(model: Any) -> dict[str, Any]:
 
     found: dict[str, Any] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
     return found
+
+
+def _load_adapter(model: Any, own: dict[str, Any], read: dict[str, Any]) -> Any:
+    """Give an adapter its weights by peft's function: what is computed for a state dict is no place to load it to."""
+    from peft import set_peft_model_state_dict
+
+    with torch.no_grad():
+        for name, value in own.items():
+            if is_sharded(value):
+                local(value).copy_(read[name])
+    given = {name: value if is_sharded(value) else read[name] for name, value in own.items()}
+    return set_peft_model_state_dict(model, given, adapter_name=model.active_adapter)
 
 
 def _read_adapter(folder: Path, index: int, own: dict[str, Any]) -> dict[str, Any]:

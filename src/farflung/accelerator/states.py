@@ -7,6 +7,7 @@ What was read of something sharded is always the local part, on the CPU, whateve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from farflung.accelerator import lazy
-from farflung.base.errors import CheckpointError
+from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.torch_internals import COMPILED_FROM, changes_what_it_loads, passing_buffers
+from farflung.base.tree import leaves_of, rebuilt
 from farflung.base.words import counted
 from farflung.checkpoint import discovery, layout
 from farflung.checkpoint.reader import DAMAGE, read_torch, read_weights
@@ -108,11 +110,35 @@ def by_number(state: Mapping[str, Any], names: Sequence[str], optimizer: Any, pa
 
 def _mapped(state: Mapping[str, Any], change: Callable[[int, Any], Any]) -> dict[str, Any]:
     """Return an optimizer's state dict with each tensor that it keeps changed, given its parameter's number."""
-    kept = {
-        number: {key: change(number, value) if isinstance(value, Tensor) else value for key, value in one.items()}
-        for number, one in state["state"].items()
-    }
-    return {**state, "state": kept}
+
+    def changed(number: int, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return change(number, value)
+        return rebuilt(value, partial(changed, number)) if type(value) in (dict, list, tuple) else value
+
+    return {**state, "state": {number: changed(number, one) for number, one in state["state"].items()}}
+
+
+def check_optimizer(models: Sequence[nn.Module], optimizer: Any) -> None:
+    """Check that what an optimizer keeps of sharded parameters is sharded too, or the same on all ranks.
+
+    Raises:
+        ConfigError: it is a plain tensor of the size of this rank's part; or a list of sharded tensors and others.
+    """
+    mine = parameters(optimizer)
+    for number, kept in optimizer.state_dict()["state"].items() if has_shards(optimizer) else ():
+        own = local(mine[number]).shape
+        for key, value in kept.items():
+            tensors = [leaf if isinstance(leaf, Tensor) else torch.empty(()) for leaf in leaves_of(value)]
+            plain = [tensor for tensor in tensors if not is_sharded(tensor)]
+            is_part = own != mine[number].shape and any(one.shape == own and one.numel() > 1 for one in plain)
+            if is_part or (type(value) is not dict and 0 < len(plain) < len(tensors)):
+                name = parameter_names(models, optimizer)[number]
+                what = f"a plain tensor {list(own)}, the shape of this rank's part" if is_part else "partly sharded"
+                raise ConfigError(
+                    f"{key!r}, which {type(optimizer).__name__} keeps of the sharded {name}, is {what}: it would be "
+                    "saved for one rank alone. Keep a tensor like the parameter, as torch.zeros_like(parameter) makes."
+                )
 
 
 def local_optimizer(optimizer: Any) -> dict[str, Any]:

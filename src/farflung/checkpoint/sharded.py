@@ -91,11 +91,13 @@ class ShardPlanner:
 def _shards_of(state: dict[str, Any]) -> dict[str, Any]:
     """Return the sharded tensors of a state alone, where they are."""
     nested = {name: _shards_of(value) if isinstance(value, dict) else value for name, value in state.items()}
-    return {
-        name: value
-        for name, value in nested.items()
-        if (isinstance(value, dict) and value) or (isinstance(value, Tensor) and is_sharded(value))
-    }
+    return {name: value for name, value in nested.items() if (isinstance(value, dict) and value) or _are_sharded(value)}
+
+
+def _are_sharded(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0 and all(map(_are_sharded, value))
+    return isinstance(value, Tensor) and is_sharded(value)
 
 
 def _check(data: Any, name: str) -> None:

@@ -247,10 +247,18 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: FileWriter, metadata:
 
 
 def without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `tensors` with only the first name of those that are the same piece of memory."""
+    """Return `tensors` with only the first name of those that are the same piece of memory.
+
+    Raises:
+        ConfigError: one is no tensor, as the extra state of a module may be.
+    """
     seen: set[tuple[Any, ...]] = set()
     kept: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(
+                f"{name} is a {type(tensor).__name__}, which safetensors can't hold. Pass safe_serialization=False."
+            )
         if tensor.layout is torch.strided and tensor.numel():
             place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
             if place in seen:
