@@ -60,7 +60,7 @@ def _state_of(registered: Any) -> Any:
 
 def check_optimizers(run: Run) -> None:
     """Raise ConfigError where a sharded optimizer keeps something that can't be saved for all ranks."""
-    for one in run.registry.optimizers:
+    for one in run.bare_optimizers:
         states.check_optimizer(run.bare_models, one)
 
 
