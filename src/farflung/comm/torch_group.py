@@ -105,6 +105,11 @@ class TorchGroup:
             raise StateError("The process group of these ranks has been destroyed.")
         return group
 
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether the process group is gone."""
+        return self._pg() is None
+
     def supports(self, device: str) -> bool:
         return device in self._supported
 
@@ -169,7 +174,7 @@ class TorchGroup:
 
     def with_parts(self) -> list[TorchGroup]:
         """Return this group and those that `within` made, as far as they have not been destroyed."""
-        return [group for group in (self, *self.shared.parts.values()) if group._pg() is not None]
+        return [group for group in (self, *self.shared.parts.values()) if not group.is_destroyed]
 
     def await_connections(self) -> None:
         """Return when every rank is connected: one that ended before would break what another still waits for."""
@@ -206,6 +211,7 @@ class TorchGroup:
         spare = self.shared.spare.setdefault((*members, shared is None, in_background), [])
         if spare:
             return spare.pop()
+        self.barrier()  # of a kind of its own, so that ranks which are elsewhere hear of it
         most = int(self.all_gather_small(torch.tensor([num_groups()])).max())
         while num_groups() < most:  # one that nobody uses, on ranks that a script's own group left out
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
@@ -244,7 +250,7 @@ class TorchGroup:
 
     def abort(self) -> None:
         """Close the connections: a gloo operation that can never end would hold up the exit of this process."""
-        if self.supports("cpu") and self._pg() is not None:
+        if self.supports("cpu") and not self.is_destroyed:
             # A time-out is what closes gloo's connections, all of them. Nobody sends what is waited for here, while a
             # collective could meet one that the other ranks are in. At a connection that is closed already the wait
             # does not even begin, so each is tried.
