@@ -261,13 +261,13 @@ class TorchGroup:
     def _started(self, is_gloo: bool, kind: str, work: Any) -> Work:
         assert work is not None, "this process is not a member of the group"
         wait = self.waits.enter(self._name, kind)
-        return _Watched(work, self, wait) if is_gloo else work
+        return _WatchedWork(work, self, wait) if is_gloo else work
 
     def _finish(self, is_gloo: bool, wait: Wait, work: Any) -> None:
         """End a collective on the host, also where its own `wait` only makes the stream wait."""
         assert work is not None, "this process is not a member of the group"
         if is_gloo:
-            _Watched(work, self, wait).wait()
+            _WatchedWork(work, self, wait).wait()
         else:
             self._look_out(wait, work)
             work.wait()
@@ -284,7 +284,7 @@ class TorchGroup:
                     looked = time.monotonic()
 
 
-class _Watched:
+class _WatchedWork:
     """A gloo collective under way, whose wait looks up now and then to see whether all ranks are still there."""
 
     __slots__ = ("_group", "_wait", "_work")

@@ -135,9 +135,8 @@ def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Gr
         return loss * window.scale
     total = window.items
     if group is not None and group.size > 1:
-        total = (
-            _summed(total, group, state) / group.size
-        )  # DDP averages: the sum over ranks is `size` times what it leaves
+        # Gradients are averaged: their sum over the ranks is `size` times what that leaves.
+        total = _summed(total, group, state) / group.size
     scale = 1.0 / total if total > 0 else 0.0
     if window.scale is not None:
         rescale(_gradients(window, state), scale / window.scale)

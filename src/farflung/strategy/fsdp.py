@@ -185,18 +185,18 @@ class FSDP(ShardedModels):
 
 
 def _refuse_strange(became: Any, seen: weakref.WeakSet[Optimizer], optimizer: Optimizer, *_: object) -> None:
-    """Refuse the first step of an optimizer of weights that training has left behind.
+    """Refuse an optimizer of weights that training has left behind; one that is in order is looked at once.
 
     Raises:
         StateError: it has such weights.
     """
     if optimizer not in seen:
-        seen.add(optimizer)
         if any(parameter in became for group in optimizer.param_groups for parameter in group["params"]):
             raise StateError(
                 f"This {type(optimizer).__name__} was made before its model was sharded, and would step weights that "
                 "nobody uses any more. Pass it to prepare too."
             )
+        seen.add(optimizer)
 
 
 def _keep_in_fp32(model: nn.Module) -> None:
