@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of the inner optimizer's state in a round: kept, reset, or averaged on periods of its own."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
-from farflung.outer import AverageState, OuterLoop, ResetState, diloco
+from farflung.outer import AverageState, OuterLoop, ResetState, diloco, local_sgd, sparse_loco
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import RECIPES, linear, no_statistics, same, train, values
 
@@ -55,6 +56,39 @@ def test_each_moment_has_a_period_of_its_own():
 def test_a_reset_forgets_the_moments():
     seen = run_replicas(with_adam, 2, ResetState(), 4)
     assert [any(states.values()) for states in seen[0][0]] == [True, False, True, False]
+
+
+def momentum_after(group, recipe, gradients):
+    """One step with this rank's gradient, then a round; return the momentum before and after."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + group.rank), momentum=0.5)
+    outer = OuterLoop(model, replace(recipe, inner=AverageState()), group, inner=optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, gradients[group.rank])
+    optimizer.step()
+    outer.step()
+    return optimizer.state[model.weight]["momentum_buffer"].unique().tolist()
+
+
+def test_moments_keep_their_size_where_a_replica_is_clipped():
+    recipe = sparse_loco(1, codec="none")  # rank 1 moves twice as far as rank 0, so its values count for less
+    assert run_replicas(momentum_after, 2, recipe, (1.5, 1.5)) == [[pytest.approx(1.5)]] * 2
+
+
+def test_moments_that_are_not_finite_are_left_out():
+    def overflown(group):
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
+        outer = OuterLoop(model, replace(local_sgd(1), inner=AverageState()), group, inner=optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        if group.rank == 1:
+            optimizer.state[model.weight]["momentum_buffer"].fill_(math.inf)
+        outer.step()
+        return optimizer.state[model.weight]["momentum_buffer"].unique().tolist()
+
+    assert run_replicas(overflown, 3) == [[1.0]] * 3
 
 
 class Scalar(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from farflung.base.errors import CollectiveMismatch, ConfigError, StateError
+from farflung.base.errors import CollectiveMismatch, ConfigError, StateError, Unsupported
 from farflung.comm.group import SoloGroup
 from farflung.outer import (
     AverageState,
@@ -76,6 +76,38 @@ def test_a_rank_that_has_no_data_left_in_a_warm_up_holds_nobody_up(counts):
     assert (stats.steps, theirs.steps) == counts
 
 
+def gone_on_alone(group):
+    """Two shared steps of the warm-up's four, then rank 0 makes four alone: each adds 1."""
+    model = linear()
+    with torch.no_grad():
+        model.weight.zero_()
+    optimizer = torch.optim.SGD([model.weight], lr=1.0)
+    with OuterLoop(model, post_local_sgd(4, 2), group).attach(optimizer):
+        for _ in range((6, 2)[group.rank]):
+            model.weight.grad = torch.full_like(model.weight, -1.0)
+            optimizer.step()
+    return model.weight.unique().tolist()
+
+
+def test_shared_steps_of_a_warm_up_count_no_weight():
+    assert run_replicas(gone_on_alone, 2) == [[6.0], [6.0]]
+
+
+@pytest.mark.parametrize("recipe", [post_local_sgd(3, 4), replace(diloco(2), schedule=Warmup(3, Every(2)))])
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_a_flush_in_or_after_a_warm_up_averages_buffers_too(recipe, steps):
+    def flushed(group):
+        run = Run(group, recipe)
+        run.steps(*range(steps))
+        before = values(run.model)
+        run.outer.flush()
+        return before, values(run.model)
+
+    (before, one), (other_before, other) = run_replicas(flushed, 2)
+    assert not same(before, other_before)  # of a BatchNorm
+    assert same(one, other)
+
+
 def test_a_step_whose_gradients_were_not_averaged_is_an_error():
     def bare(group):
         outer = OuterLoop(linear(), post_local_sgd(2, 2), group)
@@ -93,6 +125,57 @@ def test_a_step_whose_gradients_were_not_averaged_is_an_error():
             outer.step()
 
     run_replicas(bare, 2)
+
+
+def test_a_closure_in_a_warm_up_is_refused():
+    def with_closure(group):
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = OuterLoop(model, post_local_sgd(1, 2), group).attach(optimizer)
+        for give in (lambda f: optimizer.step(f), lambda f: optimizer.step(closure=f)):
+            with pytest.raises(Unsupported, match="closure"):
+                give(lambda: 0.0)
+        outer.average_gradients()
+        optimizer.step()
+        optimizer.step(lambda: 0.0)
+
+    run_replicas(with_closure, 2)
+
+
+def scaled(group, averages):
+    """Rank 1 has a gradient that is not finite in its second step."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    outer = OuterLoop(model, post_local_sgd(3, 2), group).attach(optimizer)
+    for step in range(4):
+        factor = math.inf if (step, group.rank) == (1, 1) else 1.0 + group.rank
+        scaler.scale(factor * model(torch.ones(1, model.in_features)).sum()).backward()
+        if averages:
+            outer.average_gradients()
+        done = outer.stats().steps
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if outer.stats().steps == done:
+            outer.count(done=False)
+            outer.sync_if_due()
+        if step == 2:
+            warm = values(model)
+    outer.close()
+    return warm, values(model), outer.stats().steps
+
+
+def test_with_gradients_averaged_before_it_a_scaler_skips_the_same_steps_on_all_ranks():
+    (warm, one, steps), (other_warm, other, others) = run_replicas(scaled, 2, True)
+    assert same(warm, other_warm)
+    assert same(one, other)
+    assert steps == others == 3
+
+
+def test_a_step_that_a_scaler_skips_on_one_rank_alone_in_a_warm_up_is_an_error():
+    with pytest.raises(StateError, match=r"before scaler\.step"):
+        run_replicas(scaled, 2, False)
 
 
 def evaluated_and_flushed_while_warm(group):

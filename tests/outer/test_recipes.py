@@ -2,6 +2,7 @@
 """What every recipe must keep: bytes, gradients, frozen weights, a standstill, and a run taken up again anywhere."""
 
 import io
+import math
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -279,6 +280,25 @@ def test_after_a_flush_all_agree_and_the_loop_goes_on(recipe):
     assert same(one, other)
     assert same(first, second)
     assert not same(one, first)
+
+
+def spoiled_at_the_end(group, recipe):
+    run = Run(group, recipe)
+    run.steps(*range(7))
+    if group.rank == 1:
+        with torch.no_grad():
+            run.model[0].weight[0, 0] = math.nan
+    run.outer.count()
+    return run.end()
+
+
+@pytest.mark.law("equal-at-the-end")
+@every_recipe
+@pytest.mark.filterwarnings("ignore:.*a round was dropped")
+def test_where_the_last_round_is_dropped_all_still_end_alike_and_finite(recipe):
+    states = run_replicas(spoiled_at_the_end, 4, recipe)
+    assert same(*states)
+    assert all(value.isfinite().all() for value in states[0].values())
 
 
 def between_rounds(group, recipe):

@@ -109,7 +109,7 @@ class DeadlockCheck:
         mine = {
             "wait": self._wait,
             "entered": self._waits.entered,
-            "kinds": {group: list(kinds) for group, kinds in self._waits.kinds.items()},
+            "kinds": {group: list(kinds) for group, kinds in list(self._waits.kinds.items())},  # other threads add some
             "doing": describe_call(sys._getframe()),
         }
         with suppress(dist.DistError):  # without a store the wait itself ends with an error

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from farflung.base.checks import check_type
-from farflung.base.errors import CollectiveMismatch, ConfigError, StateError
+from farflung.base.errors import CollectiveMismatch, ConfigError, StateError, Unsupported
 from farflung.base.sizes import bucket_bytes_for
 from farflung.base.words import counted
 from farflung.comm.group import Group, SoloGroup
@@ -148,11 +148,14 @@ class OuterLoop:
         items = one_number("items", items)
         if self._recipe.weigh_by == "items" and done and not items > 0:
             raise ConfigError(f"items is {items!r}; the recipe weighs by items, so each step done must say how many.")
+        if self._hooks and not done:
+            self._check_averaged()
+        is_shared = self.is_warming and self._are_alike  # all replicas have made this step, with the same gradients
         self._position += 1
         self._meter.add("attempts")
         if done:
-            for fragment in self._rounds.replica.fragments:
-                fragment.count(items if self._recipe.weigh_by == "items" else 1)
+            if not is_shared:
+                self._rounds.replica.count(items if self._recipe.weigh_by == "items" else 1)
             self._meter.add("steps")
         if self._position == self._recipe.warmup and self._are_alike:
             self.reset_anchor()
@@ -183,11 +186,7 @@ class OuterLoop:
             StateError: the recipe averages gradients in its first steps, but those of this step were not averaged: call
                 `average_gradients` before `optimizer.step()`, or `attach` the optimizer.
         """
-        if self.is_warming and self._averaged <= self._position and self._group.size > 1:
-            raise StateError(
-                f"This recipe averages gradients in the first {counted(self._recipe.warmup, 'step')}, and this is step "
-                f"{self._position + 1}. Call outer.average_gradients() before optimizer.step(), or attach it."
-            )
+        self._check_averaged()
         self.count(items=items)
         self.sync_if_due()
 
@@ -197,13 +196,13 @@ class OuterLoop:
         return self._position < self._recipe.warmup
 
     def average_gradients(self) -> None:
-        """In a warm-up, average the gradients of all ranks in place (a collective); later do nothing.
+        """In a warm-up, average the gradients of all ranks in place (a collective), once a step; later do nothing.
 
         Raises:
             StateError: the loop has ended.
         """
         self._check_open()
-        if self.is_warming:
+        if self.is_warming and self._averaged <= self._position:
             self._averaged = self._position + 1
             self._warm(finished=False)
 
@@ -211,11 +210,13 @@ class OuterLoop:
         """Call `step` automatically after each step of `optimizer`, until the loop ends. Returns the loop.
 
         A `GradScaler` does not call the optimizer when it skips a step; call `count(done=False)` and `sync_if_due()`
-        yourself in that case.
+        yourself in that case. In a warm-up, also call `average_gradients()` before `scaler.step(optimizer)`, so that
+        all ranks skip the same steps.
 
         Raises:
             ConfigError: the optimizer trains nothing of the model, or the recipe weights replicas by items.
             StateError: the loop has ended, or an optimizer is attached already.
+            Unsupported: at a step of a warm-up that is given a closure, which computes gradients after the averaging.
         """
         self._check_open()
         check_type("attach: optimizer", optimizer, Optimizer, "the torch optimizer that trains the model")
@@ -229,7 +230,7 @@ class OuterLoop:
                 "attach: the recipe weights replicas by items, which an optimizer doesn't count. Call step(items=n)."
             )
         self._know(optimizer)
-        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.average_gradients()))
+        self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
         self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.step()))
         return self
 
@@ -254,7 +255,8 @@ class OuterLoop:
     def flush(self) -> None:
         """Stay in the rounds until every rank has called this; afterwards all replicas are bitwise equal.
 
-        The last round averages the steps since the previous one; if no rank has made any, only votes are exchanged.
+        The last round averages the steps since the previous one; if no rank has made any, only votes are exchanged. If
+        it is dropped, replicas return to their anchor, or without one take the mean of those with finite weights.
         Afterwards the schedule continues on all ranks from the furthest step of any rank.
 
         Raises:
@@ -265,19 +267,20 @@ class OuterLoop:
             if not self._warm(finished=True):
                 break
         with self._meter.timed("exposed"), torch.no_grad():
-            if self.is_warming and self._are_alike:  # nothing is left to average but buffers
+            if 0 < self._position <= self._recipe.warmup and self._are_alike:  # nothing is left to average but buffers
                 self._rounds.replica.reset_anchor()
+                self._rounds.replica.count(1)
             last = self._walk_on()
-            self._rounds.apply_all()
+            are_dropped = [last in self._rounds.apply_all()]
             for number in range(len(self._rounds.replica.fragments)):
                 if number != last:
                     self._rounds.launch(Launch(number), self._position, finished=True)
-                    self._rounds.apply(number)
+                    are_dropped.append(self._rounds.apply(number))
             if self._recipe.agrees:
                 self._rounds.replica.adopt()
-            else:
+            if any(are_dropped) or not self._recipe.agrees:
                 self._rounds.average()
-                self._rounds.replica.reset_anchor()
+                self._rounds.replica.reset()
         self._synced = self._began = self._position
         self._are_alike = self._are_alike or not self.is_warming  # optimizers of ranks without data stay behind
 
@@ -385,6 +388,24 @@ class OuterLoop:
             self._leave(cause)
             if cause is not error:
                 raise cause from error
+
+    def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Average the gradients of a warm-up; `arguments` begin with the optimizer."""
+        closure = options.get("closure", *arguments[1:2])
+        if self.is_warming and closure is not None:
+            raise Unsupported(
+                f"In the warm-up of this recipe ({counted(self._recipe.warmup, 'step')}) an attached optimizer can't "
+                "take a closure: it computes gradients after they were averaged. Use a recipe without a warm-up."
+            )
+        self.average_gradients()
+
+    def _check_averaged(self) -> None:
+        if self.is_warming and self._averaged <= self._position and self._group.size > 1:
+            raise StateError(
+                f"This recipe averages gradients in the first {counted(self._recipe.warmup, 'step')}, and this is step "
+                f"{self._position + 1}. Call outer.average_gradients() before optimizer.step(), or attach it; with a "
+                "GradScaler call it before scaler.step(optimizer)."
+            )
 
     def _know(self, inner: Optimizer | None) -> None:
         self._rounds.inner = inner

@@ -16,7 +16,7 @@ from farflung.base.checks import check_type, check_whole
 from farflung.base.errors import ConfigError
 from farflung.comm.group import Group
 from farflung.outer.agreement import average
-from farflung.outer.vote import Decision
+from farflung.outer.vote import Decision, in_proportion
 
 _COUNTER = "step"  # torch.optim keeps it as a float tensor, which has the shape of a parameter that is a scalar
 
@@ -90,6 +90,8 @@ class AverageState:
     ) -> int:
         """Average what is due, unless ranks have different tensors: an optimizer that never stepped has none.
 
+        Ranks with values that are not finite get the mean of the others.
+
         Raises:
             ConfigError: the optimizer state has no tensor of a name in `every`.
         """
@@ -97,10 +99,12 @@ class AverageState:
         due = self._due(optimizer, parameters, rounds)
         layout = " ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in due)
         mark = int.from_bytes(hashlib.blake2b(layout.encode(), digest_size=6).digest(), "big")
-        marks = group.all_gather_small(torch.tensor([float(mark)], dtype=torch.float64))
-        if not due or len(set(marks.flatten().tolist())) != 1:
+        sound = float(all(bool(torch.isfinite(tensor).all()) for tensor in due))
+        marks, sounds = group.all_gather_small(torch.tensor([float(mark), sound], dtype=torch.float64)).T.tolist()
+        shares = in_proportion([factor * one for factor, one in zip(decision.factors, sounds, strict=True)])
+        if not due or len(set(marks)) != 1 or not shares.total:
             return 0
-        return average(due, group, decision)
+        return average(due, group, shares)
 
     def _due(self, optimizer: Optimizer, parameters: Sequence[Tensor], rounds: int) -> list[Tensor]:
         states = [(parameter, optimizer.state[parameter]) for parameter in parameters if parameter in optimizer.state]

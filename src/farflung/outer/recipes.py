@@ -100,7 +100,7 @@ def hierarchical(levels: Mapping[int, int | None], *, codec: Codec | str | None 
 
     Args:
         levels: how many neighbouring ranks average after how many optimizer steps: `{4: 8, 64: None}`, as text
-            `4:machine,64:all`. Use the number of ranks on each machine, which must divide the number of all ranks.
+            `4:machine,64:all`. Use the number of ranks on each machine. The last group may be smaller, but not one.
 
     Raises:
         ConfigError: the widest level is not all ranks, or is not the least frequent one.
@@ -320,7 +320,8 @@ def edit(
 
     Args:
         every: by default 32 steps, unless `seconds` is given.
-        seconds: seconds between two rounds, instead of `every`; fast replicas do more steps than slow ones.
+        seconds: seconds between two rounds, instead of `every`; fast replicas do more steps than slow ones. Call
+            `gather` or `save_state` where all ranks come together: after an epoch or a flush.
         lr: learning rate of the outer optimizer.
         momentum: momentum of the outer optimizer.
         threshold: z-score of a replica's norm, against its own history, above which the replica is left out.

@@ -294,6 +294,11 @@ class Replica:
             self.rebind(number)
             fragment.weights.reset_anchor()
 
+    def count(self, amount: float) -> None:
+        """Count what was done."""
+        for fragment in self.fragments:
+            fragment.count(amount)
+
     def reset(self) -> None:
         """Begin anew: local weights are agreed on, and nothing has been done since."""
         self.reset_anchor()

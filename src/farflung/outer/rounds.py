@@ -136,8 +136,12 @@ class Rounds:
         this = self._open[number]
         return this.tally if this.tally is not None and this.tally.finished and this.level == 0 else None
 
-    def apply(self, number: int) -> None:
-        """Bring a fragment's round in, if one is open, or drop it; eager updates move on without one, too."""
+    def apply(self, number: int) -> bool:
+        """Bring a fragment's round in, if one is open, or drop it; eager updates move on without one, too.
+
+        Returns:
+            Whether it was dropped.
+        """
         fragment, this = self.replica.fragments[number], self._open.get(number)
         waited = 0.0
         if this is not None:
@@ -155,13 +159,14 @@ class Rounds:
             self.replica.rebind(number)
             has_arrived = this is not None and not this.is_dropped and not this.is_empty
             fragment.weights.finish(fragment.pending_weight[0] > 0, has_arrived, self.island.agrees)
-        if this is not None:
-            self._close(number, waited)
+        if this is None:
+            return False
+        self._close(number, waited)
+        return this.is_dropped
 
-    def apply_all(self) -> None:
-        """Bring in all that is under way, in the order in which it was sent."""
-        for number in list(self._open):
-            self.apply(number)
+    def apply_all(self) -> list[int]:
+        """Bring in all that is under way, in the order in which it was sent; return the fragments that were dropped."""
+        return [number for number in list(self._open) if self.apply(number)]
 
     def average(self) -> None:
         """local <- the mean of all ranks, weights and floating buffers: a collective beside all that is under way.
