@@ -116,6 +116,7 @@ def test_version_2_means_what_it_means_there(said, caplog):
         ),
         ({"auto_wrap_policy": transformer_auto_wrap_policy}, "auto_wrap_policy", "transformer_based_wrap"),
         ({"auto_wrap_policy": size_based_auto_wrap_policy}, "min_num_params", 100_000_000),
+        ({"auto_wrap_policy": "size_based_wrap", "min_num_params": 0}, "min_num_params", 100_000_000),
         ({"auto_wrap_policy": "NO_WRAP"}, "auto_wrap_policy", None),
         ({"auto_wrap_policy": all}, "auto_wrap_policy", all),
         ({"backward_prefetch": "BACKWARD_PRE", "limit_all_gathers": True}, "backward_prefetch", None),
@@ -160,7 +161,7 @@ def test_other_forms_and_version_1_are_translated(said, name, value):
         ({"auto_wrap_policy": "by_hand"}, ConfigError, "auto_wrap_policy is 'by_hand'"),
         ({"transformer_cls_names_to_wrap": ["Block"]}, ConfigError, "is for auto_wrap_policy='transformer_based_wrap'"),
         ({"min_num_params": 5}, ConfigError, "is for auto_wrap_policy='size_based_wrap'"),
-        ({"auto_wrap_policy": "size_based_wrap", "min_num_params": 0}, ConfigError, "min_num_params is 0"),
+        ({"auto_wrap_policy": "size_based_wrap", "min_num_params": -1}, ConfigError, "min_num_params is -1"),
         (
             {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": "A,"},
             ConfigError,
@@ -201,6 +202,8 @@ def test_what_a_script_leaves_out_is_read_from_the_environment():
         {"FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_RESHARD_AFTER_FORWARD": "0"}
     ):
         assert Plugin().reshard_after_forward is False
+    with environ.patched({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "0"}):
+        assert Plugin().min_num_params == 100_000_000  # Accelerate's config files have 0 where nothing was said
     with (
         environ.patched({"FSDP_STATE_DICT_TYPE": "WHOLE"}),
         pytest.raises(ConfigError, match="FSDP_STATE_DICT_TYPE is"),

@@ -123,9 +123,9 @@ def test_between_machines_the_speed_of_the_interface_is_the_default(home, monkey
 
 def test_sharding_is_asked_of_several_processes_and_its_rows_are_the_replicas(home):
     start = ["y", "1", "4", "no", "n", "y"]
-    done = ask("--config_file", "all.yaml", answers=[*start, "size_based_wrap", "0", "1000", "n", "y", ""])
+    done = ask("--config_file", "all.yaml", answers=[*start, "size_based_wrap", "-1", "1000", "n", "y", ""])
     assert done.exit_code == 0, done.output
-    assert "min_num_params is 0" in done.output
+    assert "min_num_params is -1" in done.output
     assert OUTER not in done.output  # one copy of the model: nothing to average
     wrapped = {"use_fsdp": True, "fsdp_auto_wrap_policy": "size_based_wrap", "fsdp_min_num_params": 1000}
     here = {"use_cpu": True, "num_processes": 4}

@@ -75,7 +75,8 @@ class FullyShardedDataParallelPlugin:
             release), and `prepare` hands out those of rank 0.
         transformer_cls_names_to_wrap: class names for `transformer_based_wrap`, in a list or with commas between; None
             takes those that the model names itself (`_no_split_modules`).
-        min_num_params: the number of parameters from which `size_based_wrap` takes a module. [100 million]
+        min_num_params: the number of parameters from which `size_based_wrap` takes a module; 0 is the default.
+            [100 million]
 
     Raises:
         ConfigError: a value that can't be, or two that contradict each other.
@@ -484,5 +485,5 @@ def _least_params(given: Any) -> int:
         given = environ.integer("FSDP_MIN_NUM_PARAMS")
     if given is None:
         return MIN_NUM_PARAMS
-    check_whole(f"{_NAME}: min_num_params", given, least=1)
-    return int(given)
+    check_whole(f"{_NAME}: min_num_params", given, least=0)
+    return int(given) or MIN_NUM_PARAMS  # 0 is what Accelerate's plugin and config files have where nothing is said
