@@ -166,6 +166,35 @@ def test_models_keep_their_numbers_where_a_hook_takes_one(tmp_path):
         assert found == wanted
 
 
+def beside_weights(folder):
+    """Save checkpoints into folders of `save_model`, and load them; return the weights of then and those after."""
+    found = []
+    for sharded, size in ((True, "10GB"), (True, 16), (False, 16)):
+        run = start(Only, sharded)
+        where = folder / f"{sharded} {size}"
+        if sharded:
+            run[0].save_model(run[1], where, max_shard_size=size)
+        run[0].wait_for_everyone()
+        files = {path: path.read_bytes() for path in where.glob("*")}
+        for _ in range(2):
+            step(*run)
+            run[0].save_state(where)
+        if not sharded:
+            run[0].save_model(run[1], where, max_shard_size=size)
+        run[0].wait_for_everyone()
+        assert all(path.read_bytes() == content for path, content in files.items())
+        wanted = {name: value.tolist() for name, value in run[0].get_state_dict(run[1]).items()}
+        run = start(Only, sharded)
+        run[0].load_state(where)
+        found.append((wanted, lists(run[0].get_state_dict(run[1]))))
+    return found
+
+
+def test_weights_for_others_and_a_checkpoint_share_a_folder(tmp_path):
+    for found in run_ranks(beside_weights, 2, tmp_path):
+        assert all(wanted == loaded for wanted, loaded in found)
+
+
 def only_rank_0_fails(folder):
     accelerator, model, _ = start(Only, True)
     (folder / "file").write_text("x")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from farflung.base.errors import CheckpointError
 from farflung.checkpoint import layout
-from farflung.checkpoint.manifest import Manifest
+from farflung.checkpoint.manifest import Manifest, names_of
 from farflung.checkpoint.writer import sync_folder
 
 _WRITING = ".writing-"
@@ -165,15 +165,14 @@ def _move_up(folder: Path, target: Path) -> None:
 
 
 def _belonging(target: Path) -> set[str]:
-    """Return the names of the files of the checkpoint that is in a folder, whoever wrote it."""
-    try:
-        old = Manifest.read(target)
-    except CheckpointError:  # damaged; what it was is told by the names
-        old = None
+    """Return the names of the files of the checkpoint that is in a folder, whoever wrote it.
+
+    Weights that `save_model` may have written are among them only where the manifest names them.
+    """
     inner = [path for path in target.iterdir() if path.name in layout.FOLDERS or layout.is_shards(path.name)]
     paths = [path for folder in [target, *inner] if folder.is_dir() for path in folder.iterdir()]  # not all in there
-    known = {name for name in (path.relative_to(target).as_posix() for path in paths) if layout.is_known(name)}
-    return known | (set() if old is None else set(old.files))
+    names = {path.relative_to(target).as_posix() for path in paths}
+    return {name for name in names if layout.is_known(name) and not layout.is_exported(name)} | names_of(target)
 
 
 def remove(folder: Path, aside: Path) -> None:

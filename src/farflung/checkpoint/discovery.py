@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import atomic, layout
-from farflung.checkpoint.manifest import Manifest
+from farflung.checkpoint.manifest import Manifest, names_of
 from farflung.checkpoint.reader import DAMAGE
 from farflung.checkpoint.regular import is_file
 
@@ -103,22 +104,29 @@ def model_path(folder: Path, index: int, taken: int = 0) -> Path:
     Raises:
         CheckpointError: there are none.
     """
-    if (sharded := _sharded_model(folder, index)) is not None:
-        return sharded
-    number = index - taken - sum(_sharded_model(folder, k) is not None for k in range(index))
+    is_there = _names_of_weights(folder)
+
+    def sharded(k: int) -> str | None:
+        return next(filter(is_there, (layout.model_shards(k), layout.gathered_model(k))), None)
+
+    number = index - taken - sum(sharded(k) is not None for k in range(index))
     names = [layout.model(number, safe) for safe in (True, False)]
-    path = next((folder / name for name in names if is_file(folder / name)), None)
-    if path is None:
+    name = sharded(index) or next(filter(is_there, names), None)
+    if name is None:
         wanted = f"neither {names[0]} nor {names[1]} nor {layout.model_shards(index)}/"
         raise CheckpointError(f"{folder} has no weights of model {index}: {wanted} is there.")
-    return path
+    return folder / name
 
 
-def _sharded_model(folder: Path, index: int) -> Path | None:
-    shards, gathered = folder / layout.model_shards(index), folder / layout.gathered_model(index)
-    if shards.is_dir():
-        return shards
-    return gathered if is_file(gathered) else None
+def _names_of_weights(folder: Path) -> Callable[[str], bool]:
+    """Return what says whether weights of a name are part of a checkpoint: as its manifest says, or as they are there.
+
+    The folder may hold other weights too, such as those of `save_model`.
+    """
+    named = names_of(folder)
+    if any(map(layout.is_model, named)):
+        return {name.split("/")[0] for name in named}.__contains__
+    return lambda name: (folder / name).is_dir() if layout.is_shards(name) else is_file(folder / name)
 
 
 def newest(folder: Path) -> Found:

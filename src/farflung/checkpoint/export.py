@@ -13,6 +13,7 @@ from torch import Tensor
 
 from farflung.base.errors import ConfigError
 from farflung.checkpoint import layout
+from farflung.checkpoint.manifest import names_of
 from farflung.checkpoint.save import save_object
 from farflung.checkpoint.writer import FileWriter, without_aliases
 
@@ -26,6 +27,7 @@ def save_sharded(
     """Write weights as `model.safetensors` (or `pytorch_model.bin`), cut where a file would grow too large.
 
     Files of an earlier save into the directory that are not written anew are removed, once the new ones are there.
+    Those of a checkpoint in it stay.
 
     Args:
         max_shard_size: bytes, or a number with a unit. A single tensor may be larger.
@@ -60,8 +62,9 @@ def save_sharded(
     else:
         index.unlink(missing_ok=True)
     old = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{ending}")
+    kept_names = {*names, *names_of(directory)}
     for path in directory.iterdir():
-        if old.fullmatch(path.name) and path.name not in names:
+        if old.fullmatch(path.name) and path.name not in kept_names:
             path.unlink()
     return names
 

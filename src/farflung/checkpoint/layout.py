@@ -34,6 +34,7 @@ _MODEL = re.compile(
     r"(model|pytorch_model)(_\d+|-\d{5}-of-\d{5})?\.(safetensors|bin)"
     r"|pytorch_model_fsdp(_\d+)?\.bin|pytorch_model_fsdp_\d+/\.metadata"
 )
+_EXPORTED = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 _TORCH = (".bin", ".pt", ".pkl")
 
@@ -118,6 +119,11 @@ def is_shards(name: str) -> bool:
 def is_model(name: str) -> bool:
     """Say whether this is the name of a file with weights of a model."""
     return _MODEL.fullmatch(name) is not None
+
+
+def is_exported(name: str) -> bool:
+    """Say whether `save_model` gives files this name."""
+    return _EXPORTED.fullmatch(name) is not None
 
 
 def is_custom(name: str) -> bool:

@@ -125,5 +125,14 @@ class Manifest:
         return f"{name} is damaged: its checksum is {sums[1]:08x}, but {self.files[name].crc32:08x} was written"
 
 
+def names_of(folder: Path) -> set[str]:
+    """Return the names of the files that belong to the checkpoint in a folder; none where no manifest says so."""
+    try:
+        manifest = Manifest.read(folder)
+    except CheckpointError:  # damaged
+        return set()
+    return set() if manifest is None else set(manifest.files)
+
+
 def _digest(content: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
