@@ -79,6 +79,7 @@ def load_fsdp_model(
 
     Raises:
         CheckpointError: there are none, they are damaged, or of another model; the model is as it was.
+        Unsupported: `adapter_only` of prompts that an encoder computes, as in P-tuning.
     """
     _only_dcp(use_dcp)
     folder = _parent_of(Path(input_dir), layout.model_shards(model_index))
@@ -86,6 +87,7 @@ def load_fsdp_model(
     read: list[Any] = []
     if adapter_only and is_peft_model(bare):
         own = _adapter(bare)
+        _check_encoder(bare)
         _group(accelerator).agree(f"Loading {folder}", lambda: read.append(_read_adapter(folder, model_index, own)))
         return _load_adapter(bare, own, read[0])
     group = _group(accelerator)
@@ -232,6 +234,19 @@ def _adapter(model: Any) -> dict[str, Any]:
 
     found: dict[str, Any] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
     return found
+
+
+def _check_encoder(model: Any) -> None:
+    """Raise Unsupported where an adapter's prompts are computed: peft saves the prompts, not what computes them."""
+    encoders = getattr(model, "prompt_encoder", None)
+    if not encoders:
+        return
+    computing = [name for name, _ in encoders[model.active_adapter].named_parameters() if name != "embedding.weight"]
+    if computing:
+        raise Unsupported(
+            "load_fsdp_model: with adapter_only=True the file has the prompts of this adapter, from which the weights "
+            f"of its encoder ({', '.join(computing[:3])}) can't be restored. Save and load it with adapter_only=False."
+        )
 
 
 def _load_adapter(model: Any, own: dict[str, Any], read: dict[str, Any]) -> Any:
