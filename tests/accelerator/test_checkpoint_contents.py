@@ -12,7 +12,13 @@ from farflung.base.errors import ConfigError, Unsupported
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
-from farflung.utils import load_fsdp_model, merge_fsdp_weights, save_fsdp_model
+from farflung.utils import (
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    merge_fsdp_weights,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
 
 
 class Named(nn.Module):
@@ -254,6 +260,10 @@ class KeepsBoth(Keeps):
     keep = staticmethod(lambda gradient: [gradient + 1, torch.ones(3)])
 
 
+class KeepsByNumber(Keeps):
+    keep = staticmethod(lambda gradient: {0: gradient + 1, 1: {7: gradient + 2, "n": [{3: 4}]}, (2, True): 5})
+
+
 def square():
     return nn.Linear(4, 4, bias=False)
 
@@ -280,6 +290,36 @@ def odd_states(folder):
         kept = run[2].state[next(run[1].parameters())]["kept"]
         found.append((wanted, [tensor.to_local().tolist() for tensor in kept]))
     return found
+
+
+def keys_of(node):
+    if isinstance(node, dict):
+        return {key: keys_of(value) for key, value in node.items()}
+    return [keys_of(one) for one in node] if isinstance(node, list) else getattr(node, "shape", node)
+
+
+def numbered_states(folder):
+    """Save and load states with keys that are no text; return their keys and those after."""
+    found = []
+    for name in ("it", "alone"):
+        run = start(square, True, lambda parameters: KeepsByNumber(parameters, 0.1))
+        run[2].param_groups[0]["table"] = {0: 0.1, 30: {"x": {1: 2}}}
+        step(*run)
+        run[0].save_state(folder / "it")
+        save_fsdp_optimizer(None, run[0], run[2], run[1], folder / "alone")
+        wanted = keys_of(run[2].optimizer.state_dict())
+        run = start(square, True, lambda parameters: KeepsByNumber(parameters, 0.1))
+        if name == "it":
+            run[0].load_state(folder / "it")
+        else:
+            load_fsdp_optimizer(None, run[0], run[2], run[1], folder / "alone")
+        found.append((wanted, keys_of(run[2].optimizer.state_dict())))
+    return found
+
+
+def test_keys_of_shards_stay_what_they_are(tmp_path):
+    for found in run_ranks(numbered_states, 2, tmp_path):
+        assert all(wanted == loaded for wanted, loaded in found)
 
 
 def test_states_in_parts_are_saved_whole_or_refused_on_all_ranks(tmp_path):

@@ -109,9 +109,9 @@ def planners(run: Run, leader: int) -> list[ShardPlanner]:
         if model_has_dtensor(model)
     }
     optimizers = {
-        layout.optimizer_shards(k): {
-            "optimizer": states.by_name(one.state_dict(), states.parameter_names(run.bare_models, one))
-        }
+        layout.optimizer_shards(k): states.for_shards(
+            states.by_name(one.state_dict(), states.parameter_names(run.bare_models, one))
+        )
         for k, one in enumerate(run.registry.optimizers)
         if states.has_shards(one)
     }

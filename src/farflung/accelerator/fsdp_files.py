@@ -115,7 +115,9 @@ def save_fsdp_optimizer(
     _group(accelerator).agree(f"Writing {output_dir}", lambda: states.check_optimizer(models, optimizer))
     if not _gathers(fsdp_plugin):
         state = states.by_name(optimizer.state_dict(), names)
-        _write_shards(accelerator, Path(output_dir) / layout.optimizer_shards(optimizer_index), {"optimizer": state})
+        _write_shards(
+            accelerator, Path(output_dir) / layout.optimizer_shards(optimizer_index), states.for_shards(state)
+        )
         return
     whole = states.gathered_optimizer(optimizer, accelerator.is_main_process)
     _write_whole(

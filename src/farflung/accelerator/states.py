@@ -6,7 +6,7 @@ What was read of something sharded is always the local part, on the CPU, whateve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from farflung.checkpoint import discovery, layout
 from farflung.checkpoint.reader import DAMAGE, read_torch, read_weights
 from farflung.comm.shards import full, is_sharded, local, model_has_dtensor, spread_like, with_local
 
+_KEYS = "optimizer_keys"  # in a folder of shards, beside the optimizer's state
 _RECOMPUTED = "_checkpoint_wrapped_module."  # where torch's wrapper for activation checkpointing keeps a module
 
 
@@ -80,6 +81,32 @@ def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
             {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
         ],
     }
+
+
+def for_shards(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `by_name` did as the folder of an optimizer holds it, with the keys that DCP would turn into text."""
+    keys = _other_keys(state, ())
+    return {"optimizer": state, **({_KEYS: keys} if keys else {})}
+
+
+def _other_keys(node: Any, path: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], list[Any]]]:
+    """Return where dictionaries stand whose keys are not all text, each with its keys."""
+    own: list[tuple[tuple[Any, ...], list[Any]]] = []
+    inner: Iterable[tuple[Any, Any]] = enumerate(node) if isinstance(node, list) else ()
+    if isinstance(node, Mapping):
+        inner = ((str(key), value) for key, value in node.items())
+        own = [] if all(isinstance(key, str) for key in node) else [(path, list(node))]
+    return own + [found for key, value in inner for found in _other_keys(value, (*path, key))]
+
+
+def _with_keys(node: Any, keys: Mapping[tuple[Any, ...], list[Any]], path: tuple[Any, ...] = ()) -> Any:
+    """Return a state with the keys that `_other_keys` found in place of the same as text."""
+    if type(node) is list:
+        return [_with_keys(value, keys, (*path, number)) for number, value in enumerate(node)]
+    if type(node) is not dict:
+        return node
+    own = {str(key): key for key in keys.get(path, ())}
+    return {own.get(key, key): _with_keys(value, keys, (*path, key)) for key, value in node.items()}
 
 
 def by_number(state: Mapping[str, Any], names: Sequence[str], optimizer: Any, path: Path) -> dict[str, Any]:
@@ -298,7 +325,9 @@ def _read_optimizer_shards(models: Sequence[nn.Module], optimizer: Any, folder: 
     for name, shard in alike.items():
         values[name] = with_local(values[name], shard)
     state = lazy.nested({kept[name][1:]: value for name, value in values.items()})
-    return by_number({"state": state, "param_groups": param_groups}, names, optimizer, folder)
+    keys = dict(stored.read({_KEYS: None})[_KEYS]) if _KEYS in stored.paths else {}
+    whole = _with_keys({"state": state, "param_groups": param_groups}, keys)
+    return by_number(whole, names, optimizer, folder)
 
 
 def _empty(stored: Any, name: str) -> Tensor | None:
