@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from farflung import Accelerator
 from farflung.base.errors import CheckpointError, StateError
 from farflung.checkpoint import entries
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
+from farflung.utils import ProjectConfiguration
 from tests.accelerator.test_checkpoints import Training
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak_checkpoint.py"
@@ -143,6 +145,22 @@ def test_an_error_on_one_rank_is_raised_on_all_and_names_it(tmp_path):
         assert all("rank 1: OSError: [Errno 28] No space left on device" in word for word in words)
         assert all("rank 0" not in word for word in words)
         assert names == ["first"]
+
+
+def too_long(folder):
+    project = ProjectConfiguration(project_dir=folder / ("x" * 300), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    found = []
+    for call in (accelerator.save_state, lambda: accelerator.load_state("latest")):
+        with pytest.raises(CheckpointError) as caught:
+            call()
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_path_that_is_too_long_is_an_error_on_all_ranks(tmp_path):
+    for found in run_ranks(too_long, 2, tmp_path):
+        assert all("rank 0: OSError: [Errno 36] File name too long" in words for words in found)
 
 
 class Uncopied:

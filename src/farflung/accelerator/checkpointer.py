@@ -323,7 +323,7 @@ def _numbered(folder: Path) -> set[Path]:
 def _aside(automatic: Path) -> Path:
     """Return where numbered checkpoints are written: outside of their folder, where others look for numbers alone."""
     outside = automatic.parent
-    if automatic.exists() and automatic.stat().st_dev != outside.stat().st_dev:
+    if os.path.exists(automatic) and automatic.stat().st_dev != outside.stat().st_dev:
         return automatic
     return outside
 
