@@ -184,3 +184,49 @@ def test_under_an_outer_loop_the_window_is_that_of_the_replica(ranks):
         alone = torch.cat([tokens(rank, number, count) for number, count in enumerate(SHARES[ranks][rank])])
         (loss_sum(model, alone) / max(len(alone), 1)).backward()
         assert torch.allclose(gradient, model.weight.grad, atol=1e-6)
+
+
+class Holder(nn.Module):
+    """A script's own module around a prepared one."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)
+
+
+def gradients_of_other_forms(shares):
+    """The gradient of one window, for each form in which a script may name its model."""
+    found = {}
+    for form in ("alone", "unwrapped", "compiled", "held", "beside one that is frozen", "beside one that is evaluated"):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model, _ = accelerator.prepare(plain := network(), torch.optim.SGD(plain.parameters()))
+        named = model
+        if form == "unwrapped":
+            named = accelerator.unwrap_model(model)
+        elif form == "compiled":
+            named = torch.compile(model, backend="eager")
+        elif form == "held":
+            named = Holder(model)
+        elif form == "beside one that is frozen":
+            accelerator.prepare(network().requires_grad_(False))
+        elif form == "beside one that is evaluated":
+            accelerator.prepare_model(network(), evaluation_mode=True)
+        models = () if form.startswith("beside") else (named,)
+        computes = model if form == "unwrapped" else named
+        for number, count in enumerate(shares[accelerator.process_index]):
+            with accelerator.accumulate(*models):
+                x = tokens(accelerator.process_index, number, count)
+                accelerator.backward(loss_sum(computes, x), num_items=count)
+        found[form] = [parameter.grad.clone() for parameter in model.parameters()]
+        AcceleratorState._reset_state()
+    return found
+
+
+def test_the_gradient_is_the_same_in_whatever_form_a_script_names_its_model():
+    shares = [(3, 7), (12, 1)]
+    for found in run_ranks(gradients_of_other_forms, 2, shares):
+        for form, gradients in found.items():
+            torch.testing.assert_close(gradients, expected(shares, None), msg=lambda text, form=form: f"{form}: {text}")

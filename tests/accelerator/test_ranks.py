@@ -140,6 +140,23 @@ def test_no_sync_keeps_gradients_at_home_and_hooks_average_them(hook, wrapper):
     assert run_ranks(gradient, 2, hook, wrapper) == [(1.0, 3.0), (2.0, 3.0)]
 
 
+def gradients_of_other_forms():
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1, bias=False)
+    wrapped = accelerator.prepare(model)
+    found = []
+    for named in (torch.compile(wrapped, backend="eager"), model):
+        with accelerator.no_sync(named):
+            accelerator.backward(wrapped(torch.full((1, 2), accelerator.process_index + 1.0)).sum())
+        found.append(model.weight.grad[0, 0].item())
+        model.zero_grad()
+    return found
+
+
+def test_no_sync_takes_a_model_that_was_compiled_or_unwrapped_after_it_was_prepared():
+    assert run_ranks(gradients_of_other_forms, 2) == [[1.0, 1.0], [2.0, 2.0]]
+
+
 def late_gradient():
     accelerator = Accelerator()
     model = nn.Linear(1, 1, bias=False)

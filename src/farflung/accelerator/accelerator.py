@@ -44,6 +44,7 @@ from farflung.base.checks import check_type
 from farflung.base.enums import DynamoBackend
 from farflung.base.errors import StateError
 from farflung.comm import collectives
+from farflung.comm.group import Group
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import (
     AutocastKwargs,
@@ -233,12 +234,13 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
 
     def accumulate(self, *models: nn.Module) -> Accumulate:
         """Count a micro-batch; gradients of `models` are synchronized when it completes its window."""
-        return Accumulate(self._loop, models, self._strategy.no_sync if self._distributed else None)
+        resolved = tuple([self._registry.resolve(model) for model in models])
+        return Accumulate(self._loop, resolved, self._strategy.no_sync if self._distributed else None)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context manager in which the gradients of `model` are not synchronized."""
         check_type("no_sync: model", model, nn.Module, "an nn.Module")
-        return self._strategy.no_sync(model)
+        return self._strategy.no_sync(self._registry.resolve(model))
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a context manager that computes in the session's precision."""
@@ -263,10 +265,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         window, given = self._loop.window, loss
         try:
             if num_items is not None:
-                models = window.models or tuple(self._registry.models)
-                groups = [self._strategy.averaged_over(model) for model in models]
-                group = groups[0] if groups and all(one is groups[0] for one in groups) else None
-                loss = weighed(loss, num_items, self._loop, group)
+                loss = weighed(loss, num_items, self._loop, *self._averaged_over(window.models))
             elif window.scale is not None:
                 raise StateError("backward: the earlier losses of this window came with num_items. Give it to all.")
             elif window.divisor > 1:
@@ -277,6 +276,19 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
             self._joined.group.raise_if_broken()  # which names the rank, where torch speaks of a closed connection
             explain_loss(given, kwargs, error)
             raise
+
+    def _averaged_over(self, accumulated: tuple[nn.Module, ...]) -> tuple[Group | None, bool]:
+        """Say which ranks average the gradients of a window of the models `accumulated`, and how often.
+
+        Returns:
+            the ranks, None where there are no others, or not the same for all models; and whether that waits for the
+            end of the window. Where none of the models was prepared, it does not: what they hold is not known.
+        """
+        trained = self._registry.trained if self._distributed else []
+        models = [model for model in trained if any(model is one for one in accumulated)]
+        waits = bool(models) and not self._loop.sync_each_batch
+        groups = [self._strategy.averaged_over(model) for model in models or trained]
+        return groups[0] if groups and all(one is groups[0] for one in groups) else None, waits
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip the gradients' total norm to `max_norm`; return the norm before clipping, as a 0-d tensor.
@@ -292,7 +304,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
     def unscale_gradients(self, optimizer: Optimizer | list[Optimizer] | None = None) -> None:
         """Unscale the fp16 gradients of `optimizer`, or of all optimizers; does nothing without fp16."""
         chosen = self._registry.optimizers if optimizer is None else optimizer
-        listed = chosen if isinstance(chosen, list) else [chosen]
+        listed = chosen if isinstance(chosen, (list, tuple)) else [chosen]
         for one in listed:
             check_type("unscale_gradients: optimizer", one, Optimizer, "a torch optimizer")
         if self._precision.scaler is None:
@@ -327,7 +339,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         inside `no_sync`.
         """
         check_type("trigger_sync_in_backward: model", model, nn.Module, "an nn.Module")
-        return self._strategy.sync_in_backward(model)
+        return self._strategy.sync_in_backward(self._registry.resolve(model))
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:

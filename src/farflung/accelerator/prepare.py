@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from farflung.base.checks import check_flag, check_type, wrong_type
 from farflung.base.errors import ConfigError
+from farflung.base.torch_internals import compiled_from
 from farflung.base.words import counted
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import DataLoaderConfiguration
@@ -55,6 +56,23 @@ class Registry:
         """Return the prepared form of `thing`, which may be that form itself, or None."""
         found = self._known.get(id(thing))
         return None if found is None else found[1]
+
+    def resolve(self, model: Any) -> Any:
+        """Return the prepared form of a model that was unwrapped or compiled since; `model` itself if it is unknown."""
+        found = self.find(model)
+        if found is None and isinstance(model, nn.Module):
+            found = self.find(compiled_from(model))
+        return model if found is None else found
+
+    @property
+    def trained(self) -> list[nn.Module]:
+        """Those of `models` that are not for evaluation alone and have something that requires a gradient."""
+        left_out = {id(model) for model in self.evaluated}
+        return [
+            model
+            for model in self.models
+            if id(model) not in left_out and any(p.requires_grad for p in model.parameters())
+        ]
 
     def remember(self, original: Any, prepared: Any) -> None:
         """Note that `prepared` stands for `original`."""

@@ -100,7 +100,7 @@ def explain_loss(loss: object, kwargs: Mapping[str, Any], error: Exception) -> N
         ) from error
 
 
-def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Group | None) -> Tensor:
+def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Group | None, waits: bool) -> Tensor:
     """Return a sum of losses so scaled that the window's gradient is that of `sum(losses) / sum(items)` over the ranks.
 
     The scale is only known with the window's last micro-batch; what the earlier ones left is scaled again then.
@@ -108,7 +108,8 @@ def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Gr
     Args:
         loss: 0-d, the sum over the items of this micro-batch.
         num_items: how many items that is; 0 is fine.
-        group: the ranks that average the model's gradients in this backward pass, or None.
+        group: the ranks that average the model's gradients, or None.
+        waits: they average them in the last backward pass of the window; else in each.
 
     Raises:
         ConfigError: a negative number of items.
@@ -129,7 +130,7 @@ def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Gr
     window.items = window.items + count if window.size else count  # outside `accumulate` each call is a window
     if not window.complete:
         if window.scale is None:
-            if (state.sync_each_batch or not window.models) and group is not None and group.size > 1:
+            if not waits and group is not None and group.size > 1:
                 count = _summed(count, group, state) / group.size  # averaged at once: one scale must do for all ranks
             window.scale = 1.0 / (max(count, 1.0) * state.num_steps)
         return loss * window.scale
