@@ -213,6 +213,24 @@ def horizon(ticks, split):
     return rate, optimizer.param_groups[0]["lr"] / rate
 
 
+def prepared_by_two():
+    first = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = LambdaLR(optimizer, lambda step: step)
+    optimizer, scheduler = first.prepare(optimizer, scheduler)
+    second = Accelerator()
+    optimizer, again = second.prepare(optimizer, scheduler)
+    second.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    again.step()
+    return again is scheduler, again.optimizers == [optimizer], again.get_last_lr()[0]
+
+
+def test_a_scheduler_that_another_accelerator_prepared_ticks_as_often_as_before():
+    assert run_ranks(prepared_by_two, 2) == [(True, True, 2.0)] * 2
+
+
 def horizons(cases):
     return [horizon(*case) for case in cases]
 

@@ -186,14 +186,18 @@ class Preparer:
             raise wrong_type("prepare_scheduler: scheduler", scheduler, "a learning rate scheduler")
         made_for = _bare(getattr(scheduler, "optimizer", None))
         followed = [optimizer for optimizer in self.registry.optimizers if optimizer.optimizer is made_for]
-        per_update = self.scheduler_ticks == "per_update" or self.data.split_batches
-        prepared = AcceleratedScheduler(
-            scheduler,
-            followed or self.registry.optimizers,
-            step_with_optimizer=self.step_scheduler_with_optimizer,
-            ticks=1 if per_update else self.world.size,
-            warns=self.world.is_main,
-        )
+        if isinstance(scheduler, AcceleratedScheduler):  # of another Accelerator, or made by hand: ticks as it did
+            prepared = scheduler
+            prepared.optimizers = followed or prepared.optimizers
+        else:
+            per_update = self.scheduler_ticks == "per_update" or self.data.split_batches
+            prepared = AcceleratedScheduler(
+                scheduler,
+                followed or self.registry.optimizers,
+                step_with_optimizer=self.step_scheduler_with_optimizer,
+                ticks=1 if per_update else self.world.size,
+                warns=self.world.is_main,
+            )
         self.registry.schedulers.append(prepared)
         self.registry.remember(scheduler, prepared)
         return prepared
