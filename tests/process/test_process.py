@@ -197,6 +197,10 @@ def shares():
             out["list", padded] = part
         with state.split_between_processes(torch.arange(5), padded) as part:
             out["tensor", padded] = part.tolist()
+        with state.split_between_processes(np.arange(5), padded) as part:
+            out["array", padded] = part.tolist()
+        with state.split_between_processes(range(5), padded) as part:
+            out["range", padded] = list(part)
         with state.split_between_processes({"a": "xyz", "b": [1, 2, 3]}) as part:
             out["dict", padded] = part
         with state.split_between_processes([1, 2], padded) as part:
@@ -206,7 +210,7 @@ def shares():
 
 def test_inputs_are_split_and_padded():
     first, second, third, fourth = run_ranks(shares, 4)
-    for kind in ("list", "tensor"):
+    for kind in ("list", "tensor", "array", "range"):
         assert [r[kind, False] for r in (first, second, third, fourth)] == [[0, 1], [2], [3], [4]]
         assert [r[kind, True] for r in (first, second, third, fourth)] == [[0, 1], [2, 4], [3, 4], [4, 4]]
     assert second["dict", False] == {"a": "y", "b": [2]}

@@ -175,17 +175,13 @@ def _share(inputs: Any, rank: int, size: int, padded: bool) -> Any:
     count, extra = divmod(len(inputs), size)
     start = rank * count + min(rank, extra)
     stop = start + count + (rank < extra)
-    if hasattr(inputs, "select") and not isinstance(
-        inputs, Tensor
-    ):  # a Hugging Face data set, whose slices are columns
-        rows = list(range(start, stop))
-        filler = [len(inputs) - 1] * (count + (extra > 0) - len(rows)) if padded else []
-        return inputs.select(rows + filler)
-    share = inputs[start:stop]
-    missing = count + (extra > 0) - len(share)
-    if not padded or missing <= 0 or len(inputs) == 0:
+    missing = count + (extra > 0) - (stop - start) if padded and len(inputs) else 0
+    rows = [*range(start, stop), *[len(inputs) - 1] * missing]
+    if hasattr(inputs, "select") and not isinstance(inputs, Tensor):
+        return inputs.select(rows)  # a Hugging Face data set, whose slices are columns
+    share, last = inputs[start:stop], inputs[-1:]
+    if not missing:
         return share
-    if isinstance(inputs, Tensor):
-        last = inputs[-1:].expand(missing, *inputs.shape[1:])
-        return torch.cat([share, last])
-    return share + inputs[-1:] * missing
+    if isinstance(inputs, (list, tuple, str, bytes)):
+        return share + last * missing
+    return inputs[rows] if hasattr(inputs, "shape") else [inputs[row] for row in rows]  # arrays; ranges and data sets
