@@ -2,6 +2,7 @@
 """An Accelerator's trackers: on the main process, with what was asked for, and never so that training ends."""
 
 import json
+import warnings
 
 import pytest
 
@@ -91,6 +92,20 @@ def test_logging_before_the_run_has_begun_is_said_once():
     with pytest.warns(UserWarning, match="before init_trackers"):
         accelerator.log({"loss": 0.5})
     accelerator.log({"loss": 0.5})
+
+
+def test_what_a_tracker_does_not_record_is_said_once_at_the_line_that_logs_it(tmp_path):
+    pytest.importorskip("tensorboard")
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+    accelerator.init_trackers("project")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for step in range(3):
+            accelerator.log({"loss": 0.5, "many": [step, step]}, step=step)
+    assert [(one.filename, str(one.message).partition(": ")[0]) for one in said] == [
+        (__file__, "The tracker tensorboard does not record 'many' of type list")
+    ]
+    accelerator.end_training()
 
 
 def test_a_failing_tracker_is_named_once_counted_and_does_not_stop_the_others():

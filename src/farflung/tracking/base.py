@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from farflung.base.checks import shown
 from farflung.base.errors import Unsupported
 from farflung.process.bootstrap import read_rank_info
 from farflung.process.world import current
@@ -89,11 +88,14 @@ def taken(
 ) -> dict[str, Any]:
     """Return those of `values` that the tracker's client takes, and warn of the others.
 
+    The warning names the type, not the value, which differs from step to step: Python shows equal warnings once.
+
     Args:
         what: what it takes, for the warning.
     """
     found = {key: value for key, value in values.items() if takes(value)}
     for key in values.keys() - found.keys():
-        said = f"The tracker {tracker.name} does not record {key!r}, {shown(values[key])}: it takes {what}."
-        warnings.warn(said, stacklevel=4)
+        kind = type(values[key]).__name__
+        said = f"The tracker {tracker.name} does not record {key!r} of type {kind}: it takes {what}."
+        warnings.warn(said, stacklevel=7)  # the line of the script that calls the Accelerator
     return found

@@ -14,6 +14,8 @@ import yaml
 from farflung.base.tree import listify
 from farflung.tracking.base import GeneralTracker, is_number, on_main_process, taken
 
+_LOGGABLE = "numbers, texts, and dictionaries of numbers"
+
 
 class TensorBoardTracker(GeneralTracker):
     """Writes event files into `{logging_dir}/{run_name}`.
@@ -65,7 +67,7 @@ class TensorBoardTracker(GeneralTracker):
         Args:
             kwargs: arguments of `add_scalar`, `add_text` or `add_scalars`.
         """
-        for key, value in taken(self, listify(values), _is_loggable, "numbers, texts and dictionaries").items():
+        for key, value in taken(self, listify(values), _is_loggable, _LOGGABLE).items():
             if isinstance(value, str):
                 self.writer.add_text(key, value, global_step=step, **kwargs)
             elif isinstance(value, dict):
@@ -95,4 +97,6 @@ def _is_hyperparameter(value: Any) -> bool:
 
 
 def _is_loggable(value: Any) -> bool:
-    return is_number(value) or isinstance(value, (str, dict))
+    return (
+        is_number(value) or isinstance(value, str) or (isinstance(value, dict) and all(map(is_number, value.values())))
+    )
