@@ -19,8 +19,7 @@ from farflung.base.former_name import FORMER_NAME
 from farflung.checkpoint import layout
 from farflung.checkpoint.manifest import Manifest
 from farflung.checkpoint.sharded import ShardPlanner
-from farflung.launch.checkpoint import checkpoint
-from farflung.launch.main import main
+from farflung.launch.main import checkpoint, main
 from farflung.state import AcceleratorState
 from farflung.utils import save_fsdp_model
 

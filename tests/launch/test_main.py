@@ -22,6 +22,7 @@ def test_help_and_the_launcher_do_without_torch(home):
         "from farflung.launch.main import farflung\n"
         "farflung.main(['--help'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules and 'yaml' not in sys.modules\n"
+        "farflung.main(['checkpoint', '--help'], standalone_mode=False)\n"
         "farflung.main(['launch', '--help'], standalone_mode=False)\n"
         "farflung.main(['config', 'show'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
@@ -31,13 +32,22 @@ def test_help_and_the_launcher_do_without_torch(home):
     assert all(name in done.stdout for name in command.COMMANDS)
 
 
-@pytest.mark.parametrize("name", sorted(command.COMMANDS))
-def test_each_name_in_the_table_is_a_command(name):
-    module, attribute = command.COMMANDS[name][0].split(":")
-    found = getattr(import_module(module), attribute)
-    assert isinstance(found, click.Command)
-    assert command.farflung.get_command(click.Context(command.farflung), name) is found
-    assert CliRunner().invoke(found, ["--help"]).exit_code == 0
+@pytest.mark.parametrize("group", [command.farflung, command.checkpoint])
+def test_each_name_in_a_table_is_a_command(group):
+    for name, (place, _) in group.table.items():
+        module, attribute = place.split(":")
+        found = getattr(import_module(module), attribute)
+        assert isinstance(found, click.Command)
+        assert group.get_command(click.Context(group), name) is found
+        assert CliRunner().invoke(found, ["--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize("name", command.ELSEWHERE)
+def test_accelerates_other_commands_are_answered_by_name(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main([*name.split(), "--config_file", "x.yaml"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"Unsupported: There is no `farflung {name}`. ")
 
 
 def test_errors_of_ours_are_one_line_and_exit_code_2(farflung):

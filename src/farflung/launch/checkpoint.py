@@ -31,12 +31,7 @@ _NO_MODEL = "it has no model weights"
 _SHOWN = 10  # names of one kind that are listed before the rest is counted
 
 
-@click.group()
-def checkpoint() -> None:
-    """List, verify, compare and convert checkpoints."""
-
-
-@checkpoint.command()
+@click.command()
 @click.argument("folder", type=_FOLDER)
 def ls(folder: Path) -> None:
     """List the checkpoints in FOLDER or FOLDER/checkpoints, newest first, or the files if FOLDER is a checkpoint."""
@@ -52,7 +47,7 @@ def ls(folder: Path) -> None:
         click.echo(_NO_MODEL)
 
 
-@checkpoint.command()
+@click.command()
 @click.argument("folder", type=_FOLDER)
 def verify(folder: Path) -> None:
     """Read every byte of a checkpoint, or of all those in FOLDER, and check it against what was written."""
@@ -72,7 +67,7 @@ def verify(folder: Path) -> None:
         raise CheckpointError("\n".join(broken))
 
 
-@checkpoint.command()
+@click.command()
 @click.argument("one", type=_FOLDER)
 @click.argument("other", type=_FOLDER)
 @click.pass_context
@@ -103,7 +98,7 @@ def diff(ctx: click.Context, one: Path, other: Path) -> None:
     ctx.exit(0 if same == len(both) + len(alone) else 1)
 
 
-@checkpoint.command()
+@click.command()
 @click.argument("source", type=_FOLDER)
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option(

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
-from farflung.base.errors import FarflungError
+from farflung.base.errors import FarflungError, Unsupported
 
 # name -> where it lives, and what it does.
 COMMANDS = {
@@ -18,36 +18,76 @@ COMMANDS = {
     "config": ("farflung.launch.ask:config", "Ask for settings and save them in a file."),
     "plan": ("farflung.cost.command:plan", "Forecast what each method costs on a network."),
     "env": ("farflung.launch.env:env", "Show versions, devices and the settings in use."),
-    "checkpoint": ("farflung.launch.checkpoint:checkpoint", "List, verify, compare and convert checkpoints."),
+    "checkpoint": ("farflung.launch.main:checkpoint", "List, verify, compare and convert checkpoints."),
     "demo": ("farflung.demo.command:demo", "Train a small GPT in four ways and compare their costs."),
+}
+CHECKPOINT = {
+    "ls": ("farflung.launch.checkpoint:ls", "List the checkpoints in a folder, or the files of one."),
+    "verify": ("farflung.launch.checkpoint:verify", "Read every byte of checkpoints and check it."),
+    "diff": ("farflung.launch.checkpoint:diff", "Show how two checkpoints differ."),
+    "convert": ("farflung.launch.checkpoint:convert", "Write a checkpoint in another format."),
+}
+
+# Accelerate's commands that have no counterpart of their name -> what to do instead.
+ELSEWHERE = {
+    "test": "Try `farflung demo --steps 60 --size tiny`, which trains with two processes.",
+    "estimate-memory": "Use `farflung.cost.layout.estimate`, which says what a rank needs.",
+    "merge-weights": "Use `farflung checkpoint convert --to state-dict`.",
+    "to-fsdp2": "It is not needed: `farflung launch` reads files for FSDP version 1 as they are.",
+    "tpu-config": "Use torch_xla's own launcher.",
+    "config update": "It is not needed: `farflung launch` reads Accelerate's files as they are.",
 }
 
 
-class LazyGroup(click.Group):
-    """A group whose help comes from `COMMANDS` and whose subcommands are loaded on use."""
+class Group(click.Group):
+    """A group that answers Accelerate's other commands by name."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the subcommand.
+
+        Raises:
+            Unsupported: it is one of Accelerate's that Farflung does not have.
+        """
+        asked = " ".join([*ctx.command_path.split()[1:], args[0]])
+        if asked in ELSEWHERE:
+            raise Unsupported(f"There is no `farflung {asked}`. {ELSEWHERE[asked]}")
+        return super().resolve_command(ctx, args)
+
+
+class LazyGroup(Group):
+    """A group whose help comes from a table and whose subcommands are loaded on use."""
+
+    def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.table = table
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the table."""
-        return list(COMMANDS)
+        return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Load the subcommand `cmd_name`, or return None when there is none of that name."""
-        if cmd_name not in COMMANDS:
+        if cmd_name not in self.table:
             return None
-        module, name = COMMANDS[cmd_name][0].split(":")
+        module, name = self.table[cmd_name][0].split(":")
         command: click.Command = getattr(import_module(module), name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the table; none of the subcommands is loaded for it."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, help) for name, (_, help) in COMMANDS.items()])
+            formatter.write_dl([(name, help) for name, (_, help) in self.table.items()])
 
 
-@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=LazyGroup, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="farflung", prog_name="farflung")
 def farflung() -> None:
     """Trains the loop you already have on far-flung machines, and talks as little as the network allows."""
+
+
+checkpoint = LazyGroup("checkpoint", table=CHECKPOINT, help="List, verify, compare and convert checkpoints.")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
