@@ -87,6 +87,26 @@ def test_accelerates_file_is_read_as_it_is(home):
     }
 
 
+def test_blocks_whose_questions_were_answered_with_no_ask_for_nothing(home):
+    idle = (
+        "ipex_config:\n  ipex: false\n  use_xpu: False\nmpirun_config: {mpirun_hostfile: ''}\nfp8_config: {margin: }\n"
+    )
+    assert stated(f"{idle}num_processes: 2\n", home) == {"num_processes": 2}
+    with pytest.raises(Unsupported, match=r"train.yaml:1: `ipex_config` asks for IPEX"):
+        stated(idle.replace("ipex: false", "ipex: true"), home)
+
+
+def test_a_file_that_can_not_be_read_is_named(home, monkeypatch):
+    (home / "farflung.yaml").write_text("num_processes: 2\n")
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError, match=r"farflung.yaml can't be read: Permission denied"):
+        resolve({})
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_what_accelerate_itself_writes_is_read(home, as_json):
     config_args = pytest.importorskip("accelerate.commands.config.config_args")

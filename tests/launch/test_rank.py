@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -83,3 +84,10 @@ def test_a_script_that_ends_itself_has_its_own_exit_code(said, code, home):
         left = json.loads((home / "error.json").read_text())["message"]
         assert left["message"] == f"It ended itself with exit code {code} ({home / 'train.py'}, line 2)."
         assert left["extraInfo"]["exit_code"] == code
+
+
+def test_an_interrupt_is_not_printed_where_a_launcher_was_interrupted(home):
+    (home / "train.py").write_text("raise KeyboardInterrupt\n")
+    done = run(*RANK_STARTER, "train.py", file=home / "error.json")
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+    assert "KeyboardInterrupt" in run(*RANK_STARTER, "train.py").stderr

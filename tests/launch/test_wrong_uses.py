@@ -121,6 +121,8 @@ WRONG = [
     ("launch --main_training_function other train.py", "is 'other'"),
     ("launch --tee 7 --cpu train.py", "tee is '7'"),
     ("launch --log_dir plain.txt --cpu --num_processes 2 train.py", "log_dir is 'plain.txt'"),
+    ("launch --log_dir plain.txt/logs --cpu --num_processes 2 train.py", "log_dir is 'plain.txt/logs'"),
+    ("launch --log_dir /proc --cpu --num_processes 2 train.py", "log_dir is '/proc'"),
     ("launch --config_file folder --cpu train.py", "The configuration file folder is not a file"),
     ("config show --config_file folder", "The configuration file folder is not a file"),
     ("config default --config_file folder", "folder can't be written"),

@@ -129,6 +129,8 @@ def _entries(path: Path) -> Iterator[tuple[str, tuple[Node, str]]]:
         raise ConfigError(f"{path}:{line}: this is not YAML: {error.problem}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: this is not YAML: {error}.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}. Name another file with --config_file.") from None
     if root is None:
         return
     if not isinstance(root, MappingNode):
@@ -186,13 +188,17 @@ def _says_nothing(node: Node) -> bool:
 def _refuse_unless_idle(key: str, node: Node, place: str) -> None:
     entry = foreign_key(key)
     assert entry is not None
-    if isinstance(node, (MappingNode, SequenceNode)):
-        idle = not node.value
-    else:
-        text = _scalar(key, node, place)
-        idle = text is None or text.lower() in ("", "false", *entry.idle)
-    if not idle:
+    if not _is_idle(node, ("", "false", *entry.idle)):
         raise Unsupported(f"{place}: `{key}` asks for {entry.what}, which Farflung does not support. {entry.instead}")
+
+
+def _is_idle(node: Node, words: tuple[str, ...]) -> bool:
+    """Whether all that `node` holds is null or one of `words`, as in a block whose questions were answered with no."""
+    if isinstance(node, MappingNode):
+        return all(_is_idle(value, words) for _, value in node.value)
+    if isinstance(node, SequenceNode):
+        return not node.value
+    return _says_nothing(node) or node.value.lower() in words
 
 
 def _read_distributed_type(node: Node, place: str, stated: dict[str, Stated]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from uuid import uuid4
 
 from farflung.base.errors import ConfigError
@@ -79,7 +80,8 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -
     """Return what to do on this machine.
 
     Raises:
-        ConfigError: the script does not exist, GPUs are missing, or the port is in use.
+        ConfigError: the script does not exist, GPUs are missing, the port is in use, or nothing can be written
+            in `log_dir`.
     """
     command_line(settings, script, arguments)  # what can't be found is refused before GPUs are counted
     if settings.outer_recipe is not None and not settings.no_python and not settings.as_accelerate:
@@ -88,10 +90,8 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -
     check_layout(settings, num_local * settings.num_machines, settings.num_machines, settings.outer_recipe)
     if settings.num_cpu_threads_per_process is not None:
         fit_for_cores(settings.num_cpu_threads_per_process, "num_cpu_threads_per_process", "thread")
-    if settings.log_dir is not None and Path(settings.log_dir).exists() and not Path(settings.log_dir).is_dir():
-        raise ConfigError(
-            f"log_dir is {settings.log_dir!r}, which is not a folder. Name a folder; it need not exist yet."
-        )
+    if settings.log_dir is not None:
+        _make_log_dir(settings.log_dir)
     meeting = meet(settings)
     variables = rank_variables(settings)
     if on_cpu:
@@ -104,6 +104,18 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -
     alone = num_local == 1 and settings.num_machines == 1 and not watched
     command = command_line(settings, script, arguments, reported=not alone)
     return Plan(command, num_local, variables, meeting, alone)
+
+
+def _make_log_dir(folder: str) -> None:
+    """Make the folder for logs, where it is not there, and refuse one in which nothing can be written."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        TemporaryDirectory(dir=folder).cleanup()
+    except OSError as error:
+        raise ConfigError(
+            f"log_dir is {folder!r}, where no folder can be written: {error.strerror}. Name another one; it need not "
+            "exist yet."
+        ) from None
 
 
 def network_variables(meeting: Meeting, settings: LaunchSettings) -> dict[str, str]:

@@ -32,6 +32,8 @@ def run(arguments: list[str]) -> None:
         record_exit(end.code, end.__traceback__)
         raise
     except KeyboardInterrupt:
+        if has_report():  # who pressed Ctrl-C knows it, and one traceback for each rank would only hide the rest
+            sys.excepthook = lambda *error: None
         raise
     except BaseException as error:
         error.__traceback__ = _from_script_on(error.__traceback__)
