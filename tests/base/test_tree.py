@@ -2,7 +2,7 @@
 """Trees are taken apart and put together without loss, with the types they had."""
 
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +39,15 @@ class Frozen:
     only: Any
 
 
+@dataclass(init=False)
+class Summed:
+    total: Any
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.total = first + second
+        self.note = "no field"
+
+
 leaves = st.one_of(st.integers(), st.none(), st.text(max_size=3), st.builds(torch.tensor, st.integers(0, 9)))
 trees = st.recursive(
     leaves,
@@ -68,7 +77,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, (Record, Frozen)):
-        return same(vars(a), vars(b))
+        return all(same(getattr(a, part.name), getattr(b, part.name)) for part in fields(a))
     return a == b
 
 
@@ -125,6 +134,17 @@ def test_mappings_of_every_kind_keep_their_type():
         assert list(doubled) == ["a"]
         flat, spec = tree.flatten(data)
         assert type(tree.unflatten(spec, flat)) is type(data)
+
+
+def test_records_keep_what_their_constructors_would_not_have_made():
+    counted = Record(torch.ones(2, dtype=torch.bfloat16))
+    counted.derived = 9
+    summed = Summed(torch.ones(2, dtype=torch.bfloat16), 1)
+    counted, summed = tree.convert_to_fp32([counted, summed])
+    assert (counted.derived, summed.note) == (9, "no field")
+    assert counted.first.dtype == summed.total.dtype == torch.float32
+    flat, spec = tree.flatten(summed)
+    assert torch.equal(tree.unflatten(spec, flat).total, summed.total)
 
 
 def test_recursively_apply_passes_arguments_and_names_the_operation_that_met_a_stranger():

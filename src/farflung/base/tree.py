@@ -7,6 +7,7 @@ numbers.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,7 +44,14 @@ def _is_record(data: Any) -> bool:
 
 
 def _field_names(record: Any) -> tuple[str, ...]:
-    return tuple([field.name for field in dataclasses.fields(record) if field.init])
+    return tuple([field.name for field in dataclasses.fields(record) if hasattr(record, field.name)])
+
+
+def _filled(record: Any, fields: Iterable[tuple[str, Any]]) -> Any:
+    """Set `fields` of a dataclass instance that may be frozen. Its constructor may take others, or derive some."""
+    for name, value in fields:
+        object.__setattr__(record, name, value)
+    return record
 
 
 def _remade(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
@@ -63,7 +71,7 @@ def rebuilt(data: Any, visit: Callable[[Any], Any]) -> Any:
     if isinstance(data, Mapping):
         return _remade(data, {key: visit(value) for key, value in data.items()})
     if _is_record(data):
-        return kind(**{name: visit(getattr(data, name)) for name in _field_names(data)})
+        return _filled(copy.copy(data), [(name, visit(getattr(data, name))) for name in _field_names(data)])
     raise TypeError(f"{kind.__name__} is not a container that Farflung takes apart")
 
 
@@ -254,4 +262,4 @@ def _build(spec: Spec, supply: Iterator[Any]) -> Any:
         return kind(keys[0], zip(keys[1:], values, strict=True))
     if issubclass(kind, Mapping):
         return kind(dict(zip(keys, values, strict=True)))
-    return kind(**dict(zip(keys, values, strict=True)))
+    return _filled(object.__new__(kind), zip(keys, values, strict=True))
