@@ -105,6 +105,26 @@ def by_hand():
     return model.state_dict()
 
 
+def apart_in_other_forms():
+    """Whether replicas are apart after one of two steps, where LocalSGD is given the model in another form."""
+    found = []
+    for form in ("compiled", "unwrapped"):
+        accelerator, model, optimizer, loader = prepared()
+        named = torch.compile(model, backend="eager") if form == "compiled" else accelerator.unwrap_model(model)
+        with LocalSGD(accelerator=accelerator, model=named, local_sgd_steps=2) as averaging:
+            for number, batch in zip(range(2), loader, strict=False):
+                one_step(accelerator, named if form == "compiled" else model, optimizer, batch)
+                averaging.step()
+                found.append((form, number, differs(accelerator, model)))
+        accelerator.free_memory()
+    return found
+
+
+def test_a_model_that_was_compiled_or_unwrapped_after_it_was_prepared_trains_alone():
+    expected = [(form, number, number == 0) for form in ("compiled", "unwrapped") for number in range(2)]
+    assert run_ranks(apart_in_other_forms, 2) == [expected] * 2
+
+
 def test_local_sgd_is_training_alone_and_averaging():
     expected = run_ranks(by_hand, 2)[0]
     _, ours = run_ranks(rounds_by_micro_batch, 2)[0]

@@ -145,7 +145,10 @@ def gradients_of_other_forms():
     model = nn.Linear(2, 1, bias=False)
     wrapped = accelerator.prepare(model)
     found = []
-    for named in (torch.compile(wrapped, backend="eager"), model):
+    compiled = torch.compile(wrapped, backend="eager")
+    assert accelerator.prepare(compiled) is compiled
+    assert accelerator._registry.models == [wrapped]
+    for named in (compiled, model):
         with accelerator.no_sync(named):
             accelerator.backward(wrapped(torch.full((1, 2), accelerator.process_index + 1.0)).sum())
         found.append(model.weight.grad[0, 0].item())
@@ -175,13 +178,14 @@ def test_gradients_of_forward_passes_inside_no_sync_can_be_synchronized_in_their
     assert run_ranks(late_gradient, 2) == [(1.0, 16.5), (2.0, 16.5)]
 
 
-def uneven(even_batches):
+def uneven(even_batches, is_compiled=False):
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)
     loader = DataLoader(TensorDataset(torch.ones(5, 1)), batch_size=1)
     model, loader = accelerator.prepare(model, loader)
     count = 0
-    with accelerator.join_uneven_inputs([model], even_batches=even_batches):
+    named = torch.compile(model, backend="eager") if is_compiled else model
+    with accelerator.join_uneven_inputs([named], even_batches=even_batches):
         for (x,) in loader:
             accelerator.backward(model(x).sum())
             count += 1
@@ -191,6 +195,7 @@ def uneven(even_batches):
 def test_uneven_inputs_are_joined():
     assert [count for count, _ in run_ranks(uneven, 2, False, timeout_s=30)] == [3, 2]
     assert [count for count, _ in run_ranks(uneven, 2, None, timeout_s=30)] == [3, 3]
+    assert [count for count, _ in run_ranks(uneven, 2, False, True, timeout_s=30)] == [3, 2]
 
 
 def horizon(ticks, split):

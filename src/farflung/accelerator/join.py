@@ -56,6 +56,7 @@ def join_uneven_inputs(
     if world.size == 1:
         yield
         return
+    joinables = [registry.resolve(one) for one in joinables]
     for one in joinables:
         if not isinstance(one, Joinable):
             raise ConfigError(

@@ -260,6 +260,7 @@ class OuterMethods:
     def _outer(
         self, model: nn.Module, recipe: Recipe, each_step: bool
     ) -> AbstractContextManager[OuterLoop, bool | None]:
+        model = self._registry.resolve(model)
         if self._open_loops.has(model):
             raise ConfigError(
                 "This model already has an outer loop: Accelerator(outer=), --outer or FARFLUNG_OUTER_RECIPE opened "

@@ -139,6 +139,9 @@ class Preparer:
         was_evaluated = any(known is other for other in self.registry.evaluated)
         if known is not None and (evaluation_mode or not was_evaluated):
             return known  # type: ignore[no-any-return]
+        inside = compiled_from(model)
+        if any(inside is one for one in self.registry.trained):
+            return model  # which was prepared before it was compiled
         devices = set((getattr(model, "hf_device_map", None) or {}).values())
         if len(devices) > 1 and self.world.size > 1:
             raise ConfigError(
