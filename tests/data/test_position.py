@@ -69,6 +69,27 @@ class Stateful(IterableDataset):
         self.at, self.loaded = state["at"], True
 
 
+class Shuffled(Stateful):
+    """Draws its order too, with a generator of its own."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.generator, self.order = torch.Generator(), []
+
+    def __iter__(self):
+        if not self.loaded:
+            self.order = torch.randperm(self.n, generator=self.generator).tolist()
+        for item in super().__iter__():
+            yield torch.tensor([float(self.order[int(item[0])]), item[1]])
+
+    def state_dict(self):
+        return {**super().state_dict(), "order": self.order}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.order = state["order"]
+
+
 def through_a_file(state):
     file = io.BytesIO()
     torch.save(state, file)
@@ -192,7 +213,7 @@ def test_what_no_checkpoint_can_hold_is_read_again():
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8])
-@pytest.mark.parametrize("kind", [NoisyStream, Stateful])
+@pytest.mark.parametrize("kind", [NoisyStream, Stateful, Shuffled])
 def test_a_stream_goes_on_at_any_batch(kind, n, capsys):
     check(lambda: prepared(DataLoader(kind(n), 2)))
     assert ("reading" in capsys.readouterr().err) == (kind is NoisyStream and n > 0)
@@ -387,7 +408,7 @@ KINDS = ["sharded", "dispatched", "stream", "stateful stream", "dispatched strea
 
 def of_two_ranks(kind, settings, drop_last, n):
     streams = "stream" in kind
-    data = Noisy(n) if not streams else Stateful(n) if "stateful" in kind else NoisyStream(n)
+    data = Noisy(n) if not streams else Shuffled(n) if "stateful" in kind else NoisyStream(n)
     batch_size = 4 if settings.get("split_batches") else 2
     loader = DataLoader(data, batch_size, shuffle=not streams, drop_last=drop_last)
     return prepared(loader, world(), LoopState(), dispatch_batches="dispatched" in kind, **settings)
@@ -403,7 +424,7 @@ def check_on_ranks(kind, settings, drop_last, n):
 @pytest.mark.parametrize("n", [10, 11])
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_go_on_together(kind, settings, n):
-    if n == 10 and settings.get("even_batches") is False and kind == "sharded":
+    if n == 10 and settings.get("even_batches") is False and kind in ("sharded", "stateful stream"):
         return  # one rank has a step more, which this way of comparing can't follow
     run_ranks(check_on_ranks, 2, kind, settings, False, n)
 

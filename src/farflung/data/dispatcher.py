@@ -164,7 +164,8 @@ class DataLoaderDispatcher(PreparedLoader):
             prefetched = [
                 ([_NOTHING if part is None else part[0] for part in parts], real) for parts, real in position.prefetched
             ]
-        one.resumption.arrive()
+        base = self.base_dataloader
+        one.resumption.arrive(None if reads_indices(base) else base)
         return rounds, prefetched
 
     def _keeper(self) -> Any:

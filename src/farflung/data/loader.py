@@ -450,7 +450,7 @@ class DataLoaderShard(PreparedLoader):
         if position.prefetched is not None:
             content, real = position.prefetched["content"], position.prefetched["real"]
             first = [Marked(content, real) if real else content]
-        resumption.arrive()
+        resumption.arrive(None if reads else base)
         return chain(first, one.source)
 
     def _recorded(self, one: Iteration) -> Iterator[Any]:

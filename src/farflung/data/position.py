@@ -152,10 +152,17 @@ class Resumption:
         self.now = RandomStates.of(loader)
         self.position.start.restore(loader)
 
-    def arrive(self) -> None:
-        """Go on with the random states of the training; the generators of the loader stay as the start left them."""
+    def arrive(self, stream: DataLoader[Any] | None = None) -> None:
+        """Go on with the random states of the training; the generators of the loader stay as the start left them.
+
+        Args:
+            stream: a loader of a stream, whose generators go on too where its data set's state was loaded: that does
+                not draw again what it drew before.
+        """
         assert self.now is not None
         rng.write(self.now.host)
+        if stream is not None and self.position.dataset is not None:
+            set_generators(stream, self.now.generators)
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
