@@ -178,11 +178,14 @@ def test_no_circle():
 
 
 @in_every_file([n for n in NAMES if room(n) is None and n not in ("__init__.py", "__main__.py")])
-def test_a_door_holds_only_imports(name):
+def test_a_door_holds_only_imports_and_the_start_of_a_command(name):
     for node in tree(name).body:
         is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         is_all = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
-        assert is_docstring or is_all or isinstance(node, (ast.Import, ast.ImportFrom)), f"{name}:{node.lineno}"
+        starts = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+        assert is_docstring or is_all or starts or isinstance(node, (ast.Import, ast.ImportFrom)), (
+            f"{name}:{node.lineno}"
+        )
 
 
 @in_every_file(NAMES)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from importlib import import_module
@@ -84,8 +85,34 @@ def test_the_exit_code_says_how_it_ended(error, code, monkeypatch):
     assert ended.value.code == code
 
 
+def test_answers_that_end_before_the_questions_are_said_to(home, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("yes\n"))
+    with pytest.raises(SystemExit) as ended:
+        command.main(["config"])
+    assert (ended.value.code, capsys.readouterr().err) == (130, "Aborted!\n")
+    assert not (home / ".config").exists()
+
+
 def test_env_tells_versions_and_settings(farflung):
     done = farflung("env")
     assert done.returncode == 0, done.stderr
     assert "torch: 2" in done.stdout
     assert "settings: defaults" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "code"),
+    [
+        ("launch --cpu train.py x", "['train.py', 'x']", 0),
+        ("accelerate_cli launch --cpu train.py", "['train.py']", 0),
+        ("env", "torch: 2", 0),
+        ("estimate bert", "There is no `farflung estimate-memory`", 2),
+        ("merge folder out", "There is no `farflung merge-weights`", 2),
+        ("test", "There is no `farflung test`", 2),
+    ],
+)
+def test_accelerates_modules_that_are_commands_are_commands_here(module, words, code, home):
+    (home / "train.py").write_text("import sys\nprint(sys.argv)\n")
+    command = [sys.executable, "-m", *f"farflung.commands.{module}".split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
+    assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done

@@ -4,3 +4,6 @@
 from farflung.launch.main import main
 
 __all__ = ["main"]
+
+if __name__ == "__main__":
+    main()

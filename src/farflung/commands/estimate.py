@@ -12,6 +12,7 @@ from farflung.base.absent import (
     gather_data,
     verify_on_hub,
 )
+from farflung.launch.main import main
 
 __all__ = [
     "add_timm_hub_prefix",
@@ -24,3 +25,6 @@ __all__ = [
     "gather_data",
     "verify_on_hub",
 ]
+
+if __name__ == "__main__":
+    main(["estimate-memory"])

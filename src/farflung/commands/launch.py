@@ -9,10 +9,9 @@ from farflung.base.absent import (
     tpu_launcher,
     tpu_pod_launcher,
 )
-from farflung.launch.functions import launch_command, launch_command_parser
+from farflung.launch.functions import launch_command, launch_command_parser, main
 from farflung.launch.functions import launch_command as multi_gpu_launcher
 from farflung.launch.functions import launch_command as simple_launcher
-from farflung.launch.main import main
 
 __all__ = [
     "CustomHelpFormatter",
@@ -27,3 +26,6 @@ __all__ = [
     "tpu_launcher",
     "tpu_pod_launcher",
 ]
+
+if __name__ == "__main__":
+    main()

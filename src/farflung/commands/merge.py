@@ -2,5 +2,9 @@
 """Door: the command that merges shards, which is not there: use `farflung.utils.merge_fsdp_weights`."""
 
 from farflung.base.absent import merge_command, merge_command_parser
+from farflung.launch.main import main
 
 __all__ = ["merge_command", "merge_command_parser"]
+
+if __name__ == "__main__":
+    main(["merge-weights"])

@@ -2,5 +2,9 @@
 """Door: Accelerate's test of an installation."""
 
 from farflung.base.absent import test_command, test_command_parser
+from farflung.launch.main import main
 
 __all__ = ["test_command", "test_command_parser"]
+
+if __name__ == "__main__":
+    main(["test"])

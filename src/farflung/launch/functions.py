@@ -18,6 +18,7 @@ from farflung.config.launch import FIELDS, LaunchSettings, rank_variables
 from farflung.config.resolve import resolve
 from farflung.config.setting import Field
 from farflung.config.spelling import underscored
+from farflung.launch import main as command
 from farflung.launch.run import launch_script
 
 
@@ -96,6 +97,11 @@ def launch_command(args: argparse.Namespace) -> None:
     code = launch_script(resolve(_flags(args)), args.training_script, tuple(args.training_script_args))
     if code != 0:
         sys.exit(code)
+
+
+def main() -> NoReturn:
+    """Run `farflung launch` with this process's arguments, as `python -m farflung.commands.launch` does."""
+    command.main(["launch", *sys.argv[1:]])
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:

@@ -101,7 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
+    except click.Abort:  # also where the answers end before the questions
+        click.echo("Aborted!", err=True)
+        sys.exit(130)
+    except KeyboardInterrupt:
         sys.exit(130)
     except FarflungError as error:
         click.echo(f"{click.style(type(error).__name__, fg='red', bold=True)}: {error}", err=True)
