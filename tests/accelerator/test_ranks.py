@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from farflung import Accelerator
 from farflung import DDPCommunicationHookType as Hook
+from farflung.base.errors import ConfigError
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import AutocastKwargs, DataLoaderConfiguration, DistributedDataParallelKwargs, DistributedType
@@ -46,6 +47,30 @@ def settled():
 def test_what_ranks_know_of_each_other_and_that_preparing_again_changes_nothing(num_ranks):
     ranks = range(num_ranks)
     assert run_ranks(settled, num_ranks) == [(rank, num_ranks, rank == 0, rank == ranks[-1]) for rank in ranks]
+
+
+def settled_later():
+    accelerator = Accelerator(cpu=True)
+    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator.step_scheduler_with_optimizer = accelerator.device_placement = False
+    accelerator.rng_types = ["torch"]
+    wrapped, optimizer = accelerator.prepare(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=1.0))
+    scheduler, loader = accelerator.prepare(LambdaLR(optimizer, lambda step: step), DataLoader(torch.ones(4)))
+    optimizer.step_was_skipped = True
+    scheduler.step()
+    torch.manual_seed(accelerator.process_index)
+    list(loader)
+    drawn = accelerator.gather(torch.rand(1))
+    return wrapped.find_unused_parameters, scheduler.get_last_lr(), drawn[0] == drawn[1]
+
+
+def test_what_is_set_on_an_accelerator_counts_for_what_is_prepared_afterwards():
+    assert run_ranks(settled_later, 2) == [(True, [1.0], True)] * 2
+    accelerator = Accelerator(cpu=True)
+    for name in ("ddp_handler", "device_placement", "step_scheduler_with_optimizer", "rng_types"):
+        with pytest.raises(ConfigError, match=name):
+            setattr(accelerator, name, 3)
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def evaluated_and_then_trained():

@@ -37,6 +37,7 @@ from farflung.accelerator.settings import (
     resolve_data,
     resolve_outer,
     resolve_precision,
+    resolve_rng_types,
 )
 from farflung.accelerator.trackers import TrackerMethods
 from farflung.accelerator.views import AcceleratorState
@@ -125,10 +126,10 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
             megatron_lm_plugin=megatron_lm_plugin,
         )
         check_layout(fsdp_plugin, parallelism_config, island_size)
-        check_loop(device_placement, cpu, step_scheduler_with_optimizer, rng_types, scheduler_ticks)
+        check_loop(device_placement, cpu, step_scheduler_with_optimizer, scheduler_ticks)
+        rng_types = resolve_rng_types(rng_types)
         check_folders(project_dir, project_config)
         handlers = handlers_by_kind(kwargs_handlers)
-        self.ddp_handler: DistributedDataParallelKwargs | None = handlers.get(DistributedDataParallelKwargs)
         self.scaler_handler: GradScalerKwargs | None = handlers.get(GradScalerKwargs)
         self.init_handler: InitProcessGroupKwargs | None = check_init(handlers.get(InitProcessGroupKwargs))
         self.autocast_handler: AutocastKwargs | None = handlers.get(AutocastKwargs)
@@ -141,9 +142,6 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
             self.project_configuration.set_directories(os.fspath(project_dir))
         self._tracking = None if log_with is None else lazy.Tracking(log_with, self.logging_dir)
         self.dataloader_config = resolve_data(dataloader_config, split_batches)
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types = [str(kind) for kind in (["generator"] if rng_types is None else rng_types)]
         self._joined = join_world(cpu, self.init_handler, handlers.get(WatchdogKwargs))
         session = slot.open_or_join(self._joined, mixed_precision, accumulation, compiling)
         with slot.settling(session):
@@ -152,9 +150,8 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
                 session, fsdp_plugin, parallelism_config, island_size, asked is not None
             )
         self._loop = session.loop
-        self._strategy = choose_strategy(
-            self._joined, layout.mesh, self.ddp_handler, layout.fsdp, self._precision.dtype
-        )
+        ddp = handlers.get(DistributedDataParallelKwargs)
+        self._strategy = choose_strategy(self._joined, layout.mesh, ddp, layout.fsdp, self._precision.dtype)
         self._distributed = self._joined.size > 1
         self._registry = Registry()
         self._open_loops = loops = OpenLoops()
@@ -168,7 +165,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
             loop=self._loop,
             registry=self._registry,
             data=self.dataloader_config,
-            rng_types=self.rng_types,
+            rng_types=rng_types,
             device_placement=device_placement,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scheduler_ticks=scheduler_ticks,

@@ -86,9 +86,14 @@ class Registry:
         self._known.clear()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Preparer:
-    """Makes things ready for one Accelerator. Every decision is taken here, so that the loop need take none."""
+    """Makes things ready for one Accelerator. Every decision is taken here, so that the loop need take none.
+
+    Attributes:
+        rng_types, device_placement, step_scheduler_with_optimizer: scripts may set them on the Accelerator, for what
+            is prepared afterwards.
+    """
 
     world: World
     strategy: Strategy

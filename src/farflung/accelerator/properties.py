@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from farflung.accelerator.prepare import PreparedLoader, Registry
+from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
 from farflung.accelerator.session import Layout
+from farflung.accelerator.settings import resolve_rng_types
 from farflung.accelerator.views import AcceleratorState, GradientState
-from farflung.base.checks import check_whole
+from farflung.base.checks import check_flag, check_type, check_whole
 from farflung.base.enums import DistributedType, FP8BackendType
-from farflung.config.handlers import DataLoaderConfiguration, ProjectConfiguration
+from farflung.config.handlers import DataLoaderConfiguration, DistributedDataParallelKwargs, ProjectConfiguration
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler
 from farflung.loop.state import LoopState
@@ -32,6 +34,7 @@ class AcceleratorProperties:
     _joined: World
     _loop: LoopState
     _precision: Precision
+    _preparer: Preparer
     _registry: Registry
     _settled: Layout
     _strategy: Strategy
@@ -138,6 +141,48 @@ class AcceleratorProperties:
     def optimizer_step_was_skipped(self) -> bool:
         """Whether an optimizer's last attempted step was skipped because gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._registry.optimizers)
+
+    # ---- how things are prepared from now on
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """Arguments for torch's DDP."""
+        return self._strategy.ddp_handler
+
+    @ddp_handler.setter
+    def ddp_handler(self, value: DistributedDataParallelKwargs | None) -> None:
+        wanted = "a DistributedDataParallelKwargs(...), or None"
+        check_type("ddp_handler", value, (DistributedDataParallelKwargs, NoneType), wanted)
+        self._strategy.ddp_handler = value
+
+    @property
+    def device_placement(self) -> bool:
+        """Whether things are moved to the device."""
+        return self._preparer.device_placement
+
+    @device_placement.setter
+    def device_placement(self, value: bool) -> None:
+        check_flag("device_placement", value)
+        self._preparer.device_placement = value
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether schedulers tick when their optimizers step, not on each call."""
+        return self._preparer.step_scheduler_with_optimizer
+
+    @step_scheduler_with_optimizer.setter
+    def step_scheduler_with_optimizer(self, value: bool) -> None:
+        check_flag("step_scheduler_with_optimizer", value)
+        self._preparer.step_scheduler_with_optimizer = value
+
+    @property
+    def rng_types(self) -> list[str]:
+        """The kinds of random numbers that ranks share at the start of an iteration."""
+        return self._preparer.rng_types
+
+    @rng_types.setter
+    def rng_types(self, value: list[str] | None) -> None:
+        self._preparer.rng_types = resolve_rng_types(value)
 
     # ---- how data are shared out
 

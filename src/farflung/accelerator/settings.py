@@ -50,9 +50,7 @@ _INSTEAD = {
 }
 
 
-def check_loop(
-    device_placement: Any, cpu: Any, step_scheduler_with_optimizer: Any, rng_types: Any, scheduler_ticks: Any
-) -> None:
+def check_loop(device_placement: Any, cpu: Any, step_scheduler_with_optimizer: Any, scheduler_ticks: Any) -> None:
     """Check arguments of `Accelerator` that say how it trains.
 
     Raises:
@@ -61,11 +59,21 @@ def check_loop(
     check_flag("device_placement", device_placement)
     check_flag("cpu", cpu)
     check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
-    if rng_types is not None:
-        check_type("rng_types", rng_types, (list, tuple), "a list, such as ['generator']")
-        for kind in rng_types:
-            check_word("Each of rng_types", kind, RNGType.list())
     check_word("scheduler_ticks", scheduler_ticks, ("per_process", "per_update"))
+
+
+def resolve_rng_types(rng_types: Any) -> list[str]:
+    """Return which kinds of random numbers ranks share at the start of an iteration.
+
+    Raises:
+        ConfigError: there is no such kind.
+    """
+    if rng_types is None:
+        return ["generator"]
+    check_type("rng_types", rng_types, (list, tuple), "a list, such as ['generator']")
+    for kind in rng_types:
+        check_word("Each of rng_types", kind, RNGType.list())
+    return [str(kind) for kind in rng_types]
 
 
 def check_folders(project_dir: Any, project_config: Any) -> None:

@@ -12,11 +12,18 @@ from torch.optim import Optimizer
 
 from farflung.base.enums import DistributedType
 from farflung.comm.group import Group
+from farflung.config.handlers import DistributedDataParallelKwargs
 from farflung.process.mesh import Mesh
 
 
 class Strategy(Protocol):
-    """How the gradients of several processes come together."""
+    """How the gradients of several processes come together.
+
+    Attributes:
+        ddp_handler: arguments for torch's DDP, where that does it.
+    """
+
+    ddp_handler: DistributedDataParallelKwargs | None
 
     @property
     def kind(self) -> DistributedType: ...

@@ -33,12 +33,15 @@ def choose_strategy(
         compute_dtype: in which FSDP computes where its plugin does not say.
     """
     is_alone = world.kind == DistributedType.NO
+    strategy: Strategy
     if fsdp is None:
-        return Single(mesh) if is_alone else DDP(world.kind, mesh, world.device, ddp)
-    sharding: Any = import_module("farflung.strategy.fsdp")  # by name, as torch.distributed.fsdp is slow to import
-    strategy: Strategy = (
-        sharding.OneShard(mesh, world.device, fsdp)
-        if is_alone
-        else sharding.FSDP(mesh, world.device, fsdp, compute_dtype)
-    )
+        strategy = Single(mesh) if is_alone else DDP(world.kind, mesh, world.device)
+    else:
+        sharding: Any = import_module("farflung.strategy.fsdp")  # by name, as torch.distributed.fsdp is slow to import
+        strategy = (
+            sharding.OneShard(mesh, world.device, fsdp)
+            if is_alone
+            else sharding.FSDP(mesh, world.device, fsdp, compute_dtype)
+        )
+    strategy.ddp_handler = ddp
     return strategy

@@ -33,32 +33,33 @@ class DDP:
     Args:
         kind: which word the process's device has for it (MULTI_CPU, MULTI_GPU ...).
         mesh: all processes; where its rows are of several, gradients are averaged over a row alone inside `local`.
-        handler: arguments for torch's DDP.
-
-    Raises:
-        ConfigError: PowerSGD with rows of several processes, as it keeps what one set of ranks has averaged.
     """
 
     places = False
 
-    def __init__(
-        self,
-        kind: DistributedType,
-        mesh: Mesh,
-        device: torch.device,
-        handler: DistributedDataParallelKwargs | None = None,
-    ) -> None:
+    def __init__(self, kind: DistributedType, mesh: Mesh, device: torch.device) -> None:
         self.kind = kind
         self.mesh = mesh
         self._device = device
-        self._handler = handler or DistributedDataParallelKwargs()
         self._has_rows = mesh.device_mesh is not None
-        if self._has_rows and self._handler.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD):
-            raise ConfigError(
-                f"comm_hook={self._handler.comm_hook} can't be used with islands. Use fp16, bf16 or none."
-            )
+        self._handler: DistributedDataParallelKwargs | None = None
         self._local: list[DistributedDataParallel] = []
         self._sharded = ShardedModels(mesh)
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """Arguments for torch's DDP around the models that are prepared from now on.
+
+        Raises:
+            ConfigError: PowerSGD with rows of several processes, as it keeps what one set of ranks has averaged.
+        """
+        return self._handler
+
+    @ddp_handler.setter
+    def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
+        if self._has_rows and handler is not None and handler.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD):
+            raise ConfigError(f"comm_hook={handler.comm_hook} can't be used with islands. Use fp16, bf16 or none.")
+        self._handler = handler
 
     def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
         return [self._wrapped(model) for model, _ in pairs]
@@ -76,13 +77,14 @@ class DDP:
         row = self.mesh.row.get_group() if self._has_rows else None
         if self._has_rows:  # each row's DDP lets it begin alike, so the first ranks of the rows must
             broadcast_values([*model.parameters(), *model.buffers()], self.mesh.replicas)
+        handler = self._handler or DistributedDataParallelKwargs()
         ddp = DistributedDataParallel(
             model,
             device_ids=[self._device.index] if on_accelerator else None,
             process_group=row,
-            **self._handler.ddp_arguments(),
+            **handler.ddp_arguments(),
         )
-        _register_hook(ddp, self._handler, self._averaging_group if self._has_rows else None)
+        _register_hook(ddp, handler, self._averaging_group if self._has_rows else None)
         atexit.register(_let_go, weakref.ref(ddp))
         return ddp
 

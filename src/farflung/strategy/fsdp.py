@@ -22,6 +22,7 @@ from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.base.torch_internals import own_parameters
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.shards import model_has_dtensor, reshard, spread_like
+from farflung.config.handlers import DistributedDataParallelKwargs
 from farflung.process.mesh import Mesh
 from farflung.strategy.checkpointing import recompute_activations
 from farflung.strategy.sharded import ShardedModels, refuse_muon
@@ -66,6 +67,7 @@ class FSDP(ShardedModels):
 
     kind = DistributedType.FSDP
     places = True
+    ddp_handler: DistributedDataParallelKwargs | None = None
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from farflung.base.enums import DistributedType
 from farflung.comm.group import Group
+from farflung.config.handlers import DistributedDataParallelKwargs
 from farflung.process.mesh import Mesh
 
 
@@ -20,6 +21,7 @@ class Single:
 
     kind = DistributedType.NO
     places = False
+    ddp_handler: DistributedDataParallelKwargs | None = None
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
