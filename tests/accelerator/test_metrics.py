@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from farflung import Accelerator
-from farflung.base.errors import CollectiveMismatch, RankFailure
+from farflung.base.errors import CollectiveMismatch, RankFailure, StateError
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration
 
@@ -199,3 +199,31 @@ def alone_on_a_short_last_batch():
 
 def test_alone_what_is_repeated_for_each_sample_of_a_batch_is_cut_to_a_short_one():
     assert run_ranks(alone_on_a_short_last_batch, 1) == [([4, 3], [2.0, 2.0])]
+
+
+class Closed:
+    """A batch that does not say how many samples it has."""
+
+    def __init__(self, samples):
+        self.numbers = torch.tensor(samples)
+
+
+def gather_closed():
+    config = DataLoaderConfiguration(dispatch_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(DataLoader(Stream(8), 3, collate_fn=Closed))
+    *_, last = loader
+    assert last.numbers.tolist() == [6, 7]
+    found = []
+    for batch in loader:
+        try:
+            found.append(accelerator.gather_for_metrics(batch.numbers).tolist())
+        except StateError as error:
+            found.append(str(error))
+    return found
+
+
+def test_padding_that_can_not_be_told_from_samples_is_an_error():
+    for whole, last in run_ranks(gather_closed, 2):
+        assert whole == [0, 1, 2, 3, 4, 5]
+        assert "nothing in them says how many samples they have" in last

@@ -367,8 +367,17 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         Args:
             input_data: a tree of tensors, whose first dimensions may differ between ranks; or any picklable object.
             use_gather_object: gather as pickled objects even where all leaves are tensors.
+
+        Raises:
+            StateError: nothing in the last batches says how many samples they have, and some are padding.
         """
         loop, exchange = self._loop, slot.flushed(self._joined.exchange)
+        if loop.loaders and loop.remainder < 0:
+            raise StateError(
+                "gather_for_metrics: the last round was completed with batches of the first, but nothing in them says "
+                "how many samples they have, so these can't be left out. Let collate_fn return tensors in a list, a "
+                "dictionary or a dataclass, or use even_batches=False or drop_last=True."
+            )
         return gather_for_metrics(exchange, input_data, loop.remainder, use_gather_object, loop.position)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

@@ -22,7 +22,7 @@ from farflung.data.torch_loaders import keeper_of, made_loader, reads_indices, r
 from farflung.process.bootstrap import join_world
 
 SliceFn: TypeAlias = Callable[..., Any]
-_Round: TypeAlias = tuple[list[Any], int]  # the parts by rank, and how many samples are no padding when some are (or 0)
+_Round: TypeAlias = tuple[list[Any], int]  # the parts by rank; how many samples are no padding (0: all, -1: not known)
 
 _NOTHING = object()  # the part of a rank that gets none
 _NO_PART, _PART, _LAST_PART = range(3)
@@ -251,7 +251,10 @@ class DataLoaderDispatcher(PreparedLoader):
             return group, 0
         if not self.even_batches:
             return group + [_NOTHING] * missing, 0
-        return filled(group, group, self._group.size), sum(1 if length is None else length for length in lengths)
+        # An item of unknown length is one sample where the loader makes no batches.
+        is_known = None not in lengths or self.base_dataloader.batch_sampler is None
+        real = sum(1 if length is None else length for length in lengths) if is_known else -1
+        return filled(group, group, self._group.size), real
 
     def _cut(self, batch: BatchView, first: list[Any]) -> _Round:
         """Cut a round's batch into one part for each rank, completed with samples of the first round where it must."""
