@@ -111,3 +111,17 @@ def test_torchdatas_loader_goes_on_where_its_state_was_taken(data, workers):
             return prepared(torchdata.StatefulDataLoader(stream, 2, num_workers=workers))
 
         assert gone_on(make) == [WHOLE[2:], WHOLE]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_torchdatas_shuffled_loader_keeps_its_order(workers):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+        loader, other = (
+            prepared(torchdata.StatefulDataLoader(range(11), 2, shuffle=True, num_workers=workers)) for _ in range(2)
+        )
+        batches = iter(loader)
+        next(batches)
+        other.load_state_dict(loader.state_dict())
+        assert [batch.tolist() for batch in other] == [batch.tolist() for batch in batches]

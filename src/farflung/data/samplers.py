@@ -120,19 +120,23 @@ def split_shares(
 def batches_after(batch_sampler: Iterable[T], skip: int, keep: int = 0) -> Iterator[T]:
     """Iterate over a batch sampler without its first `skip` batches, but with the first `keep` of those.
 
-    torch's own `BatchSampler` need not even make the batches that are left out. Nothing is drawn before the first batch
-    is asked for, as without skipping: a loader draws the seed of its workers in between.
+    torch's own `BatchSampler` need not even make the batches that are left out. An order is drawn when it is without
+    skipping: by torch's own when the first batch is asked for, by torchdata's when its iterator is made. A loader draws
+    the seed of its workers in between.
     """
     keep = min(keep, skip)
     if skip and isinstance(batch_sampler, BatchSampler) and type(batch_sampler) is BatchSampler:
-        size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
-        samples = iter(batch_sampler.sampler)
-        kept = BatchSampler(list(islice(samples, keep * size)), size, drop_last)
-        rest = BatchSampler(islice(samples, (skip - keep) * size, None), size, drop_last)
-        yield from chain(kept, rest)
-        return
+        return _samples_after(batch_sampler, skip, keep)
     stream = iter(batch_sampler)
-    yield from chain(islice(stream, keep), islice(stream, skip - keep, None))
+    return chain(islice(stream, keep), islice(stream, skip - keep, None))
+
+
+def _samples_after(batch_sampler: BatchSampler, skip: int, keep: int) -> Iterator[Any]:
+    size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
+    samples = iter(batch_sampler.sampler)
+    kept = BatchSampler(list(islice(samples, keep * size)), size, drop_last)
+    rest = BatchSampler(islice(samples, (skip - keep) * size, None), size, drop_last)
+    yield from chain(kept, rest)
 
 
 def _num_samples(batch: Any) -> int:
