@@ -79,6 +79,16 @@ def test_a_run_goes_through_all_trackers_in_order(tmp_path):
     assert events == ["start", "config", "log", "finish"]
 
 
+def test_arguments_for_a_tracker_that_does_not_exist_are_refused():
+    accelerator = Accelerator(cpu=True, log_with=Keeping())
+    with pytest.raises(ConfigError, match=r"init_kwargs is 'wandbb'; .* Did you mean `wandb`\?"):
+        accelerator.init_trackers("project", init_kwargs={"wandbb": {}})
+    accelerator.init_trackers("project", init_kwargs={"wandb": {"name": "x"}, "keeping": {}})  # not asked for: unread
+    with pytest.raises(ConfigError, match=r"log_kwargs is 'keping'"):
+        accelerator.log({"loss": 0.5}, log_kwargs={"keping": {}})
+    accelerator.end_training()
+
+
 def test_without_trackers_log_does_nothing():
     accelerator = Accelerator(cpu=True)
     accelerator.init_trackers("project", config={})

@@ -49,7 +49,8 @@ class TrackerMethods:
             init_kwargs: arguments by tracker, such as `{"wandb": {"tags": ["a"]}}`.
 
         Raises:
-            ConfigError: an argument of another kind, or the trackers have been started already.
+            ConfigError: an argument of another kind, `init_kwargs` for a tracker that does not exist, or trackers that
+                have been started already.
             TypeError: a tracker does not have an argument of `init_kwargs`.
         """
         if self._tracking is None or not self._world.is_main:
@@ -58,6 +59,7 @@ class TrackerMethods:
             check_text("init_trackers: project_name", project_name)
         if self._tracking.is_running:
             raise ConfigError("init_trackers was called before, and its run has not ended. Call end_training() first.")
+        self._tracking.check_names("init_trackers: a name in init_kwargs", init_kwargs or {})
         self._tracking.start(project_name, config, init_kwargs or {})
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Arguments | None = None) -> None:
@@ -67,10 +69,14 @@ class TrackerMethods:
             values: numbers, texts and what else a tracker takes, by name.
             step: the step that they belong to.
             log_kwargs: arguments by tracker, such as `{"wandb": {"commit": False}}`.
+
+        Raises:
+            ConfigError: `values` is no dictionary, or `log_kwargs` names a tracker that does not exist.
         """
         if self._tracking is None or not self._world.is_main:
             return
         check_type("log: values", values, Mapping, "a dictionary, such as {'loss': 0.5}")
+        self._tracking.check_names("log: a name in log_kwargs", log_kwargs or {})
         self._tracking.log(values, step, log_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from farflung.base.checks import check_word
 from farflung.base.words import counted
-from farflung.tracking.choose import filter_trackers, make_tracker
+from farflung.tracking.choose import LOGGER_TYPE_TO_CLASS, filter_trackers, make_tracker
 
 Arguments = Mapping[str, Mapping[str, Any]]
 
@@ -32,6 +33,12 @@ class Tracking:
         self.is_running = False
         self._has_warned = False
         self._logging_dir = logging_dir
+
+    def check_names(self, called: str, arguments: Arguments) -> None:
+        """Refuse arguments for a tracker that does not exist. Those for one that is not asked for are left unread."""
+        own = [asked.name for asked in self.asked if not isinstance(asked, str)]
+        for name in arguments:
+            check_word(called, name, [*LOGGER_TYPE_TO_CLASS, *own])
 
     def start(self, project: str | None, config: Any, arguments: Arguments) -> None:
         """Make the trackers that are named, start all, and have them store `config` where there is one."""
