@@ -107,6 +107,15 @@ def test_a_file_that_can_not_be_read_is_named(home, monkeypatch):
         resolve({})
 
 
+def test_accelerates_own_file_is_read_with_cpu_too(home):
+    path = accelerate_files()[0]
+    path.parent.mkdir(parents=True)
+    path.write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 4\n")
+    settings = resolve({"use_cpu": True}).settings
+    assert (settings.use_cpu, settings.multi_gpu, settings.num_processes) == (True, False, 4)
+    assert settings.mixed_precision == "bf16"
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_what_accelerate_itself_writes_is_read(home, as_json):
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
