@@ -272,3 +272,39 @@ def test_set_trigger_is_seen_once():
     accelerator.set_trigger()
     assert accelerator.check_trigger()
     assert not accelerator.check_trigger()
+
+
+def test_fp16_trains_without_a_loss_scaler_too(tmp_path):
+    handlers = [GradScalerKwargs(enabled=False)]
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers)
+    model, optimizer = accelerator.prepare(
+        layer := nn.Linear(1, 1, bias=False), torch.optim.SGD(layer.parameters(), 1.0)
+    )
+    with torch.no_grad():
+        layer.weight.zero_()
+    for _ in range(2):
+        accelerator.backward(model(torch.full((1, 1), 3.0)).sum())
+        assert accelerator.clip_grad_norm_(model.parameters(), 1.0).item() == 3.0
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not accelerator.optimizer_step_was_skipped
+    accelerator.save_state(tmp_path)
+    accelerator.load_state(tmp_path)
+    assert (accelerator.scaler.get_scale(), round(layer.weight.item(), 4)) == (1.0, -2.0)
+
+
+def test_unscaling_inside_a_window_leaves_gradients_that_others_are_added_to():
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        gradient_accumulation_steps=2,
+        kwargs_handlers=[GradScalerKwargs(init_scale=64.0)],
+    )
+    model, optimizer = accelerator.prepare(layer := nn.Linear(1, 1), torch.optim.SGD(layer.parameters(), 1.0))
+    gradients = []
+    for factor in (1.0, 3.0):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 1), factor)).sum())
+            accelerator.unscale_gradients(optimizer)
+            gradients.append(layer.weight.grad.item())
+    assert gradients == [32.0, 2.0]

@@ -299,7 +299,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         clip.clip_grad_value_(parameters, clip_value, precision=self._precision, state=self._loop)
 
     def unscale_gradients(self, optimizer: Optimizer | list[Optimizer] | None = None) -> None:
-        """Unscale the fp16 gradients of `optimizer`, or of all optimizers; does nothing without fp16."""
+        """Unscale the fp16 gradients of `optimizer`, or of all; does nothing inside a window, and without fp16."""
         chosen = self._registry.optimizers if optimizer is None else optimizer
         listed = chosen if isinstance(chosen, (list, tuple)) else [chosen]
         for one in listed:

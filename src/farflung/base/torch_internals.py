@@ -160,12 +160,16 @@ def is_exhausted(iterator: Any) -> bool:
 
 def overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Say whether gradients of `optimizer` overflowed in its latest step."""
+    if not scaler.is_enabled():
+        return False
     found: dict[Any, Tensor] = taken(scaler, "_found_inf_per_device", "see overflows")(optimizer)
     return any(one.item() for one in found.values())
 
 
 def scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
     """Return the live dictionary of what a scaler knows of each optimizer (by id) since its latest `update`."""
+    if not scaler.is_enabled():
+        return {}  # nor has it a dictionary
     found: dict[int, dict[str, Any]] = taken(scaler, "_per_optimizer_states", "save a scaler between two updates")
     return found
 

@@ -102,9 +102,13 @@ def _explain(call: str, parameters: object, error: Exception, **numbers: object)
 
 
 def unscale(precision: Precision, optimizers: Iterable[Follower]) -> None:
-    """Bring the gradients of `optimizers` to their true size, once a step; only under fp16 is there anything to do."""
+    """Bring the gradients of `optimizers` to their true size, once a step; only under fp16 is there anything to do.
+
+    Not inside an accumulation window, where gradients of other micro-batches are still added to them.
+    """
     for prepared in optimizers:
-        precision.unscale_(prepared.optimizer)
+        if prepared.window_is_complete:
+            precision.unscale_(prepared.optimizer)
 
 
 def _ready(
