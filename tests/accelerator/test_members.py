@@ -269,3 +269,16 @@ def test_a_sampler_can_be_read_and_replaced():
     assert [batch.tolist() for batch in loader] == [[1, 0]]
     with pytest.raises(Unsupported, match="set_sampler"):
         prepare_data_loader(DataLoader(range(4), batch_size=None)).set_sampler([0])
+
+
+def test_a_constructed_optimizer_follows_windows_once_it_is_prepared():
+    accelerator = farflung.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    alone = AcceleratedOptimizer(torch.optim.SGD(model.parameters()))
+    prepared = accelerator.prepare(alone)
+    complete = []
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            complete.append((alone.window_is_complete, prepared.window_is_complete))
+    assert complete == [(True, False), (True, True)]
+    assert prepared.optimizer is alone.optimizer
