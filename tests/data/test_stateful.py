@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from farflung.data_loader import DataLoaderDispatcher, DataLoaderShard
-from tests.data.support import prepared
+from farflung.testing.ranks import run_ranks
+from tests.data.support import prepared, world
 
 
 class Counting(IterableDataset):
@@ -125,3 +126,25 @@ def test_torchdatas_shuffled_loader_keeps_its_order(workers):
         next(batches)
         other.load_state_dict(loader.state_dict())
         assert [batch.tolist() for batch in other] == [batch.tolist() for batch in batches]
+
+
+def torchdatas_streams():
+    """For streams with a state and without one: what is left where a state is taken, and what a new loader has."""
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+        for make in (lambda: Plain([]), Counting):
+            loader, other = (
+                prepared(torchdata.StatefulDataLoader(make(), 2), world(), dispatch_batches=False) for _ in range(2)
+            )
+            batches = iter(loader)
+            next(batches)
+            other.load_state_dict(loader.state_dict())
+            found.append(([batch.tolist() for batch in batches], [batch.tolist() for batch in other]))
+    return found
+
+
+def test_torchdatas_loader_goes_on_in_a_share_of_a_stream():
+    for found in run_ranks(torchdatas_streams, 2):
+        assert all(rest == again for rest, again in found)

@@ -107,23 +107,6 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield samples[own], samples[:real] if len(samples) > real else None
         self._is_read = True
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return how far the data set was read, with its own word about it; None where it has none.
-
-        Only this process's own reading is known: with workers, each of them reads by itself.
-        """
-        own = state_of(self.dataset)
-        first = plain_or_none(self._first)
-        if own is None or (self._first is not None and first is None):
-            return None
-        return {"dataset": own, "first": first, "is_read": self._is_read}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iteration go on where `state_dict` stood."""
-        self._first, self._is_read, self._goes_on = state_dict["first"], state_dict["is_read"], True
-        if not self._is_read:  # else it would take its old state for the iteration after this one
-            self.dataset.load_state_dict(state_dict["dataset"])  # type: ignore[attr-defined]
-
 
 class Marked(NamedTuple):
     """A sample, or a batch, of a padded round, with the number of samples in that round that are no padding."""
@@ -152,6 +135,27 @@ class MarkedShard(IterableDatasetShard):
             else:
                 count = sum(map(_num_samples, real)) if self.holds_batches else len(real)
                 yield from (Marked(sample, count) for sample in samples)
+
+
+class StatefulShard(MarkedShard):
+    """A shard of a data set that keeps a state; of any other, loaders such as torchdata's must see that it has none."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return how far the data set was read, with its own word about it; None where it has none.
+
+        Only this process's own reading is known: with workers, each of them reads by itself.
+        """
+        own = state_of(self.dataset)
+        first = plain_or_none(self._first)
+        if own is None or (self._first is not None and first is None):
+            return None
+        return {"dataset": own, "first": first, "is_read": self._is_read}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration go on where `state_dict` stood."""
+        self._first, self._is_read, self._goes_on = state_dict["first"], state_dict["is_read"], True
+        if not self._is_read:  # else it would take its old state for the iteration after this one
+            self.dataset.load_state_dict(state_dict["dataset"])  # type: ignore[attr-defined]
 
 
 class Unmarking:

@@ -19,7 +19,7 @@ from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.dispatcher import DataLoaderDispatcher, SliceFn
-from farflung.data.iterable import MarkedShard, Unmarking
+from farflung.data.iterable import MarkedShard, StatefulShard, Unmarking
 from farflung.data.loader import DataLoaderShard, PreparedLoader
 from farflung.data.samplers import BatchSamplerShard, SeedableRandomSampler, check_split
 from farflung.data.torch_loaders import (
@@ -235,7 +235,8 @@ def _sharded_stream(
     if not config.even_batches and _num_files(dataset) >= group.size:
         files = dataset.shard(num_shards=group.size, index=group.rank)
         return DataLoaderShard.over(altered(loader, dataset=files, **attributes), **common)
-    shard = MarkedShard(
+    is_stateful = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    shard = (StatefulShard if is_stateful else MarkedShard)(
         dataset,
         loader.batch_size or 1,
         loader.drop_last,
