@@ -246,6 +246,21 @@ def test_a_signal_to_the_launcher_ends_all_quietly(number, code, home, mark):
     assert none_left(mark), left_behind(mark)
 
 
+def test_a_run_under_nohup_outlives_its_terminal(home):
+    (home / "train.py").write_text(
+        "import os, time\n"
+        "open('up' + os.environ['RANK'], 'w').close()\n"
+        "while not os.path.exists('go'): time.sleep(0.01)\n"
+    )
+    command = ["nohup", sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", "train.py"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
+        wait_for(home / "up0", home / "up1")
+        launcher.send_signal(signal.SIGHUP)
+        time.sleep(1)
+        (home / "go").touch()
+        assert launcher.wait(timeout=patience(30)) == 0
+
+
 def test_what_failed_before_an_interrupt_is_still_said(home, mark):
     script = (
         "import os, signal, time\n"

@@ -132,7 +132,8 @@ def _agent_settings(num_local: int, meeting: Meeting, watch: Watch, log_dir: str
 
     settings: dict[str, Any] = {}
     if "signals_to_handle" in signature(LaunchConfig).parameters:  # an older torch takes Ctrl-C for itself too
-        settings["signals_to_handle"] = "SIGTERM,SIGHUP,SIGQUIT"
+        heeded = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # but not those that nohup, say, has had ignored
+        settings["signals_to_handle"] = ",".join(s.name for s in heeded if signal.getsignal(s) != signal.SIG_IGN)
     return LaunchConfig(
         min_nodes=meeting.num_machines,
         max_nodes=meeting.num_machines,
