@@ -269,7 +269,8 @@ class OuterLoop:
         with self._meter.timed("exposed"), torch.no_grad():
             if 0 < self._position <= self._recipe.warmup and self._are_alike:  # nothing is left to average but buffers
                 self._rounds.replica.reset_anchor()
-                self._rounds.replica.count(1)
+                for fragment in self._rounds.replica.fragments:
+                    fragment.count(1 if fragment.has_buffers else 0)
             last = self._walk_on()
             are_dropped = [last in self._rounds.apply_all()]
             for number in range(len(self._rounds.replica.fragments)):

@@ -163,6 +163,11 @@ class BoundFragment:
         return [place.get() for place in self._fragment.parameters]
 
     @property
+    def has_buffers(self) -> bool:
+        """Whether there is more than weights to it."""
+        return bool(self._fragment.averages or self._fragment.counters)
+
+    @property
     def names(self) -> set[str]:
         """The names of all that is exchanged."""
         return {place.name for place in self._fragment.places}
