@@ -15,11 +15,11 @@ from farflung.config.resolve import Resolved, resolve
 from farflung.config.setting import Field, Value
 from farflung.config.spelling import BOTH_SPELLINGS
 from farflung.launch.advise import ask_outer
-from farflung.launch.main import Group
+from farflung.launch.main import CommandGroup
 from farflung.launch.options import SettingsCommand, given, launch_options
 
 
-@click.group(cls=Group, invoke_without_command=True, context_settings=BOTH_SPELLINGS)
+@click.group(cls=CommandGroup, invoke_without_command=True, context_settings=BOTH_SPELLINGS)
 @click.option("--config_file", metavar="FILE", help="File to write. [~/.config/farflung/config.yaml]")
 @click.pass_context
 def config(ctx: click.Context, config_file: str | None) -> None:

@@ -39,8 +39,8 @@ ELSEWHERE = {
 }
 
 
-class Group(click.Group):
-    """A group that answers Accelerate's other commands by name."""
+class CommandGroup(click.Group):
+    """A command group that answers Accelerate's other commands by name."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -56,8 +56,8 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
 
-class LazyGroup(Group):
-    """A group whose help comes from a table and whose subcommands are loaded on use."""
+class LazyGroup(CommandGroup):
+    """A command group whose help comes from a table and whose subcommands are loaded on use."""
 
     def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
