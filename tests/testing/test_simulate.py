@@ -137,6 +137,12 @@ def test_by_the_clock_slow_replicas_do_fewer_steps_and_weigh_less():
     assert [each.weights for each in found.rounds[:4]] == [(0.75, 0.25)] * 4
 
 
+def test_by_the_clock_the_wait_for_slower_replicas_does_not_grow():
+    found = run(Recipe(ByTime(10.0)), replicas=2, steps=1000, seconds=240, step_seconds=(0.9, 3.0))
+    assert {each.weights for each in found.rounds[:-1]} == {(0.75, 0.25)}  # 12 steps in 10.8 s, 4 steps in 12 s
+    assert found.waited[0] <= 1.2 * len(found.rounds) + 0.9
+
+
 RUN = Run(parameters=10_000, layers=4, step_s=1.0, replicas=4, bandwidth_bps=1e5, latency_s=0.01)
 
 

@@ -178,6 +178,8 @@ class OuterLoop:
                         self._rounds.launch(action, self._position, finished=False)
                     else:
                         self._rounds.apply(action.fragment)
+            if any(isinstance(action, Launch) for action in due):
+                self._began_at = self._clock()  # not before the wait for slower ranks, which would grow with each round
 
     def step(self, items: float = 0) -> None:
         """Count one completed optimizer step and run what is due; call it after each `optimizer.step()`.
@@ -283,6 +285,7 @@ class OuterLoop:
                 self._rounds.average()
                 self._rounds.replica.reset()
         self._synced = self._began = self._position
+        self._began_at = self._clock()
         self._are_alike = self._are_alike or not self.is_warming  # optimizers of ranks without data stay behind
 
     @contextmanager
@@ -418,14 +421,14 @@ class OuterLoop:
         return self._rounds.island.longest(seconds) if self._recipe.reads_clock else seconds
 
     def _due(self, step: int, seconds: float) -> list[Action]:
-        """Ask the schedule; a round that is launched begins here."""
+        """Ask the schedule; a round that is launched begins at this step."""
         if self._lr is not None and self._rounds.inner is not None:
             self._lr = max(self._lr, float(self._rounds.inner.param_groups[0]["lr"]))
         due = list(self._recipe.schedule(Clock(step, self._began, seconds, self._lr)))
         if self._recipe.inner.needs_optimizer and due and self._rounds.inner is None:
             raise ConfigError(f"{self._recipe.inner} needs the inner optimizer: OuterLoop(..., inner=optimizer).")
         if any(isinstance(action, Launch) for action in due):
-            self._began, self._began_at = step, self._clock()
+            self._began = step
             self._know(self._rounds.inner)
         return due
 

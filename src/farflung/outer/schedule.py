@@ -43,7 +43,7 @@ class Clock:
     Args:
         step: the number of the optimizer step just attempted, counted from 1.
         began: the step after which the latest round was launched; 0 before the first.
-        seconds: since then.
+        seconds: since then, without the wait for other ranks.
         lr: the highest inner learning rate since then; None if the loop knows no optimizer.
     """
 
@@ -224,7 +224,7 @@ class Quadratic(_AtOnce):
 
 @dataclass(frozen=True)
 class ByTime(_AtOnce):
-    """Start a round `seconds` after the last one, however many steps a rank has done until then.
+    """Start a round `seconds` after the last one ended, however many steps a rank has done until then.
 
     Each rank reads its own clock, and ranks that train one replica together take the furthest one. Fast replicas do
     more steps than slow ones, and weigh more.
