@@ -103,7 +103,7 @@ def test_islands_of_fsdp_and_of_ddp_train_as_replicas_do_bit_by_bit(islands):
         for name in NAMES:
             ranks = [outcomes[layout, name] for outcomes in islands]
             if (layout, name) == ("DDP", "post_local_sgd"):  # whose warm-up sums four gradients in another order
-                assert all(torch.allclose(value, replicas[0][name][key]) for key, value in ranks[0].items())
+                assert all(torch.allclose(value, replicas[0][name][key], atol=1e-5) for key, value in ranks[0].items())
                 ranks.append(ranks[0])
             else:
                 ranks.append(replicas[0][name])
