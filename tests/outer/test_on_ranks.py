@@ -4,7 +4,9 @@
 import multiprocessing as mp
 import sys
 import time
+from contextlib import suppress
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,8 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from farflung.base.errors import CollectiveMismatch, RankFailure
+from farflung.base.torch_internals import default_store, num_groups
 from farflung.config import environ
-from farflung.outer import Cast, OuterLoop, diloco, local_sgd
+from farflung.outer import Cast, OuterLoop, diloco, local_sgd, streaming_diloco
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
@@ -149,6 +152,32 @@ def all_leave_and_begin_anew():
 
 def test_ranks_that_all_left_can_begin_anew():
     assert run_ranks(all_leave_and_begin_anew, 2) == [1, 1]
+
+
+def leave_again_and_again(by_all, recipe):
+    """Leave many loops by an exception, on all ranks or on one; return what is open after two and at the end."""
+    counts, store = [], default_store()
+    for _ in range(12):
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with suppress(KeyError, RankFailure), OuterLoop(model, recipe).attach(optimizer):
+            for step in range(5):
+                optimizer.step()
+                if step == 2 and (by_all or dist.get_rank() == 1):
+                    raise KeyError("stop here")
+        dist.barrier()
+        process = psutil.Process()
+        counts.append((process.num_fds(), process.num_threads(), num_groups(), store.num_keys()))
+        dist.barrier()
+    return counts[1], counts[-1]
+
+
+@pytest.mark.skipif(not hasattr(dist.Store, "list_keys"), reason="this torch's stores can't list their keys")
+@pytest.mark.parametrize("recipe", [diloco(2), streaming_diloco(4, 2, delay=1)], ids=["diloco", "streaming"])
+@pytest.mark.parametrize("by_all", [True, False])
+def test_loops_left_by_exceptions_leave_nothing_open(by_all, recipe):
+    for first, last in run_ranks(leave_again_and_again, 2, by_all, recipe):
+        assert first == last
 
 
 def outlive(variables, report):

@@ -88,8 +88,12 @@ class Group(Protocol):
             in_background: it is for a thread that works on behalf of another one.
         """
 
-    def free(self) -> None:
-        """Give back a duplicate or a block, once all ranks have ended all that they began in it, for others to use."""
+    def free(self, reusable: bool = True) -> None:
+        """Give back a duplicate or a block, for others to use.
+
+        Args:
+            reusable: all ranks have ended all that they began in it. Otherwise it is closed.
+        """
 
     def hand_over(self) -> Callable[[Future[None]], None]:
         """Count a job for this group that this thread gives to another one; what is returned waits for its end."""
@@ -181,7 +185,7 @@ class SoloGroup:
     def duplicate(self, in_background: bool = False) -> Group:
         return self
 
-    def free(self) -> None:
+    def free(self, reusable: bool = True) -> None:
         return None
 
     def hand_over(self) -> Callable[[Future[None]], None]:

@@ -36,6 +36,8 @@ class PresenceStore:
         self.rank = rank
         self.size = size
         self._has_checked_alive = False
+        self._read: list[tuple[str, int]] = []  # keys, and how often each rank has left once nobody reads them again
+        self._closed: list[str] = []  # names of groups that are closed, whose keys nobody may read again
         self.hosts: dict[int, str] = {}
         # torch 2.6 cannot clone a store: there a thread that blocks in it blocks the others too.
         self._clone = getattr(default_store(), "clone", lambda: None)() if own_connection else None
@@ -69,8 +71,9 @@ class PresenceStore:
         # A rank may leave, come back and leave again. Only those that left more often than this one are gone.
         with suppress(dist.DistError):  # where the store is gone, there is nobody to tell
             times = self._store.add(self._key("left", self.rank), 1)
-            self._store.set(self._key("left", self.rank, times), reason)
-            self._store.set(self._key("left", "any", times), "")
+            for key, text in ((self._key("left", self.rank, times), reason), (self._key("left", "any", times), "")):
+                self._store.set(key, text)
+                self._read.append((key, times))
 
     def describe_left(self) -> str:
         """Name the ranks that have left more often than this one, with their reasons; empty when there is none."""
@@ -84,6 +87,29 @@ class PresenceStore:
                 first = {rank: reason for rank, reason in gone.items() if not reason.startswith("RankFailure")} or gone
                 return "; ".join(f"rank {rank} left ({reason})" for rank, reason in first.items())
         return ""
+
+    # ---- tidying the store
+
+    def closes(self, group: str) -> bool:
+        """Note that `group` is closed; say whether its keys can be deleted. Older torch's stores can't list them."""
+        store: Any = self._store
+        if not hasattr(store, "list_keys"):
+            return False
+        self._closed.append(group)
+        return True
+
+    def forget(self) -> None:
+        """Delete what nobody will read again; call it where all ranks have come together."""
+        store, read, closed = self._store, self._read, self._closed
+        if not read and not closed:
+            return
+        least = min(store.add(self._key("left", rank), 0) for rank in range(self.size))
+        expired = [key for key, times in read if times <= least]
+        for name in closed:
+            expired += [key for key in store.list_keys() if key.startswith(f"{name}/")]
+        for key in expired:
+            store.delete_key(key)
+        self._read, self._closed = [(key, times) for key, times in read if times > least], []
 
     # ---- what can not end
 
@@ -124,6 +150,7 @@ class PresenceStore:
             store = self._store
             store.set(self._key("alive", self.rank), "")
             store.set(self._key("agree_min", name, self.rank), str(number))
+            self._read.append((self._key("agree_min", name, self.rank), 0))
             keys = {rank: self._key("agree_min", name, rank) for rank in range(self.size)}
             began = time.monotonic()
             patience = 0.0 if self._has_checked_alive else _ALIVE_WAIT_S  # then all that live have given a sign already

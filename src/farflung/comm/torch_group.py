@@ -6,13 +6,14 @@ from __future__ import annotations
 import re
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class SharedState:
     presence: PresenceStore
     waits: Waits
     spare: dict[tuple[int | bool, ...], list[TorchGroup]] = field(default_factory=dict)
+    serials: Iterator[int] = field(default_factory=count)  # one for each use of a group, the same on all ranks
     parts: dict[str, TorchGroup] = field(default_factory=dict)  # what `within` made, by name
 
 
@@ -82,7 +84,9 @@ class TorchGroup:
         self._pg = weakref.ref(group)
         self.rank = dist.get_rank(self.pg)
         self.size = dist.get_world_size(self.pg)
-        backends = dict(part.split(":") for part in str(dist.get_backend_config(self.pg)).split(","))
+        config = str(dist.get_backend_config(self.pg))
+        backends = dict(part.split(":") for part in config.split(","))
+        self._backend = next(iter(backends.values())) if len(set(backends.values())) == 1 else config
         # gloo moves tensors from a GPU too, but not in every collective.
         self._supported = {device for device, backend in backends.items() if device == "cpu" or backend != "gloo"}
         self.shared = shared or _shared_state_of(self._pg)
@@ -90,6 +94,7 @@ class TorchGroup:
         self.in_background = in_background
         self._name = self.pg.group_name
         self.waits.join(self._name)
+        self._serial = 0
         self._is_block = False  # within a group: who leaves that one has left this one too
         self._spare: list[TorchGroup] | None = None  # where it goes when it is given back
 
@@ -180,9 +185,17 @@ class TorchGroup:
         """Return when every rank is connected: one that ended before would break what another still waits for."""
         self.all_gather_small(torch.zeros(1))
 
-    def free(self) -> None:
-        if self._spare is not None:
+    def free(self, reusable: bool = True) -> None:
+        if self._spare is None:
+            return
+        if reusable:
             self._spare.append(self)
+            return
+        self.abort()
+        # Its name may come again, and whoever connects under it must not read where these ranks listened.
+        if self.presence.closes(self._name):
+            self.waits.part(self._name)
+            dist.destroy_process_group(self.pg)
 
     def hand_over(self) -> Callable[[Future[None]], None]:
         wait = self.waits.enter(handed_over(self._name), "")
@@ -210,21 +223,21 @@ class TorchGroup:
         """Return a group that was given back; or make one, once all ranks have come: that wait would never look up."""
         spare = self.shared.spare.setdefault((*members, shared is None, in_background), [])
         if spare:
+            spare[-1]._serial = next(self.shared.serials)
             return spare.pop()
         self.barrier()  # of a kind of its own, so that ranks which are elsewhere hear of it
+        self.presence.forget()
         most = int(self.all_gather_small(torch.tensor([num_groups()])).max())
         while num_groups() < most:  # one that nobody uses, on ranks that a script's own group left out
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        backend = str(dist.get_backend_config(self.pg))
-        made = TorchGroup(
-            dist.new_group(members, backend=backend, use_local_synchronization=True), shared, in_background
-        )
-        made._spare = spare
+        pg = dist.new_group(members, backend=self._backend, use_local_synchronization=True)
+        made = TorchGroup(pg, shared, in_background)
+        made._spare, made._serial = spare, next(self.shared.serials)
         made.await_connections()
         return made
 
     def agree_min(self, number: int, name: str) -> int:
-        return self.presence.agree_min(number, name)
+        return self.presence.agree_min(number, f"{self._name}/{self._serial}/{name}")
 
     def leave(self, reason: str, for_good: bool = False) -> None:
         if not self._is_block:

@@ -68,6 +68,12 @@ class Waits:
         for name in (group, handed_over(group)):
             self.entered[name] += 0
 
+    def part(self, group: str) -> None:
+        """Forget `group`, which is destroyed: another one may get its name."""
+        for name in (group, handed_over(group)):
+            self.entered.pop(name, None)
+            self.kinds.pop(name, None)
+
     def enter(self, group: str, kind: str) -> Wait:
         """Count a collective of `group` that this rank starts, and return what a wait for it is."""
         self.entered[group] += 1

@@ -320,13 +320,12 @@ class OuterLoop:
         """Flush and end the loop. It can't be used afterwards; closing it again does nothing."""
         if self._open:
             self.flush()
-            self._end()
-            self._rounds.free()
+            self._end(is_in_step=True)
 
     def detach(self) -> None:
         """End the loop without communication: every rank keeps its current weights."""
         if self._open:
-            self._end()
+            self._end(is_in_step=False)
 
     def stats(self) -> Stats:
         """Return what the rounds have cost so far: bytes, seconds, and how many there were."""
@@ -486,11 +485,11 @@ class OuterLoop:
             raise StateError("This outer loop has ended. Build a new OuterLoop to go on.")
 
     def _leave(self, error: BaseException) -> None:
-        self._end()
         self._rounds.leave(f"{type(error).__name__}: {error}"[:500])
+        self._end(is_in_step=False)
 
-    def _end(self) -> None:
+    def _end(self, is_in_step: bool) -> None:
         self._open = False
-        self._rounds.stop()
+        self._rounds.free(reusable=is_in_step)
         for hook in self._hooks:
             hook.remove()

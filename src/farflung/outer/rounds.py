@@ -221,17 +221,16 @@ class Rounds:
         return error if self.island.size == 1 else explained(error, self.group)
 
     def leave(self, reason: str) -> None:
-        """End, and tell the ranks that wait in any of the groups that this one will not come."""
-        self.stop()
+        """Tell the ranks that wait in any of the groups that this one will not come."""
         for group in (self.group, *(members.group for members in self._members[1:])):
             group.leave(reason)
 
-    def free(self) -> None:
-        """Give the groups back, as nothing is under way on any rank."""
+    def free(self, reusable: bool) -> None:
+        """Give the groups back. They are `reusable` if nothing is under way on any rank."""
         self.stop()
         members = (self._beside, *self._members, self.island.members, self._in_round.members)
         for group in {id(one.group): one.group for one in members}.values():
-            group.free()
+            group.free(reusable)
 
     def stop(self) -> None:
         """End the thread that rounds go on in."""

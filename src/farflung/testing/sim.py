@@ -279,7 +279,7 @@ class SimGroup:
         """Return this group: its collectives are compared by number and kind, so none is taken for another."""
         return self
 
-    def free(self) -> None:
+    def free(self, reusable: bool = True) -> None:
         """Do nothing."""
 
     def hand_over(self) -> Callable[[Future[None]], None]:
