@@ -16,6 +16,7 @@ from farflung.accelerator.settings import check_init, refuse_engines, resolve_co
 from farflung.base.checks import check_flag, check_type, check_word
 from farflung.base.enums import DistributedType, PrecisionType
 from farflung.base.errors import Unsupported
+from farflung.base.probes import current_accelerator
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
@@ -79,7 +80,7 @@ class PartialState(ProcessControl):
     @property
     def default_device(self) -> torch.device:
         """The kind of device that this machine offers first."""
-        found = torch.accelerator.current_accelerator(check_available=True)
+        found = current_accelerator()
         return found if found is not None else torch.device("cpu")
 
     @property

@@ -20,6 +20,11 @@ import torch.distributed as dist
 from farflung.base.optional import compare_versions
 
 
+def current_accelerator() -> torch.device | None:
+    """Return the kind of accelerator that this machine has, or None; torch before 2.7 also names one that is absent."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
 def is_installed(module: str, *packages: str) -> bool:
     """Say whether `module` can be imported and one of `packages` (by default, one of its name) has it.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.base.errors import ConfigError, StateError
+from farflung.base.probes import current_accelerator
 from farflung.base.torch_internals import own_buffers, own_parameters
 from farflung.base.tree import find_device, send_to_device
 from farflung.big_model.tensors import (
@@ -394,7 +395,7 @@ class CpuOffload(ModelHook):
 
 
 def _default_device() -> torch.device:
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = current_accelerator()
     return torch.device("cpu") if found is None else as_device(found)
 
 

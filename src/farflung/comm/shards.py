@@ -67,7 +67,7 @@ def largest(mine: Tensor, shard: Tensor) -> Tensor:
 def sharded_parts(modules: Iterable[nn.Module]) -> list[Any]:
     """Return those of `modules` that `fully_shard` was called on."""
     # By name, as torch.distributed.fsdp is slow to import; of the class, as a module looks long for what it has not.
-    return [module for module in modules if hasattr(type(module), "set_all_reduce_hook")]
+    return [module for module in modules if hasattr(type(module), "set_requires_gradient_sync")]
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from farflung.base.enums import DistributedType
+from farflung.base.probes import current_accelerator
 from farflung.base.tree import convert_to_fp32
 
 
@@ -48,5 +49,5 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
     Args:
         kwargs: arguments of `torch.amp.GradScaler`.
     """
-    device = torch.accelerator.current_accelerator(check_available=True)
+    device = current_accelerator()
     return torch.amp.GradScaler("cpu" if device is None else device.type, **kwargs)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
+from farflung.base.probes import current_accelerator
 from farflung.base.words import counted, numbered
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
@@ -102,10 +103,9 @@ def choose_device(info: RankInfo, cpu: bool) -> torch.device:
         return torch.device("cpu")
     if named:
         return torch.device(named)
-    if not torch.accelerator.is_available():
+    accelerator = current_accelerator()
+    if accelerator is None:
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
     available = torch.accelerator.device_count()
     if info.local_rank >= available:
         raise ConfigError(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import weakref
 from collections.abc import Sequence
@@ -144,7 +145,8 @@ class FSDP(ShardedModels):
         settings["offload_policy"] = plugin.offload_policy if self._device.type != "cpu" else OffloadPolicy()
         for module in ignored:
             module.to_empty(device=self._device) if spares_memory and not is_first else module.to(self._device)
-        settings["ignored_params"] = {p for module in ignored for p in module.parameters()} or None
+        if ignored:
+            settings["ignored_params"] = {p for module in ignored for p in module.parameters()}
         for module in wrapped:
             fully_shard(module, reshard_after_forward=plugin.reshard_after_forward, **settings)
         # What the root holds itself is used at both ends of a pass, so that freeing it in between gains nothing.
@@ -244,6 +246,10 @@ def _ignored(model: nn.Module, asked: Any) -> list[nn.Module]:
         found = [module for name, module in model.named_modules() if name and re.fullmatch(asked, name)]
         if not found:
             raise ConfigError(f"ignored_modules={asked!r} matches no module's name in this {type(model).__name__}.")
+    if found and "ignored_params" not in inspect.signature(fully_shard).parameters:
+        raise Unsupported(
+            f"The fully_shard of torch {torch.__version__} can't leave modules out, as ignored_modules asks."
+        )
     if any(parameter.requires_grad for module in found for parameter in module.parameters()):
         raise Unsupported(
             "ignored_modules has a module that is trained, and nothing would average its gradients. Shard it too, or "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.torch_internals import taken
 from farflung.comm.group import Group
 from farflung.comm.shards import is_sharded, meshes, reshard, sharded_parts
 from farflung.process.mesh import Mesh
@@ -55,8 +56,9 @@ class ShardedModels:
         model.register_forward_hook(_reshard_after_evaluation)
         if self._spans_all(model) or self.mesh.replicas.size == 1:
             return
+        use = "average the gradients of shards between rows"
         for part in parts:
-            part.set_all_reduce_hook(partial(self._average_columns, model))
+            taken(part, "set_all_reduce_hook", use)(partial(self._average_columns, model))
 
     def _spans_all(self, model: nn.Module) -> bool:
         """Whether torch itself averages the gradients of `model` over all ranks; False: over this rank's row."""
@@ -141,7 +143,8 @@ def refuse_muon(optimizer: Any) -> None:
     Raises:
         Unsupported: it is torch's Muon.
     """
-    if isinstance(optimizer, torch.optim.Muon) and any(
+    muon = getattr(torch.optim, "Muon", ())  # since torch 2.9
+    if isinstance(optimizer, muon) and any(
         is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]
     ):
         raise Unsupported(

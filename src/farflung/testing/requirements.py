@@ -35,7 +35,7 @@ def get_backend() -> tuple[str, int, Callable[[], int]]:
 
     Without accelerators they are `cpu`, 1 and a function that returns 0.
     """
-    device = torch.accelerator.current_accelerator(check_available=True)
+    device = probes.current_accelerator()
     if device is None:
         return "cpu", 1, _nothing
     module: Any = torch.get_device_module(device)

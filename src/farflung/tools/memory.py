@@ -13,6 +13,7 @@ import torch
 
 from farflung.base.checks import check_callable, check_whole
 from farflung.base.errors import WrongType
+from farflung.base.probes import current_accelerator
 
 # How torch says that memory is out, on each kind of device; and cuDNN when no plan of it fits.
 _OUT_OF_MEMORY = (
@@ -32,7 +33,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """
     if garbage_collection:
         gc.collect()
-    device = torch.accelerator.current_accelerator(check_available=True)
+    device = current_accelerator()
     empty_cache = None if device is None else getattr(torch.get_device_module(device), "empty_cache", None)
     if empty_cache is not None:
         empty_cache()
