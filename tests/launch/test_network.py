@@ -11,7 +11,7 @@ from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch import network
-from farflung.launch.network import Interface, choose_interface, interfaces
+from farflung.launch.network import Interface, choose_interface, interfaces, loopback_interface
 from farflung.launch.plan import make_plan
 
 LO, ETH, IB = Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.2"), Interface("ib0", "10.1.0.2")
@@ -49,7 +49,8 @@ def test_the_interface_of_the_route_is_taken_and_told_to_the_ranks(machine, home
     assert told == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     assert "TORCH_CPP_LOG_LEVEL" not in make_plan(settings(debug=True), "train.py", []).variables
     alone = make_plan(LaunchSettings(use_cpu=True, num_processes=2), "train.py", [])
-    assert not told.keys() & alone.variables.keys()
+    assert alone.variables["GLOO_SOCKET_IFNAME"] == loopback_interface()
+    assert not {"NCCL_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL"} & alone.variables.keys()
 
 
 def test_the_flag_counts_before_a_variable_and_that_before_the_route(machine, home):

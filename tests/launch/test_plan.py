@@ -117,7 +117,7 @@ def test_a_script_a_module_and_a_program_are_run(script, home):
 
 def test_without_a_port_the_processes_of_a_machine_meet_at_a_free_one():
     first, second = meet(LaunchSettings()), meet(LaunchSettings(main_process_port=0))
-    assert (first.backend, first.endpoint, first.address) == ("c10d", "localhost:0", "127.0.0.1")
+    assert (first.backend, first.endpoint, first.address) == ("static", "127.0.0.1:0", "127.0.0.1")
     assert first.run_id != second.run_id
 
 

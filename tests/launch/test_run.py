@@ -15,7 +15,9 @@ from uuid import uuid4
 import pytest
 
 from farflung.config import environ
+from farflung.launch.network import get_free_port
 from farflung.testing.patience import patience
+from tests.launch.machines import LISTENING
 
 # Each rank writes what it sees, and the sum over all ranks of rank + 1, which only connected processes can know.
 CONNECTED = """
@@ -150,6 +152,22 @@ def test_two_machines_meet(home):
         f"farflung: machine {rank} of 2 waits for the others at 127.0.0.1:{port}, over lo (127.0.0.1)" for rank in "01"
     ]
     assert [seen_by(f"rank{rank}.json")["total"] for rank in (0, 1)] == [3, 3]
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_on_one_machine_everything_listens_on_loopback_alone(is_launched, farflung, home):
+    (home / "train.py").write_text(LISTENING)
+    if is_launched:
+        assert farflung("launch", "--cpu", "--num_processes", "2", "train.py").returncode == 0
+    else:  # as under mpirun: rank 0 serves the store
+        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(get_free_port())}
+        places = [{"RANK": rank, "LOCAL_RANK": rank, **common, "ACCELERATE_USE_CPU": "true"} for rank in "01"]
+        ranks = [subprocess.Popen([sys.executable, "train.py"], env=environ.snapshot() | place) for place in places]
+        assert [rank.wait(patience(90)) for rank in ranks] == [0, 0]
+    for rank in (0, 1):
+        addresses = seen_by(f"rank{rank}.json")
+        assert addresses
+        assert {*addresses} == {"127.0.0.1"}
 
 
 def test_torchrun_does_just_as_well(home):

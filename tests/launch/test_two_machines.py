@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import time
@@ -12,7 +13,7 @@ from threading import Thread
 import pytest
 
 from farflung.testing.patience import patience
-from tests.launch.machines import NAMES, Machines, two_machines, why_impossible
+from tests.launch.machines import ADDRESSES, LISTENING, NAMES, Machines, two_machines, why_impossible
 
 PAGE = (Path(__file__).parents[2] / "docs" / "two-machines.md").read_text(encoding="utf-8")
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
@@ -144,6 +145,17 @@ def test_two_machines_train_at_the_first_try(section, folder):
 def test_what_can_not_work_is_one_sentence(section, folder):
     for said in checked(section, folder):
         assert [code for _, code, _ in said.values()] == [2]
+
+
+def test_machines_listen_on_the_network_between_them_alone(tmp_path):
+    (tmp_path / "train.py").write_text(LISTENING)
+    flags = ["--cpu", "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "10.77.0.1"]
+    with two_machines() as machines:
+        command = ["farflung", "launch", *flags, "--machine_rank"]
+        started = [machines.start(rank, [*command, str(rank), "train.py"], tmp_path) for rank in (0, 1)]
+        assert [process.wait(patience(_PATIENCE_S)) for process in started] == [0, 0]
+    for rank, address in enumerate(ADDRESSES):
+        assert {*json.loads((tmp_path / f"rank{rank}.json").read_text())} == {address}
 
 
 def test_an_outer_loop_is_faster_on_a_slow_line(folder):

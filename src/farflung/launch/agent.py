@@ -27,6 +27,7 @@ from farflung.base.errors import RankFailure
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.launch.plan import Meeting, torch_is_loaded
+from farflung.launch.rendezvous import NAME, StoreRendezvous
 from farflung.launch.report import Failure
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that the agent takes over
@@ -128,8 +129,10 @@ def run_agent(
 def _agent_settings(num_local: int, meeting: Meeting, watch: Watch, log_dir: str) -> Any:
     """Return torch's `LaunchConfig`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig
 
+    rendezvous_handler_registry.register(NAME, StoreRendezvous)  # type: ignore[arg-type]  # its base loads torch
     settings: dict[str, Any] = {}
     if "signals_to_handle" in signature(LaunchConfig).parameters:  # an older torch takes Ctrl-C for itself too
         heeded = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # but not those that nohup, say, has had ignored
@@ -141,8 +144,8 @@ def _agent_settings(num_local: int, meeting: Meeting, watch: Watch, log_dir: str
         run_id=meeting.run_id,
         role=watch.role,
         rdzv_endpoint=meeting.endpoint,
-        rdzv_backend=meeting.backend,
-        rdzv_configs=dict(meeting.conf),
+        rdzv_backend=NAME if meeting.backend == "static" else meeting.backend,
+        rdzv_configs=dict(meeting.conf) | ({"listen": meeting.listen} if meeting.listen else {}),
         max_restarts=watch.max_restarts,
         monitor_interval=watch.monitor_interval_s,
         start_method="fork",

@@ -72,6 +72,15 @@ def choose_interface(settings: LaunchSettings, host: str) -> Interface:
     return found
 
 
+def address_towards(host: str, interface: Interface) -> str:
+    """Return the address of this machine, number 0, that the others reach as `host`: that of the route to it.
+
+    Where `host` means a loopback address here, it is the interface's.
+    """
+    address = resolve_host(host)
+    return interface.address if is_loopback(address) else _address_towards(address)
+
+
 def _address_towards(address: str) -> str:
     """Return this machine's own address on the route to `address`. Nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -99,6 +108,11 @@ def interfaces() -> list[Interface]:
         for one in addresses
         if one.family in (socket.AF_INET, socket.AF_INET6)
     ]
+
+
+def loopback_interface() -> str:
+    """Return the name of the loopback interface: `lo`, or `lo0`."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 def is_loopback(address: str) -> bool:

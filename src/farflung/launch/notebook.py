@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
-from uuid import uuid4
 
 import torch
 
@@ -19,7 +18,7 @@ from farflung.config import environ
 from farflung.config.launch import LaunchSettings, check_variables, field_named, rank_variables
 from farflung.launch.agent import Watch, run_agent
 from farflung.launch.network import DEFAULT_PORT, choose_interface, refuse_busy_port, resolve_host
-from farflung.launch.plan import Meeting, fit_for_cores, network_variables, usable_cores
+from farflung.launch.plan import Meeting, fit_for_cores, network_variables, one_machine, usable_cores
 from farflung.launch.report import explain
 from farflung.process import world
 
@@ -110,8 +109,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     _check(function, args)
     check_whole("num_processes", num_processes, least=1)
     fit_for_cores(num_processes, "num_processes")
-    meeting = Meeting("c10d", "localhost:0", {}, uuid4().hex, address="127.0.0.1")
-    _fork(function, args, num_processes, LaunchSettings(use_cpu=True), meeting, Watch())
+    _fork(function, args, num_processes, LaunchSettings(use_cpu=True), one_machine(), Watch())
 
 
 def _check(function: object, args: object) -> None:
@@ -124,7 +122,7 @@ def _meeting(
     port: int, address: str, node_rank: int, num_nodes: int, backend: str, endpoint: str, run_id: str
 ) -> Meeting:
     if num_nodes == 1 and not endpoint and port in (0, DEFAULT_PORT):
-        return Meeting("c10d", "localhost:0", {}, uuid4().hex, address=address)
+        return one_machine(address)
     if not endpoint:
         resolve_host(address, "master_addr")
         endpoint = f"{address}:{port}"

@@ -20,7 +20,15 @@ from farflung.base.words import counted, plural
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings, rank_variables
 from farflung.config.layout import check_layout
-from farflung.launch.network import DEFAULT_PORT, Interface, choose_interface, refuse_busy_port, resolve_host
+from farflung.launch.network import (
+    DEFAULT_PORT,
+    Interface,
+    address_towards,
+    choose_interface,
+    loopback_interface,
+    refuse_busy_port,
+    resolve_host,
+)
 from farflung.launch.script import command_line, refuse_accelerate
 
 MAX_PER_CORE = 16  # more than that on a CPU is a slip: each of them takes 0.2 GB before it has done anything
@@ -40,12 +48,13 @@ class Meeting:
     """Where and how the machines of a run find each other; torch's rendezvous.
 
     Attributes:
-        backend: `static` or `c10d`.
+        backend: `static`, which is ours, or `c10d`, which is torch's.
         endpoint: `host:port` of machine 0; port 0 is any free one.
         conf: more for the backend.
         run_id: the same on all machines.
         address: how the ranks of this machine call it, None: by its host name.
         interface: through which this machine talks to others; None: there are none.
+        listen: the address at which machine 0 serves the store; None: the endpoint's.
     """
 
     backend: str
@@ -55,6 +64,7 @@ class Meeting:
     num_machines: int = 1
     address: str | None = None
     interface: Interface | None = None
+    listen: str | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,8 @@ def _make_log_dir(folder: str) -> None:
 def network_variables(meeting: Meeting, settings: LaunchSettings) -> dict[str, str]:
     """Return what gloo, NCCL and torch are told of the network; a variable of the user's counts before a route."""
     if meeting.interface is None:
-        return {}
+        is_free = meeting.num_machines == 1 and not environ.text("GLOO_SOCKET_IFNAME")
+        return {"GLOO_SOCKET_IFNAME": loopback_interface()} if is_free else {}
     told = dict.fromkeys(INTERFACE_VARIABLES, meeting.interface.name)
     if not settings.debug:
         told["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns at each connection where an address has no name
@@ -229,20 +240,25 @@ def meet(settings: LaunchSettings) -> Meeting:
     resolve_host(host)
     port = settings.main_process_port or 0
     if settings.num_machines == 1 and port == 0:
-        # The agent's store listens on port 0 and says which one it got: there is no moment to lose it in.
-        return Meeting("c10d", "localhost:0", conf, uuid4().hex, 1, host)
+        return one_machine(host, conf=conf)
     port = port or DEFAULT_PORT
     if settings.machine_rank == 0:
         refuse_busy_port(port)
+    if settings.num_machines == 1:
+        return one_machine(host, port, conf)
     if settings.rdzv_backend == "static":
         conf["rank"] = settings.machine_rank
     endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    if settings.num_machines == 1:
-        return Meeting(settings.rdzv_backend, endpoint, conf, "farflung", 1, host)
     interface = choose_interface(settings, host)
-    return Meeting(
-        settings.rdzv_backend, endpoint, conf, "farflung", settings.num_machines, interface.address, interface
-    )
+    listen = address_towards(host, interface) if settings.machine_rank == 0 else None
+    row = (conf, "farflung", settings.num_machines, interface.address, interface, listen)
+    return Meeting(settings.rdzv_backend, endpoint, *row)
+
+
+def one_machine(host: str = "127.0.0.1", port: int = 0, conf: Mapping[str, str | int] | None = None) -> Meeting:
+    """Return how the processes of one machine meet; on port 0 the store says which one it got, so that none is lost."""
+    endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return Meeting("static", endpoint, conf or {}, uuid4().hex, 1, host)
 
 
 def lone_environment(variables: Mapping[str, str]) -> dict[str, str]:

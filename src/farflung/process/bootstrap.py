@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -16,10 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
 from farflung.base.probes import current_accelerator
+from farflung.base.sockets import listening_socket
 from farflung.base.words import counted, numbered
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
@@ -38,6 +40,8 @@ _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 _SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
+
+_MEET_WITHIN = timedelta(minutes=30)  # torch's own
 
 _ENGINES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed is not supported. Use DDP, or an outer loop over it.",
@@ -244,20 +248,35 @@ def _initialize(info: RankInfo, device: torch.device, init: InitProcessGroupKwar
         arguments["timeout"] = init.timeout
     if device.type == "cuda":
         arguments["device_id"] = device
-    allowed_s = environ.number("FARFLUNG_HANG_TIMEOUT_S")
-    if init.init_method is None and (allowed_s or slot.num_left()):
-        store, rank, size = next(rendezvous("env://"))
+    if init.init_method is None:
         # A store of the launcher's outlives a group, and still has the addresses where its ranks were to be found.
-        store = PrefixStore(f"world_{slot.num_left()}", store)
-        if init.timeout is not None:
-            store.set_timeout(init.timeout)
+        store = PrefixStore(f"world_{slot.num_left()}", _store(info, init.timeout or _MEET_WITHIN))
+        allowed_s = environ.number("FARFLUNG_HANG_TIMEOUT_S")
         if allowed_s:
-            _await_all(PrefixStore("came", store), rank, size, allowed_s)
-        arguments |= {"store": store, "rank": rank, "world_size": size}
+            _await_all(PrefixStore("came", store), info.rank, info.size, allowed_s)
+        arguments |= {"store": store, "rank": info.rank, "world_size": info.size}
     # DDP loads it, and its default arguments keep the group that there is then for ever; at the top it would delay all.
     from torch.distributed.nn import functional  # noqa: F401  see above
 
     dist.init_process_group(**arguments)
+
+
+def _store(info: RankInfo, timeout: timedelta) -> Store:
+    """Connect to the run's store; where rank 0 serves it, let it listen at MASTER_ADDR alone.
+
+    torch listens on every interface. It still does where other machines may know this one by another address than it
+    does itself, or a store of an earlier world has the port.
+    """
+    host, port = environ.text("MASTER_ADDR") or "", environ.integer("MASTER_PORT") or 0
+    if info.rank == 0 and not environ.flag("TORCHELASTIC_USE_AGENT_STORE"):
+        with suppress(OSError):
+            listener = listening_socket(host, port)
+            if info.local_size == info.size or not listener.getsockname()[0].startswith("127."):
+                fd = listener.detach()
+                return TCPStore(host, port, info.size, True, timeout, multi_tenant=True, master_listen_fd=fd)
+            listener.close()
+    store: Store = next(rendezvous("env://", timeout=timeout))[0]
+    return store
 
 
 def _await_all(store: Store, rank: int, size: int, allowed_s: float) -> None:
