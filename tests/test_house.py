@@ -41,6 +41,7 @@ LAZY_TABLES = (
     "__init__.py",
     "launch/main.py",
     "launch/run.py",
+    "launch/rank.py",
     "demo/command.py",
     "accelerator/__init__.py",
     "accelerator/checkpoints.py",

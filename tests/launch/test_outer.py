@@ -9,11 +9,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from farflung.base.errors import ConfigError
 from farflung.config import environ
-from farflung.config.launch import LaunchSettings
-from farflung.launch.script import refuse_accelerate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -140,7 +138,7 @@ if sys.argv[1] != "nothing":
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("nothing", "--outer diloco did nothing: the script created no `farflung.Accelerator`"),
+        ("nothing", "--outer diloco did nothing: no optimizer made a step"),
         ("model", "the script did not prepare a model together with its optimizer"),
         ("short", "ended before the first round"),
         ("long", None),
@@ -155,14 +153,54 @@ def test_an_outer_loop_that_did_nothing_is_said_at_the_end(what, words, farflung
     assert words is None or words in warned[0]
 
 
-def test_a_script_that_may_know_farflung_is_not_refused_for_accelerate(home):
-    asked = LaunchSettings(outer_recipe="diloco", outer_options={"every": 4})
-    (home / "train.py").write_text("import accelerate\nfrom . import inner\nimport package.trainer\n")
-    (home / "package").mkdir()
-    (home / "package" / "trainer.py").write_text("from .deep import Accelerator\n")
-    with pytest.raises(ConfigError, match=r"train.py imports accelerate, which knows nothing of --outer diloco"):
-        refuse_accelerate(asked, "train.py")
-    (home / "package" / "deep.py").write_text("from farflung import Accelerator\n")
-    refuse_accelerate(asked, "train.py")
-    (home / "train.py").write_text("import accelerate; this is no Python\n")
-    refuse_accelerate(asked, "train.py")
+PLAIN = """
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for step in range(6):
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step(); optimizer.zero_grad()
+END
+torch.save([one.tolist() for one in model.parameters()], f"rank{os.environ['RANK']}.pt")
+"""
+HUGGING = """
+import os, torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(accelerator.process_index)
+model = torch.nn.Linear(4, 2)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(6):
+    accelerator.backward(model(torch.randn(8, 4)).square().mean())
+    optimizer.step(); optimizer.zero_grad()
+accelerator.end_training()
+torch.save([one.tolist() for one in model.parameters()], f"rank{os.environ['RANK']}.pt")
+"""
+
+
+@pytest.mark.parametrize(
+    "script", [PLAIN.replace("END", "dist.destroy_process_group()"), HUGGING], ids=["plain", "accelerate"]
+)
+def test_scripts_that_know_nothing_of_farflung_train_with_an_outer_loop(script, farflung, home):
+    (home / "train.py").write_text(script)
+    flags = ["--outer", "diloco", "--outer-every", "4", "--outer-log", "rounds.jsonl"]
+    done = farflung("launch", "--cpu", "--num_processes", "2", *flags, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "farflung: diloco over 2 replicas of a DDP model with 10 parameters: Every(every=4)" in done.stderr
+    rounds = [json.loads(line) for line in (home / "rounds.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in rounds] == [4, 6]
+    first, second = (torch.load(home / f"rank{rank}.pt") for rank in (0, 1))
+    assert first == second
+
+
+def test_the_end_of_a_script_flushes_and_an_error_in_it_is_told_to_the_other_ranks(farflung, home):
+    (home / "train.py").write_text(PLAIN.replace("END", "if dist.get_rank() == 1: raise KeyError('bad sample')"))
+    flags = ["--outer", "diloco", "--outer-every", "3", "--outer-log", "rounds.jsonl"]
+    done = farflung("launch", "--cpu", "--num_processes", "2", *flags, "train.py")
+    assert done.returncode == 1
+    assert "rank 1 failed" in done.stderr
+    assert "bad sample" in done.stderr

@@ -4,31 +4,24 @@
 from __future__ import annotations
 
 import atexit
-import json
-import math
 import sys
 import weakref
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farflung.accelerator import lazy
 from farflung.accelerator.epoch_tracker import EpochTracker
 from farflung.accelerator.outer import AttachedLoop, OpenLoops, replicas_here
 from farflung.accelerator.prepare import Registry
-from farflung.base.errors import ConfigError
+from farflung.integrations.round_log import RoundLog, opened_log
 from farflung.loop.state import ActiveLoader, LoopState
 from farflung.process import world as slot
-from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND, leave_note
+from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, leave_note
 from farflung.process.log import get_logger
 from farflung.process.world import World
 from farflung.strategy.base import Strategy
 
 if TYPE_CHECKING:
     from farflung.outer.named import OuterConfig
-    from farflung.outer.stats import Round
-
-RANK = "{rank}"
 
 
 class OuterController:
@@ -57,7 +50,7 @@ class OuterController:
             return
         self._recipe = lazy.recipe_of(config, replicas_here(world, strategy))
         leave_note(OUTER_ASKED)
-        self._log = self._opened_log(config.log)
+        self._log = opened_log(config.log, world.rank)
         loop.observe(self)
         atexit.register(_at_exit, weakref.ref(self))
 
@@ -73,7 +66,7 @@ class OuterController:
             attached = AttachedLoop(model, self._recipe, self._strategy, self._registry.optimizers, each_step=True)
             self._open_loops.opened(attached)
             leave_note(OUTER_ATTACHED)
-            attached.loop.listeners.append(_RoundLog(self._log, len(self._attached)))
+            attached.loop.listeners.append(RoundLog(self._log, len(self._attached)))
             attached.epochs = self._attached[attached] = EpochTracker(attached.loop)
 
     def iteration_starts(self, loader: Any) -> None:
@@ -124,48 +117,11 @@ class OuterController:
             self._open_loops.closed(attached)
         return ended
 
-    def _opened_log(self, name: str | None) -> Path | None:
-        """Return the file for this rank's rounds, made sure that it can be written; None where it writes none."""
-        if name is None or (RANK not in name and not self._world.is_main):
-            return None
-        path = Path(name.replace(RANK, str(self._world.rank)))
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("a").close()
-        except OSError as error:
-            raise ConfigError(f"The log of the outer loop, {path}, can't be written: {error.strerror}.") from error
-        return path
-
 
 def _advise(attached: AttachedLoop) -> None:
     advice = attached.loop.advice()
     if advice:
         get_logger(__name__).warning(advice)
-
-
-class _RoundLog:
-    """Notes that there are rounds, and adds a line of JSON to a file for each, unless `path` is None."""
-
-    def __init__(self, path: Path | None, model: int) -> None:
-        self._path = path
-        self._model = model
-
-    def __call__(self, this: Round) -> None:
-        leave_note(OUTER_ROUND)
-        if self._path is None:
-            return
-        line = json.dumps({"model": self._model, **_finite(asdict(this))}, allow_nan=False)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-
-
-def _finite(value: Any) -> Any:
-    """Put None where a number is none, or infinite: JSON has no word for it."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _at_exit(reference: weakref.ref[OuterController]) -> None:

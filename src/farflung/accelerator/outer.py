@@ -78,11 +78,6 @@ class AttachedLoop:
             self.optimizer.loop_state.counts_samples = True
         self._choose_who_averages()
 
-    @property
-    def has_anchor(self) -> bool:
-        """Whether all ranks have the same agreed weights at hand, beside those that they train."""
-        return self.recipe.agrees and self.recipe.optimizer is not None and not self.loop.is_warming
-
     def around(self) -> ActiveLoader | None:
         """Return the iteration of a loader whose loop stands around what happens now."""
         return self.optimizer.loop_state.around(self._trace)
@@ -219,9 +214,10 @@ class OpenLoops:
         Nothing is exchanged. Agreed weights come as copies, others as the model's own tensors, as torch gives them.
         """
         with ExitStack() as lent:
-            lenders = [attached for attached in self.attached if attached.has_anchor and _share(attached.model, module)]
-            for attached in lenders:
-                lent.enter_context(attached.loop.synced())
+            loops = [attached.loop for attached in self.attached if _share(attached.model, module)]
+            lenders = [loop for loop in loops if loop.has_anchor and not loop.is_warming]
+            for loop in lenders:
+                lent.enter_context(loop.synced())
             state: dict[str, Any] = module.state_dict()
             return copy.deepcopy(state) if lenders else state
 

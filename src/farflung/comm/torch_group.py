@@ -237,7 +237,7 @@ class TorchGroup:
         return made
 
     def agree_min(self, number: int, name: str) -> int:
-        return self.presence.agree_min(number, f"{self._name}/{self._serial}/{name}")
+        return self.presence.agree_min(number, f"{self._serial}/{name}")  # not the name: other islands take part
 
     def leave(self, reason: str, for_good: bool = False) -> None:
         if not self._is_block:

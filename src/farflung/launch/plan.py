@@ -29,7 +29,7 @@ from farflung.launch.network import (
     refuse_busy_port,
     resolve_host,
 )
-from farflung.launch.script import command_line, refuse_accelerate
+from farflung.launch.script import command_line
 
 MAX_PER_CORE = 16  # more than that on a CPU is a slip: each of them takes 0.2 GB before it has done anything
 
@@ -94,8 +94,6 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -
             in `log_dir`.
     """
     command_line(settings, script, arguments)  # what can't be found is refused before GPUs are counted
-    if settings.outer_recipe is not None and not settings.no_python and not settings.as_accelerate:
-        refuse_accelerate(settings, script)
     num_local, on_cpu = _count_processes(settings)
     check_layout(settings, num_local * settings.num_machines, settings.num_machines, settings.outer_recipe)
     if settings.num_cpu_threads_per_process is not None:

@@ -3,7 +3,8 @@
 
 `python -m farflung.launch.rank [-m] SCRIPT [its arguments]`. A script that fails before it makes an `Accelerator`, or
 that knows nothing of Farflung, leaves its traceback for the launcher all the same. Where the launcher will show the
-report, nothing is printed here. Does without torch, whose loading is the script's business.
+report, nothing is printed here. Does without torch, whose loading is the script's business, unless there is an outer
+loop to run.
 """
 
 from __future__ import annotations
@@ -13,22 +14,34 @@ import importlib.util
 import io
 import sys
 from contextlib import redirect_stderr
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
+from farflung.config import environ
 from farflung.process.failure import has_report, record_exit, record_failure
 
 
 def run(arguments: list[str]) -> None:
-    """Run the script in `arguments`, and exit as it does."""
+    """Run the script in `arguments`, and exit as it does.
+
+    Where the launcher asks for an outer loop, torch's DDP is taken over before, and the loops end after the script.
+    """
+    outer = None
     try:
+        if environ.text("FARFLUNG_OUTER_RECIPE"):
+            outer = import_module("farflung.integrations.data_parallel").take_over()
         code, main = _loaded_module(arguments[1:]) if arguments[0] == "-m" else _loaded_script(arguments)
         own = sys.modules["__main__"]  # kept alive: this very code lives in it
         sys.modules["__main__"] = main
         exec(code, main.__dict__)
         del own
+        if outer is not None:
+            outer.close()
     except SystemExit as end:
+        if outer is not None:
+            outer.leave(end) if end.code else outer.close()
         record_exit(end.code, end.__traceback__)
         raise
     except KeyboardInterrupt:
@@ -36,6 +49,8 @@ def run(arguments: list[str]) -> None:
             sys.excepthook = lambda *error: None
         raise
     except BaseException as error:
+        if outer is not None:
+            outer.leave(error)
         error.__traceback__ = _from_script_on(error.__traceback__)
         _report(error)
         sys.exit(1)

@@ -128,9 +128,7 @@ def _warn_of_idle_outer(settings: LaunchSettings, notes: Collection[str]) -> Non
     elif OUTER_ASKED in notes:
         why = "the script did not prepare a model together with its optimizer (`accelerator.prepare`)"
     else:
-        why = "the script created no `farflung.Accelerator`"
-        if not settings.as_accelerate:
-            why += "; transformers and other libraries create one under --as-accelerate"
+        why = "no optimizer made a step"
     click.echo(f"farflung: warning: --outer {settings.outer_recipe} did nothing: {why}.", err=True)
 
 

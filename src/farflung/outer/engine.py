@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,27 +19,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from farflung.base.checks import check_type
-from farflung.base.errors import CollectiveMismatch, ConfigError, StateError, Unsupported
+from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.base.sizes import bucket_bytes_for
 from farflung.base.words import counted
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import model_has_dtensor, reshard
 from farflung.comm.torch_group import TorchGroup
-from farflung.outer.agreement import average
 from farflung.outer.asked import check_same, check_shard, check_state, checked, one_number
+from farflung.outer.data_parallel import LocalDDP
 from farflung.outer.named import OuterConfig
 from farflung.outer.recipe import Recipe
 from farflung.outer.rounds import Rounds
 from farflung.outer.schedule import Action, Apply, Clock, Launch
 from farflung.outer.stats import Meter, Round, Stats
-from farflung.outer.vote import in_proportion
-
-_HALF = 2**24  # whole numbers below this are exact in fp32
+from farflung.outer.warmup import average_gradients
 
 
 class OuterLoop:
@@ -65,7 +65,8 @@ class OuterLoop:
     model. The anchor of a new parameter starts at the mean over the ranks; the other anchors are kept.
 
     Args:
-        model: the model to train, either plain or wrapped in a way that keeps its parameters in place.
+        model: the model to train, either plain or wrapped in a way that keeps its parameters in place. torch's DDP
+            keeps its gradients and buffers on their rank until the loop ends; in a warm-up it averages them as usual.
         recipe: from `farflung.outer`, such as `local_sgd(8)`; or the name of one, which takes its defaults.
         group: the replicas. None: all ranks of `torch.distributed`, or this process alone if it is not initialized.
         island: the ranks that train one replica together, by `fully_shard` over them or by DDP among them; None: each
@@ -116,6 +117,7 @@ class OuterLoop:
             bucket_bytes = bucket_bytes_for(trained // (island.size if model_has_dtensor(model) else 1))
         self.listeners: list[Callable[[Round], None]] = []
         self._recipe = recipe
+        self._ddp: LocalDDP | None = None
         self._model = model
         self._meter = Meter()
         self._position = 0  # attempts since the loop began
@@ -127,6 +129,10 @@ class OuterLoop:
         self._began_at = clock()
         self._hooks: list[RemovableHandle] = []
         self._open = True
+        if isinstance(model, DistributedDataParallel) and island.size == 1:
+            this = weakref.ref(self)
+            self._ddp = LocalDDP(model, lambda: (loop := this()) is None or not loop._open or loop.is_warming)
+            self._model = model = self._ddp.module
         with torch.no_grad():
             self._rounds = Rounds(model, recipe, group, island, bucket_bytes, self._meter, self.listeners)
         self._group = self._rounds.group
@@ -206,7 +212,8 @@ class OuterLoop:
         self._check_open()
         if self.is_warming and self._averaged <= self._position:
             self._averaged = self._position + 1
-            self._warm(finished=False)
+            if self._ddp is None:  # which has averaged them in the backward pass
+                self._warm(finished=False)
 
     def attach(self, optimizer: Optimizer) -> OuterLoop:
         """Call `step` automatically after each step of `optimizer`, until the loop ends. Returns the loop.
@@ -288,6 +295,11 @@ class OuterLoop:
         self._began_at = self._clock()
         self._are_alike = self._are_alike or not self.is_warming  # optimizers of ranks without data stay behind
 
+    @property
+    def has_anchor(self) -> bool:
+        """Whether the weights that all ranks last agreed on are at hand, beside those that this rank trains."""
+        return self._recipe.agrees and self._recipe.optimizer is not None
+
     @contextmanager
     def synced(self) -> Iterator[None]:
         """Put the last common weights into the model, for an evaluation; afterwards restore the local weights.
@@ -297,8 +309,7 @@ class OuterLoop:
         """
         self._check_open()
         is_common = self.is_warming and self._are_alike
-        has_anchor = self._recipe.agrees and self._recipe.optimizer is not None
-        must_average = not (is_common or has_anchor) and self._group.size > 1
+        must_average = not (is_common or self.has_anchor) and self._group.size > 1
         with torch.no_grad():
             if must_average:
                 self._rounds.agree_on_changes()
@@ -307,7 +318,7 @@ class OuterLoop:
             with torch.no_grad():
                 if must_average:
                     self._rounds.average()
-                elif has_anchor and not is_common:
+                elif self.has_anchor and not is_common:
                     self._rounds.replica.adopt()
             yield
         finally:
@@ -432,35 +443,10 @@ class OuterLoop:
         return due
 
     def _warm(self, finished: bool) -> bool:
-        """Average in place the gradients of all ranks that still have data; return False where none has.
-
-        Raises:
-            CollectiveMismatch: the ranks train different numbers of values.
-        """
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        numel = sum(parameter.numel() for parameter in trained)
-        ballot = torch.tensor([float(not finished), *map(float, divmod(numel, _HALF))], dtype=torch.float32)
-        with self._meter.timed("exposed"), torch.no_grad():
-            flags, *sizes = self._group.all_gather_small(ballot).T.tolist()
-            self._meter.add("bytes_voting", (self._group.size - 1) * ballot.nbytes)
-            numels = [int(high) * _HALF + int(low) for high, low in zip(*sizes, strict=True)]
-            if len(set(numels)) > 1:
-                raise CollectiveMismatch(
-                    f"The ranks have different numbers of trainable values: {numels}. Change the model in the same way "
-                    "on all ranks."
-                )
-            decision = in_proportion(flags)
-            if not decision.total:
-                return False
-            if not finished:
-                for parameter in trained:
-                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients = [p.grad for p in trained if p.grad is not None and not finished]
-            sent = average(gradients or [torch.zeros_like(p) for p in trained], self._group, decision)
-        self._are_alike = self._are_alike and all(flags)
-        self._meter.add("bytes_sent", sent)
-        self._meter.add("bytes_received", sent)
-        return True
+        """Average the gradients of all ranks that still have data; return False where none has."""
+        goes_on, by_all = average_gradients(self._model, self._group, self._meter, finished)
+        self._are_alike = self._are_alike and (by_all or not goes_on)
+        return goes_on
 
     def _walk_on(self) -> int:
         """Go on along the schedule without training until all ranks do so; return the fragment then under way.
@@ -490,6 +476,8 @@ class OuterLoop:
 
     def _end(self, is_in_step: bool) -> None:
         self._open = False
+        if self._ddp is not None:
+            self._ddp.end()
         self._rounds.free(reusable=is_in_step)
         for hook in self._hooks:
             hook.remove()

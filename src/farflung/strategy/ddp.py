@@ -20,6 +20,7 @@ from farflung.base.enums import DDPCommunicationHookType as Hook
 from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError
 from farflung.comm.bucket import broadcast_values
+from farflung.comm.ddp_hook import average_hook
 from farflung.comm.group import Group
 from farflung.comm.shards import model_has_dtensor
 from farflung.config.handlers import DistributedDataParallelKwargs
@@ -148,31 +149,6 @@ def _let_go(reference: weakref.ref[DistributedDataParallel]) -> None:
         ddp.process_group = ddp.reducer = ddp.logger = None  # type: ignore[assignment]
 
 
-_Ranks = Callable[[], dist.ProcessGroup]
-
-
-def _average_hook(ranks: _Ranks, dtype: torch.dtype | None = None) -> Any:
-    """Return a hook that averages gradients over the ranks that are asked for each time.
-
-    Args:
-        dtype: in which they travel; None: their own. torch's hooks of that name are refused by some backends.
-    """
-
-    # No annotations: torch looks at them, and does not understand postponed ones.
-    def hook(state, bucket):  # type: ignore[no-untyped-def]
-        group = ranks()
-        gradient = bucket.buffer()
-        sent = gradient.to(dtype or gradient.dtype).div_(group.size())
-        work = dist.all_reduce(sent, group=group, async_op=True)
-        assert work is not None
-        done: torch.futures.Future[torch.Tensor] = work.get_future().then(
-            lambda future: gradient.copy_(future.value()[0])
-        )
-        return done
-
-    return hook
-
-
 def _everyone() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
@@ -192,7 +168,7 @@ def _register_hook(
     casts = {Hook.FP16: torch.float16, Hook.BF16: torch.bfloat16}
     averaging = _everyone if ranks is None else partial(ranks, weakref.ref(ddp))
     if handler.comm_hook in casts or ranks is not None:
-        ddp.register_comm_hook(None, _average_hook(averaging, casts.get(handler.comm_hook)))
+        ddp.register_comm_hook(None, average_hook(averaging, casts.get(handler.comm_hook)))
     elif handler.comm_hook == Hook.POWER_SGD:
         # Here, as it loads torch.distributed.nn and more, which nobody else needs.
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An outer loop around scripts that know nothing of it: `--outer` takes over torch's DDP, whoever made it.
+
+    DDP(model)               its gradients and buffers stay on their rank
+    first optimizer step     opens the loop over each DDP model that the optimizer trains: a collective
+    optimizer step           counts, also one that a GradScaler skips, and runs the rounds that are due
+    sampler.set_epoch()      one flush for each epoch
+    destroy_process_group()  the last flush; or the end of the script
+    model.state_dict()       the weights that all ranks last agreed on, if the recipe keeps them; nothing is sent
+
+Everything is done through public names of torch: communication hooks, hooks of all optimizers' steps, hooks of state
+dicts, and four functions that are called as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data.distributed import DistributedSampler
+
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.words import counted
+from farflung.comm.shards import is_sharded
+from farflung.config import environ
+from farflung.config.launch import launched_outer
+from farflung.integrations.round_log import RoundLog, opened_log
+from farflung.outer.data_parallel import LocalDDP
+from farflung.outer.engine import OuterLoop
+from farflung.outer.named import OuterConfig, recipe_of
+from farflung.process import world as slot
+from farflung.process.failure import OUTER_ATTACHED, leave_note
+
+
+class Followed:
+    """A DDP model that keeps its gradients, and the outer loop over it from the first step on.
+
+    Attributes:
+        loop: counts the steps of the optimizer that trained the model first; None before the first and at the end.
+        attempts: how many there were.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, has_warmup: bool) -> None:
+        self._averages_without_loop = has_warmup
+        self.loop: OuterLoop | None = None
+        self.attempts = 0
+        self.local = LocalDDP(ddp, self._averages)
+        ddp.register_comm_hook = _no_second_hook  # type: ignore[method-assign]
+
+    def _averages(self) -> bool:
+        return self._averages_without_loop if self.loop is None else self.loop.is_warming
+
+    def end(self) -> OuterLoop | None:
+        """Let DDP send again; return the loop, which has to be ended."""
+        loop, self.loop, self._averages_without_loop = self.loop, None, True
+        self.local.end()
+        return loop
+
+    def step(self, done: bool) -> None:
+        """Count a step, and run the rounds that are due."""
+        assert self.loop is not None
+        self.attempts += 1
+        self.loop.count(done)
+        self.loop.sync_if_due()
+
+
+class Takeover:
+    """Follows every DDP model and optimizer of this process.
+
+    Args:
+        config: the outer loop that was asked for.
+
+    Raises:
+        ConfigError: it weighs by items, which nobody counts here; or its log can't be written.
+    """
+
+    def __init__(self, config: OuterConfig) -> None:
+        self._config = config
+        self._recipe = recipe_of(config, environ.integer("LOCAL_WORLD_SIZE") or 1)
+        if self._recipe.weigh_by == "items":
+            raise ConfigError("weigh_by='items' needs an Accelerator, whose backward(num_items=) counts them.")
+        self._log = opened_log(config.log, environ.integer("RANK") or 0)
+        self._followed: list[Followed] = []
+        self._driven: weakref.WeakKeyDictionary[Optimizer, list[Followed]] = weakref.WeakKeyDictionary()
+        self._has_ended = False  # what a script trains after its process group is gone is its own business
+        self._is_in_round = False  # then it is the outer optimizer that steps
+
+    def install(self) -> None:
+        """Begin: before the script is loaded, as it may import the functions that are wrapped."""
+        register_optimizer_step_pre_hook(lambda optimizer, args, options: self._about_to_step(optimizer))
+        register_optimizer_step_post_hook(lambda optimizer, args, options: self._stepped(optimizer))
+        _wrap(DistributedDataParallel, "__init__", after=lambda ddp, *args, **options: self._made(ddp))
+        _wrap(DistributedSampler, "set_epoch", before=lambda *args, **options: self._flush())
+        _wrap(dist, "destroy_process_group", before=self._group_ends)
+        self._wrap_scaler()
+
+    def close(self) -> None:
+        """End all loops with a last flush: a collective of all ranks."""
+        for loop in self._ended():
+            with self._in_round():
+                loop.close()
+            self._say(loop.advice())
+
+    def leave(self, error: BaseException) -> None:
+        """End all loops because of an error; the other ranks hear of it. Nothing is exchanged."""
+        for loop in self._ended():
+            loop.__exit__(type(error), error, error.__traceback__)
+
+    def _ended(self) -> list[OuterLoop]:
+        """Let all DDP models send again, and return their loops."""
+        followed, self._followed, self._has_ended = self._followed, [], True
+        self._driven.clear()
+        loops = [one.end() for one in followed]
+        return [loop for loop in loops if loop is not None and dist.is_initialized()]
+
+    @contextmanager
+    def _in_round(self) -> Iterator[None]:
+        self._is_in_round = True
+        try:
+            yield
+        finally:
+            self._is_in_round = False
+
+    def _made(self, ddp: DistributedDataParallel) -> None:
+        if slot.current() is None:  # else an Accelerator of ours made it, and opens loops itself
+            self._followed.append(Followed(ddp, self._recipe.warmup > 0))
+
+    def _about_to_step(self, optimizer: Optimizer) -> None:
+        """Open the loops over the models that `optimizer` trains, if this is its first step.
+
+        Raises:
+            ConfigError: an outer loop can't work here; the message says why and what to do.
+        """
+        is_afterwards = self._has_ended and not dist.is_initialized()
+        if self._is_in_round or is_afterwards or slot.current() is not None or optimizer in self._driven:
+            return
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        ids = {id(parameter) for parameter in trained}
+        models = [one for one in self._followed if any(id(each) in ids for each in one.local.module.parameters())]
+        self._check(optimizer, trained, bool(models))
+        self._driven[optimizer] = [one for one in models if one.loop is None]
+        for one in self._driven[optimizer]:
+            self._open(one, optimizer)
+
+    def _check(self, optimizer: Optimizer, trained: list[torch.Tensor], has_models: bool) -> None:
+        asked = f"--outer {self._config.recipe}"
+        engine = next((name for name in ("deepspeed", "megatron") if name in sys.modules), None)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            raise ConfigError(
+                f"{asked}: this process trains alone, so there are no replicas to average. Start at least two with "
+                "--num_processes, and let the script call torch.distributed.init_process_group."
+            )
+        if any(is_sharded(one) or type(one).__name__ == "FlatParameter" for one in trained):
+            raise ConfigError(
+                f"{asked}: the parameters are sharded by FSDP over all {dist.get_world_size()} ranks, so there are no "
+                "replicas to average. Shard over some of the ranks with an Accelerator (docs/islands.md), or use DDP."
+            )
+        if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+            raise ConfigError(f"{asked}: ZeroRedundancyOptimizer sends all parameters in each step. Use a plain one.")
+        if environ.text("FARFLUNG_ISLAND_SIZE"):
+            raise ConfigError(
+                f"{asked}: --island_size needs an Accelerator; plain DDP averages over all ranks or none."
+            )
+        if has_models:
+            return
+        if engine is not None:
+            raise ConfigError(f"{asked}: {engine} averages gradients by itself. Use DDP, or leave out --outer.")
+        where = f"none of the {len(self._followed)} DDP models has" if self._followed else "no DDP model has"
+        raise ConfigError(
+            f"{asked}: this {type(optimizer).__name__} trains {counted(len(trained), 'parameter')} which {where}, so "
+            "nothing would average them. Wrap their model in torch.nn.parallel.DistributedDataParallel."
+        )
+
+    def _open(self, one: Followed, optimizer: Optimizer) -> None:
+        """Open the loop over a model: a collective."""
+        module = one.local.module
+        with self._in_round():
+            one.loop = OuterLoop(module, self._recipe, inner=optimizer)
+        one.loop.listeners.append(RoundLog(self._log, self._followed.index(one)))
+        hooks: Any = module  # whose types are not complete in torch
+        hooks.register_state_dict_post_hook(functools.partial(_put_agreed, weakref.ref(one)))
+        hooks.register_load_state_dict_post_hook(functools.partial(_begin_anew, weakref.ref(one)))
+        leave_note(OUTER_ATTACHED)
+        trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        self._say(
+            f"farflung: {self._config.recipe} over {dist.get_world_size()} replicas of a DDP model with {trained:,} "
+            f"parameters: {self._recipe.schedule}; its gradients stay on their rank"
+        )
+
+    def _stepped(self, optimizer: Optimizer, done: bool = True) -> None:
+        for one in () if self._is_in_round else self._driven.get(optimizer, ()):
+            with self._in_round():
+                one.step(done)
+
+    def _flush(self) -> None:
+        for loop in [one.loop for one in self._followed if one.loop is not None]:
+            with self._in_round():
+                loop.flush()
+
+    def _group_ends(self, group: dist.ProcessGroup | None = None) -> None:
+        if group is None or group == dist.group.WORLD:
+            self.close()
+
+    def _wrap_scaler(self) -> None:
+        """Count the steps that a GradScaler skips: the optimizer does not hear of them."""
+        step: Any = torch.amp.GradScaler.step
+
+        @functools.wraps(step)
+        def counted_step(scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
+            bare = getattr(optimizer, "optimizer", optimizer)  # as wrappers of optimizers call it
+            self._about_to_step(bare)
+            before = [(one, one.attempts) for one in self._driven.get(bare, ())]
+            result = step(scaler, optimizer, *args, **options)
+            if all(one.attempts == attempts for one, attempts in before):
+                self._stepped(bare, done=False)
+            return result
+
+        setattr(torch.amp.GradScaler, "step", counted_step)  # noqa: B010  its type is another one
+
+    def _say(self, line: str) -> None:
+        if line and environ.integer("RANK") == 0:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _no_second_hook(state: object, hook: Callable[..., object]) -> None:
+    raise Unsupported(
+        f"--outer sends no gradients, so {getattr(hook, '__name__', hook)} would have nothing to compress. Remove "
+        "register_comm_hook, and choose with --outer-codec how weights are compressed."
+    )
+
+
+def take_over() -> Takeover:
+    """Take over the DDP models of the script that comes next, with the outer loop that the launcher asks for."""
+    stated = launched_outer()
+    assert stated is not None
+    takeover = Takeover(OuterConfig(stated.recipe, **stated.given()))
+    takeover.install()
+    return takeover
+
+
+def _wrap(
+    owner: Any, name: str, before: Callable[..., object] | None = None, after: Callable[..., object] | None = None
+) -> None:
+    """Have a function of torch's call another one, with its own arguments, before or after it does what it does."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        if before is not None:
+            before(*args, **options)
+        result = function(*args, **options)
+        if after is not None:
+            after(*args, **options)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _put_agreed(
+    reference: weakref.ref[Followed], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    """Put copies of the agreed weights into a state dict of a followed model."""
+    one = reference()
+    loop = one.loop if one is not None and one.local.module is module else None  # a copy of the model has the hook too
+    if loop is None or not loop.has_anchor or loop.is_warming:
+        return
+    with loop.synced():
+        own = {key: value for key, value in state.items() if key.startswith(prefix) and torch.is_tensor(value)}
+        state.update({key: value.clone() for key, value in own.items()})
+
+
+def _begin_anew(reference: weakref.ref[Followed], module: nn.Module, keys: Any) -> None:
+    """Take loaded weights for the new starting point, and not for a step of training."""
+    one = reference()
+    if one is not None and one.local.module is module and one.loop is not None:
+        one.loop.reset_anchor()

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An outer loop over a model in torch's DDP, whose gradients and buffers stay on their rank while the loop is open."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.comm.ddp_hook import average_hook
+
+
+class LocalDDP:
+    """Keeps a DDP model from sending.
+
+    Args:
+        averages: says before each exchange whether DDP is to average the gradients after all, as in a warm-up.
+
+    Raises:
+        ConfigError: DDP averages over some of the ranks only.
+        Unsupported: DDP has a communication hook already.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, averages: Callable[[], bool]) -> None:
+        pg = ddp.process_group
+        if pg.size() != dist.get_world_size():
+            raise ConfigError(
+                f"This DDP averages over {pg.size()} of {dist.get_world_size()} ranks, which train a replica together. "
+                "Say so: OuterLoop(ddp.module, recipe, group=TorchGroup(replicas), island=TorchGroup(those ranks))."
+            )
+        self.module: nn.Module = ddp.module
+        self._averages = averages
+        self._ddp = weakref.ref(ddp)  # which holds the hook, and so this object
+        self._sends_buffers = ddp.broadcast_buffers
+        try:
+            ddp.register_comm_hook(None, average_hook(self._ranks))
+        except RuntimeError as error:
+            raise Unsupported(
+                "This DDP has a communication hook already, which compresses gradients. An outer loop sends none of "
+                "them: remove the hook, and let the recipe's codec= compress what is sent."
+            ) from error
+        self._ranks()
+
+    def _ranks(self) -> dist.ProcessGroup | None:
+        ddp, averages = self._ddp(), self._averages()
+        assert ddp is not None
+        ddp.broadcast_buffers = self._sends_buffers and averages
+        if ddp.find_unused_parameters and not averages:
+            ddp.require_backward_grad_sync = False  # it would tell the other ranks which parameters each pass used
+        return ddp.process_group if averages else None
+
+    def end(self) -> None:
+        """Let DDP average gradients and send buffers again."""
+        ddp = self._ddp()
+        if ddp is not None:
+            ddp.broadcast_buffers = self._sends_buffers
+            ddp.require_backward_grad_sync = True

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--outer` around plain DDP scripts: the same bits as a loop by hand around the bare model, or one sentence."""
+
+import copy
+import sys
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.config import environ
+from farflung.integrations.data_parallel import Takeover
+from farflung.outer import OuterLoop
+from farflung.outer.named import OuterConfig, recipe_of
+from farflung.testing.ranks import run_ranks
+from tests.outer.replicas import same
+
+RECIPES = {
+    "diloco": OuterConfig("diloco", every=3),
+    "local_sgd": OuterConfig("local_sgd", every=2),
+    "streaming_diloco": OuterConfig("streaming_diloco", every=4, fragments=2, delay=1),
+}
+OVERFLOWS = 5  # a step at which rank 1's gradients are not finite
+
+
+def net(width=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def epochs(wrapped, step, on_epoch=lambda: None):
+    """Two passes as scripts make them: accumulation, clipping, a sampler with epochs."""
+    data = TensorDataset(torch.randn(48, 4, generator=torch.Generator().manual_seed(1)))
+    sampler = DistributedSampler(data, seed=3)
+    count = 0
+    for epoch in range(2):
+        if epoch > 0:
+            on_epoch()
+        sampler.set_epoch(epoch)
+        for i, (x,) in enumerate(DataLoader(data, 3, sampler=sampler)):
+            is_last = i % 2 == 1
+            sends = is_last or not isinstance(wrapped, DistributedDataParallel)
+            with nullcontext() if sends or wrapped.static_graph else wrapped.no_sync():  # torch has no both
+                loss = wrapped(x).square().mean() / 2
+                if count == OVERFLOWS and dist.get_rank() == 1 and step.overflows:
+                    loss = loss * float("inf")
+                step.backward(loss)
+            if is_last:
+                count += 1
+                step(wrapped)
+
+
+class Step:
+    """Clip and step, through a loss scaler or not."""
+
+    def __init__(self, parameters, has_scaler=False):
+        self.optimizer = torch.optim.AdamW(parameters, lr=0.05)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 12)
+        self.overflows = has_scaler
+        self.scaler = torch.amp.GradScaler("cpu", enabled=has_scaler, init_scale=8.0)
+        self.before, self.after = (lambda: None), (lambda done: None)
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def __call__(self, model):
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        self.before()
+        before = [one.detach().clone() for one in model.parameters()]
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.after(any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
+        self.schedule.step()
+        self.optimizer.zero_grad()
+
+
+def by_hand(config, **options):
+    """The same with a loop by hand that begins at the same point, before the first step."""
+    model = net()
+    step = Step(model.parameters(), **options)
+    loops = []
+
+    def flush():
+        loops[0].flush()
+
+    def count(done):
+        loops[0].count(done)
+        loops[0].sync_if_due()
+
+    step.before = lambda: loops or loops.append(OuterLoop(model, recipe_of(config, 1), inner=step.optimizer))
+    step.after = count
+    epochs(model, step, on_epoch=flush)
+    loops[0].close()
+    return dict(model.state_dict())
+
+
+def taken_over(config, wrap=DistributedDataParallel, **options):
+    takeover = Takeover(config)
+    takeover.install()
+    wrapped = wrap(net())
+    step = Step(wrapped.parameters(), **options)
+    epochs(wrapped, step)
+    takeover.close()
+    return {name.replace("module.", "").replace("_orig_mod.", ""): one for name, one in wrapped.state_dict().items()}
+
+
+WAYS = {
+    "plain": {},
+    "scaler": {"has_scaler": True},
+    "unused": {"wrap": lambda model: DistributedDataParallel(model, find_unused_parameters=True)},
+    "static": {"wrap": lambda model: DistributedDataParallel(model, static_graph=True)},
+    "view": {"wrap": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True)},
+}
+
+
+def equal_to_a_loop_by_hand(way, recipe):
+    options = WAYS[way]
+    wanted = by_hand(RECIPES[recipe], **{name: value for name, value in options.items() if name != "wrap"})
+    mine = taken_over(RECIPES[recipe], **options)
+    everyone = [None, None]
+    dist.all_gather_object(everyone, {name: one.tolist() for name, one in mine.items()})
+    return everyone[0] == everyone[1], same(mine, wanted)
+
+
+@pytest.mark.parametrize(
+    ("way", "recipe"), [("plain", "diloco"), ("plain", "local_sgd"), *((way, "streaming_diloco") for way in WAYS)]
+)
+def test_a_ddp_script_ends_with_the_bits_of_a_loop_by_hand(way, recipe):
+    assert run_ranks(equal_to_a_loop_by_hand, 2, way, recipe) == [(True, True)] * 2
+
+
+def compiled():
+    takeover = Takeover(RECIPES["diloco"])
+    takeover.install()
+    losses = []
+    for wrap in (lambda one: DistributedDataParallel(torch.compile(one, backend="eager")), torch.compile):
+        wrapped = wrap(net()) if wrap is not torch.compile else wrap(DistributedDataParallel(net()), backend="eager")
+        epochs(wrapped, Step(wrapped.parameters()))
+        losses.append([one.tolist() for one in wrapped.parameters()])
+    takeover.close()
+    ends = [None, None]
+    dist.all_gather_object(ends, [one.tolist() for one in wrapped.parameters()])
+    return ends[0] == ends[1]
+
+
+def test_compiled_models_are_followed():
+    assert run_ranks(compiled, 2) == [True, True]
+
+
+def adversaries():
+    """Two models with optimizers of their own, one of which steps twice as often."""
+    takeover = Takeover(RECIPES["diloco"])
+    takeover.install()
+    models = [DistributedDataParallel(net()), DistributedDataParallel(net(2))]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    torch.manual_seed(dist.get_rank())
+    for step in range(8):
+        for which in (0, 1) if step % 2 else (0,):
+            loss = models[1](models[0](torch.randn(4, 4))).square().mean()
+            loss.backward()
+            optimizers[which].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    attempts = [one.attempts for one in takeover._followed]
+    takeover.close()
+    ends = [None, None]
+    dist.all_gather_object(ends, [one.tolist() for model in models for one in model.parameters()])
+    return attempts, ends[0] == ends[1]
+
+
+def test_two_models_with_optimizers_of_their_own_have_a_loop_each():
+    assert run_ranks(adversaries, 2) == [([8, 4], True)] * 2
+
+
+def held_by(model):
+    return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+
+def saved_by_rank_0():
+    takeover = Takeover(RECIPES["diloco"])
+    takeover.install()
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+
+    def train(steps):
+        for _ in range(steps):
+            model(torch.randn(4, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(3)  # a round
+    agreed = held_by(model)
+    train(2)
+    live, copied = held_by(model), copy.deepcopy(model)
+    if dist.get_rank() == 0:  # alone, so nothing may wait
+        saved = {name: one for name, one in model.state_dict().items() if name in live}
+        assert same(saved, agreed)
+        assert not same(saved, live)
+        assert same(held_by(model), live)
+        assert same({name: copied.state_dict()[name] for name in live}, live)
+    model.load_state_dict(model.state_dict())
+    assert same(held_by(model), agreed)
+    takeover.close()
+
+
+def test_one_rank_alone_saves_the_agreed_weights_and_all_go_on_from_what_they_load():
+    run_ranks(saved_by_rank_0, 2)
+
+
+def step_once(parameters):
+    torch.optim.SGD(parameters, lr=0.1).step()
+
+
+def without_ddp():
+    step_once(net().parameters())
+
+
+def other_parameters():
+    DistributedDataParallel(net())
+    step_once(nn.Linear(1, 1).parameters())
+
+
+def sharded():
+    step_once(fully_shard(net()).parameters())
+
+
+def zero():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    model = DistributedDataParallel(net())
+    ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step()
+
+
+def second_hook():
+    DistributedDataParallel(net()).register_comm_hook(None, lambda state, bucket: None)
+
+
+def islands():
+    environ.export({"FARFLUNG_ISLAND_SIZE": "2"})
+    model = DistributedDataParallel(net())
+    step_once(model.parameters())
+
+
+def deepspeed():
+    sys.modules["deepspeed"] = sys
+    without_ddp()
+
+
+REFUSED = {
+    without_ddp: "trains 6 parameters which no DDP model has",
+    other_parameters: "trains 2 parameters which none of the 1 DDP models has",
+    sharded: "sharded by FSDP over all 2 ranks",
+    zero: "ZeroRedundancyOptimizer sends all parameters in each step",
+    second_hook: "would have nothing to compress",
+    islands: "--island_size needs an Accelerator",
+    deepspeed: "deepspeed averages gradients by itself",
+}
+
+
+def refusals():
+    said = []
+    takeover = Takeover(RECIPES["diloco"])
+    takeover.install()
+    for attempt in REFUSED:
+        try:
+            attempt()
+        except (ConfigError, Unsupported) as error:
+            said.append(str(error))
+        environ.remove("FARFLUNG_ISLAND_SIZE")
+        takeover._followed.clear()
+    return said
+
+
+def test_what_can_not_work_is_refused_at_the_first_step():
+    for said in run_ranks(refusals, 2):
+        for text, words in zip(said, REFUSED.values(), strict=True):
+            assert words in text
+            assert "--outer" in text
+
+
+def alone():
+    Takeover(RECIPES["diloco"]).install()
+    with pytest.raises(ConfigError, match="this process trains alone"):
+        without_ddp()
+    with pytest.raises(ConfigError, match="weigh_by='items' needs an Accelerator"):
+        Takeover(OuterConfig("diloco", weigh_by="items"))
+
+
+def test_one_process_has_nothing_to_average():
+    run_ranks(alone, 1, connect=False)
