@@ -16,6 +16,7 @@ from farflung.big_modeling import (
     dispatch_model,
     infer_auto_device_map,
     init_empty_weights,
+    load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
 from farflung.checkpoint.export import save_sharded
@@ -35,6 +36,24 @@ MAPS = [
 def output(model):
     with torch.no_grad():
         return model(IDS)
+
+
+@pytest.mark.parametrize("size", ["10GB", 300], ids=["one file", "shards"])
+def test_a_model_is_saved_into_the_folder_that_it_is_offloaded_from(size, tmp_path):
+    model, _ = made()
+    state = copy.deepcopy(model.state_dict())
+    accelerator = Accelerator()
+    accelerator.save_model(model, tmp_path, max_shard_size=size)
+    parts = {"embed": "cpu", "head": "cpu", "norm": "disk", "blocks": "disk"}
+    again = load_checkpoint_and_dispatch(made()[0], tmp_path, device_map=parts, offload_folder=tmp_path)
+    (tmp_path / ".model.safetensors.writing-1234").touch()  # as a killed process leaves it
+    accelerator.save_model(again, tmp_path, max_shard_size=size)
+    assert not list(tmp_path.glob(".*"))
+    fresh = made()[0]
+    torch.nn.init.zeros_(fresh.embed.weight)
+    load_checkpoint_in_model(fresh, tmp_path, strict=True)
+    for found in (fresh.state_dict(), get_state_dict_offloaded_model(again)):
+        assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
 def check_removed(model, expected, state):

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from farflung.base.aside import Aside
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.big_model.tensors import Device, as_dtype
 
@@ -34,10 +35,8 @@ def offload_weight(
         raise ConfigError(f"{weight_name} is on the meta device, so it has no values to offload. Load them first.")
     if index is not None:
         index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
-    path = Path(offload_folder, f"{weight_name}.dat")
-    beside = path.with_name(f"{path.name}.tmp")  # a tensor may still read the file that is replaced
-    weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tofile(beside)
-    beside.replace(path)
+    with Aside(Path(offload_folder, f"{weight_name}.dat")) as path:  # a tensor may still read the old file
+        weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tofile(path)
     return index
 
 
@@ -80,7 +79,8 @@ def save_offload_index(index: Index | None, offload_folder: Folder) -> None:
     """Add `index` to the index of a folder; without entries, nothing happens."""
     if index:
         merged = {**read_offload_index(offload_folder), **index}
-        Path(offload_folder, INDEX).write_text(json.dumps(merged, indent=2), encoding="utf-8")
+        with Aside(Path(offload_folder, INDEX)) as path:
+            path.write_text(json.dumps(merged, indent=2), encoding="utf-8")
 
 
 def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from farflung.base.aside import Aside
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint.checksum import crc32
 
@@ -47,14 +48,14 @@ _SAFE_TYPES = {
 
 
 class FileWriter:
-    """A new file that counts and sums what goes through it; leaving the block puts it on the disk.
+    """A new file that counts and sums what goes through it; leaving the block puts it on the disk, and in its place.
 
     What fills a block of memory is written by a thread while the next block is filled, and past the system's cache
     where the file system has a way (`O_DIRECT`): nobody reads a checkpoint soon, it would push out what is read, and
     finding memory for a copy of it and waiting for the disk at the end takes longer than the disk alone.
 
     Args:
-        path: of the file; one that is there is overwritten.
+        path: of the file; one that is there is replaced once the new one is whole.
         threaded: False: no thread, as where none may start any more.
 
     Attributes:
@@ -64,7 +65,8 @@ class FileWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], threaded: bool = True) -> None:
-        self._disk = _Disk(path)
+        self._aside = Aside(path)
+        self._disk = _Disk(self._aside.path)
         self._threaded = threaded
         self.num_bytes = 0
         self.crc32 = 0
@@ -144,14 +146,17 @@ class FileWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        is_whole = False
         try:
             if self._thread is not None:
                 self._full.put(None)
                 self._thread.join()
             if error is None:
                 self._finish()
+                is_whole = True
         finally:
             self._disk.close()
+            self._aside.commit() if is_whole else self._aside.discard()
 
 
 class _Disk:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from farflung.base.aside import Aside
 from farflung.base.errors import FarflungError
 from farflung.config import environ
 
@@ -100,9 +101,8 @@ def _write_report(message: str, details: dict[str, Any]) -> None:
     now = time.time()
     details |= {"timestamp": str(int(now)), "precise_timestamp": now}
     try:
-        part = Path(f"{path}.part")
-        part.write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8")
-        part.replace(path)  # whole or not at all: this process may be ended at any moment
+        with Aside(path) as part:  # this process may be ended at any moment
+            part.write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8")
     except OSError as problem:
         print(f"The failure could not be written to {path} for the launcher: {problem}", file=sys.stderr)
 
