@@ -28,9 +28,12 @@ def test_a_map_of_the_old_file_stays_and_the_new_one_has_its_permissions(old):
 
 
 def test_an_error_leaves_the_old_file_and_nothing_else(old):
-    with pytest.raises(KeyError), Aside(old) as path:
+    def written(path):
         path.write_text("n")
         raise KeyError
+
+    with pytest.raises(KeyError), Aside(old) as path:
+        written(path)
     assert [path.read_text() for path in old.parent.iterdir()] == ["old"]
 
 
