@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of nested tensors without their values: batch sizes, shapes and dtypes."""
+"""What is known of tensors without their values: batch sizes, shapes and dtypes, and which are the same memory."""
 
 from __future__ import annotations
 
@@ -73,3 +73,18 @@ def initialize_tensors(data_structure: Any) -> Any:
     return recursively_apply(
         lambda form: torch.empty(form.shape, dtype=form.dtype), data_structure, test_type=is_tensor_information
     )
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what is equal for two dense tensors, that are not empty, only where they are the same piece of memory.
+
+    A conjugate or negated view has its base's address, shape and strides, and other values.
+    """
+    lazily = tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, lazily
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """Return the values of a dense tensor as a numpy array `[n]` of bytes; no copy where they lie so on the CPU."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy()

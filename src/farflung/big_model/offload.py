@@ -15,6 +15,7 @@ from torch import Tensor
 
 from farflung.base.aside import Aside
 from farflung.base.errors import CheckpointError, ConfigError
+from farflung.base.forms import bytes_of
 from farflung.big_model.tensors import Device, as_dtype
 
 Index: TypeAlias = dict[str, dict[str, Any]]
@@ -36,7 +37,7 @@ def offload_weight(
     if index is not None:
         index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
     with Aside(Path(offload_folder, f"{weight_name}.dat")) as path:  # a tensor may still read the old file
-        weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tofile(path)
+        bytes_of(weight).tofile(path)
     return index
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from farflung.base.aside import Aside
 from farflung.base.errors import CheckpointError, ConfigError
+from farflung.base.forms import bytes_of, memory_of
 from farflung.checkpoint.checksum import crc32
 
 _BLOCK = 4 * 2**20  # bytes at a time; small enough to stay in a processor's cache between the disk and the checksum
@@ -248,7 +249,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: FileWriter, metadata:
     file.write(struct.pack("<Q", len(text)) + text)
     for _, tensor in ordered:
         if tensor.numel():
-            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            file.write(bytes_of(tensor))
 
 
 def without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -265,7 +266,7 @@ def without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 f"{name} is a {type(tensor).__name__}, which safetensors can't hold. Pass safe_serialization=False."
             )
         if tensor.layout is torch.strided and tensor.numel():
-            place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            place = memory_of(tensor)
             if place in seen:
                 continue
             seen.add(place)

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from farflung.base.checks import check_callable, check_type, check_whole, wrong_type
 from farflung.base.errors import ConfigError
+from farflung.base.forms import memory_of
 from farflung.base.torch_internals import own_buffers, own_parameters, passing_buffers
 from farflung.base.words import counted
 from farflung.comm.shards import local
@@ -242,7 +243,7 @@ def _once(places: Iterator[Place]) -> Iterator[Place]:
     for place in places:
         tensor = place.get()
         storage = local(tensor)
-        memory = (storage.data_ptr(), storage.shape, storage.stride()) if storage.numel() else id(tensor)
+        memory = memory_of(storage) if storage.numel() else id(tensor)
         if memory not in seen:
             seen.add(memory)
             yield place
