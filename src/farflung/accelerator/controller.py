@@ -17,6 +17,7 @@ from farflung.accelerator.epoch_tracker import EpochTracker
 from farflung.accelerator.outer import AttachedLoop, OpenLoops, replicas_here
 from farflung.accelerator.prepare import Registry
 from farflung.base.errors import ConfigError
+from farflung.base.files import open_lines
 from farflung.loop.state import ActiveLoader, LoopState
 from farflung.process import world as slot
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND, leave_note
@@ -131,7 +132,7 @@ class OuterController:
         path = Path(name.replace(RANK, str(self._world.rank)))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("a").close()
+            open_lines(path).close()
         except OSError as error:
             raise ConfigError(f"The log of the outer loop, {path}, can't be written: {error.strerror}.") from error
         return path
@@ -155,7 +156,7 @@ class _RoundLog:
         if self._path is None:
             return
         line = json.dumps({"model": self._model, **_finite(asdict(this))}, allow_nan=False)
-        with self._path.open("a", encoding="utf-8") as file:
+        with open_lines(self._path) as file:
             file.write(line + "\n")
 
 

@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from farflung.base.aside import Aside
 from farflung.base.errors import CheckpointError, ConfigError
+from farflung.base.files import Aside
 from farflung.base.forms import bytes_of
 from farflung.big_model.tensors import Device, as_dtype
 from farflung.checkpoint import layout

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from farflung.base.aside import WRITING
 from farflung.base.errors import CheckpointError
+from farflung.base.files import WRITING
 from farflung.checkpoint import layout
 from farflung.checkpoint.manifest import Manifest, names_of
 from farflung.checkpoint.writer import sync_folder

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from farflung.base.aside import WRITING
 from farflung.base.errors import ConfigError
+from farflung.base.files import WRITING
 from farflung.checkpoint import layout
 from farflung.checkpoint.manifest import names_of
 from farflung.checkpoint.save import save_object

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farflung.base.aside import Aside
 from farflung.base.errors import CheckpointError, ConfigError
+from farflung.base.files import Aside
 from farflung.base.forms import bytes_of, memory_of
 from farflung.checkpoint.checksum import crc32
 

@@ -15,8 +15,8 @@ import yaml
 from yaml.events import CollectionEndEvent, CollectionStartEvent
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from farflung.base.aside import Aside
 from farflung.base.errors import ConfigError, Unsupported, did_you_mean
+from farflung.base.files import Aside
 from farflung.base.former_name import FORMER_NAME
 from farflung.config import environ
 from farflung.config.foreign import DISTRIBUTED_TYPES, FOREIGN_KEYS, foreign_key

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from farflung.base.aside import Aside
 from farflung.base.errors import FarflungError
+from farflung.base.files import Aside
 from farflung.config import environ
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

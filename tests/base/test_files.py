@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file is replaced by one rename: whole or as it was, for readers and memory maps of the old one too."""
+"""Files are replaced by one rename, also for readers and memory maps of the old one; or a torn line stays alone."""
 
 import mmap
 import os
@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from farflung.base.aside import Aside
+from farflung.base.files import Aside, open_lines
 
 
 @pytest.fixture
@@ -54,3 +54,13 @@ def test_a_name_as_long_as_a_name_may_be_can_be_written(tmp_path):
     with Aside(tmp_path / ("ü" * 127)) as path:
         path.write_text("n")
     assert [path.name for path in tmp_path.iterdir()] == ["ü" * 127]
+
+
+@pytest.mark.parametrize("torn", ["", "whole\n", 'whole\n{"event": "lo'])
+def test_lines_are_added_after_a_torn_one(torn, tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text(torn)
+    for line in ("start", "finish"):
+        with open_lines(path) as file:
+            file.write(f"{line}\n")
+    assert path.read_text().splitlines() == [*torn.splitlines(), "start", "finish"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file, written aside and put in place by a rename: readers and memory maps of the old file keep what they have."""
+"""Files that survive their writers: replaced as a whole by a rename, or continued after a line that was torn."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
 WRITING = ".writing-"  # in the name of a file that is being written, or whose writer was killed
 
@@ -16,6 +17,7 @@ WRITING = ".writing-"  # in the name of a file that is being written, or whose w
 class Aside:
     """A place to write a new file to; leaving the block renames it to `path`, and an error removes it.
 
+    Readers and memory maps of the old file keep what they have.
     What is no regular file, such as a device or a pipe, can't be replaced: it is written to where it is. Of a link, the
     file that it leads to is replaced. A new file has the permissions of the one that it replaces.
 
@@ -52,3 +54,17 @@ class Aside:
             self.commit()
         else:
             self.discard()
+
+
+def open_lines(path: Path) -> TextIO:
+    """Open a file to add lines to it, each written at once. A last line that a full disk tore stays a line of its own.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    file = path.open("a", encoding="utf-8", buffering=1)
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as old:
+            old.seek(-1, os.SEEK_END)
+            file.write("" if old.read() == b"\n" else "\n")
+    return file
