@@ -80,7 +80,7 @@ def changes_what_it_loads(module: nn.Module) -> bool:
 
 def copied_module(module: nn.Module, children: Mapping[str, nn.Module | None]) -> nn.Module:
     """Return a copy of `module` that is not compiled and has these children; its tensors are the same objects."""
-    new = module.__class__.__new__(module.__class__)
+    new = nn.Module.__new__(module.__class__)  # that of a class made by fully_shard would call its constructor
     new.__dict__.update(module.__dict__)
     new.__dict__.update(_modules=dict(children), _compiled_call_impl=None)
     return new
