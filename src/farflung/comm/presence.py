@@ -37,6 +37,7 @@ class PresenceStore:
         self.size = size
         self._has_checked_alive = False
         self.hosts: dict[int, str] = {}
+        self._num_loaders = 0
         # torch 2.6 cannot clone a store: there a thread that blocks in it blocks the others too.
         self._clone = getattr(default_store(), "clone", lambda: None)() if own_connection else None
 
@@ -161,6 +162,22 @@ class PresenceStore:
             if self._store.check([self._key("mismatch")]):
                 return str(self._store.get(self._key("mismatch")).decode())
         return ""
+
+    # ---- having no more data
+
+    def next_loader(self) -> int:
+        """Return a number for one more loader, the same on all ranks that have as many."""
+        self._num_loaders += 1
+        return self._num_loaders
+
+    def publish_data(self, name: str, text: str) -> None:
+        """Publish what is known of an iteration over data."""
+        self._store.set(self._key("data", name, self.rank), text)
+
+    def data_of(self, name: str, ranks: Iterable[int]) -> dict[int, str]:
+        """Return what those of `ranks` that have come to an iteration have published of it."""
+        keys = {rank: self._key("data", name, rank) for rank in ranks}
+        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
     # ---- being late
 

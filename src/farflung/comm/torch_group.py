@@ -106,6 +106,11 @@ class TorchGroup:
         return group
 
     @property
+    def ranks(self) -> list[int]:
+        """Its ranks, in the numbers of all."""
+        return dist.get_process_group_ranks(self.pg)
+
+    @property
     def is_destroyed(self) -> bool:
         """Whether the process group is gone."""
         return self._pg() is None
