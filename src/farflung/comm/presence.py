@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -94,8 +94,13 @@ class PresenceStore:
             return bool(self._store.check([self._key("alarm")]))
         return False
 
-    def check_alive(self) -> str:
-        """Give a sign of life, wait a moment for those of the other ranks, and name those that gave none."""
+    def check_alive(self, closed: Callable[[], set[int]]) -> str:
+        """Give a sign of life, wait a moment for those of the other ranks, and name those that are gone.
+
+        Args:
+            closed: returns the ranks that have closed their connection with this one. A rank that is gone has, and one
+                that closed it because of that gave a sign before; one that is busy has not, and is not to blame.
+        """
         self._has_checked_alive = True
         try:
             store = self._store
@@ -111,6 +116,11 @@ class PresenceStore:
             return (
                 f"{others} can't be asked, as the run's store is gone too: the process that serves it (rank 0, or its "
                 "launcher) has probably died"
+            )
+        if gone := [rank for rank in silent if rank in closed()]:
+            return (
+                f"{self.describe(gone)} gave no sign of life for {_ALIVE_WAIT_S:g} s and the connection is closed, so "
+                "the process died or has ended"
             )
         if silent:
             return (

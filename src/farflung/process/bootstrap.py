@@ -193,6 +193,9 @@ def _install_exit_report() -> None:
 
     def report_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         world = slot.current()
+        known = _explained(error)  # the sentence with the rank, in place of the transport's words
+        if known is not error:
+            kind, error = type(known), known.with_traceback(trace)
         if world is not None and dist.is_initialized():
             world.group.leave(f"{kind.__name__}: {error}"[:500], for_good=True)
         before(kind, error, trace)

@@ -50,7 +50,10 @@ def install_failure_report(rank: int, explain: Callable[[BaseException], BaseExc
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             return
-        record_failure(explain(error) if explain is not None else error)
+        known = error if explain is None else explain(error)
+        if known is not error:
+            kind, error = type(known), known.with_traceback(trace)
+        record_failure(error)
         printed = io.StringIO()
         with redirect_stderr(printed):
             before(kind, error, trace)
