@@ -7,9 +7,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from farflung import Accelerator
+from farflung.base.errors import Unsupported
+from farflung.comm.group import SoloGroup
 from farflung.comm.shards import full, is_sharded
 from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
+from farflung.outer import OuterLoop, diloco
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DistributedType, TorchDynamoPlugin
@@ -212,3 +215,35 @@ def test_a_compiled_sharded_model_is_saved_as_a_plain_one(tmp_path):
     assert plain[1].keys() == {f"blocks.{k}.{name}" for k in range(2) for name in ("weight", "bias")}
     for way, *same in compiled:
         assert same == list(plain[1:]), way
+
+
+def odd(kind):
+    """A model that keeps something which can't be exchanged."""
+    model = nn.Linear(4, 4)
+    if kind == "sparse parameter":
+        model.odd = nn.Parameter(torch.eye(4).to_sparse())
+    else:
+        model.register_buffer("odd", torch.eye(4).to_sparse() if kind == "sparse buffer" else EIGHT_BITS)
+    return model
+
+
+EIGHT_BITS = torch.ones(4).to(torch.float8_e4m3fn)
+ODD = ["sparse parameter", "sparse buffer", "float8 buffer"]
+
+
+def refused_by_prepare(kind, sharded):
+    plugin = FullyShardedDataParallelPlugin() if sharded else None
+    with pytest.raises(Unsupported, match=r"^odd is a (sparse tensor|torch\.float8_e4m3fn tensor).*(to_dense|uint8)"):
+        Accelerator(cpu=True, fsdp_plugin=plugin).prepare(odd(kind))
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP"])
+@pytest.mark.parametrize("kind", ODD)
+def test_what_ranks_cannot_exchange_is_named(kind, sharded):
+    run_ranks(refused_by_prepare, 2, kind, sharded)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_replicas_cannot_exchange_is_named(kind):
+    with pytest.raises(Unsupported, match=r"^odd is a "):
+        OuterLoop(odd(kind), diloco(every=1), SoloGroup())

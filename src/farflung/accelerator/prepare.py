@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from farflung.base.checks import check_flag, check_type, wrong_type
 from farflung.base.errors import ConfigError
+from farflung.base.forms import check_exchangeable
 from farflung.base.torch_internals import compiled_from
 from farflung.base.words import counted
 from farflung.comm.torch_group import TorchGroup
@@ -160,6 +161,9 @@ class Preparer:
         self.precision.wrap(model)
         compile_in_place(model, self.compiling)
         owners = [optimizer for optimizer in optimizers if _owns(optimizer, model)]
+        if is_wrapped and self.world.size > 1:
+            named = [*model.named_parameters(), *model.named_buffers()]
+            check_exchangeable(named, takes_float8=self.world.device.type != "cpu")
         prepared = self.strategy.prepare([(model, owners)])[0] if is_wrapped else model
         if is_wrapped and self.loop.ends is not None:
             self.loop.ends.check_before(prepared, self._awaited, self._in_hand)
