@@ -5,20 +5,25 @@ import importlib.util
 import multiprocessing as mp
 import os
 import random
+import shutil
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from farflung import Accelerator
+from farflung.accelerator import states
 from farflung.base.errors import CheckpointError, StateError
-from farflung.checkpoint import entries
+from farflung.checkpoint import atomic, entries
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
-from farflung.utils import ProjectConfiguration
+from farflung.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 from tests.accelerator.test_checkpoints import Training
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak_checkpoint.py"
@@ -117,6 +122,61 @@ def test_a_read_only_folder_is_one_clear_error(tmp_path):
         assert "Read-only file system" in go_on_after(Training(), disk / "ckpt", "a read-only folder")
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def replaced(folder, other, stop_at):
+    """Put the files of another checkpoint in the place of `folder`, as `save_state` of another process does."""
+    staged = atomic.StagedDir(folder, "another")
+    staged.begin()
+    shutil.copytree(other, staged.folder, dirs_exist_ok=True)
+    moved = iter(range(100))
+
+    def replace(old, new, really=os.replace):
+        if next(moved) == stop_at:
+            raise CheckpointError("it goes on later")
+        really(old, new)
+
+    with pytest.MonkeyPatch.context() as patch, suppress(CheckpointError):
+        patch.setattr(atomic.os, "replace", replace)
+        staged.commit()
+
+
+def load_while_it_is_replaced(folder, stop_at, sharded):
+    plugin = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT") if sharded else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    weight = get_model_state_dict(model)["weight"]
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        with torch.no_grad():
+            weight.fill_(value)
+        accelerator.save_state(folder / name)
+    read = states.read_model
+
+    def read_late(*args):
+        if accelerator.is_main_process:
+            replaced(folder / "a", folder / "b", stop_at)
+        accelerator.wait_for_everyone()
+        return read(*args)
+
+    with torch.no_grad():
+        weight.fill_(3.0)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(states, "read_model", read_late)
+        with pytest.raises(CheckpointError, match=r"was replaced .* by another process while it was read"):
+            accelerator.load_state(folder / "a")
+    found.append(weight.mean().item())
+    accelerator.load_state(folder / "a")
+    return [*found, weight.mean().item()]
+
+
+@pytest.mark.parametrize("stop_at", [None, 1], ids=["wholly", "in part"])
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_loaded(stop_at, tmp_path):
+    assert load_while_it_is_replaced(tmp_path, stop_at, False) == [3.0, 2.0]
+
+
+def test_shards_that_are_replaced_while_they_are_read_are_not_loaded(tmp_path):
+    assert run_ranks(load_while_it_is_replaced, 2, tmp_path, 2, True) == [[3.0, 2.0]] * 2
 
 
 def one_rank_fails(folder):

@@ -2,16 +2,21 @@
 """Processes end: no hang in destructors, and no child left behind."""
 
 import atexit
+import contextlib
+import os
 import subprocess
 import sys
 import time
 import weakref
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from farflung import Accelerator
+from farflung.base.errors import RankFailure
+from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.outer import OuterLoop, local_sgd
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
@@ -80,3 +85,31 @@ def test_a_script_of_two_processes_ends_each_time(tmp_path):
     assert ended.stdout.count("loss") == 1
     time.sleep(0.2)
     assert children_running(script.name) == []
+
+
+def lose_a_rank(sharded, printed):
+    """Rank 2 dies, rank 1 is busy meanwhile, and rank 0 waits for both in a collective of torch's own."""
+    plugin = FullyShardedDataParallelPlugin() if sharded else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = accelerator.prepare(nn.Linear(4, 4))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    if accelerator.process_index == 2:
+        os._exit(7)
+    if accelerator.process_index == 1:
+        time.sleep(patience(5))
+        return
+    with printed.open("w") as file, contextlib.redirect_stderr(file):
+        try:
+            for _ in range(3):  # what a dead rank has sent before may still arrive
+                accelerator.backward(model(torch.ones(2, 4)).sum())
+        except RuntimeError as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP"])
+def test_the_rank_that_is_lost_in_a_pass_is_named_and_a_busy_one_is_not(sharded, tmp_path):
+    with pytest.raises(RankFailure, match="exit code 7"):
+        run_ranks(lose_a_rank, 3, sharded, tmp_path / "printed", grace_s=8)
+    last = (tmp_path / "printed").read_text().splitlines()[-1]
+    assert "RankFailure: A collective of rank 0 failed: rank 2 gave no sign of life" in last
+    assert "rank 1" not in last

@@ -249,6 +249,23 @@ def test_a_variable_that_nothing_reads_is_refused(name, meant):
                 reader()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("FARFLUNG_HANG_TIMEOUT_S", "x"),
+        ("FARFLUNG_HANG_TIMEOUT_S", "-4"),
+        ("FARFLUNG_HANG_TIMEOUT_S", "inf"),
+        ("FARFLUNG_MAX_RESTARTS", "x"),
+        ("FARFLUNG_MULTI_GPU", "maybe"),
+    ],
+)
+def test_a_variable_that_holds_no_value_of_its_setting_is_refused_in_one_process_too(name, value):
+    with environ.patched({name: value}):
+        for reader in (lambda: resolve({}), lambda: Accelerator(cpu=True)):
+            with pytest.raises(ConfigError, match=rf"{name.removeprefix('FARFLUNG_')}.* is .?{value}|is {value}"):
+                reader()
+
+
 def test_a_script_and_a_launcher_that_want_different_loops_are_told_so():
     with environ.patched({"FARFLUNG_OUTER_RECIPE": "diloco", "FARFLUNG_OUTER_EVERY": "8"}):
         assert resolve_outer(OuterConfig("diloco", every=8)) == OuterConfig("diloco", every=8)

@@ -16,10 +16,12 @@ from farflung.big_modeling import (
     dispatch_model,
     infer_auto_device_map,
     init_empty_weights,
+    load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
 from farflung.checkpoint.export import save_sharded
 from farflung.hooks import remove_hook_from_submodules
+from farflung.utils import offload_state_dict
 from farflung.utils.modeling import find_tied_parameters, get_state_dict_from_offload, get_state_dict_offloaded_model
 from tests.big_model.models import IDS, Tied, made
 
@@ -35,6 +37,63 @@ MAPS = [
 def output(model):
     with torch.no_grad():
         return model(IDS)
+
+
+@pytest.mark.parametrize("size", ["10GB", 300], ids=["one file", "shards"])
+def test_a_model_is_saved_into_the_folder_that_it_is_offloaded_from(size, tmp_path):
+    model, _ = made()
+    state = copy.deepcopy(model.state_dict())
+    accelerator = Accelerator()
+    accelerator.save_model(model, tmp_path, max_shard_size=size)
+    parts = {"embed": "cpu", "head": "cpu", "norm": "disk", "blocks": "disk"}
+    again = load_checkpoint_and_dispatch(made()[0], tmp_path, device_map=parts, offload_folder=tmp_path)
+    (tmp_path / ".model.safetensors.writing-1234").touch()  # as a killed process leaves it
+    accelerator.save_model(again, tmp_path, max_shard_size=size)
+    assert not list(tmp_path.glob(".*"))
+    fresh = made()[0]
+    torch.nn.init.zeros_(fresh.embed.weight)
+    load_checkpoint_in_model(fresh, tmp_path, strict=True)
+    for found in (fresh.state_dict(), get_state_dict_offloaded_model(again)):
+        assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+def offloaded(way, model, folder):
+    if way == "dispatch_model":
+        return dispatch_model(model, {"": "disk"}, offload_dir=folder)
+    if way == "disk_offload":
+        return disk_offload(model, folder)
+    weights = folder.with_name(f"weights {id(model)}")
+    save_sharded(model.state_dict(), weights)
+    return load_checkpoint_and_dispatch(model, weights, {"": "disk"}, offload_folder=folder)
+
+
+@pytest.mark.parametrize("way", ["dispatch_model", "disk_offload", "load_checkpoint_and_dispatch"])
+def test_two_models_that_live_are_not_offloaded_into_one_folder(way, tmp_path):
+    folder = tmp_path / "away"
+    (first, expected), (equal, _), (second, _), (third, _) = made(), made(), made(), made()
+    for model in (second, third):
+        torch.nn.init.constant_(model.norm.weight, 2.0)
+    after = output(third)
+    offloaded(way, first, folder)
+    offloaded(way, equal, folder)  # nothing changes for the first one
+    with pytest.raises(
+        ConfigError, match=r"Another model is offloaded to .*away and in use: it reads norm\.weight\.dat"
+    ):
+        offloaded(way, second, folder)
+    with pytest.raises(ConfigError, match="Another model is offloaded"):
+        offload_state_dict(folder, {"norm.weight": torch.zeros(4)})
+    assert torch.equal(output(first), expected)
+    del first, equal
+    assert torch.equal(output(offloaded(way, third, folder)), after)
+
+
+def test_a_model_is_dispatched_again_with_other_weights_into_its_folder(tmp_path):
+    model = offloaded("load_checkpoint_and_dispatch", made()[0], tmp_path / "away")
+    other, _ = made()
+    torch.nn.init.constant_(other.norm.weight, 2.0)
+    save_sharded(other.state_dict(), tmp_path / "other")
+    load_checkpoint_and_dispatch(model, tmp_path / "other", {"": "disk"}, offload_folder=tmp_path / "away")
+    assert torch.equal(output(model), output(other))
 
 
 def check_removed(model, expected, state):
@@ -142,6 +201,7 @@ def test_a_model_is_offloaded_whole(offload, tmp_path):
 def test_weights_of_an_earlier_run_in_the_folder_are_not_taken_for_the_models(tmp_path):
     earlier, _ = made()
     disk_offload(earlier, tmp_path)
+    del earlier
     torch.manual_seed(1)
     model = Tied().eval()
     expected = output(model)

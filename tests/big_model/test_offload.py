@@ -43,6 +43,22 @@ def test_writing_a_weight_again_does_not_change_what_was_read_before(tmp_path):
     assert len(ours.OffloadedWeightsLoader(save_folder=tmp_path)) == 2
 
 
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "/tmp/x", "a\0b"])
+def test_a_name_that_leads_out_of_the_folder_is_refused(name, tmp_path):
+    (tmp_path / "in").mkdir()
+    with pytest.raises(CheckpointError, match="outside of its folder"):
+        ours.offload_state_dict(tmp_path / "in", {name: torch.ones(1)})
+    ours.offload_state_dict(tmp_path, {"x": torch.ones(1)})
+    loader = ours.OffloadedWeightsLoader(save_folder=tmp_path / "in", index={name: {"dtype": "float32", "shape": [1]}})
+    with pytest.raises(CheckpointError, match="outside of its folder"):
+        loader[name]
+
+
+def test_a_name_may_have_a_slash(tmp_path):
+    ours.offload_state_dict(tmp_path, {"a/b": torch.ones(1)})
+    assert ours.OffloadedWeightsLoader(save_folder=tmp_path)["a/b"].tolist() == [1]
+
+
 def test_weights_come_from_memory_from_safetensors_and_under_another_name(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "some.safetensors")
     index = {"b": {"safetensors_file": str(tmp_path / "some.safetensors"), "weight_name": "a", "dtype": "float16"}}

@@ -11,14 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from farflung.base.errors import CheckpointError, ConfigError
+from farflung.big_model.offload import OffloadedWeightsLoader, offload_state_dict
 from farflung.checkpoint import layout, rng
 from farflung.checkpoint.checksum import sums_of
+from farflung.checkpoint.clean import clean_state_dict_for_safetensors
 from farflung.checkpoint.entries import Entry, Staging, write
 from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.checkpoint.reader import read_torch, read_weights
+from farflung.checkpoint.save import save_object
 from farflung.checkpoint.writer import FileWriter, write_safetensors
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -47,6 +50,27 @@ def test_tied_weights_are_written_once_and_views_of_one_memory_each(tmp_path):
     with FileWriter(tmp_path / "x.safetensors") as writer:
         write_safetensors({"a": base, "b": base, "c": base[:3], "d": base.view(2, 3)}, writer)
     assert set(load_file(tmp_path / "x.safetensors")) == {"a", "c", "d"}
+
+
+Z = torch.tensor([1 + 2j, 3 - 4j])
+LAZY = {"base": Z, "conjugate": Z.conj(), "negated": torch._neg_view(Z), "both": torch._neg_view(Z).conj()}
+
+
+@pytest.mark.parametrize("way", ["safetensors", "cleaned", "torch", "staged", "offloaded"])
+def test_conjugate_and_negated_views_are_not_taken_for_their_base(way, tmp_path):
+    path = tmp_path / "x.safetensors"
+    if way == "safetensors":
+        save_object(LAZY, path, safe_serialization=True)
+    elif way == "cleaned":
+        save_file(clean_state_dict_for_safetensors(LAZY), path)
+    elif way == "offloaded":
+        offload_state_dict(tmp_path, LAZY)
+    else:
+        (entry,) = Staging().copied([Entry("x", LAZY)]) if way == "staged" else [Entry("x", LAZY)]
+        write(entry, tmp_path)
+    offloaded = OffloadedWeightsLoader(save_folder=tmp_path) if way == "offloaded" else None
+    read = offloaded or (load_file(path) if path.exists() else read_torch(tmp_path / "x"))
+    assert {name: x.tolist() for name, x in read.items()} == {name: x.tolist() for name, x in LAZY.items()}
 
 
 def test_a_type_that_safetensors_lacks_is_refused(tmp_path):
@@ -181,7 +205,7 @@ def test_swapped_and_missing_files_are_named(tmp_path):
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", "a//b", "./a", "a\\b", "a\0b"])
 def test_a_path_that_climbs_out_is_an_error(name, tmp_path):
     Manifest({name: FileRecord(1, 1)}).write(tmp_path / layout.MANIFEST)
-    with pytest.raises(CheckpointError, match="outside its folder"):
+    with pytest.raises(CheckpointError, match="outside of its folder"):
         Manifest.read(tmp_path)
 
 

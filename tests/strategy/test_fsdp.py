@@ -7,12 +7,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from farflung import Accelerator
+from farflung.base.errors import Unsupported
+from farflung.comm.group import SoloGroup
 from farflung.comm.shards import full, is_sharded
 from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
+from farflung.outer import OuterLoop, diloco
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
-from farflung.utils import DistributedType
+from farflung.utils import DistributedType, TorchDynamoPlugin
 
 pytestmark = pytest.mark.ranks
 
@@ -167,3 +170,80 @@ def test_on_one_process_activations_are_recomputed_and_nothing_is_sharded():
         results.append(train(accelerator, model, optimizer, 0, 1)[0])
     assert results[0] == results[1]
     assert kept[1] < kept[0] / 2
+
+
+class Stack(nn.Module):
+    """Its constructor has to be given something, as most have."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def saved_after_a_step(folder):
+    """Train a sharded model in plain, compiled as a whole, by regions and by the script; return what is saved of it."""
+    found = []
+    for way in ("no", "whole", "regions", "torch.compile"):
+        backend = "eager" if way in ("whole", "regions") else "no"
+        dynamo = TorchDynamoPlugin(backend=backend, use_regional_compilation=way == "regions")
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(), dynamo_plugin=dynamo)
+        torch.manual_seed(0)
+        model = Stack(4)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        called = torch.compile(model, backend="eager") if way == "torch.compile" else model
+        accelerator.backward(called(torch.ones(2, 4)).sum())
+        optimizer.step()
+        state = accelerator.get_state_dict(called)
+        accelerator.save_model(called, folder / way)
+        plain = accelerator.unwrap_model(called, keep_torch_compile=False)
+        same = torch.equal(plain(torch.ones(1, 4)), called(torch.ones(1, 4)))
+        files = [path.read_bytes() for path in sorted((folder / way).iterdir())] if accelerator.is_main_process else []
+        found.append((way, {name: value.tolist() for name, value in state.items()}, files, same))
+        accelerator.wait_for_everyone()
+        accelerator.free_memory()
+        AcceleratorState._reset_state()
+    return found
+
+
+def test_a_compiled_sharded_model_is_saved_as_a_plain_one(tmp_path):
+    plain, *compiled = run_ranks(saved_after_a_step, 2, tmp_path, timeout_s=120)[0]
+    assert plain[1].keys() == {f"blocks.{k}.{name}" for k in range(2) for name in ("weight", "bias")}
+    for way, *same in compiled:
+        assert same == list(plain[1:]), way
+
+
+def odd(kind):
+    """A model that keeps something which can't be exchanged."""
+    model = nn.Linear(4, 4)
+    if kind == "sparse parameter":
+        model.odd = nn.Parameter(torch.eye(4).to_sparse())
+    else:
+        model.register_buffer("odd", torch.eye(4).to_sparse() if kind == "sparse buffer" else EIGHT_BITS)
+    return model
+
+
+EIGHT_BITS = torch.ones(4).to(torch.float8_e4m3fn)
+ODD = ["sparse parameter", "sparse buffer", "float8 buffer"]
+
+
+def refused_by_prepare(kind, sharded):
+    plugin = FullyShardedDataParallelPlugin() if sharded else None
+    with pytest.raises(Unsupported, match=r"^odd is a (sparse tensor|torch\.float8_e4m3fn tensor).*(to_dense|uint8)"):
+        Accelerator(cpu=True, fsdp_plugin=plugin).prepare(odd(kind))
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP"])
+@pytest.mark.parametrize("kind", ODD)
+def test_what_ranks_cannot_exchange_is_named(kind, sharded):
+    run_ranks(refused_by_prepare, 2, kind, sharded)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_replicas_cannot_exchange_is_named(kind):
+    with pytest.raises(Unsupported, match=r"^odd is a "):
+        OuterLoop(odd(kind), diloco(every=1), SoloGroup())

@@ -71,7 +71,10 @@ def test_json_lines_hold_each_event_at_once_and_a_second_run_goes_on(tmp_path):
     assert (written[2]["step"], written[2]["split"], written[2]["run"]) == (7, "train", "project/run")
     tracker.log_table("answers", ["q", "a"], [["1+1", 2]], step=8)
     tracker.finish()
+    with path.open("a") as file:
+        file.write('{"event": "lo')  # as a full disk leaves it
     run(JSONLTracker("project/run", tmp_path))
+    path.write_text(path.read_text().replace('{"event": "lo\n', ""))
     events = ["start", "config", "log", "table", "finish", "start", "config", "log", "finish"]
     assert [line["event"] for line in lines_of(path)] == events
     assert lines_of(path)[3]["data"] == [["1+1", 2]]

@@ -46,6 +46,7 @@ from farflung.base.enums import DynamoBackend
 from farflung.base.errors import StateError
 from farflung.comm import collectives
 from farflung.comm.group import Group
+from farflung.comm.lost import explained
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import (
     AutocastKwargs,
@@ -270,7 +271,10 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
             self._precision.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
             self._loop.backwards += 1
         except (RuntimeError, AttributeError, TypeError) as error:
-            self._joined.group.raise_if_broken()  # which names the rank, where torch speaks of a closed connection
+            known = explained(error, self._joined.group)  # which names the rank, where torch speaks of a connection
+            if known is not error:
+                raise known from error
+            self._joined.group.raise_if_broken()
             explain_loss(given, kwargs, error)
             raise
 

@@ -204,7 +204,7 @@ class Checkpointer:
         automatic = self.automatic
         verification: Future[None] | None = None
 
-        def choose_folder() -> Any:
+        def choose_folder() -> discovery.Found | None:
             nonlocal verification
             if not group.leads:
                 return None
@@ -216,15 +216,14 @@ class Checkpointer:
                 verification = background.submit(_explained, discovery.verify, found)  # while the files are read
                 if self.load_hooks:  # they may read them themselves, and change the models
                     verification.result()
-            facts = None if found.manifest is None else (found.manifest.world_size, found.manifest.optimizer_steps)
-            return os.fspath(found.folder), facts, found.passed
+            return found
 
-        name, facts, passed = group.agree(doing, choose_folder)[group.leader]
-        size, steps = facts or (None, None)
-        folder = Path(name)
+        chosen: discovery.Found = group.agree(doing, choose_folder)[group.leader]
+        folder, manifest = chosen.folder, chosen.manifest
+        size, steps = (None, None) if manifest is None else (manifest.world_size, manifest.optimizer_steps)
         places = list(enumerate(run.bare_models))
         if self.load_hooks:
-            group.agree(doing, lambda: self._call_load_hooks(places, name))
+            group.agree(doing, lambda: self._call_load_hooks(places, os.fspath(folder)))
         read: list[tuple[Loaded, list[dict[str, Any]]]] = []
 
         def look() -> None:
@@ -247,6 +246,7 @@ class Checkpointer:
             finally:  # what is wrong with the bytes explains what is wrong with their content
                 if verification is not None:
                     verification.result()
+                _explained(discovery.check_unchanged, chosen)
 
         group.agree(doing, look_and_verify)
         found, weights = read[0]
@@ -259,7 +259,7 @@ class Checkpointer:
             raise
         group.agree(doing, lambda: self._load_weights(found, [model for _, model in places], weights, strict))
         self._count_on(folder, automatic)
-        self._report(folder, size, passed, found)
+        self._report(folder, size, chosen.passed, found)
 
     def _call_load_hooks(self, places: list[tuple[int, nn.Module]], folder: str) -> None:
         """Call the hooks with the models that are not sharded, and leave out of `places` those that they take."""

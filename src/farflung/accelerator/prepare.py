@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from farflung.base.checks import check_flag, check_type, wrong_type
 from farflung.base.errors import ConfigError
+from farflung.base.forms import check_exchangeable
 from farflung.base.torch_internals import compiled_from
 from farflung.base.words import counted
+from farflung.comm.torch_group import TorchGroup
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.dispatcher import DataLoaderDispatcher
@@ -159,7 +161,12 @@ class Preparer:
         self.precision.wrap(model)
         compile_in_place(model, self.compiling)
         owners = [optimizer for optimizer in optimizers if _owns(optimizer, model)]
+        if is_wrapped and self.world.size > 1:
+            named = [*model.named_parameters(), *model.named_buffers()]
+            check_exchangeable(named, takes_float8=self.world.device.type != "cpu")
         prepared = self.strategy.prepare([(model, owners)])[0] if is_wrapped else model
+        if is_wrapped and self.loop.ends is not None:
+            self.loop.ends.check_before(prepared, self._awaited, self._in_hand)
         if was_evaluated:  # and is trained now
             for listed in (self.registry.models, self.registry.evaluated):
                 listed[:] = [other for other in listed if other is not known]
@@ -168,6 +175,15 @@ class Preparer:
             self.registry.evaluated.append(prepared)
         self.registry.remember(model, prepared)
         return prepared
+
+    def _awaited(self, model: nn.Module) -> list[int]:
+        """Return the ranks that a forward pass of a prepared model, or its backward pass, waits for now."""
+        group = self.strategy.awaited(model)
+        return group.ranks if isinstance(group, TorchGroup) else []
+
+    def _in_hand(self) -> Any:
+        """Return the iteration whose batch is in hand, unless ranks whose data end are joined."""
+        return None if self.loop.joined is not None else self.loop.current
 
     def optimizer(self, optimizer: Optimizer, place: bool | None) -> AcceleratedOptimizer:
         """Prepare one optimizer."""
@@ -224,6 +240,8 @@ class Preparer:
             rng_types=self.rng_types,
             slice_fn=slice_fn,
         )
+        if self.loop.ends is not None:
+            self.loop.ends.add(prepared)
         self.registry.loaders.append(prepared)
         self.registry.remember(loader, prepared)
         return prepared

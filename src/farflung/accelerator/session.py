@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.comm.exchange import Exchange
+from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin
+from farflung.loop.ends import DataEnds
 from farflung.loop.state import LoopState
 from farflung.process.mesh import Mesh
 from farflung.process.world import World
@@ -97,7 +99,7 @@ def open_or_join(
     if _slot is None or _slot.world is not world:  # a session does not outlive its world
         chosen = plugin or GradientAccumulationPlugin(num_steps=1)
         precision = mixed_precision or environ.text("ACCELERATE_MIXED_PRECISION") or "no"
-        _slot = Session(world, precision, chosen, new_loop(chosen), compiling)
+        _slot = Session(world, precision, chosen, new_loop(chosen, world), compiling)
         return _slot
     if mixed_precision is not None and mixed_precision != _slot.mixed_precision:
         raise ConfigError(
@@ -107,7 +109,7 @@ def open_or_join(
     _slot.compiling = compiling or _slot.compiling
     if plugin is not None and plugin != _slot.plugin:
         _slot.plugin = plugin
-        _slot.loop = new_loop(plugin)
+        _slot.loop = new_loop(plugin, _slot.world)
     return _slot
 
 
@@ -142,13 +144,15 @@ def flushed(exchange: Exchange) -> Exchange:
     return exchange
 
 
-def new_loop(plugin: GradientAccumulationPlugin) -> LoopState:
+def new_loop(plugin: GradientAccumulationPlugin, world: World) -> LoopState:
     """Return a fresh loop state for `plugin`."""
-    return LoopState(
+    loop = LoopState(
         plugin.num_steps or 1,
         sync_with_dataloader=plugin.sync_with_dataloader,
         sync_each_batch=plugin.sync_each_batch,
     )
+    loop.ends = DataEnds(world.group) if isinstance(world.group, TorchGroup) else None
+    return loop
 
 
 def close() -> None:

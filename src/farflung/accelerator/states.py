@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from farflung.accelerator import lazy
 from farflung.base.errors import CheckpointError, ConfigError
+from farflung.base.forms import memory_of
 from farflung.base.torch_internals import COMPILED_FROM, changes_what_it_loads, passing_buffers
 from farflung.base.tree import leaves_of, rebuilt
 from farflung.base.words import counted
@@ -388,4 +389,4 @@ def _ties(model: nn.Module) -> dict[str, int]:
 def _place(tensor: Tensor, tie: int | None) -> Any:
     if tie is not None or not tensor.numel():
         return id(tensor) if tie is None else tie
-    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+    return memory_of(tensor)

@@ -298,7 +298,7 @@ class GradientState:
     def _reset_state() -> None:
         session = slot.current()
         if session is not None:
-            session.loop = slot.new_loop(session.plugin)
+            session.loop = slot.new_loop(session.plugin, session.world)
 
     def __repr__(self) -> str:
         return (

@@ -8,7 +8,8 @@ No version of torch is asked for: a name is used where it exists, and where it d
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -80,7 +81,7 @@ def changes_what_it_loads(module: nn.Module) -> bool:
 
 def copied_module(module: nn.Module, children: Mapping[str, nn.Module | None]) -> nn.Module:
     """Return a copy of `module` that is not compiled and has these children; its tensors are the same objects."""
-    new = module.__class__.__new__(module.__class__)
+    new = nn.Module.__new__(module.__class__)  # that of a class made by fully_shard would call its constructor
     new.__dict__.update(module.__dict__)
     new.__dict__.update(_modules=dict(children), _compiled_call_impl=None)
     return new
@@ -123,6 +124,18 @@ def set_compiled_call(module: nn.Module, call: Any) -> None:
 def plain_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call `module`, with its hooks, past what was compiled for it."""
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def before_calls(module: nn.Module, act: Callable[..., None]) -> None:
+    """Have `act(module, inputs)` called before each forward pass of `module`, also where its calls are compiled."""
+    module.register_forward_pre_hook(act)
+    if calls_compiled(module):
+        set_compiled_call(module, partial(_called_after, act, module, module._compiled_call_impl))
+
+
+def _called_after(act: Callable[..., None], module: nn.Module, call: Any, *args: Any, **kwargs: Any) -> Any:
+    act(module, args)
+    return call(*args, **kwargs)
 
 
 # ---- loaders

@@ -22,6 +22,7 @@ from farflung.big_model.hooks import (
     SkipKeys,
     UserCpuOffloadHook,
     add_hook_to_module,
+    weights_of,
 )
 from farflung.big_model.load import load_checkpoint_in_model
 from farflung.big_model.offload import (
@@ -34,6 +35,7 @@ from farflung.big_model.offload import (
 )
 from farflung.big_model.sizes import get_balanced_memory, parts_of
 from farflung.big_model.tensors import Device, TiedWeights, find_tied_parameters, retie_parameters
+from farflung.process import world
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ def dispatch_model(
             state_dict = extract_submodules_state_dict(own, on_cpu)
         on_disk = extract_submodules_state_dict(own, [name for name, device in devices.items() if device == "disk"])
         ties = find_tied_parameters(model)
-        weights = _waiting_weights(state_dict, on_disk, offload_dir, offload_index, ties, main_device)
+        weights = _waiting_weights(model, state_dict, on_disk, offload_dir, offload_index, ties, main_device)
         attach_align_device_hook_on_blocks(
             model,
             execution_device={
@@ -138,6 +140,7 @@ def _offloadable(model: nn.Module, offload_buffers: bool) -> dict[str, Tensor]:
 
 
 def _waiting_weights(
+    model: nn.Module,
     on_cpu: Mapping[str, Tensor] | None,
     on_disk: Mapping[str, Tensor],
     folder: Folder | None,
@@ -150,7 +153,7 @@ def _waiting_weights(
     if on_disk and index is None:
         if folder is None:
             raise ConfigError(f"{list(on_disk)} are for the disk, and no offload_dir says where.")
-        index = _written(on_disk, folder, ties)
+        index = _written(model, on_disk, folder, ties)
     if on_cpu is None and index is None:
         return None
     known = with_shared_names(index or {}, ties)
@@ -158,22 +161,31 @@ def _waiting_weights(
     if empty:
         raise ConfigError(f"{empty} are for the CPU and on the meta device, so they have no values. Load them first.")
     on_cpu = {name: value for name, value in (on_cpu or {}).items() if not value.is_meta}
-    return OffloadedWeightsLoader(on_cpu, folder, known, device=direct)
+    return _kept(OffloadedWeightsLoader(on_cpu, folder, known, device=direct))
 
 
-def _written(state_dict: Mapping[str, Tensor], folder: Folder, ties: list[list[str]]) -> dict[str, Any]:
+def _kept(weights: OffloadedWeightsLoader) -> OffloadedWeightsLoader:
+    """Return weights whose files are not replaced by those of another model as long as they live."""
+    world.add_reader(weights)
+    return weights
+
+
+def _written(
+    model: nn.Module, state_dict: Mapping[str, Tensor], folder: Folder, ties: list[list[str]]
+) -> dict[str, Any]:
     """Write weights into a folder, a shared one once, and return what is where; those without values must be there.
 
     Raises:
         ConfigError: one has no values, neither here nor there.
     """
     again = {name for group in ties for name in [name for name in group if name in state_dict][1:]}
-    offload_state_dict(folder, {n: value for n, value in state_dict.items() if not value.is_meta and n not in again})
+    values = {name: value for name, value in state_dict.items() if not value.is_meta and name not in again}
+    offload_state_dict(folder, values, own=weights_of(model))
     index = with_shared_names(read_offload_index(folder), ties)
     missing = [name for name in state_dict if name not in index]
     if missing:
         raise ConfigError(f"{missing} are on the meta device and not in {folder}, so they have no values. Load them.")
-    return index
+    return {name: index[name] for name in state_dict}  # others are of models that were there before
 
 
 def _guard(model: nn.Module) -> None:
@@ -238,8 +250,8 @@ def disk_offload(
     Returns:
         the model.
     """
-    index = _written(_offloadable(model, offload_buffers), offload_dir, find_tied_parameters(model))
-    weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
+    index = _written(model, _offloadable(model, offload_buffers), offload_dir, find_tied_parameters(model))
+    weights = _kept(OffloadedWeightsLoader(save_folder=offload_dir, index=index))
     return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
 
 

@@ -314,6 +314,12 @@ def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
     return found
 
 
+def weights_of(model: nn.Module) -> list[Any]:
+    """Return the weights from which the hooks of a model and of its submodules take what is offloaded."""
+    maps = [hook.weights_map for inner in model.modules() for hook in align_hooks(inner)]
+    return [getattr(weights, "dataset", weights) for weights in maps]
+
+
 def has_offloaded_params(module: nn.Module) -> bool:
     """Say whether a hook of the module itself offloads its weights."""
     return any(hook.offload for hook in align_hooks(module))

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported
-from farflung.big_model.hooks import align_module_device, has_offloaded_params
+from farflung.big_model.hooks import align_module_device, has_offloaded_params, weights_of
 from farflung.big_model.offload import Folder, Index, load_offloaded_weight, offload_weight, save_offload_index
 from farflung.big_model.tensors import (
     Device,
@@ -246,6 +246,7 @@ class _Loader:
         self._own = set(model.state_dict())
         self._staying = set() if offload_buffers else {name for name, _ in model.named_buffers()}
         self._index: Index = {}
+        self._before = weights_of(model)
 
     def load(self, files: list[_Source], names: set[str]) -> None:
         lost = set(names)
@@ -279,7 +280,7 @@ class _Loader:
             stored = value.to(old.dtype if dtype is None else dtype) if value.is_floating_point() else value
             set_module_tensor_to_device(self._model, name, "meta", dtype=stored.dtype)
             assert self._folder is not None
-            offload_weight(stored, name, self._folder, self._index)
+            offload_weight(stored, name, self._folder, self._index, own=self._before)
 
 
 def _is_part(name: str, module: str) -> bool:

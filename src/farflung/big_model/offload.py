@@ -3,18 +3,25 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from farflung.base.errors import CheckpointError, ConfigError
+from farflung.base.files import Aside
+from farflung.base.forms import bytes_of
 from farflung.big_model.tensors import Device, as_dtype
+from farflung.checkpoint import layout
+from farflung.process import world
 
 Index: TypeAlias = dict[str, dict[str, Any]]
 Folder: TypeAlias = "str | os.PathLike[str]"
@@ -23,22 +30,55 @@ INDEX = "index.json"
 
 
 def offload_weight(
-    weight: Tensor, weight_name: str, offload_folder: Folder, index: Index | None = None
+    weight: Tensor,
+    weight_name: str,
+    offload_folder: Folder,
+    index: Index | None = None,
+    *,
+    own: Sequence[Any] = (),
 ) -> Index | None:
     """Write a tensor's bytes to `<weight_name>.dat`, and its dtype and shape into `index`, which is returned.
 
+    Args:
+        own: the weights from which hooks take those of the tensor's own model: they may have used the file until now.
+
     Raises:
-        ConfigError: the tensor is on the meta device, so it has no values.
+        ConfigError: the tensor is on the meta device, so it has no values; or another model that is alive has offloaded
+            another tensor to that file.
+        CheckpointError: the name is of a file outside of the folder.
     """
     if weight.is_meta:
         raise ConfigError(f"{weight_name} is on the meta device, so it has no values to offload. Load them first.")
     if index is not None:
         index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
-    path = Path(offload_folder, f"{weight_name}.dat")
-    beside = path.with_name(f"{path.name}.tmp")  # a tensor may still read the file that is replaced
-    weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tofile(beside)
-    beside.replace(path)
+    path, content = _file_of(offload_folder, weight_name), bytes_of(weight)
+    _check_unused(path, content, own)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with Aside(path) as beside:  # a tensor may still read the old file
+        content.tofile(beside)
     return index
+
+
+def _file_of(folder: Folder, weight_name: str) -> Path:
+    """Return the file of a weight, which stays in the folder whatever the name is."""
+    return Path(os.path.realpath(folder), layout.inside(f"{weight_name}.dat"))
+
+
+def _check_unused(path: Path, content: np.ndarray[Any, Any], own: Sequence[Any]) -> None:
+    """Check that no other model reads a file, unless writing `content` would not change it."""
+
+    def others() -> list[Any]:
+        return [one for one in world.readers() if path in one.files and not any(one is mine for mine in own)]
+
+    is_same = others() and path.is_file() and path.stat().st_size == content.nbytes
+    if not others() or (is_same and np.array_equal(np.fromfile(path, np.uint8), content)):
+        return
+    gc.collect()  # a model and its hooks refer to each other, so one that is gone may still be there
+    for other in others():
+        raise ConfigError(
+            f"Another model is offloaded to {path.parent} and in use: it reads {path.name} and "
+            f"{len(other.files) - 1} other files there. Offload this model to a folder of its own, or delete that one."
+        )
 
 
 def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -> Tensor:
@@ -80,19 +120,16 @@ def save_offload_index(index: Index | None, offload_folder: Folder) -> None:
     """Add `index` to the index of a folder; without entries, nothing happens."""
     if index:
         merged = {**read_offload_index(offload_folder), **index}
-        Path(offload_folder, INDEX).write_text(json.dumps(merged, indent=2), encoding="utf-8")
+        with Aside(Path(offload_folder, INDEX)) as path:
+            path.write_text(json.dumps(merged, indent=2), encoding="utf-8")
 
 
-def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> None:
-    """Write tensors into a folder, one file each, and an index.
-
-    Raises:
-        ConfigError: one is on the meta device, so it has no values.
-    """
+def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor], *, own: Sequence[Any] = ()) -> None:
+    """Write tensors into a folder, one file each, and an index. Arguments and errors are those of `offload_weight`."""
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     index: Index = {}
     for name, tensor in state_dict.items():
-        offload_weight(tensor, name, save_dir, index)
+        offload_weight(tensor, name, save_dir, index, own=own)
     save_offload_index(index, save_dir)
 
 
@@ -163,11 +200,21 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         if file is None:
             if self.save_folder is None:
                 raise ConfigError(f"{key} was offloaded to a folder, and no save_folder says which.")
-            return load_offloaded_weight(Path(self.save_folder, f"{info.get('weight_name', key)}.dat"), info)
+            return load_offloaded_weight(_file_of(self.save_folder, info.get("weight_name", key)), info)
         with safe_open(file, framework="pt") as opened:
             tensor: Tensor = opened.get_tensor(info.get("weight_name", key))
         tensor = tensor.to(as_dtype(info["dtype"])) if "dtype" in info else tensor
         return tensor if self.device is None else tensor.to(self.device)
+
+    @cached_property
+    def files(self) -> frozenset[Path]:
+        """The files in the folder that are read."""
+        names = {
+            info.get("weight_name", key)
+            for key, info in self.index.items()
+            if key not in self.state_dict and "safetensors_file" not in info
+        }
+        return frozenset() if self.save_folder is None else frozenset(_file_of(self.save_folder, n) for n in names)
 
     def __contains__(self, key: object) -> bool:
         return key in self.state_dict or key in self.index

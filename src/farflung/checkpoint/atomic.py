@@ -20,11 +20,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from farflung.base.errors import CheckpointError
+from farflung.base.files import WRITING
 from farflung.checkpoint import layout
 from farflung.checkpoint.manifest import Manifest, names_of
 from farflung.checkpoint.writer import sync_folder
 
-_WRITING = ".writing-"
 READY = ".ready"
 _TRASH = ".trash-"
 
@@ -49,7 +49,7 @@ class StagedDir:
         self._is_fresh = not target.exists()
         self._aside = aside or target.parent
         self._shell = (
-            self._aside / f".{target.name}{_WRITING}{token}" if self._is_fresh else target / f"{_WRITING}{token}"
+            self._aside / f".{target.name}{WRITING}{token}" if self._is_fresh else target / f"{WRITING}{token}"
         )
         self.folder = self._shell / target.name
         self._is_ours = True
@@ -64,10 +64,10 @@ class StagedDir:
     def begin(self) -> None:
         """Make the folder, once what earlier attempts have left is gone."""
         self._aside.mkdir(parents=True, exist_ok=True)
-        left = list(self._aside.glob(f".{glob.escape(self.target.name)}{_WRITING}*"))
+        left = list(self._aside.glob(f".{glob.escape(self.target.name)}{WRITING}*"))
         if not self._is_fresh:
             finish(self.target)
-            left += self.target.glob(f"{_WRITING}*")
+            left += self.target.glob(f"{WRITING}*")
         for path in left:
             shutil.rmtree(path, ignore_errors=True)  # it is in nobody's way; the next one tries again
         self.target.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ def remove(folder: Path, aside: Path) -> None:
 def sweep(aside: Path) -> None:
     """Take away what a process that was killed while it wrote or removed a numbered checkpoint has left."""
     for path in aside.glob(f".{layout.PREFIX}*"):
-        if _WRITING in path.name or _TRASH in path.name:
+        if WRITING in path.name or _TRASH in path.name:
             shutil.rmtree(path, ignore_errors=True)  # it is out of the way already
 
 
@@ -201,7 +201,7 @@ def files_in(folder: Path) -> Iterator[Path]:
     """Yield all files below a folder, but for those of attempts to write a checkpoint into it."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
-            if not (path.name.startswith((_WRITING, READY)) or _WRITING in path.name):
+            if not (path.name.startswith((WRITING, READY)) or WRITING in path.name):
                 yield from files_in(path)
         else:
             yield path

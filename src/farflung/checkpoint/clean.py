@@ -24,4 +24,9 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     if left_out:
         _logger.warning("%s are left out: they share their memory with tensors that are saved.", ", ".join(left_out))
     items = {name: kept.get(name, value) for name, value in state_dict.items() if name not in left_out}
-    return {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in items.items()}
+    return {name: _plain(value) if isinstance(value, Tensor) else value for name, value in items.items()}
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory has its values, in their order."""
+    return tensor.contiguous().resolve_conj().resolve_neg()

@@ -62,9 +62,10 @@ def find(folder: Path) -> Found:
         problem = None if is_checkpoint(folder) else "there is no checkpoint in it"
     else:
         problem = manifest.misfits(folder)
+    found = Found(folder, manifest)
     if problem:
-        raise _incomplete(folder, problem)
-    return Found(folder, manifest)
+        raise _incomplete(found, problem)
+    return found
 
 
 def verify(found: Found) -> None:
@@ -75,11 +76,33 @@ def verify(found: Found) -> None:
     """
     problem = None if found.manifest is None else found.manifest.damage(found.folder)
     if problem:
-        raise _incomplete(found.folder, problem)
+        raise _incomplete(found, problem)
 
 
-def _incomplete(folder: Path, problem: str) -> CheckpointError:
-    return CheckpointError(f"{folder} is not a complete checkpoint: {problem}.")
+def _incomplete(found: Found, problem: str) -> CheckpointError:
+    check_unchanged(found)
+    return CheckpointError(f"{found.folder} is not a complete checkpoint: {problem}.")
+
+
+def check_unchanged(found: Found) -> None:
+    """Check that a checkpoint is still the one that was found, so that all that was read since is of this one.
+
+    A new one is announced by a folder before its first file is moved, and its manifest is moved last. No lock is
+    needed, which file systems of several machines may not have. What another program wrote over its own files is not
+    seen.
+
+    Raises:
+        CheckpointError: another process has replaced or removed it, or is about to.
+    """
+    try:  # the folder is listed, as a network file system may have kept in mind that a name was not there
+        is_there = atomic.READY not in os.listdir(found.folder) and Manifest.read(found.folder) == found.manifest
+    except (OSError, CheckpointError):
+        is_there = False
+    if not is_there:
+        raise CheckpointError(
+            f"{found.folder} was replaced or removed by another process while it was read. Load it again, or save to a "
+            "folder of its own each time (automatic_checkpoint_naming=True)."
+        )
 
 
 def find_verified(folder: Path) -> Found:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import ConfigError
+from farflung.base.forms import memory_of
 from farflung.checkpoint.manifest import FileRecord
 from farflung.checkpoint.reader import allowed
 from farflung.checkpoint.writer import FileWriter, unsafe_names, write_safetensors, write_torch
@@ -120,7 +121,7 @@ class _Copier:
     def _tensor(self, tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided:
             return tensor.clone()
-        place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        place = memory_of(tensor)
         if tensor.numel() and place in self._done:
             return self._done[place]
         key = (self._name, len(self._done))

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from farflung.base.errors import ConfigError
+from farflung.base.files import WRITING
 from farflung.checkpoint import layout
 from farflung.checkpoint.manifest import names_of
 from farflung.checkpoint.save import save_object
@@ -61,7 +62,8 @@ def save_sharded(
             file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode() + b"\n")
     else:
         index.unlink(missing_ok=True)
-    old = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{ending}")
+    # Whole files of earlier saves, and parts of them that a killed process has left.
+    old = re.compile(rf"\.?{stem}(-\d{{5}}-of-\d{{5}})?\.{ending}({re.escape(WRITING)}\w+)?")
     kept_names = {*names, *names_of(directory)}
     for path in directory.iterdir():
         if old.fullmatch(path.name) and path.name not in kept_names:

@@ -144,7 +144,7 @@ def inside(name: str) -> str:
     """
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or str(path) != name:
-        raise CheckpointError(f"A checkpoint names the file {name!r}, which is outside its folder, so it was not read.")
+        raise CheckpointError(f"{name!r} names a file outside of its folder, so it was neither read nor written.")
     return name
 
 

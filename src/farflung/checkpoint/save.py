@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import ConfigError
-from farflung.checkpoint.writer import FileWriter, write_safetensors
+from farflung.checkpoint.writer import FileWriter, write_safetensors, write_torch
 
 
 def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool = False) -> None:
@@ -21,8 +21,12 @@ def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool
     Raises:
         ConfigError: `safe_serialization`, but `obj` is no dictionary from names to tensors.
     """
-    if not safe_serialization:
+    if not safe_serialization and hasattr(path, "write"):
         torch.save(obj, path)
+        return
+    if not safe_serialization:
+        with FileWriter(path) as file:
+            write_torch(obj, file)
         return
     if not isinstance(obj, dict) or not all(isinstance(value, Tensor) for value in obj.values()):
         raise ConfigError(

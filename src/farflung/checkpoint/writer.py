@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import CheckpointError, ConfigError
+from farflung.base.files import Aside
+from farflung.base.forms import bytes_of, memory_of
 from farflung.checkpoint.checksum import crc32
 
 _BLOCK = 4 * 2**20  # bytes at a time; small enough to stay in a processor's cache between the disk and the checksum
@@ -47,14 +49,14 @@ _SAFE_TYPES = {
 
 
 class FileWriter:
-    """A new file that counts and sums what goes through it; leaving the block puts it on the disk.
+    """A new file that counts and sums what goes through it; leaving the block puts it on the disk, and in its place.
 
     What fills a block of memory is written by a thread while the next block is filled, and past the system's cache
     where the file system has a way (`O_DIRECT`): nobody reads a checkpoint soon, it would push out what is read, and
     finding memory for a copy of it and waiting for the disk at the end takes longer than the disk alone.
 
     Args:
-        path: of the file; one that is there is overwritten.
+        path: of the file; one that is there is replaced once the new one is whole.
         threaded: False: no thread, as where none may start any more.
 
     Attributes:
@@ -64,7 +66,8 @@ class FileWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], threaded: bool = True) -> None:
-        self._disk = _Disk(path)
+        self._aside = Aside(path)
+        self._disk = _Disk(self._aside.path)
         self._threaded = threaded
         self.num_bytes = 0
         self.crc32 = 0
@@ -144,14 +147,17 @@ class FileWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        is_whole = False
         try:
             if self._thread is not None:
                 self._full.put(None)
                 self._thread.join()
             if error is None:
                 self._finish()
+                is_whole = True
         finally:
             self._disk.close()
+            self._aside.commit() if is_whole else self._aside.discard()
 
 
 class _Disk:
@@ -243,7 +249,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: FileWriter, metadata:
     file.write(struct.pack("<Q", len(text)) + text)
     for _, tensor in ordered:
         if tensor.numel():
-            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            file.write(bytes_of(tensor))
 
 
 def without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -260,7 +266,7 @@ def without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 f"{name} is a {type(tensor).__name__}, which safetensors can't hold. Pass safe_serialization=False."
             )
         if tensor.layout is torch.strided and tensor.numel():
-            place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            place = memory_of(tensor)
             if place in seen:
                 continue
             seen.add(place)

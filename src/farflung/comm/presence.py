@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -39,6 +39,7 @@ class PresenceStore:
         self._read: list[tuple[str, int]] = []  # keys, and how often each rank has left once nobody reads them again
         self._closed: list[str] = []  # names of groups that are closed, whose keys nobody may read again
         self.hosts: dict[int, str] = {}
+        self._num_loaders = 0
         # torch 2.6 cannot clone a store: there a thread that blocks in it blocks the others too.
         self._clone = getattr(default_store(), "clone", lambda: None)() if own_connection else None
 
@@ -119,8 +120,13 @@ class PresenceStore:
             return bool(self._store.check([self._key("alarm")]))
         return False
 
-    def check_alive(self) -> str:
-        """Give a sign of life, wait a moment for those of the other ranks, and name those that gave none."""
+    def check_alive(self, closed: Callable[[], set[int]]) -> str:
+        """Give a sign of life, wait a moment for those of the other ranks, and name those that are gone.
+
+        Args:
+            closed: returns the ranks that have closed their connection with this one. A rank that is gone has, and one
+                that closed it because of that gave a sign before; one that is busy has not, and is not to blame.
+        """
         self._has_checked_alive = True
         try:
             store = self._store
@@ -136,6 +142,11 @@ class PresenceStore:
             return (
                 f"{others} can't be asked, as the run's store is gone too: the process that serves it (rank 0, or its "
                 "launcher) has probably died"
+            )
+        if gone := [rank for rank in silent if rank in closed()]:
+            return (
+                f"{self.describe(gone)} gave no sign of life for {_ALIVE_WAIT_S:g} s and the connection is closed, so "
+                "the process died or has ended"
             )
         if silent:
             return (
@@ -188,6 +199,22 @@ class PresenceStore:
             if self._store.check([self._key("mismatch")]):
                 return str(self._store.get(self._key("mismatch")).decode())
         return ""
+
+    # ---- having no more data
+
+    def next_loader(self) -> int:
+        """Return a number for one more loader, the same on all ranks that have as many."""
+        self._num_loaders += 1
+        return self._num_loaders
+
+    def publish_data(self, name: str, text: str) -> None:
+        """Publish what is known of an iteration over data."""
+        self._store.set(self._key("data", name, self.rank), text)
+
+    def data_of(self, name: str, ranks: Iterable[int]) -> dict[int, str]:
+        """Return what those of `ranks` that have come to an iteration have published of it."""
+        keys = {rank: self._key("data", name, rank) for rank in ranks}
+        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
     # ---- being late
 

@@ -43,12 +43,14 @@ class SharedState:
 
     Attributes:
         presence: what the ranks tell each other beside their collectives.
+        ranks: those of the process group, in the numbers of all.
         waits: what this process has entered, and waits for.
         spare: groups that were made of it and given back, by what they are.
     """
 
     presence: PresenceStore
     waits: Waits
+    ranks: list[int]
     spare: dict[tuple[int | bool, ...], list[TorchGroup]] = field(default_factory=dict)
     serials: Iterator[int] = field(default_factory=count)  # one for each use of a group, the same on all ranks
     parts: dict[str, TorchGroup] = field(default_factory=dict)  # what `within` made, by name
@@ -60,7 +62,7 @@ def _shared_state_of(group: weakref.ref[dist.ProcessGroup]) -> SharedState:
     pg = group()
     assert pg is not None
     presence = PresenceStore(f"farflung/{pg.group_name}", dist.get_rank(pg), dist.get_world_size(pg))
-    return SharedState(presence, Waits(presence))
+    return SharedState(presence, Waits(presence), dist.get_process_group_ranks(pg))
 
 
 class TorchGroup:
@@ -109,6 +111,11 @@ class TorchGroup:
         if group is None:
             raise StateError("The process group of these ranks has been destroyed.")
         return group
+
+    @property
+    def ranks(self) -> list[int]:
+        """Its ranks, in the numbers of all."""
+        return dist.get_process_group_ranks(self.pg)
 
     @property
     def is_destroyed(self) -> bool:
@@ -257,9 +264,21 @@ class TorchGroup:
     def _broken(self, what: str, said: str = "") -> RankFailure | CollectiveMismatch:
         """Close the connections, and say why: a rank that is late comes before those that left because of it."""
         mismatch = self.presence.mismatch()
-        known = mismatch or self.presence.hang_report() or self.presence.describe_left() or self.presence.check_alive()
+        known = mismatch or self.presence.hang_report() or self.presence.describe_left()
+        known = known or self.presence.check_alive(self._closed)
         self.abort()
         return CollectiveMismatch(mismatch) if mismatch else RankFailure(f"{what}: {known}.{said}")
+
+    def _closed(self) -> set[int]:
+        """Return the ranks, in the numbers of `presence`, that have closed their connection with this one."""
+        numbers, closed = self.shared.ranks, set()
+        for peer, rank in enumerate(self.ranks if self.supports("cpu") and not self.is_destroyed else ()):
+            if rank in numbers and peer != self.rank:
+                try:
+                    self.pg.recv([torch.empty(1)], peer, _UNUSED_TAG)  # only begun: over a closed one it can't even be
+                except RuntimeError:
+                    closed.add(numbers.index(rank))
+        return closed
 
     def abort(self) -> None:
         """Close the connections: a gloo operation that can never end would hold up the exit of this process."""

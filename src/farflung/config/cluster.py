@@ -13,6 +13,7 @@ import yaml
 from farflung.base.enums import DistributedType
 from farflung.base.environments import ComputeEnvironment
 from farflung.base.errors import ConfigError
+from farflung.base.files import Aside
 from farflung.config.files import find_file, own_file, read_file
 from farflung.config.launch import FIELDS
 
@@ -79,11 +80,13 @@ class ClusterConfig:
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:
         """Write a file of YAML."""
-        Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
+        with Aside(yaml_file) as path:
+            path.write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
 
     def to_json_file(self, json_file: str | Path) -> None:
         """Write a file of JSON."""
-        Path(json_file).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        with Aside(json_file) as path:
+            path.write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _kind(said: dict[str, Any]) -> DistributedType:

@@ -337,15 +337,17 @@ def field_named(name: str) -> Field:
 
 
 def check_variables() -> None:
-    """Refuse variables with our prefix that no setting reads, such as one with a slip in its name.
+    """Refuse variables with our prefix that no setting reads, such as one with a slip in its name, or can't read.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is one, also of a setting that has no effect here.
     """
-    known = {entry.variable for entry in FIELDS}
+    known = {entry.variable: entry for entry in FIELDS}
     by_word = {word.strip("-").upper(): entry.variable for entry in FIELDS for word in (entry.name, *entry.flags)}
-    for name in sorted(environ.snapshot()):
-        if name.startswith(_PREFIX) and name not in known:
+    for name, text in sorted(environ.snapshot().items()):
+        if name.startswith(_PREFIX) and name in known and text:
+            known[name].parse(text, f"The environment variable {name}", environ.TRUE_WORDS, environ.FALSE_WORDS)
+        elif name.startswith(_PREFIX) and name not in known:
             meant = get_close_matches(name.removeprefix(_PREFIX), by_word, n=1)
             near = f" Did you mean `{by_word[meant[0]]}`?" if meant else ""
             raise ConfigError(f"The environment variable {name} is not a setting.{near} Unset or correct it.")

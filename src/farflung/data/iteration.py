@@ -27,6 +27,7 @@ class Iteration:
         source: the iterator that batches are read from.
         history: of workers whose random states are recorded.
         has_workers: persistent workers were there when it began.
+        name: what all ranks that iterate the loaders of one run alike call it; None: the loader is in no run.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Iteration:
         self.source: Any = None
         self.history: WorkerHistory | None = None
         self.has_workers = False
+        self.name: str | None = loader._epochs.next_name()
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -60,6 +62,7 @@ class Epochs:
 
     Attributes:
         number: the epoch of the iteration that is under way, or of the next one when none is.
+        run_number: of the loader among those of its run; None: it is in none.
         newest: the iteration that began last.
         position: where the next iteration goes on, once a state was loaded.
         chosen: the epoch that was chosen for it, where nothing is left of the one of `position`.
@@ -71,6 +74,8 @@ class Epochs:
 
     def __init__(self) -> None:
         self.number = 0
+        self.run_number: int | None = None
+        self._passes = 0
         self.under_way = False
         self.newest: Iteration | None = None
         self.position: Position | None = None
@@ -78,6 +83,11 @@ class Epochs:
         self.has_workers = False
         self.worker_states: list[States] | None = None
         self.is_loaded = False
+
+    def next_name(self) -> str | None:
+        """Name one more iteration, of whatever epoch."""
+        self._passes += 1
+        return None if self.run_number is None else f"{self.run_number}/{self._passes}"
 
     def start(self, goes_on: bool = False) -> int:
         """Begin the next epoch, also when the one before was broken off, or go on with it; return its number."""

@@ -61,6 +61,7 @@ class PreparedLoader(LoaderView):
         agree: called at the start of each iteration: makes ranks draw the same random order.
         total_batch_size: samples that all ranks together consume in one step, None when that varies.
         may_be_uneven: ranks may get different numbers of batches.
+        ends_apart: and these may differ by more than one.
 
     Attributes:
         end_of_dataloader: the batch handed out last was the final one of its iteration.
@@ -87,6 +88,7 @@ class PreparedLoader(LoaderView):
         agree: Callable[[], None] | None = None,
         total_batch_size: int | None = None,
         may_be_uneven: bool = False,
+        ends_apart: bool = False,
         **own: Any,
     ) -> None:
         super().__init__(
@@ -97,6 +99,7 @@ class PreparedLoader(LoaderView):
             device=device,
             total_batch_size=total_batch_size,
             may_be_uneven=may_be_uneven,
+            ends_apart=ends_apart,
             _state=LoopState() if state is None else state,
             _is_free=state is None,
             _move=mover(device, non_blocking),

@@ -88,6 +88,8 @@ def prepare_loader(
     factor = 1 if config.split_batches else group.size
     common["total_batch_size"] = None if batch_size is None else batch_size * factor
     common["may_be_uneven"] = not config.even_batches
+    # Ranks share whole rounds of one order; not where files are shared out, or each worker has a last round of its own.
+    common["ends_apart"] = batch_size is None or (streams and not dispatches)
     common["agree"] = _agreement(loader, exchange, [str(kind) for kind in rng_types], dispatches)
     if dispatches:
         return _dispatched(loader, group, config, slice_fn, common)

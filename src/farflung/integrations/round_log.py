@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farflung.base.errors import ConfigError
+from farflung.base.files import open_lines
 from farflung.process.failure import OUTER_ROUND, leave_note
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def opened_log(name: str | None, rank: int) -> Path | None:
     path = Path(name.replace(_RANK, str(rank)))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
+        open_lines(path).close()
     except OSError as error:
         raise ConfigError(f"The log of the outer loop, {path}, can't be written: {error.strerror}.") from error
     return path
@@ -50,7 +51,7 @@ class RoundLog:
         if self._path is None:
             return
         line = json.dumps({"model": self._model, **_finite(asdict(this))}, allow_nan=False)
-        with self._path.open("a", encoding="utf-8") as file:
+        with open_lines(self._path) as file:
             file.write(line + "\n")
 
 

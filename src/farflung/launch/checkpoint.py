@@ -116,6 +116,7 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
     found = discovery.find_verified(source)
     if form == "state-dict":
         weights = _weights(found, model)
+        discovery.check_unchanged(found)
         target.parent.mkdir(parents=True, exist_ok=True)
         save_object(weights, target, safe_serialization=target.suffix == ".safetensors")
         click.echo(f"Written to {target}: {counted(len(weights), 'tensor')}, {_short(target.stat().st_size)}.")
@@ -142,6 +143,7 @@ def _copy(names: list[str], found: discovery.Found, target: Path, with_manifest:
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(found.folder / name, target / name)
+    discovery.check_unchanged(found)
     if with_manifest:
         files = {name: FileRecord(*sums_of(target / name)) for name in names}
         old = found.manifest or Manifest({}, world_size=sum(name.startswith("random_states_") for name in names))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farflung.base.tree import batch_size_of
+from farflung.loop.ends import DataEnds
 from farflung.loop.joined import JoinedRanks
 
 
@@ -115,6 +116,7 @@ class LoopState:
     Attributes:
         window: the one that was entered last.
         joined: the ranks to agree with, inside `join_uneven_inputs`; else None.
+        ends: where ranks say that their data end; None: there is one rank.
         counts_samples: `samples_of` is wanted.
         backwards: how many backward passes there have been; what an optimizer has not stepped on since is unfinished.
     """
@@ -126,6 +128,7 @@ class LoopState:
         self.loaders: list[ActiveLoader] = []
         self.optimizers: list[Follower] = []
         self.joined: JoinedRanks | None = None
+        self.ends: DataEnds | None = None
         self._observers: list[weakref.ref[Observer]] = []
         self.counts_samples = False
         self.backwards = 0
@@ -217,6 +220,8 @@ class LoopState:
         if self.counts_samples and batch is not None:
             self._samples[id(loader)] = self.samples_of(loader) + (batch_size_of(batch) or 0)
         self._latest[id(loader)] = self._handed_out
+        if self.ends is not None and batch is not None:
+            self.ends.publish(loader)
         if not self.loaders or self.loaders[-1] is not loader:
             self.loaders = [*(other for other in self.loaders if other is not loader), loader]
 
@@ -227,6 +232,8 @@ class LoopState:
         self._latest.pop(id(loader), None)
         self._samples.pop(id(loader), None)
         self.loaders = [other for other in self.loaders if other is not loader]
+        if self.ends is not None and at_end and loader.num_batches == 0:
+            self.ends.publish(loader)
         for observer in self._observed_by():
             observer.iteration_ended(loader, at_end)
 

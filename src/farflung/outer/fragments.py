@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from farflung.base.checks import check_callable, check_type, check_whole, wrong_type
 from farflung.base.errors import ConfigError
+from farflung.base.forms import check_exchangeable, memory_of
 from farflung.base.torch_internals import own_buffers, own_parameters, passing_buffers
 from farflung.base.words import counted
 from farflung.comm.shards import local
@@ -226,6 +227,7 @@ def _parameters(model: nn.Module) -> Iterator[Place]:
             if is_lazy(parameter):
                 raise ConfigError(f"The parameter {name} has no shape yet. Run one batch through the model first.")
             if parameter is not None:
+                check_exchangeable([(name, parameter)], takes_float8=not parameter.requires_grad)  # frozen ones stay
                 yield Place(name, own_parameters(module), key)
 
 
@@ -233,7 +235,9 @@ def _buffers(model: nn.Module) -> Iterator[Place]:
     for path, module in model.named_modules():
         for key, buffer in own_buffers(module).items():
             if buffer is not None and key not in passing_buffers(module):
-                yield Place(f"{path}.{key}" if path else key, own_buffers(module), key)
+                name = f"{path}.{key}" if path else key
+                check_exchangeable([(name, buffer)])
+                yield Place(name, own_buffers(module), key)
 
 
 def _once(places: Iterator[Place]) -> Iterator[Place]:
@@ -242,7 +246,7 @@ def _once(places: Iterator[Place]) -> Iterator[Place]:
     for place in places:
         tensor = place.get()
         storage = local(tensor)
-        memory = (storage.data_ptr(), storage.shape, storage.stride()) if storage.numel() else id(tensor)
+        memory = memory_of(storage) if storage.numel() else id(tensor)
         if memory not in seen:
             seen.add(memory)
             yield place

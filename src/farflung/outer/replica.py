@@ -244,8 +244,8 @@ class Replica:
         self._recipe = recipe
         self._is_whole = is_whole
         self._cap_bytes = cap_bytes
-        self._structure = Structure(model)
         self._cut = recipe.fragments(model, recipe.schedule.fragments)
+        self._structure = Structure(model)
         self.description, self.tensors = describe(recipe, self._cut, cap_bytes)
         self.fragments: list[BoundFragment] = []
 

@@ -7,6 +7,7 @@ Where `WORLD_SIZE > 1` there is a group in the end, or an error; never several c
 from __future__ import annotations
 
 import atexit
+import math
 import sys
 import time
 from contextlib import suppress
@@ -196,6 +197,9 @@ def _install_exit_report() -> None:
 
     def report_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         world = slot.current()
+        known = _explained(error)  # the sentence with the rank, in place of the transport's words
+        if known is not error:
+            kind, error = type(known), known.with_traceback(trace)
         if world is not None and dist.is_initialized():
             world.group.leave(f"{kind.__name__}: {error}"[:500], for_good=True)
         before(kind, error, trace)
@@ -208,14 +212,18 @@ def _watch(world: World, asked: WatchdogKwargs | None, init: InitProcessGroupKwa
 
     The launcher's is not shorter than what the script allows a collective of torch's.
     """
+    seconds = environ.number("FARFLUNG_HANG_TIMEOUT_S")
+    if seconds is not None and not 0 <= seconds < math.inf:
+        raise ConfigError(
+            f"The environment variable FARFLUNG_HANG_TIMEOUT_S is {seconds:g}; give seconds, or 0 for none."
+        )
     if world.watchdog is None:
         return
-    seconds = environ.number("FARFLUNG_HANG_TIMEOUT_S")
     if asked is not None:
         world.watchdog.start(asked.timeout_s)
     elif seconds:
         allowed_s = init.timeout.total_seconds() if init is not None and init.timeout is not None else 0.0
-        world.watchdog.start(WatchdogKwargs(max(seconds, allowed_s)).timeout_s, is_default=True)
+        world.watchdog.start(max(seconds, allowed_s), is_default=True)
 
 
 def _explained(error: BaseException) -> BaseException:

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from farflung.base.errors import FarflungError
+from farflung.base.files import Aside
 from farflung.config import environ
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -49,7 +50,10 @@ def install_failure_report(rank: int, explain: Callable[[BaseException], BaseExc
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             return
-        record_failure(explain(error) if explain is not None else error)
+        known = error if explain is None else explain(error)
+        if known is not error:
+            kind, error = type(known), known.with_traceback(trace)
+        record_failure(error)
         printed = io.StringIO()
         with redirect_stderr(printed):
             before(kind, error, trace)
@@ -100,9 +104,8 @@ def _write_report(message: str, details: dict[str, Any]) -> None:
     now = time.time()
     details |= {"timestamp": str(int(now)), "precise_timestamp": now}
     try:
-        part = Path(f"{path}.part")
-        part.write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8")
-        part.replace(path)  # whole or not at all: this process may be ended at any moment
+        with Aside(path) as part:  # this process may be ended at any moment
+            part.write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8")
     except OSError as problem:
         print(f"The failure could not be written to {path} for the launcher: {problem}", file=sys.stderr)
 

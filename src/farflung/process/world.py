@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who this process is: one frozen `World`, in the first of the two slots where Farflung keeps state."""
+"""Who this process is: one frozen `World`, in the first of the two slots where Farflung keeps state.
+
+Beside it stands which objects read files, by weak references.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -72,6 +77,7 @@ class World:
 
 _slot: World | None = None
 _num_left = 0
+_readers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def current() -> World | None:
@@ -116,3 +122,13 @@ def vacate() -> World | None:
 def num_left() -> int:
     """Return how many worlds of several processes this one has made and left, as all ranks of a run do together."""
     return _num_left
+
+
+def add_reader(reader: Any) -> None:
+    """Note that an object reads files as long as it lives, so that nothing else in this process may replace them."""
+    _readers[id(reader)] = reader
+
+
+def readers() -> list[Any]:
+    """Return the objects that read files and are alive."""
+    return list(_readers.values())

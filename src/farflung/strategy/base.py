@@ -57,5 +57,8 @@ class Strategy(Protocol):
         None: they are not, as this rank is alone there, or `model` is not wrapped for it.
         """
 
+    def awaited(self, model: nn.Module) -> Group | None:
+        """Return the ranks that a forward pass of `model`, or the backward pass after it, waits for now; None: none."""
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that `prepare` was given."""

@@ -138,6 +138,15 @@ class DDP:
             return self.mesh.everyone
         return self.mesh.island if self._has_rows else None
 
+    def awaited(self, model: nn.Module) -> Group | None:
+        if not isinstance(model, DistributedDataParallel):
+            return self._sharded.awaited(model)
+        if torch.is_grad_enabled() and model.require_backward_grad_sync:
+            return self.averaged_over(model)
+        if model.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            return self.mesh.island if self._has_rows else self.mesh.everyone
+        return None
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
 

@@ -130,6 +130,14 @@ class ShardedModels:
             return None
         return self.mesh.island if any(model is other for other in self._local) else self.mesh.everyone
 
+    def awaited(self, model: nn.Module) -> Group | None:
+        if not sharded_parts(model.modules()):
+            return None
+        is_averaged = torch.is_grad_enabled() and all(model is not other for other in self._silent)
+        if is_averaged or self.mesh.device_mesh is None:
+            return self.averaged_over(model)
+        return self.mesh.everyone if self._spans_all(model) else self.mesh.island
+
 
 def _reshard_after_evaluation(model: nn.Module, inputs: Any, outputs: Any) -> None:
     """Let the parameters of `model` be shards again, as they are after a backward pass, where none will come."""

@@ -44,5 +44,8 @@ class Single:
     def averaged_over(self, model: nn.Module) -> Group | None:
         return None
 
+    def awaited(self, model: nn.Module) -> Group | None:
+        return None
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model

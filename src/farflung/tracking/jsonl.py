@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from farflung.base.files import open_lines
 from farflung.base.tree import listify
 from farflung.tracking.base import GeneralTracker, is_number, on_main_process
 
@@ -42,7 +43,7 @@ class JSONLTracker(GeneralTracker):
     @on_main_process
     def start(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        self._file = open_lines(self.path)
         self._write("start")
 
     @on_main_process

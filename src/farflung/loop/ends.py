@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks with different numbers of batches: one that has more hears of it before it waits for the others for ever.
+
+A loader knows its last batch when it hands it out, and each rank publishes that in the store. A rank whose forward or
+backward pass waits for others looks there: with its last batch, as ranks that share the rounds of one order differ by
+one batch at most; with every batch where they read streams of their own. Loaders that are even publish nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from farflung.base.errors import CollectiveMismatch
+from farflung.base.torch_internals import before_calls
+from farflung.base.words import counted, numbered
+from farflung.comm.torch_group import TorchGroup
+
+_MORE = "more"
+_TICK_S = 0.002  # between two looks for the first word of a rank
+
+
+class DataEnds:
+    """What the ranks have published of their loaders.
+
+    Args:
+        group: all ranks.
+    """
+
+    def __init__(self, group: TorchGroup) -> None:
+        self._group = group
+        self._checked: Any = None
+
+    def add(self, loader: Any) -> None:
+        """Take in a loader that all ranks prepare now."""
+        loader._epochs.run_number = self._group.presence.next_loader()
+
+    def publish(self, one: Any) -> None:
+        """Publish what is known of an iteration that hands out a batch, or ends without one."""
+        if not one.loader.may_be_uneven or one.name is None:
+            return
+        if one.end_of_dataloader or one.num_batches == 0:
+            self._group.presence.publish_data(one.name, str(one.skip + one.num_batches))
+        elif one.num_batches == 1:
+            self._group.presence.publish_data(one.name, _MORE)
+
+    def check_before(
+        self, model: nn.Module, ranks: Callable[[nn.Module], Iterable[int]], current: Callable[[], Any]
+    ) -> None:
+        """Check before each forward pass of `model` that the ranks it waits for have the batch in hand.
+
+        Args:
+            ranks: says which ranks a pass of a model waits for now, the backward pass after it included.
+            current: returns the iteration whose batch is in hand; None: there is none, or the ranks are joined.
+        """
+        before_calls(model, _EvenCheck(self, ranks, current))
+
+    def check(self, one: Any, ranks: Iterable[int], model: nn.Module) -> None:
+        """Check that `ranks` have the batch that `model` computes with now.
+
+        Raises:
+            CollectiveMismatch: their data have ended.
+        """
+        loader, at = one.loader, one.skip + one.num_batches
+        may_be_alone = loader.may_be_uneven and (one.end_of_dataloader or loader.ends_apart)
+        if not may_be_alone or one.name is None or self._checked == (one.name, at):
+            return
+        others = [rank for rank in ranks if rank != self._group.rank]
+        if not others:
+            return
+        presence = self._group.presence
+        words = presence.data_of(one.name, others)
+        while one.num_batches == 1 and len(words) < len(others):  # no pass has waited for them yet
+            self._group.raise_if_broken()
+            time.sleep(_TICK_S)
+            words = presence.data_of(one.name, others)
+        gone = {rank: int(word) for rank, word in words.items() if word != _MORE and int(word) < at}
+        if gone:
+            who = numbered("rank", sorted(gone))
+            error = CollectiveMismatch(
+                f"Rank {self._group.rank} has batch {at} of a loader, but the data of {who} ended after "
+                f"{counted(max(gone.values()), 'batch')}, so a pass of {type(model).__name__} would wait for {who} for "
+                "ever. Use even_batches=True, or with DDP join_uneven_inputs([model])."
+            )
+            self._group.leave(f"CollectiveMismatch: {error}", for_good=True)  # so that all hear of it
+            raise error
+        self._checked = one.name, at
+
+
+class _EvenCheck:
+    def __init__(self, ends: DataEnds, ranks: Callable[[nn.Module], Iterable[int]], current: Callable[[], Any]) -> None:
+        self._ends = ends
+        self._ranks = ranks
+        self._current = current
+
+    def __call__(self, model: nn.Module, inputs: Any = ()) -> None:
+        one = None if torch.compiler.is_compiling() else self._current()
+        if one is not None and one.loader.may_be_uneven:
+            self._ends.check(one, self._ranks(model), model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Unchecked, ()  # a copy of the model is its own, and is in no run
+
+
+class _Unchecked:
+    def __call__(self, model: nn.Module, inputs: Any) -> None:
+        return None
