@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the loop you already have on far-flung machines, and talks as little as the network allows.
 
-Names and modules (`farflung.utils`) are loaded when they are first used, so that `import farflung` itself costs nothing.
+Names and modules (`farflung.utils`) are loaded when they are first used, so that `import farflung` costs nothing.
 """
 
 from __future__ import annotations

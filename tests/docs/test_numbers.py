@@ -10,17 +10,11 @@ import accelerate
 import accelerate.utils
 import pytest
 import torch
-from accelerate.commands.launch import launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env
 from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 import farflung
 import farflung.utils
-from farflung.base.errors import ConfigError
-from farflung.config import environ
-from farflung.config.resolve import resolve
-from farflung.launch.plan import make_plan
 from farflung.process.bootstrap import RankInfo, choose_device
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
@@ -164,19 +158,3 @@ def test_a_model_is_saved_in_the_same_files(sizes, tmp_path):
         index = tmp_path / name / "model.safetensors.index.json"
         names.append(json.loads(index.read_text())["weight_map"] if index.exists() else None)
     assert names[0] == names[1]
-
-
-def test_gpus_by_flag_and_the_cpu_by_variable(tmp_path, monkeypatch):
-    script = tmp_path / "train.py"
-    script.touch()
-    monkeypatch.chdir(tmp_path)
-    with environ.patched({"ACCELERATE_USE_CPU": "true"}):
-        settings = resolve({"multi_gpu": True, "num_processes": "2"}).settings
-        assert settings.multi_gpu
-        if not torch.cuda.is_available():
-            with pytest.raises(ConfigError, match="Use --cpu to train without"):
-                make_plan(settings, str(script), [])
-        words = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", str(script)]
-        arguments = launch_command_parser().parse_args(words)
-        arguments.dynamo_backend = "no"
-        assert prepare_multi_gpu_env(arguments)["ACCELERATE_USE_CPU"] == "true"  # which its processes obey
