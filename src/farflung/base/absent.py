@@ -73,7 +73,7 @@ ABSENT: tuple[Absent, ...] = (
         "SageMaker",
         "Start `farflung launch` inside the job.",
         classes="SageMakerConfig",
-        functions="get_sagemaker_input prepare_sagemager_args_inputs sagemaker_launcher",
+        functions="_convert_nargs_to_dict get_sagemaker_input prepare_sagemager_args_inputs sagemaker_launcher",
     ),
     Absent(
         "bitsandbytes quantization",
