@@ -99,7 +99,7 @@ ABSENT: tuple[Absent, ...] = (
     Absent(
         "tensor/context parallelism",
         "They are not there yet. Shard models by FSDP, or use an outer loop.",
-        classes="TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin",
+        classes="TorchTensorParallelPlugin",
     ),
     Absent(
         "Accelerate's commands as functions",
@@ -117,7 +117,7 @@ ABSENT: tuple[Absent, ...] = (
     Absent(
         "the inside of Accelerate",
         "Use `Accelerator`, whose methods do what it is for.",
-        classes="DataLoaderAdapter DataLoaderStateMixin ThreadLocalSharedDict",
+        classes="ThreadLocalSharedDict",
         functions="chained_operation do_nothing fallback_allocate gather_tensor_shape "
         "get_module_size_with_ties get_sampler is_torch_xpu_tensor "
         "load_accelerator_state load_custom_state mocked_dataloaders mocked_dataloaders_for_autoregressive_models "
