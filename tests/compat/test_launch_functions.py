@@ -178,3 +178,23 @@ def test_layers_with_a_state_along_the_sequence_are_refused_as_there(refuse):
     refuse(SimpleNamespace())
     with pytest.raises(ValueError, match="linear_attention"):
         refuse(SimpleNamespace(config=SimpleNamespace(layer_types=["full_attention", "linear_attention"])))
+
+
+@pytest.mark.parametrize("prepare", [prepare_multi_gpu_env, their_multi_env])
+def test_the_arguments_get_what_torchruns_parser_calls_otherwise(prepare):
+    theirs = prepare is their_multi_env
+    parser = their_parser() if theirs else launch_command_parser()
+    args = parser.parse_args(
+        ["--num_processes", "4", "--num_machines", "2", "--main_process_ip", "10.0.0.1", "train.py"]
+    )
+    args.machine_rank, args.main_process_port, args.same_network = 1, 29511, True
+    args.mixed_precision, args.dynamo_backend, args.num_cpu_threads_per_process = "no", "no", 1
+    with clear_environment(), patch_environment(HOME="/tmp"):
+        prepare(args)
+    assert (args.nproc_per_node, args.nnodes, args.node_rank) == ("2", "2", 1)
+    assert (args.master_addr, args.master_port) == ("10.0.0.1", "29511")
+    args = argparse.Namespace(**{**vars(args), "num_machines": 1, "machine_rank": 0, "main_process_port": 0})
+    args.main_process_ip = "127.0.0.1" if theirs else None
+    with clear_environment(), patch_environment(HOME="/tmp"):
+        prepare(args)
+    assert int(args.master_port) > 0

@@ -126,9 +126,10 @@ class Checkpointing:
         Raises:
             ConfigError: one has not.
         """
-        for each in objects:
+        for index, each in enumerate(objects):
             wanted = "an object that has state_dict() and load_state_dict()"
-            check_protocol("register_for_checkpointing: an object", each, ("state_dict", "load_state_dict"), wanted)
+            name = f"register_for_checkpointing: Item at index {index}"
+            check_protocol(name, each, ("state_dict", "load_state_dict"), wanted)
         self._run.custom.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:

@@ -166,8 +166,13 @@ class AcceleratorState(Engines, PartialState):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes work together."""
-        return DistributedType.FSDP if self.is_fsdp2 else self._world.kind
+        """How the processes work together, or what a script has set this to; that changes nothing of how they train."""
+        named = None if slot.current() is None else slot.opened().named_kind
+        return named or (DistributedType.FSDP if self.is_fsdp2 else self._world.kind)
+
+    @distributed_type.setter
+    def distributed_type(self, kind: DistributedType) -> None:
+        slot.opened().named_kind = DistributedType(kind)
 
     @property
     def _layout(self) -> Layout | None:

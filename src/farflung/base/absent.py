@@ -123,7 +123,7 @@ ABSENT: tuple[Absent, ...] = (
         "Use `Accelerator`, whose methods do what it is for.",
         classes="ThreadLocalSharedDict",
         functions="chained_operation do_nothing fallback_allocate gather_tensor_shape "
-        "get_module_size_with_ties get_sampler is_torch_xpu_tensor "
+        "get_sampler is_torch_xpu_tensor "
         "load_accelerator_state load_custom_state mocked_dataloaders mocked_dataloaders_for_autoregressive_models "
         "move_to_device patch_optimizer_step save_accelerator_state save_custom_state verify_operation",
         is_engine=False,

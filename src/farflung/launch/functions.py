@@ -19,6 +19,7 @@ from farflung.config.resolve import resolve
 from farflung.config.setting import Field
 from farflung.config.spelling import underscored
 from farflung.launch import main as command
+from farflung.launch.network import DEFAULT_PORT, get_free_port
 from farflung.launch.run import launch_script
 
 
@@ -119,9 +120,17 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     """Return the environment of each process of a script, without what tells them apart.
 
     Args:
-        args: as `launch_command_parser` parses them.
+        args: as `launch_command_parser` parses them. It gets what torchrun's parser calls otherwise: `nproc_per_node`,
+            `master_port` and, for several machines, `nnodes`, `node_rank` and `master_addr`.
     """
-    return _environment(resolve(flags_of(args)).settings)
+    settings = resolve(flags_of(args)).settings
+    port = settings.main_process_port
+    args.nproc_per_node = str(settings.num_local or 1)
+    args.master_port = str(get_free_port() if port == 0 else port or DEFAULT_PORT)
+    if settings.num_machines > 1:
+        args.nnodes, args.node_rank = str(settings.num_machines), settings.machine_rank
+        args.master_addr = str(settings.main_process_ip)
+    return _environment(settings)
 
 
 def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
