@@ -4,6 +4,9 @@
 Those of the other doors, such as `farflung.utils`, are compared with Accelerate's in tests/compat.
 """
 
+import subprocess
+import sys
+
 import farflung
 import farflung.outer
 
@@ -27,3 +30,17 @@ def test_the_public_names_are_these_and_all_of_them_exist():
     for module, names in ((farflung, FARFLUNG), (farflung.outer, OUTER)):
         assert sorted(module.__all__) == sorted(names.split()), module.__name__
         assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_modules_are_attributes_and_loaded_at_first_use():
+    code = """
+import sys, farflung
+assert not hasattr(farflung, "nowhere") and "torch" not in sys.modules
+names = "accelerator big_modeling checkpointing commands data_loader hooks inference launchers logging optimizer"
+for name in (names + " parallelism_config scheduler state tracking utils outer").split():
+    assert getattr(farflung, name) is sys.modules["farflung." + name], name
+farflung.utils.set_seed(0)
+farflung.logging.get_logger("here")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -354,7 +354,6 @@ PROCESSES = [
         "'a': 1",
         "'b': 2",
     ),
-    ("k.accelerator.on_process(print, process_index=5)", "process_index", "5"),
     ("k.accelerator.on_process(print)", "process_index", "None"),
     ('k.accelerator.on_process(print, process_index="0")', "process_index", "'0'"),
     ("k.accelerator.on_local_process(print, local_process_index=-1)", "local_process_index", "-1"),

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the loop you already have on far-flung machines, and talks as little as the network allows.
 
-Names are loaded when they are first used, so that `import farflung` itself costs nothing.
+Names and modules (`farflung.utils`) are loaded when they are first used, so that `import farflung` costs nothing.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,9 +87,11 @@ __all__ = [*_WHERE, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    if name.startswith("_") or find_spec(f"farflung.{name}") is None:
         raise AttributeError(f"module 'farflung' has no attribute {name!r}")
-    return getattr(import_module(_WHERE[name]), name)
+    return import_module(f"farflung.{name}")
 
 
 def __dir__() -> list[str]:

@@ -13,8 +13,10 @@ from farflung.big_model.dispatch import (
 from farflung.big_model.load import load_checkpoint_in_model
 from farflung.big_model.sizes import get_balanced_memory
 from farflung.big_model.tensors import init_empty_weights, init_on_device
+from farflung.launch.private_names import _refuse_recurrent_layers_under_sequence_parallelism
 
 __all__ = [
+    "_refuse_recurrent_layers_under_sequence_parallelism",
     "attach_layerwise_casting_hooks",
     "check_device_map",
     "cpu_offload",

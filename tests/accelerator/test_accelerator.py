@@ -25,8 +25,10 @@ from farflung.utils import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
+    TorchContextParallelConfig,
     TorchDynamoPlugin,
     extract_model_from_parallel,
 )
@@ -110,6 +112,12 @@ def test_an_accelerator_made_before_a_reset_keeps_what_it_was_made_with():
         ({"deepspeed_plugin": object()}, Unsupported, "DeepSpeed"),
         ({"fsdp_plugin": object()}, ConfigError, "FullyShardedDataParallelPlugin"),
         ({"megatron_lm_plugin": object()}, Unsupported, "Megatron-LM"),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, Unsupported, "tp_size=2"),
+        (
+            {"parallelism_config": ParallelismConfig(cp_handler=TorchContextParallelConfig())},
+            Unsupported,
+            "context parallelism",
+        ),
         ({"log_with": "jsonl"}, ConfigError, "project_dir"),
         ({"dynamo_backend": "inductr"}, ConfigError, "Did you mean `inductor`"),
         ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin("eager")}, ConfigError, "both"),

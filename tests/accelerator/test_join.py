@@ -2,13 +2,14 @@
 """`join_uneven_inputs`: ranks with different numbers of batches train as one process would, and none waits in vain."""
 
 import time
+from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from farflung import Accelerator
+from farflung import Accelerator, ParallelismConfig
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.state import AcceleratorState
 from farflung.testing.patience import patience
@@ -197,17 +198,30 @@ def test_a_rank_that_fails_is_named_to_those_with_and_without_data(fails):
         assert seconds < patience(8)
 
 
-def refused():
+def evaluated():
     accelerator = Accelerator(cpu=True)
-    with (
-        pytest.raises(ConfigError, match="a Linear is not wrapped in DDP"),
-        accelerator.join_uneven_inputs([network()]),
-    ):
+    model, copy = accelerator.prepare(network()), network()
+    with ExitStack() as stack:
+        with pytest.warns(UserWarning, match="a Linear is not wrapped in DDP, so it is not joined"):
+            stack.enter_context(accelerator.join_uneven_inputs([model, copy]))
+        for number in range(1 + accelerator.process_index):
+            model(tokens(number, 0, 2)).sum().backward()
+            copy(tokens(number, 0, 2))
+
+
+def test_a_model_that_is_not_under_ddp_is_left_alone_with_a_warning():
+    run_ranks(evaluated, 2)
+
+
+def sharded():
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=2))
+    model = accelerator.prepare(network())
+    with pytest.raises(ConfigError, match="is sharded"), accelerator.join_uneven_inputs([model]):
         pass
 
 
-def test_a_model_that_is_not_under_ddp_is_refused():
-    run_ranks(refused, 2)
+def test_a_sharded_model_is_refused():
+    run_ranks(sharded, 2)
 
 
 def test_alone_there_is_nothing_to_join():

@@ -27,6 +27,7 @@ from farflung.optimizer import AcceleratedOptimizer
 from farflung.scheduler import AcceleratedScheduler
 from farflung.state import AcceleratorState, GradientState, PartialState
 from farflung.testing.ranks import run_ranks
+from farflung.utils import DistributedType
 
 LIBRARIES = ("accelerate", "farflung")
 WHERE = {
@@ -282,3 +283,16 @@ def test_a_constructed_optimizer_follows_windows_once_it_is_prepared():
             complete.append((alone.window_is_complete, prepared.window_is_complete))
     assert complete == [(True, False), (True, True)]
     assert prepared.optimizer is alone.optimizer
+
+
+def test_a_script_may_name_another_kind_of_distribution():
+    accelerator = farflung.Accelerator(cpu=True)
+    accelerator.state.distributed_type = "FSDP"
+    assert accelerator.distributed_type is accelerator.state.distributed_type is DistributedType.FSDP
+    with pytest.warns(UserWarning, match="only supported for multi-GPU"), accelerator.join_uneven_inputs([object()]):
+        pass
+    accelerator.state.distributed_type = DistributedType.NO
+    with accelerator.join_uneven_inputs([torch.nn.Linear(1, 1)]):
+        pass
+    AcceleratorState._reset_state()
+    assert farflung.Accelerator(cpu=True).distributed_type is DistributedType.NO

@@ -122,3 +122,14 @@ def test_decisions_can_be_read(capsys):
     said = capsys.readouterr().out
     assert "does not fit on 0" in said
     assert "-> cpu" in said
+
+
+def test_sizes_with_shared_weights_are_those_of_accelerate():
+    model = nn.Sequential()
+    for name in ("one", "two", "three"):
+        model.add_module(name, nn.Linear(4, 4))
+    sizes = ours.compute_module_sizes(model)
+    waiting = [(name, module) for name, module in model.named_children() if name != "one"]
+    for tied in ([], ["two.weight"], ["two.weight", "three.weight"]):
+        arguments = (tied, sizes["one"], sizes, waiting)
+        assert ours.get_module_size_with_ties(*arguments) == theirs.get_module_size_with_ties(*arguments)

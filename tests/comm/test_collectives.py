@@ -336,6 +336,7 @@ def disagrees():
         told(lambda: collectives.gather(exchange, {"a": torch.zeros(big if rank == 2 else 8)})),
         told(lambda: collectives.gather(exchange, torch.zeros(big, dtype=[torch.int32, torch.float32][rank % 2]))),
         told(lambda: collectives.reduce(exchange, [torch.zeros(2)] * (1 + rank % 2))),
+        told(lambda: collectives.reduce(exchange, torch.ones(2, dtype=[torch.int64, torch.float64][rank % 2]), "sum")),
         told(lambda: collectives.broadcast(exchange, torch.zeros(big + rank))),
         told(lambda: collectives.broadcast(exchange, torch.zeros(2), from_process=rank)),
         told(lambda: (collectives.gather if rank else collectives.reduce)(exchange, torch.zeros(2))),
@@ -354,7 +355,9 @@ def test_ranks_that_disagree_all_raise_the_same():
         "gather: ranks 0, 1 and 2 brought [8, 10] float32, rank 3 [6, 10] float32. "
         "Use pad_across_processes(dim=0) or gather_object."
     )
-    assert "rank 0 called reduce(reduction='mean', scale=1.0), ranks 1, 2 and 3 gather" in first[6][1]
+    assert "int64" in first[4][1]
+    assert "float64" in first[4][1]
+    assert "rank 0 called reduce(reduction='mean', scale=1.0), ranks 1, 2 and 3 gather" in first[7][1]
 
 
 class Unpicklable:

@@ -4,8 +4,11 @@
 import argparse
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
+from accelerate.big_modeling import _refuse_recurrent_layers_under_sequence_parallelism as their_refuse
+from accelerate.commands.launch import _validate_launch_command as their_validate
 from accelerate.commands.launch import launch_command_parser as their_parser
 from accelerate.utils.launch import PrepareForLaunch as TheirPrepare
 from accelerate.utils.launch import _filter_args as their_filter
@@ -14,7 +17,14 @@ from accelerate.utils.launch import prepare_multi_gpu_env as their_multi_env
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env as their_simple
 
 from farflung.base.errors import ConfigError, Unsupported
-from farflung.commands.launch import launch_command, launch_command_parser, multi_gpu_launcher, simple_launcher
+from farflung.big_modeling import _refuse_recurrent_layers_under_sequence_parallelism
+from farflung.commands.launch import (
+    _validate_launch_command,
+    launch_command,
+    launch_command_parser,
+    multi_gpu_launcher,
+    simple_launcher,
+)
 from farflung.utils import PrepareForLaunch, _filter_args, clear_environment, patch_environment
 from farflung.utils.launch import (
     prepare_extend_env_parallelism_config,
@@ -145,3 +155,46 @@ def test_a_function_is_told_its_rank_as_there(prepare, kind):
     assert words == ("a", "b")
     assert variables["FORK_LAUNCHED"] == "1"
     assert (variables.get("RANK"), variables.get("LOCAL_RANK")) == ((None, None) if kind == "NO" else ("9", "1"))
+
+
+def test_a_command_line_is_completed_by_the_file_as_there(tmp_path):
+    file = tmp_path / "default.yaml"
+    file.write_text("distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 4\n")
+    line = ["--config_file", str(file), "--num_machines", "1", "--mixed_precision", "bf16", "train.py", "--lr", "1"]
+    mine, other = (parser().parse_args(line) for parser in (launch_command_parser, their_parser))
+    with clear_environment(), patch_environment(HOME="/tmp"):
+        (mine, defaults, from_file), (other, _, their_from_file) = _validate_launch_command(mine), their_validate(other)
+        told = prepare_multi_gpu_env(mine)
+    assert from_file is their_from_file is False
+    for name in ("num_processes", "num_machines", "mixed_precision", "use_cpu", "training_script_args"):
+        assert getattr(mine, name) == getattr(other, name), name
+    assert defaults.num_processes == 4
+    assert (told["ACCELERATE_USE_CPU"], told["ACCELERATE_MIXED_PRECISION"]) == ("true", "bf16")
+
+
+@pytest.mark.parametrize("refuse", [_refuse_recurrent_layers_under_sequence_parallelism, their_refuse])
+def test_layers_with_a_state_along_the_sequence_are_refused_as_there(refuse):
+    refuse(SimpleNamespace(config=SimpleNamespace(layer_types=["full_attention"])))
+    refuse(SimpleNamespace())
+    with pytest.raises(ValueError, match="linear_attention"):
+        refuse(SimpleNamespace(config=SimpleNamespace(layer_types=["full_attention", "linear_attention"])))
+
+
+@pytest.mark.parametrize("prepare", [prepare_multi_gpu_env, their_multi_env])
+def test_the_arguments_get_what_torchruns_parser_calls_otherwise(prepare):
+    theirs = prepare is their_multi_env
+    parser = their_parser() if theirs else launch_command_parser()
+    args = parser.parse_args(
+        ["--num_processes", "4", "--num_machines", "2", "--main_process_ip", "10.0.0.1", "train.py"]
+    )
+    args.machine_rank, args.main_process_port, args.same_network = 1, 29511, True
+    args.mixed_precision, args.dynamo_backend, args.num_cpu_threads_per_process = "no", "no", 1
+    with clear_environment(), patch_environment(HOME="/tmp"):
+        prepare(args)
+    assert (args.nproc_per_node, args.nnodes, args.node_rank) == ("2", "2", 1)
+    assert (args.master_addr, args.master_port) == ("10.0.0.1", "29511")
+    args = argparse.Namespace(**{**vars(args), "num_machines": 1, "machine_rank": 0, "main_process_port": 0})
+    args.main_process_ip = "127.0.0.1" if theirs else None
+    with clear_environment(), patch_environment(HOME="/tmp"):
+        prepare(args)
+    assert int(args.master_port) > 0

@@ -359,24 +359,44 @@ def test_enumerations_have_the_same_members(name):
         assert "nothing" not in mine
 
 
-def test_a_configuration_of_parallelism_says_the_same_of_its_axes(monkeypatch):
-    for sizes in ({}, {"dp_shard_size": 4}, {"dp_replicate_size": 4}, {"dp_replicate_size": 2, "dp_shard_size": 2}):
-        mine, other = ours.ParallelismConfig(**sizes), theirs.ParallelismConfig(**sizes)
-        names = {name for name in dir(other) if name[0] != "_" and not callable(getattr(other, name))}
-        names -= {"fsdp_dim_names"}
-        assert {name: getattr(mine, name) for name in names} == {name: getattr(other, name) for name in names}
-        assert mine.fsdp_dim_names == mine.active_mesh_dims  # axes that the mesh has, not one joint with others
-        assert mine.to_json() == vars(mine)  # None, there
-    mine = ours.ParallelismConfig()
-    assert mine.build_device_mesh("cpu") is theirs.ParallelismConfig().build_device_mesh("cpu") is None
-    assert mine == ours.ParallelismConfig(dp_replicate_size=1, tp_size=1)
-    with pytest.raises(Unsupported, match="tp_size=2"):
-        mine.tp_size = 2
-    with pytest.raises(ConfigError, match="cp_size"):
-        ours.ParallelismConfig(cp_size=0)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"dp_shard_size": 4},
+        {"dp_replicate_size": 4},
+        {"dp_replicate_size": 2, "dp_shard_size": 2},
+        {"dp_shard_size": 2, "cp_size": 2, "tp_size": 2},
+        {"tp_size": 8},
+        {"sp_size": 2},
+    ],
+)
+def test_a_configuration_of_parallelism_says_the_same_of_its_axes(sizes):
+    mine = ours.ParallelismConfig(**sizes)
+    made = {} if "sp_size" not in sizes else {"sp_handler": object()}  # theirs asks for DeepSpeed
+    other = theirs.ParallelismConfig(**sizes, **made)
+    names = {name for name in dir(other) if name[0] != "_" and not callable(getattr(other, name))}
+    names -= {"fsdp_dim_names", "tp_handler", "cp_handler", "sp_handler"}
+    assert {name: getattr(mine, name) for name in names} == {name: getattr(other, name) for name in names}
+    assert mine.fsdp_dim_names == mine.dp_cp_dim_names  # axes that are not joint with others
+    assert repr(mine.cp_handler) == repr(other.cp_handler)
+    assert mine.to_json() == vars(mine)  # None, there
+    assert mine == ours.ParallelismConfig(**sizes) != ours.ParallelismConfig(dp_shard_size=64)
+    if sizes and "sp_size" not in sizes:
+        assert mine._get_mesh() == other._get_mesh()
+
+
+def test_axes_of_a_configuration_that_do_not_fit_are_refused(monkeypatch):
+    assert ours.ParallelismConfig().build_device_mesh("cpu") is theirs.ParallelismConfig().build_device_mesh("cpu")
+    for wrong in ({"cp_size": 0}, {"cp_size": 2, "sp_size": 2}, {"tp_size": 2, "dp_replicate_size": 2}):
+        for library in (ours, theirs):
+            with pytest.raises(ValueError, match=max(wrong, key=len)):
+                library.ParallelismConfig(**wrong)
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
-    with pytest.raises(Unsupported, match="cp_size=2"):
-        ours.ParallelismConfig()
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "ring")
+    for library in (ours, theirs):
+        with pytest.raises(ValueError, match="Invalid cp_comm_strategy: ring"):
+            library.ParallelismConfig()
 
 
 def test_state_dicts_are_cleaned_for_safetensors_without_losing_parts_of_a_tensor(states):

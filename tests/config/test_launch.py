@@ -241,15 +241,20 @@ def test_an_error_names_the_file_that_took_part_in_it(home):
 
 
 @pytest.mark.parametrize("gpus", [("multi_gpu", "FARFLUNG_MULTI_GPU", "true"), ("gpu_ids", "FARFLUNG_GPU_IDS", "0,1")])
-def test_a_flag_for_one_device_overrules_a_variable_for_the_other(gpus, home):
+def test_what_asks_for_the_cpu_overrules_gpus_unless_both_are_equally_strong(gpus, home):
     name, variable, value = gpus
     said = True if value == "true" else value
     with environ.patched({"ACCELERATE_USE_CPU": "true"}):
-        chosen = resolve({name: said}).settings
-        assert getattr(chosen, name) == said
-        assert rank_variables(chosen)["ACCELERATE_USE_CPU"] == "false"
+        chosen = resolve({name: said, "num_processes": "2"})
+        assert getattr(chosen.settings, name) in (False, "all")
+        assert (rank_variables(chosen.settings)["ACCELERATE_USE_CPU"], chosen.settings.num_processes) == ("true", 2)
+        assert chosen.notes == (f"ACCELERATE_USE_CPU asks for the CPU, so --{name} starts processes on the CPU.",)
+        with pytest.raises(ConfigError, match="choose one"):
+            resolve({name: said, "use_cpu": True})
         with environ.patched({variable: value}), pytest.raises(ConfigError, match="choose one"):
             resolve({})
+    (home / "farflung.yaml").write_text("use_cpu: true\n")
+    assert getattr(resolve({name: said}).settings, name) == said
     with environ.patched({variable: value}):
         chosen = resolve({"use_cpu": True}).settings
         assert chosen.use_cpu

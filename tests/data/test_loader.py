@@ -362,6 +362,7 @@ def test_skipped_batches_are_not_read(size):
     assert read == [98, 99]
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata uses what torch is about to drop
 def test_a_skipping_loader_has_accelerates_constructor():
     loader = SkipDataLoader(range(7), skip_batches=2, batch_size=2)
     assert (numbers(loader), len(loader), loader.batch_size) == ([[4, 5], [6]], 2, 2)

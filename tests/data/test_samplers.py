@@ -150,7 +150,7 @@ def test_a_batch_too_long_to_be_cut_is_refused():
 
 
 def test_split_batches_needs_a_batch_size_that_can_be_cut():
-    with pytest.raises(ConfigError, match=r"batch size \(6\) .* number of processes \(4\). Try 8"):
+    with pytest.raises(ConfigError, match=r"batch size \(6\) .* multiple of 4, the number of processes. Try 8"):
         BatchSamplerShard(BatchSampler(range(9), 6, False), 4, 0, split_batches=True)
     with pytest.raises(ConfigError, match="needs a known batch size"):
         BatchSamplerShard([[1, 2]], 2, 0, split_batches=True)

@@ -3,13 +3,22 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from farflung.data_loader import DataLoaderDispatcher, DataLoaderShard
+from farflung.data_loader import (
+    DataLoaderAdapter,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    DataLoaderStateMixin,
+    SkipDataLoader,
+)
 from farflung.testing.ranks import run_ranks
 from tests.data.support import prepared, world
 
@@ -80,6 +89,7 @@ def gone_on(make, after=2):
 WHOLE = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata uses what torch is about to drop
 @pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher])
 @pytest.mark.parametrize("data", [range, Counting])
 def test_a_stateful_loader_goes_on_where_its_state_was_taken(kind, data):
@@ -148,3 +158,34 @@ def torchdatas_streams():
 def test_torchdatas_loader_goes_on_in_a_share_of_a_stream():
     for found in run_ranks(torchdatas_streams, 2):
         assert all(rest == again for rest, again in found)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital'")
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher, SkipDataLoader])
+def test_loaders_are_of_the_classes_that_scripts_ask_for(kind, stateful):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    loader = kind(range(8), batch_size=2, use_stateful_dataloader=stateful)
+    assert isinstance(loader, kind)
+    assert isinstance(loader, DataLoaderAdapter)
+    assert isinstance(loader, DataLoaderStateMixin) is (kind is not SkipDataLoader)
+    assert (loader.use_stateful_dataloader, loader.gradient_state.sync_gradients) == (stateful, True)
+    for one in (loader, loader.base_dataloader, copy.copy(loader)):
+        assert isinstance(one, torchdata.StatefulDataLoader) is stateful
+    again = pickle.loads(pickle.dumps(loader))
+    assert type(again) is type(loader)
+    assert hasattr(loader, "state_dict") is (stateful or kind is not SkipDataLoader)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1]
+    if stateful:
+        again.load_state_dict(loader.state_dict())
+        assert [batch.tolist() for batch in again] == [batch.tolist() for batch in iterator] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_a_loader_is_freed_with_its_last_reference_in_the_middle_of_an_iteration():
+    loader = DataLoaderShard(range(8), batch_size=2)
+    iterator, alive = iter(loader), weakref.ref(loader)
+    next(iterator)
+    assert loader.gradient_state.active_dataloader is loader
+    del loader, iterator
+    assert alive() is None

@@ -10,17 +10,11 @@ import accelerate
 import accelerate.utils
 import pytest
 import torch
-from accelerate.commands.launch import launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env
 from torch import nn
-from torch.utils.data import DataLoader, SubsetRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, SubsetRandomSampler
 
 import farflung
 import farflung.utils
-from farflung.base.errors import ConfigError
-from farflung.config import environ
-from farflung.config.resolve import resolve
-from farflung.launch.plan import make_plan
 from farflung.process.bootstrap import RankInfo, choose_device
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
@@ -56,6 +50,7 @@ def program(name):
     values = torch.tensor([1.0, 2.0]) * (1 + accelerator.process_index)
     for reduction in ("sum", "mean"):
         seen[f"scaled {reduction}"] = accelerator.reduce(values.clone(), reduction, scale=10.0).tolist()
+    seen["should_save_model"] = accelerator.should_save_model
     loader = accelerator.prepare(DataLoader(range(8), batch_size=4))
     seen["split_batches"] = [batch.tolist() for batch in loader]
     for flags in ({"use_seedable_sampler": True}, {"dispatch_batches": True}):
@@ -65,6 +60,8 @@ def program(name):
             generator = torch.Generator().manual_seed(3)
             loader = accelerator.prepare(DataLoader(range(8), 2, shuffle=True, generator=generator))
             seen["dispatched, with a generator"] = [batch.tolist() for _ in range(2) for batch in loader]
+            loader = accelerator.prepare(DataLoader(range(8), 1))
+            seen["dispatched, skipped"] = [batch.item() for batch in library.skip_first_batches(loader, 2)]
             model = accelerator.prepare(nn.Linear(1, 1))
             loader = accelerator.prepare(DataLoader(torch.arange(7), batch_size=2))
             with accelerator.join_uneven_inputs([model], even_batches=False):
@@ -73,7 +70,19 @@ def program(name):
             torch.manual_seed(accelerator.process_index)
             loader = accelerator.prepare(DataLoader(range(8), 2, sampler=SubsetRandomSampler(range(8))))
             seen["seedable, another sampler"] = sorted(x for batch in loader for x in batch.tolist())
+    reset(library)
+    config = library.utils.DataLoaderConfiguration(split_batches=True, dispatch_batches=True)
+    accelerator = library.Accelerator(cpu=True, dataloader_config=config)
+    try:
+        seen["split in two, batches of one"] = [batch.tolist() for batch in accelerator.prepare(DataLoader(Stream()))]
+    except ValueError as error:
+        seen["split in two, batches of one"] = str(error)
     return seen
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
 
 
 def reset(library):
@@ -104,6 +113,49 @@ def test_split_batches_as_an_argument(seen):
     theirs, ours = seen("split_batches")
     assert theirs == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
     assert ours == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+def test_each_process_is_told_to_save_as_saving_is_called_by_all(seen):
+    assert seen("should_save_model") == ([True, False], [True, True])
+
+
+def test_skipping_a_dispatched_loader_counts_what_this_process_gets(seen):
+    theirs, ours = seen("dispatched, skipped")
+    assert theirs == [[2, 4, 6], [3, 5, 7]]
+    assert ours == [[4, 6], [5, 7]]
+
+
+def test_batches_of_one_sample_are_not_split(seen):
+    theirs, ours = seen("split in two, batches of one")
+    assert theirs == [[[], [], [2]], [[], [], [0]]]
+    assert all("a batch size (1) that is a round multiple of 2" in said for said in ours)
+
+
+class Rotated(Sampler):
+    """0 to 3, beginning with the number of the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([(self.epoch + number) % 4 for number in range(4)])
+
+    def __len__(self):
+        return 4
+
+
+def test_an_epoch_of_which_batches_were_skipped_counts_as_one():
+    def orders(library):
+        loader = library.Accelerator(cpu=True).prepare(DataLoader(range(4), sampler=Rotated()))
+        return [
+            [batch.item() for batch in (library.skip_first_batches(loader, 2) if epoch == 1 else loader)]
+            for epoch in range(3)
+        ]
+
+    assert orders(accelerate) == [[0, 1, 2, 3], [3, 0], [1, 2, 3, 0]]
+    assert orders(farflung) == [[0, 1, 2, 3], [3, 0], [2, 3, 0, 1]]
 
 
 def test_a_dispatching_loader_draws_the_same_order_from_a_generator(seen):
@@ -142,10 +194,12 @@ def test_a_window_that_follows_the_end_of_data_drawn_inside_accumulate():
     assert gradients(farflung) == [1.0, 1.0, 1.0, 1.0]
 
 
-def test_concatenate_refuses_what_is_no_tensor():
-    for library in LIBRARIES.values():
+def test_concatenate_refuses_what_can_not_be_joined():
+    for library, error in ((accelerate, RuntimeError), (farflung, ValueError)):
         with pytest.raises(TypeError, match="tensor"):
             library.utils.concatenate([{"x": "a"}, {"x": "b"}])
+        with pytest.raises(error):
+            library.utils.concatenate([torch.ones(5, 10), torch.ones(5, 12)])
 
 
 def test_a_device_that_a_variable_names_is_taken_without_accelerators(monkeypatch):
@@ -164,19 +218,3 @@ def test_a_model_is_saved_in_the_same_files(sizes, tmp_path):
         index = tmp_path / name / "model.safetensors.index.json"
         names.append(json.loads(index.read_text())["weight_map"] if index.exists() else None)
     assert names[0] == names[1]
-
-
-def test_gpus_by_flag_and_the_cpu_by_variable(tmp_path, monkeypatch):
-    script = tmp_path / "train.py"
-    script.touch()
-    monkeypatch.chdir(tmp_path)
-    with environ.patched({"ACCELERATE_USE_CPU": "true"}):
-        settings = resolve({"multi_gpu": True, "num_processes": "2"}).settings
-        assert settings.multi_gpu
-        if not torch.cuda.is_available():
-            with pytest.raises(ConfigError, match="Use --cpu to train without"):
-                make_plan(settings, str(script), [])
-        words = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", str(script)]
-        arguments = launch_command_parser().parse_args(words)
-        arguments.dynamo_backend = "no"
-        assert prepare_multi_gpu_env(arguments)["ACCELERATE_USE_CPU"] == "true"  # which its processes obey

@@ -99,6 +99,19 @@ for line in lines.split("; "):
     assert said[3].startswith("ImportError cannot import name 'nowhere' from 'accelerate'")
 
 
+def test_the_metadata_have_the_fields_by_which_libraries_know_accelerate():
+    said = run(
+        code="""
+import farflung; farflung.install_as_accelerate()
+from importlib.metadata import metadata
+fields = metadata("accelerate")
+print([fields[name] for name in ("Name", "Home-page", "Author", "License")], "huggingface" in fields["Home-page"])
+"""
+    )
+    assert said.endswith("True\n")
+    assert "None" not in said
+
+
 def test_the_command_by_its_module_is_refused():
     code = "import farflung, runpy; farflung.install_as_accelerate(); runpy.run_module('accelerate.commands.launch')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60))

@@ -42,7 +42,8 @@ debug_launcher(train, ("$$debug",))
 notebook_launcher(train, ("notebook",), num_processes=2, mixed_precision="bf16")
 try:
     notebook_launcher(train, ("failed", True), num_processes=2)
-except RankFailure as error:
+except torch.multiprocessing.ProcessRaisedException as error:  # as with Accelerate
+    assert isinstance(error, RankFailure)
     with open("failed.json", "w") as file:
         json.dump(str(error), file)
 assert signal.getsignal(signal.SIGTERM) is handler

@@ -171,6 +171,8 @@ def one_after_the_other(folder):
     def second_only():
         return "second"
 
+    nobody = state.on_process(lambda: "somebody", process_index=5)
+    assert nobody() is state.on_local_process(nobody, local_process_index=5)() is None
     return seen, main_only(), second_only(), state.on_last_process(lambda: "last")()
 
 
@@ -181,10 +183,10 @@ def test_only_one_of_us_and_one_after_the_other(tmp_path):
     assert second[1:] == (None, "second", "last")
 
 
-def test_a_process_that_does_not_exist_cannot_be_chosen():
+def test_a_process_alone_runs_what_is_for_another_one():
     state = PartialState(cpu=True)
-    with pytest.raises(ConfigError, match="process_index is 3"):
-        state.on_process(lambda: None, process_index=3)
+    assert state.on_process(lambda: "alone", process_index=3)() == "alone"
+    assert state.on_local_process(lambda: "alone", local_process_index=3)() == "alone"
     with pytest.raises(ConfigError, match="local_process_index is None"):
         state.on_local_process(lambda: None)
 

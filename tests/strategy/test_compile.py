@@ -320,7 +320,9 @@ def test_nested_compiled_parts_are_found_and_undone():
     model = nn.Sequential(torch.compile(Told(), backend="eager"), nn.Linear(4, 1))
     assert has_compiled_regions(model)
     assert not is_compiled_module(model)
+    assert has_compiled_regions(their_extract(model, keep_torch_compile=False))
     plain = extract_model_from_parallel(model, keep_torch_compile=False)
+    assert not has_compiled_regions(plain)
     assert list(plain.state_dict()) == ["0.layer.weight", "0.layer.bias", "1.weight", "1.bias"]
 
 

@@ -296,7 +296,7 @@ def test_the_trackers_that_are_asked_for_come_once_each(monkeypatch):
     assert filter_trackers("all") == ["wandb"]
     with pytest.raises(ConfigError, match="pip install tensorboard"):
         filter_trackers("tensorboard", "logs")
-    with pytest.raises(ConfigError, match="jsonl needs a folder"):
+    with pytest.raises(ConfigError, match="Logging with `jsonl` requires a `logging_dir`"):
         filter_trackers("jsonl")
     with pytest.raises(ConfigError, match="Did you mean `wandb`"):
         filter_trackers("wandbb")

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -325,6 +326,13 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         Args:
             even_batches: for its length, overrides the setting of prepared map-style loaders.
         """
+        if self.distributed_type is not self._strategy.kind:
+            warnings.warn(
+                "join_uneven_inputs is only supported for multi-GPU and multi-CPU training. state.distributed_type was "
+                f"set to {self.distributed_type.value}, so nothing is joined.",
+                stacklevel=2,
+            )
+            return nullcontext()
         return lazy.join_uneven_inputs(
             joinables,
             even_batches,

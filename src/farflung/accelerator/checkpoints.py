@@ -18,7 +18,7 @@ from farflung.accelerator.operations import extract_model_from_parallel
 from farflung.accelerator.run import Run
 from farflung.accelerator.session import flushed
 from farflung.base.checks import check_callable, check_path, check_protocol, check_type, check_word
-from farflung.base.errors import Unsupported
+from farflung.base.errors import Unsupported, WrongType
 from farflung.comm import collectives
 from farflung.comm.shards import model_has_dtensor
 from farflung.config.handlers import ProjectConfiguration
@@ -124,11 +124,17 @@ class Checkpointing:
         """Have objects that have `state_dict` and `load_state_dict` saved and loaded too, in this order.
 
         Raises:
-            ConfigError: one has not.
+            ConfigError: some have not; the message names all of them.
         """
-        for each in objects:
+        wrong = []
+        for index, each in enumerate(objects):
             wanted = "an object that has state_dict() and load_state_dict()"
-            check_protocol("register_for_checkpointing: an object", each, ("state_dict", "load_state_dict"), wanted)
+            try:
+                check_protocol(f"Item at index {index}", each, ("state_dict", "load_state_dict"), wanted)
+            except WrongType as error:
+                wrong.append(str(error))
+        if wrong:
+            raise WrongType(f"register_for_checkpointing: {' '.join(wrong)}")
         self._run.custom.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:

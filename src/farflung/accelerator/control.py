@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from farflung.accelerator import session as slot
-from farflung.base.checks import check_callable, shown, wrong_type
+from farflung.base.checks import check_callable, check_whole, wrong_type
 from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError
-from farflung.base.words import counted
 from farflung.comm import collectives
 from farflung.process.world import World
 
@@ -116,21 +115,15 @@ class ProcessControl:
         return _only("on_last_process", function, lambda: self._world.is_last)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Any:
-        """Make `function` run on the process `process_index` and return None on the others."""
-        self._check_index("process_index", process_index, self._world.size)
-        return _only("on_process", function, lambda: self._world.rank == process_index)
+        """Make `function` run on the process `process_index` and return None on the others; alone, it always runs."""
+        check_whole("process_index", process_index, least=0)
+        return _only("on_process", function, lambda: self._world.rank == process_index or self._world.size == 1)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
-        """Make `function` run on each machine's process `local_process_index` and return None on the others."""
-        self._check_index("local_process_index", local_process_index, self._world.local_size)
-        return _only("on_local_process", function, lambda: self._world.local_rank == local_process_index)
-
-    def _check_index(self, name: str, index: int | None, size: int) -> None:
-        if not isinstance(index, int) or not 0 <= index < size:
-            raise ConfigError(
-                f"{name} is {shown(index)}, so no process would run this. Use the number of one of "
-                f"{counted(size, 'process')}, counted from 0."
-            )
+        """Make `function` run on each machine's process `local_process_index`; see `on_process`."""
+        check_whole("local_process_index", local_process_index, least=0)
+        index = local_process_index
+        return _only("on_local_process", function, lambda: self._world.local_rank == index or self._world.size == 1)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from farflung.accelerator.prepare import PreparedLoader, Registry
 from farflung.base.checks import check_type
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm import collectives
+from farflung.comm.shards import model_has_dtensor
 from farflung.comm.torch_group import TorchGroup
 from farflung.data.samplers import BatchSamplerShard
 from farflung.loop.joined import JoinedRanks
@@ -41,13 +42,14 @@ def join_uneven_inputs(
     """Hold torch's `Join` over `joinables`, with `even_batches` overridden on the loaders that have it.
 
     Args:
-        joinables: models under DDP.
+        joinables: models. Those under DDP are joined; of others, whose ranks need nothing of each other, a warning says
+            that they are not.
         scaler: the loss scaler of fp16, or None.
         has_outer: says whether a model has an outer loop, and so needs no joining: its ranks stay in the rounds when
             they have no more data.
 
     Raises:
-        ConfigError: one of `joinables` is not under DDP.
+        ConfigError: one of `joinables` is sharded.
         RankFailure: another rank left the block by an exception, or died.
     """
     check_type("join_uneven_inputs: joinables", joinables, (list, tuple), "a list of prepared models, such as [model]")
@@ -56,18 +58,21 @@ def join_uneven_inputs(
     if world.size == 1:
         yield
         return
-    joinables = [registry.resolve(one) for one in joinables]
-    for one in joinables:
-        if not isinstance(one, Joinable):
+    models = [registry.resolve(one) for one in joinables]
+    for model in models:
+        name = type(model).__name__
+        if model_has_dtensor(model):
             raise ConfigError(
-                f"join_uneven_inputs: a {type(one).__name__} is not wrapped in DDP. Pass prepared models; sharded "
-                "ones can't be joined: let their loaders have even_batches=True."
+                f"join_uneven_inputs: a {name} is sharded, and sharded models can't be joined: let their loaders have "
+                "even_batches=True."
             )
+        if not isinstance(model, Joinable):
+            warnings.warn(f"join_uneven_inputs: a {name} is not wrapped in DDP, so it is not joined.", stacklevel=4)
     with ExitStack() as stack:
         if even_batches is not None:
             for loader in registry.loaders:
                 stack.enter_context(_overridden(loader, even_batches))
-        joinables = [one for one in joinables if not has_outer(one)]
+        joinables = [model for model in models if not has_outer(model) and isinstance(model, Joinable)]
         if not joinables:
             yield
             return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from farflung.accelerator import session as slot
 from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
 from farflung.accelerator.session import Layout
 from farflung.accelerator.settings import resolve_rng_types
@@ -59,8 +60,8 @@ class AcceleratorProperties:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes work together."""
-        return self._strategy.kind
+        """How the processes work together, or what a script has set `state.distributed_type` to."""
+        return slot.opened().named_kind or self._strategy.kind
 
     @property
     def mixed_precision(self) -> str:

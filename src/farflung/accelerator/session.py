@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.comm.exchange import Exchange
 from farflung.comm.torch_group import TorchGroup
@@ -51,6 +52,7 @@ class Session:
             accumulation gets a loop of its own, and `GradientState` shows the latest.
         compiling: how the latest Accelerator compiles models; None: none has said.
         layout: how ranks share models; None: no Accelerator has settled that.
+        named_kind: what a script has set `state.distributed_type` to; None: nothing. How ranks train stays the same.
         announced: environment variables that tell transformers of it, to be unset with the session.
         controllers: of the Accelerators that have outer loops of their own accord.
     """
@@ -61,6 +63,7 @@ class Session:
     loop: LoopState
     compiling: TorchDynamoPlugin | None = None
     layout: Layout | None = None
+    named_kind: DistributedType | None = None
     announced: tuple[str, ...] = ()
     controllers: list[weakref.ref[OuterController]] = field(default_factory=list)
 

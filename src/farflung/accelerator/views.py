@@ -20,6 +20,8 @@ from farflung.base.probes import current_accelerator
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
+from farflung.loop.state import LoopState
+from farflung.loop.view import LoopView
 from farflung.process import world as world_slot
 from farflung.process.bootstrap import join_world, leave_world
 from farflung.process.world import World
@@ -165,8 +167,13 @@ class AcceleratorState(Engines, PartialState):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes work together."""
-        return DistributedType.FSDP if self.is_fsdp2 else self._world.kind
+        """How the processes work together, or what a script has set this to; that changes nothing of how they train."""
+        named = None if slot.current() is None else slot.opened().named_kind
+        return named or (DistributedType.FSDP if self.is_fsdp2 else self._world.kind)
+
+    @distributed_type.setter
+    def distributed_type(self, kind: DistributedType) -> None:
+        slot.opened().named_kind = DistributedType(kind)
 
     @property
     def _layout(self) -> Layout | None:
@@ -220,7 +227,7 @@ class AcceleratorState(Engines, PartialState):
         return super().__repr__() + f"Mixed precision type: {self.mixed_precision}\n"
 
 
-class GradientState:
+class GradientState(LoopView):
     """Where the training loop stands, as the latest `Accelerator` sees it."""
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
@@ -235,19 +242,8 @@ class GradientState:
         return slot.current() is not None
 
     @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch completes its accumulation window."""
-        return slot.opened().loop.sync_gradients
-
-    @property
-    def num_steps(self) -> int:
-        """Micro-batches in one accumulation window."""
-        return slot.opened().loop.num_steps
-
-    @property
-    def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader completes its window."""
-        return slot.opened().loop.sync_with_dataloader
+    def _loop(self) -> LoopState:
+        return slot.opened().loop
 
     @property
     def adjust_scheduler(self) -> bool:
@@ -258,41 +254,6 @@ class GradientState:
     def plugin_kwargs(self) -> dict[str, Any]:
         """The plugin's fields that differ from their defaults."""
         return slot.opened().plugin.to_kwargs()
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the latest batch was the last one of its loader."""
-        return slot.opened().loop.end_of_dataloader
-
-    @property
-    def remainder(self) -> int:
-        """Samples of the final global batch that are no padding; 0: all of them, -1: not known or no loader."""
-        return slot.opened().loop.remainder
-
-    @property
-    def active_dataloader(self) -> Any:
-        """The loader that handed out the latest batch, None outside of all loops over loaders."""
-        current = slot.opened().loop.current
-        return None if current is None else current.loader
-
-    @property
-    def dataloader_references(self) -> list[Any]:
-        """The loaders that are being iterated, the current one last."""
-        return [under_way.loader for under_way in slot.opened().loop.loaders]
-
-    @property
-    def is_xla_gradients_synced(self) -> bool:
-        """False: XLA is not supported."""
-        return False
-
-    @property
-    def in_dataloader(self) -> bool:
-        """Whether a loader is being iterated."""
-        return self.active_dataloader is not None
-
-    def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Say whether the micro-batch in hand completes its window, for loops that count on their own."""
-        slot.opened().loop.sync_gradients = sync_gradients
 
     @staticmethod
     def _reset_state() -> None:

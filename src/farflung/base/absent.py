@@ -7,6 +7,7 @@ name is a word in one of the lists below; the doors import it from here.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ class Absent:
         instead: what to use.
         classes: the names of its classes.
         functions: the names of its functions.
+        parsers: the names of the functions that return parsers of its commands.
         is_engine: it does something for a run, so the README says that it is not there.
     """
 
@@ -30,6 +32,7 @@ class Absent:
     instead: str
     classes: str = ""
     functions: str = ""
+    parsers: str = ""
     is_engine: bool = True
 
     def error(self, name: str) -> Unsupported:
@@ -67,13 +70,14 @@ ABSENT: tuple[Absent, ...] = (
     Absent(
         "TPU/XLA",
         "Use torch_xla's own launcher and loop.",
-        functions="install_xla prepare_tpu tpu_command_launcher tpu_command_parser tpu_launcher tpu_pod_launcher",
+        functions="install_xla prepare_tpu tpu_command_launcher tpu_launcher tpu_pod_launcher",
+        parsers="tpu_command_parser",
     ),
     Absent(
         "SageMaker",
         "Start `farflung launch` inside the job.",
         classes="SageMakerConfig",
-        functions="get_sagemaker_input prepare_sagemager_args_inputs sagemaker_launcher",
+        functions="_convert_nargs_to_dict get_sagemaker_input prepare_sagemager_args_inputs sagemaker_launcher",
     ),
     Absent(
         "bitsandbytes quantization",
@@ -99,27 +103,27 @@ ABSENT: tuple[Absent, ...] = (
     Absent(
         "tensor/context parallelism",
         "They are not there yet. Shard models by FSDP, or use an outer loop.",
-        classes="TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin",
+        classes="TorchTensorParallelPlugin",
     ),
     Absent(
         "Accelerate's commands as functions",
         "Use the command `farflung`; `farflung --help` lists what it does.",
         classes="BaseConfig CustomArgumentGroup CustomArgumentParser CustomHelpFormatter SubcommandHelpFormatter "
         "ConversionStatus",
-        functions="add_timm_hub_prefix check_has_model clean_option config_command config_command_parser "
-        "convert_config_to_fsdp2 create_ascii_table create_empty_model default_command_parser default_config_command "
-        "env_command env_command_parser estimate_command estimate_command_parser estimate_training_usage gather_data "
-        "get_cluster_input get_config_parser get_user_input load_config merge_command merge_command_parser "
-        "setup_fp8_env test_command test_command_parser test_launch to_fsdp2_command to_fsdp2_command_parser "
-        "update_command_parser update_config update_config_command verify_on_hub",
+        functions="add_timm_hub_prefix check_has_model clean_option config_command convert_config_to_fsdp2 "
+        "create_ascii_table create_empty_model default_config_command env_command estimate_command "
+        "estimate_training_usage gather_data get_cluster_input get_user_input load_config merge_command setup_fp8_env "
+        "test_command test_launch to_fsdp2_command update_config update_config_command verify_on_hub",
+        parsers="config_command_parser default_command_parser env_command_parser estimate_command_parser "
+        "get_config_parser merge_command_parser test_command_parser to_fsdp2_command_parser update_command_parser",
         is_engine=False,
     ),
     Absent(
         "the inside of Accelerate",
         "Use `Accelerator`, whose methods do what it is for.",
-        classes="DataLoaderAdapter DataLoaderStateMixin ThreadLocalSharedDict",
+        classes="ThreadLocalSharedDict",
         functions="chained_operation do_nothing fallback_allocate gather_tensor_shape "
-        "get_module_size_with_ties get_sampler is_torch_xpu_tensor "
+        "get_sampler is_torch_xpu_tensor "
         "load_accelerator_state load_custom_state mocked_dataloaders mocked_dataloaders_for_autoregressive_models "
         "move_to_device patch_optimizer_step save_accelerator_state save_custom_state verify_operation",
         is_engine=False,
@@ -149,10 +153,29 @@ def _function(absent: Absent, name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+class _AbsentParser(argparse.ArgumentParser):
+    """The parser of a command that there is not: programs make it when they are imported, and may never use it."""
+
+    refuse: Callable[..., NoReturn]
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.refuse()
+
+
+def _parser(absent: Absent, name: str) -> Callable[..., argparse.ArgumentParser]:
+    def make(*args: Any, **kwargs: Any) -> argparse.ArgumentParser:
+        parser = _AbsentParser(description=str(absent.error(name)))
+        parser.refuse = _function(absent, name)
+        return parser
+
+    make.__name__ = make.__qualname__ = name
+    return make
+
+
 _MADE: dict[str, Any] = {
     name: make(absent, name)
     for absent in ABSENT
-    for make, names in ((_class, absent.classes), (_function, absent.functions))
+    for make, names in ((_class, absent.classes), (_function, absent.functions), (_parser, absent.parsers))
     for name in names.split()
 }
 

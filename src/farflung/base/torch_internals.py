@@ -8,7 +8,7 @@ No version of torch is asked for: a name is used where it exists, and where it d
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -235,6 +235,11 @@ def sequence_of(scheduler: torch.optim.lr_scheduler.SequentialLR) -> tuple[list[
 
 
 # ---- process groups
+
+
+def add_joint_axis(mesh: Any, axes: Sequence[str], name: str) -> None:
+    """Give `mesh` the axis `name`, which joins `axes` of it. A collective: all ranks of the mesh call it."""
+    taken(mesh[list(axes)], "_flatten", "join axes of a mesh")(name)
 
 
 def default_store() -> Any:

@@ -169,7 +169,11 @@ class _Placement:
     def _go_on(self, name: str, module: nn.Module | Tensor, whole: float) -> None:
         """Turn to the next device."""
         if not self.used[self._device]:
-            _log.info("No module fits on %s; it would take %s bytes.", self._device, whole + self._reserved)
+            _log.info(
+                "No module fits on %s: insufficient memory, it would take %s bytes.",
+                self._device,
+                whole + self._reserved,
+            )
         self._say(f"{name} does not fit on {self._device}")
         self.used[self._device] += self._reserved
         self._devices.pop(0)
@@ -263,7 +267,9 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
     known.update(name for name, _ in all_tensors(model, recurse=True))
     unknown = [name for name in device_map if name not in known]
     if unknown:
-        warnings.warn(f"The device map names what {type(model).__name__} does not have: {unknown}.", stacklevel=2)
+        warnings.warn(
+            f"device_map keys do not match any submodules of {type(model).__name__}: {unknown}.", stacklevel=2
+        )
     if "" in device_map:
         return
     left = [name for name in model.state_dict() if not any(_is_within(name, module) for module in device_map)]

@@ -209,9 +209,10 @@ def _check_names(
             f"{checkpoint} lacks {empty}, which the model has on the meta device, so it could not run. If weights are "
             "shared, call the model's tie_weights() first."
         )
-    for what, found in (("lacks", missing), ("has what the model has no place for:", unexpected)):
-        if found:
-            _log.warning("%s %s %s", checkpoint, what, found)
+    if missing:
+        _log.warning("%s lacks %s", checkpoint, missing)
+    if unexpected:
+        _log.warning("%s in %s were not used when loading, as the model has no place for them", unexpected, checkpoint)
 
 
 def _load_sharded(model: nn.Module, files: list[_Source], num_files: int, full: bool, broadcast: bool) -> None:

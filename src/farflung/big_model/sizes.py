@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import psutil  # type: ignore[import-untyped]
@@ -212,3 +212,21 @@ def _slack(model: nn.Module, sizes: Mapping[str, float], no_split: list[str]) ->
 def names_of(classes: str | Iterable[str] | None) -> list[str]:
     """Return class names as a list: from one, several or none."""
     return [classes] if isinstance(classes, str) else list(classes or ())
+
+
+def get_module_size_with_ties(
+    tied_params: Sequence[str], module_size: float, module_sizes: Mapping[str, float], modules_to_treat: Sequence[Part]
+) -> tuple[float, list[str], list[nn.Module | Tensor]]:
+    """Return what a module takes together with those that share weights with it, and these by name and as objects.
+
+    Args:
+        tied_params: the names of the shared weights in the other modules.
+        module_size, module_sizes: what the module takes alone, and what each part takes by name.
+        modules_to_treat: the other modules.
+    """
+    tied = [next(part for part in modules_to_treat if weight.startswith(f"{part[0]}.")) for weight in tied_params]
+    size = sum(
+        (module_sizes[part[0]] - module_sizes[weight] for part, weight in zip(tied, tied_params, strict=True)),
+        module_size,
+    )
+    return size, [name for name, _ in tied], [module for _, module in tied]

@@ -12,9 +12,11 @@ from farflung.base.absent import (
 from farflung.launch.functions import launch_command, launch_command_parser, main
 from farflung.launch.functions import launch_command as multi_gpu_launcher
 from farflung.launch.functions import launch_command as simple_launcher
+from farflung.launch.private_names import _validate_launch_command
 
 __all__ = [
     "CustomHelpFormatter",
+    "_validate_launch_command",
     "clean_option",
     "deepspeed_launcher",
     "launch_command",

@@ -246,8 +246,8 @@ class DataLoaderConfiguration:
         use_seedable_sampler: shuffle by a seed and the epoch's number alone.
         data_seed: that seed; None takes torch's initial seed.
         non_blocking: copy to the device without waiting; useful with `pin_memory=True`.
-        use_stateful_dataloader: prepared loaders have `state_dict` and `load_state_dict`. They always do, so that
-            neither value changes anything.
+        use_stateful_dataloader: prepared loaders are instances of torchdata's `StatefulDataLoader`, where that is
+            installed. They have `state_dict` and `load_state_dict` with either value.
     """
 
     split_batches: bool = False

@@ -3,20 +3,52 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from farflung.base.checks import check_whole, check_word
+from farflung.base.checks import check_type, check_whole, check_word
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.torch_internals import add_joint_axis
 from farflung.config import environ
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
-_OTHERS = {"tp_size": "tensor", "cp_size": "context", "sp_size": "sequence"}
+_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")  # in the order of a mesh
+_OTHERS = {"tp": "tensor", "cp": "context", "sp": "sequence"}
 _BACKENDS = {"cp_backend": "torch", "sp_backend": "deepspeed"}
 _VARIABLE = "PARALLELISM_CONFIG_"
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """How context parallelism would exchange keys and values: `allgather` or `alltoall`.
+
+    What is None is read from `PARALLELISM_CONFIG_CP_COMM_STRATEGY`; `allgather` where that is not set.
+
+    Raises:
+        ConfigError: another word.
+    """
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cp_comm_strategy is None:
+            self.cp_comm_strategy = environ.text(_VARIABLE + "CP_COMM_STRATEGY", "allgather")
+        if self.cp_comm_strategy not in ("allgather", "alltoall"):
+            raise ConfigError(f"Invalid cp_comm_strategy: {self.cp_comm_strategy}. Use allgather or alltoall.")
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """How tensor parallelism would be made; it has nothing to choose."""
+
+    enable_async_tp: bool = False
+
+    def __post_init__(self) -> None:
+        if self.enable_async_tp:
+            warnings.warn("enable_async_tp is not supported, and has no effect.", stacklevel=3)
 
 
 @dataclass
@@ -26,11 +58,13 @@ class ParallelismConfig:
     FSDP shards a model over the ranks of a row, and each row holds a copy: a pure replica where it is one rank (DDP).
     Without an outer loop the rows average gradients in every step (HSDP); with one, they synchronize by its recipe.
 
+    The other axes (tensor, context and sequence parallelism) can be described and laid out as a mesh. An `Accelerator`
+    refuses a configuration with one of them.
+
     What is None is read from `PARALLELISM_CONFIG_DP_REPLICATE_SIZE` and so on; 1 where those are not set.
 
     Raises:
-        ConfigError: a size is no whole number, or a backend is unknown.
-        Unsupported: `tp_size`, `cp_size` or `sp_size` is above 1, or there is a handler for one.
+        ConfigError: a size is no whole number, a backend is unknown, or the axes can't be combined.
     """
 
     dp_replicate_size: int = None  # type: ignore[assignment]  # an int once it is set; see `__setattr__`
@@ -47,20 +81,32 @@ class ParallelismConfig:
     device_mesh = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SIZES:
+        if name.endswith("_size"):
             value = (environ.integer(_VARIABLE + name.upper()) or 1) if value is None else value
             check_whole(f"ParallelismConfig: {name}", value, least=1)
-            if name in _OTHERS and value > 1:
-                raise Unsupported(
-                    f"ParallelismConfig({name}={value}): {_OTHERS[name]} parallelism is not supported yet. Leave it "
-                    "out, and shard the model over more ranks with dp_shard_size."
-                )
         elif name in _BACKENDS:
             value = environ.text(_VARIABLE + name.upper(), _BACKENDS[name]) if value is None else value
             check_word(f"ParallelismConfig: {name}", value, [_BACKENDS[name]])
-        elif name.endswith("_handler") and value is not None:
-            raise Unsupported(f"ParallelismConfig({name}=...) is not supported yet. Leave it out.")
         object.__setattr__(self, name, value)
+
+    def __post_init__(self) -> None:
+        if self.tp_enabled and self.tp_handler is None:
+            self.tp_handler = TorchTensorParallelConfig()
+        if self.cp_enabled and self.cp_handler is None:
+            self.cp_handler = TorchContextParallelConfig()
+        if self.cp_handler is not None:
+            wanted = "a TorchContextParallelConfig(...)"
+            check_type("ParallelismConfig: cp_handler", self.cp_handler, TorchContextParallelConfig, wanted)
+        if self.cp_enabled and self.sp_enabled:
+            raise ConfigError(
+                f"ParallelismConfig: cp_size is {self.cp_size} and sp_size is {self.sp_size}; both cut sequences. "
+                "Leave one of them out."
+            )
+        if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
+            raise ConfigError(
+                f"ParallelismConfig: dp_replicate_size is {self.dp_replicate_size} and dp_shard_size is 1, which can't "
+                "be combined with tp_size or cp_size. Give a dp_shard_size above 1."
+            )
 
     def check(self, world_size: int) -> None:
         """Check that the grid has one place for each of `world_size` processes.
@@ -69,7 +115,15 @@ class ParallelismConfig:
 
         Raises:
             ConfigError: it has more, or fewer.
+            Unsupported: it has axes other than those of the data.
         """
+        for axis, what in _OTHERS.items():
+            size = getattr(self, f"{axis}_size")
+            if size > 1 or getattr(self, f"{axis}_handler") is not None:
+                raise Unsupported(
+                    f"ParallelismConfig({axis}_size={size}): {what} parallelism is not supported yet. Leave it and its "
+                    "handler out, and shard the model over more ranks with dp_shard_size."
+                )
         if self.total_size == 1:
             self.dp_replicate_size = world_size
         if self.total_size != world_size:
@@ -86,17 +140,17 @@ class ParallelismConfig:
     @property
     def total_size(self) -> int:
         """The number of ranks in the grid."""
-        return self.dp_replicate_size * self.dp_shard_size
+        return self.data_parallel_size * self.non_data_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of ranks with data of their own: all of them."""
-        return self.total_size
+        """The number of rows times that of columns."""
+        return self.dp_replicate_size * self.dp_shard_size
 
     @property
     def non_data_parallel_size(self) -> int:
-        """The number of ranks that share the data of one: 1."""
-        return 1
+        """The number of ranks that share the data of one place in the grid of data."""
+        return self.tp_size * self.cp_size * self.sp_size
 
     @property
     def dp_replicate_enabled(self) -> bool:
@@ -108,50 +162,76 @@ class ParallelismConfig:
         """Whether there are several columns."""
         return self.dp_shard_size > 1
 
-    tp_enabled = cp_enabled = sp_enabled = False
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether tensors are to be cut."""
+        return self.tp_size > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are to be cut inside attention."""
+        return self.cp_size > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether sequences are to be cut outside attention."""
+        return self.sp_size > 1
+
+    def _several(self, *axes: str) -> list[str]:
+        return [axis for axis in axes if getattr(self, f"{axis}_size") > 1]
 
     @property
     def dp_dim_names(self) -> list[str]:
         """The axes with several ranks along which ranks have different data."""
-        return [*(["dp_replicate"] if self.dp_replicate_enabled else []), *self.dp_shard_cp_dim_names]
+        return self._several("dp_replicate", "dp_shard")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """The axes along which ranks have the same data: none."""
-        return []
+        """The axes with several ranks along which ranks have the same data."""
+        return self._several("tp", "cp", "sp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
         """The axes along which a model is sharded."""
-        return ["dp_shard"] if self.dp_shard_enabled else []
+        return self._several("dp_shard", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
         """The axes along which a loss is averaged."""
-        return self.dp_dim_names
+        return self._several("dp_replicate", "dp_shard", "cp")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """The axes of FSDP's mesh: of each, the mesh has its own name, not one joint with context parallelism."""
-        return self.dp_dim_names
+        """The axes of FSDP's mesh, each by its own name; the joint axes of a mesh are not among them."""
+        return self.dp_cp_dim_names
 
     @property
     def active_mesh_dims(self) -> list[str]:
         """The axes with several ranks."""
-        return self.dp_dim_names
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        names = self._several(*_AXES)
+        return tuple(names), tuple(getattr(self, f"{name}_size") for name in names)
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Make the mesh of the axes that have several ranks, in the default process group; None where none has.
 
-        Its names are `dp_replicate` and `dp_shard`. A collective: all ranks call it.
+        It has the joint axes `dp`, `dp_shard_cp` and `dp_cp` too; torch warns where a mesh is sliced by one of them.
+        There is none for sequence parallelism either, whose backend makes its own groups. A collective: all ranks call
+        it.
         """
-        names = self.active_mesh_dims
-        if not names:
+        names, sizes = self._get_mesh()
+        if not names or self.sp_enabled:
             return None
         from torch.distributed.device_mesh import init_device_mesh
 
-        sizes = tuple(getattr(self, f"{name}_size") for name in names)
-        return init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        for axis in ("dp", "dp_shard_cp", "dp_cp"):
+            joined = getattr(self, f"{axis}_dim_names")
+            if joined:
+                add_joint_axis(mesh, joined, axis)
+        return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """Return the mesh, which the first call makes.
@@ -174,6 +254,5 @@ def parallelism_from_environment() -> ParallelismConfig | None:
 
     Raises:
         ConfigError: a size is no whole number.
-        Unsupported: a size other than the two of the data is above 1.
     """
     return ParallelismConfig() if environ.flag("ACCELERATE_USE_PARALLELISM_CONFIG") else None

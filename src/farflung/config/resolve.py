@@ -61,11 +61,11 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     origins: dict[str, Origin] = {}
     for entry in FIELDS:
         values[entry.name], origins[entry.name] = _first(entry, flags, stated)
-    _let_the_stronger_choose_the_device(values, origins)
+    notes = _choose_the_device(values, origins)
     _check_used(values, origins)
-    notes = tuple(one.note for name, one in stated.items() if one.note and origins[name].kind == "file")
+    notes += [one.note for name, one in stated.items() if one.note and origins[name].kind == "file"]
     try:
-        return Resolved(LaunchSettings.of(values), origins, path, notes)
+        return Resolved(LaunchSettings.of(values), origins, path, tuple(notes))
     except ConfigError as error:
         raise _explained(error, path, origins) from None
 
@@ -86,19 +86,25 @@ def _first(entry: Field, flags: Mapping[str, str | bool], stated: Mapping[str, S
     return entry.default, Origin("default")
 
 
-def _let_the_stronger_choose_the_device(values: dict[str, Any], origins: dict[str, Origin]) -> None:
-    """A flag counts before a variable, and a variable before a file, also where they ask for different devices.
+def _choose_the_device(values: dict[str, Any], origins: dict[str, Origin]) -> list[str]:
+    """Decide between the CPU and GPUs (`multi_gpu`, `gpu_ids`) where both are asked for; return notes for the user.
 
-    So one that asks for the CPU overrules GPUs (`multi_gpu`, `gpu_ids`) that a weaker one asks for, and the other way
-    round. Where both are equally strong the settings refuse them.
+    A variable that asks for the CPU is obeyed even where a flag asks for GPUs, as in Accelerate: that is how a command
+    line for GPUs is tried on a machine without. Otherwise a flag or variable overrules what is weaker. Where both are
+    equally strong the settings refuse them.
     """
+    notes = []
     for gpus, idle in (("multi_gpu", False), ("gpu_ids", "all")):
         if values["use_cpu"] and values[gpus] != idle:
-            cpu, gpu = (_STRENGTH[origins[name].kind] for name in ("use_cpu", gpus))
-            if cpu > gpu:
-                values[gpus], origins[gpus] = idle, origins["use_cpu"]
-            elif gpu > cpu:
-                values["use_cpu"], origins["use_cpu"] = False, origins[gpus]
+            cpu, gpu = origins["use_cpu"], origins[gpus]
+            by_variable = (cpu.kind, gpu.kind) == ("environment", "flag")
+            if by_variable:
+                notes.append(f"{cpu.place} asks for the CPU, so {gpu.place} starts processes on the CPU.")
+            if by_variable or _STRENGTH[cpu.kind] > _STRENGTH[gpu.kind]:
+                values[gpus], origins[gpus] = idle, cpu
+            elif _STRENGTH[gpu.kind] > _STRENGTH[cpu.kind]:
+                values["use_cpu"], origins["use_cpu"] = False, gpu
+    return notes
 
 
 def _check_used(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> None:

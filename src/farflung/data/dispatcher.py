@@ -67,6 +67,7 @@ class DataLoaderDispatcher(PreparedLoader):
         factor = 1 if split_batches else world.size
         common: dict[str, Any] = {"device": world.device, "non_blocking": _non_blocking}
         common["total_batch_size"] = None if batch_size is None else batch_size * factor
+        common["stateful"] = use_stateful_dataloader
         self._share_out(base, world.group, split_batches, drop_last=_drop_last, slice_fn=slice_fn, state=None, **common)
         self.skip_batches = skip_batches
         self._epochs.choose(iteration)

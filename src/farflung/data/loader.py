@@ -165,6 +165,8 @@ class PreparedLoader(LoaderView):
         finally:
             under_way.prefetched = under_way.source = None  # workers end with it
             state.leave(under_way)
+            if self._epochs.newest is under_way:
+                self._epochs.newest = None  # it knows this loader, which is freed at once when nobody else holds it
             around = state.current
             if isinstance(around, Iteration) and around.loader is self:
                 self._show(around)
@@ -390,6 +392,7 @@ class DataLoaderShard(PreparedLoader):
             non_blocking=_non_blocking,
             agree=agree,
             total_batch_size=base.batch_size,
+            stateful=use_stateful_dataloader,
             _count=None,
             _marked=False,
         )

@@ -73,6 +73,7 @@ def prepare_loader(
     if config.use_seedable_sampler:
         loader = _with_seedable_sampler(loader, config.data_seed)
     common: dict[str, Any] = {"state": state, "device": device, "non_blocking": config.non_blocking}
+    common["stateful"] = config.use_stateful_dataloader
     batch_size = _batch_size(loader)
     group = fixed_rank or exchange.group
     streams = isinstance(loader.dataset, IterableDataset)

@@ -317,6 +317,6 @@ def check_split(batch_size: int | None, num_processes: int) -> None:
         )
     if batch_size % num_processes:
         raise ConfigError(
-            f"split_batches=True needs a batch size ({batch_size}) that is a multiple of the number of processes "
-            f"({num_processes}). Try {-(-batch_size // num_processes) * num_processes}, or use split_batches=False."
+            f"split_batches=True needs a batch size ({batch_size}) that is a round multiple of {num_processes}, the "
+            f"number of processes. Try {-(-batch_size // num_processes) * num_processes}, or use split_batches=False."
         )

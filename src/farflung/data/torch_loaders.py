@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -18,6 +19,8 @@ from farflung.base.tree import send_to_device
 from farflung.data.iterable import IterableDatasetShard
 from farflung.data.position import samplers_of
 from farflung.data.samplers import SeedableRandomSampler, SkipBatchSampler
+from farflung.loop.state import LoopState
+from farflung.loop.view import LoopView
 
 _DATA_AXES = {"dp", "fsdp", "dp_replicate", "dp_shard"}  # mesh axes along which ranks see different data
 
@@ -25,14 +28,21 @@ _DATA_AXES = {"dp", "fsdp", "dp_replicate", "dp_shard"}  # mesh axes along which
 class LoaderView(DataLoader[Any]):
     """A loader that stands before another one and looks like it: attributes are read from, and set on, that one.
 
+    Args:
+        stateful: be an instance of torchdata's `StatefulDataLoader` too, where that is installed.
+
     Attributes:
         base_dataloader: the loader behind.
+        use_stateful_dataloader: `stateful`.
     """
 
     base_dataloader: DataLoader[Any]
+    use_stateful_dataloader: bool
 
-    def __init__(self, base: DataLoader[Any], **own: Any) -> None:
-        self.__dict__.update(own, base_dataloader=base)
+    def __init__(self, base: DataLoader[Any], *, stateful: bool = False, **own: Any) -> None:
+        self.__dict__.update(own, base_dataloader=base, use_stateful_dataloader=stateful)
+        if stateful and _torchdata_loader() is not None:
+            object.__setattr__(self, "__class__", _stateful_kind(cast(Any, type(self))))
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader":  # not there yet: this is a copy in the making
@@ -48,6 +58,11 @@ class LoaderView(DataLoader[Any]):
 
     def __len__(self) -> int:
         return len(self.base_dataloader)
+
+    @property
+    def gradient_state(self) -> LoopView:
+        """Where the training loop stands that this loader reports to; each look is a view of its own."""
+        return LoopView(self._state)
 
 
 class SkipDataLoader(LoaderView):
@@ -65,13 +80,14 @@ class SkipDataLoader(LoaderView):
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
-        super().__init__(made_loader(dataset, use_stateful_dataloader, kwargs), skip_batches=skip_batches)
+        base = made_loader(dataset, use_stateful_dataloader, kwargs)
+        super().__init__(base, stateful=use_stateful_dataloader, skip_batches=skip_batches, _state=LoopState())
 
     @classmethod
     def over(cls, loader: DataLoader[Any], skip_batches: int) -> SkipDataLoader:
         """Leave out the first batches of a loader that is there already."""
         view = cls.__new__(cls)
-        LoaderView.__init__(view, loader, skip_batches=skip_batches)
+        LoaderView.__init__(view, loader, skip_batches=skip_batches, _state=LoopState())
         return view
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -84,7 +100,34 @@ class SkipDataLoader(LoaderView):
 def made_loader(dataset: Any, stateful: bool, arguments: dict[str, Any]) -> DataLoader[Any]:
     """Return the loader that Accelerate's constructors make of a data set and the arguments of torch's."""
     check_flag("use_stateful_dataloader", stateful)
-    return DataLoader(dataset, **arguments)
+    return ((_torchdata_loader() if stateful else None) or DataLoader)(dataset, **arguments)
+
+
+@cache
+def _torchdata_loader() -> type[DataLoader[Any]] | None:
+    """Return torchdata's loader that keeps its position, None where torchdata is not installed."""
+    if find_spec("torchdata") is None:
+        return None
+    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+
+    return StatefulDataLoader  # type: ignore[no-any-return]
+
+
+@cache
+def _stateful_kind(kind: Any) -> Any:
+    """Return the class of views of class `kind` that are instances of torchdata's loader too."""
+    own = {name: _of_base(name) for name in ("state_dict", "load_state_dict") if not hasattr(kind, name)}
+    own["__reduce__"] = lambda view: (_unpickled, (kind,), view.__dict__)
+    bases: tuple[Any, ...] = (kind, _torchdata_loader())
+    return type(kind.__name__, bases, {**own, "__module__": kind.__module__})
+
+
+def _of_base(name: str) -> Any:
+    return property(lambda view: getattr(view.base_dataloader, name))
+
+
+def _unpickled(kind: Any) -> Any:
+    return object.__new__(_stateful_kind(kind))
 
 
 def refuse_mesh(mesh: Any) -> None:

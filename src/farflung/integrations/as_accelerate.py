@@ -77,10 +77,6 @@ def attribute(name: str) -> Any:
     try:
         return getattr(importlib.import_module("farflung"), name)
     except AttributeError:
-        pass
-    try:
-        return importlib.import_module(f"{_NAME}.{name}")
-    except ModuleNotFoundError:
         raise AttributeError(f"module '{_NAME}' has no attribute {name!r} ({_who_answers()})") from None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from farflung.config.resolve import resolve
 from farflung.config.setting import Field
 from farflung.config.spelling import underscored
 from farflung.launch import main as command
+from farflung.launch.network import DEFAULT_PORT, get_free_port
 from farflung.launch.run import launch_script
 
 
@@ -79,7 +80,7 @@ def _dashed(flag: str) -> str:
     return flag[:2] + flag[2:].replace("_", "-")
 
 
-def _flags(args: argparse.Namespace) -> dict[str, str | bool]:
+def flags_of(args: argparse.Namespace) -> dict[str, str | bool]:
     """Return what a namespace says of the launch settings, as a command line says it."""
     said = {entry.name: getattr(args, entry.name, None) for entry in FIELDS}
     return {name: value if isinstance(value, bool) else str(value) for name, value in said.items() if value is not None}
@@ -94,7 +95,7 @@ def launch_command(args: argparse.Namespace) -> None:
     Raises:
         SystemExit: a process failed; what failed has been shown.
     """
-    code = launch_script(resolve(_flags(args)), args.training_script, tuple(args.training_script_args))
+    code = launch_script(resolve(flags_of(args)), args.training_script, tuple(args.training_script_args))
     if code != 0:
         sys.exit(code)
 
@@ -110,7 +111,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     Args:
         args: as `launch_command_parser` parses them.
     """
-    settings = resolve(_flags(args)).settings
+    settings = resolve(flags_of(args)).settings
     python = [] if settings.no_python else [sys.executable, *(["-m"] if settings.module else [])]
     return [*python, args.training_script, *args.training_script_args], _environment(settings)
 
@@ -119,9 +120,17 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     """Return the environment of each process of a script, without what tells them apart.
 
     Args:
-        args: as `launch_command_parser` parses them.
+        args: as `launch_command_parser` parses them. It gets what torchrun's parser calls otherwise: `nproc_per_node`,
+            `master_port` and, for several machines, `nnodes`, `node_rank` and `master_addr`.
     """
-    return _environment(resolve(_flags(args)).settings)
+    settings = resolve(flags_of(args)).settings
+    port = settings.main_process_port
+    args.nproc_per_node = str(settings.num_local or 1)
+    args.master_port = str(get_free_port() if port == 0 else port or DEFAULT_PORT)
+    if settings.num_machines > 1:
+        args.nnodes, args.node_rank = str(settings.num_machines), settings.machine_rank
+        args.master_addr = str(settings.main_process_ip)
+    return _environment(settings)
 
 
 def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
@@ -130,23 +139,13 @@ def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env:
     Args:
         args: as `launch_command_parser` parses them; whether `--use_parallelism_config` is among them or not.
     """
-    told = rank_variables(resolve(_flags(args) | {"use_parallelism_config": True}).settings)
+    told = rank_variables(resolve(flags_of(args) | {"use_parallelism_config": True}).settings)
     current_env.update({name: value for name, value in told.items() if "PARALLELISM_CONFIG" in name})
     return current_env
 
 
 def _environment(settings: LaunchSettings) -> dict[str, str]:
     return environ.snapshot() | rank_variables(settings)
-
-
-def _filter_args(
-    args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Sequence[str] = ()
-) -> argparse.Namespace:
-    """Return what `parser` makes of `default_args`, with the values of `args` for what both have."""
-    filtered, _ = parser.parse_known_args(list(default_args))
-    for name in vars(filtered).keys() & vars(args).keys():
-        setattr(filtered, name, getattr(args, name))
-    return filtered
 
 
 class PrepareForLaunch:

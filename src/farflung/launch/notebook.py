@@ -10,6 +10,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from farflung.base.checks import check_callable, check_number, check_whole, wrong_type
 from farflung.base.errors import ConfigError, RankFailure, StateError
@@ -160,7 +161,15 @@ def _fork(
         raise KeyboardInterrupt if outcome.signal == signal.SIGINT else SystemExit(128 + outcome.signal)
     if outcome.failures:
         title, text = explain(outcome.failures)
-        raise RankFailure(f"{title}\n\n{text}")
+        raise _ForkedRankFailure(f"{title}\n\n{text}")
+
+
+class _ForkedRankFailure(RankFailure, ProcessRaisedException):
+    """A failure of a forked rank, which code that catches torch's own error for it catches too."""
+
+    def __init__(self, message: str) -> None:
+        Exception.__init__(self, message)
+        self.msg = message
 
 
 def _as_rank(function: Callable[..., Any]) -> Callable[..., None]:

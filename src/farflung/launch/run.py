@@ -28,7 +28,8 @@ _HELP = """Run SCRIPT in one or several distributed processes.
 
 Arguments after SCRIPT are passed to it. Flags may be written with `_` or with `-`. A flag takes precedence over an
 environment variable, a variable over the configuration file, and the file over the default. The same order decides
-between the CPU (--cpu) and GPUs (--multi_gpu, --gpu_ids) if both are requested.
+between the CPU (--cpu) and GPUs (--multi_gpu, --gpu_ids) if both are requested, except that ACCELERATE_USE_CPU=true
+overrules a flag for GPUs.
 """
 
 

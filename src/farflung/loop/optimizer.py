@@ -95,6 +95,15 @@ class AcceleratedOptimizer(Optimizer):
             else:
                 self.optimizer.zero_grad(set_to_none)
 
+    @property
+    def _is_overflow(self) -> bool:
+        """`step_was_skipped`, under the name by which programs for Accelerate set it."""
+        return self.step_was_skipped
+
+    @_is_overflow.setter
+    def _is_overflow(self, value: bool) -> None:
+        self.step_was_skipped = value
+
     def train(self) -> None:
         """Turn an optimizer without a schedule to training; others need not be told."""
         self._turn("train")

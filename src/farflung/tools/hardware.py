@@ -104,4 +104,4 @@ def check_os_kernel() -> None:
     """Log a warning where this machine's Linux is so old that processes are known to hang."""
     info = platform.uname()
     if info.system == "Linux" and compare_release(info.release, "<", _OLDEST_KERNEL):
-        _logger.warning("Linux %s is older than %s, so processes may hang.", info.release, _OLDEST_KERNEL)
+        _logger.warning(f"Linux {info.release} is older than {_OLDEST_KERNEL}, so processes may hang.")

@@ -104,7 +104,7 @@ def _checked(asked: Any, logging_dir: str | os.PathLike[str] | None) -> Any:
         raise ConfigError(f"log_with={name!r}, but its client is not installed: `pip install {name}`.")
     if kind.requires_logging_directory and logging_dir is None:
         raise ConfigError(
-            f"The tracker {name} needs a folder, but logging_dir is {shown(logging_dir)}. Give "
+            f"Logging with `{name}` requires a `logging_dir`, which is {shown(logging_dir)}. Give "
             "Accelerator(project_dir=...), or a logging_dir in its ProjectConfiguration."
         )
     return LoggerType(name) if name in LoggerType else name

@@ -9,8 +9,6 @@ from farflung.base.absent import (
     MegatronLMPlugin,
     MSAMPRecipeKwargs,
     TERecipeKwargs,
-    TorchContextParallelConfig,
-    TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
     add_model_config_to_megatron_parser,
     parse_bert_config,
@@ -47,6 +45,7 @@ from farflung.config.handlers import (
     ProjectConfiguration,
     WatchdogKwargs,
 )
+from farflung.config.parallelism import TorchContextParallelConfig, TorchTensorParallelConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 
 __all__ = [

@@ -2,6 +2,7 @@
 """Door: the launcher's commands and environments."""
 
 from farflung.base.absent import (
+    _convert_nargs_to_dict,
     prepare_deepspeed_cmd_env,
     prepare_sagemager_args_inputs,
     prepare_tpu,
@@ -10,14 +11,15 @@ from farflung.base.absent import (
 from farflung.config.variables import env_var_path_add
 from farflung.launch.functions import (
     PrepareForLaunch,
-    _filter_args,
     prepare_extend_env_parallelism_config,
     prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env,
 )
+from farflung.launch.private_names import _filter_args
 
 __all__ = [
     "PrepareForLaunch",
+    "_convert_nargs_to_dict",
     "_filter_args",
     "env_var_path_add",
     "prepare_deepspeed_cmd_env",

@@ -3,7 +3,7 @@
 
 from farflung.accelerator.helpers import get_mixed_precision_context_manager
 from farflung.accelerator.operations import is_peft_model
-from farflung.base.absent import fallback_allocate, get_module_size_with_ties
+from farflung.base.absent import fallback_allocate
 from farflung.base.plain import convert_file_size_to_int
 from farflung.big_model.device_map import (
     check_device_map,
@@ -30,6 +30,7 @@ from farflung.big_model.sizes import (
     get_max_layer_size,
     get_max_memory,
     get_module_leaves,
+    get_module_size_with_ties,
 )
 from farflung.big_model.tensors import (
     check_device_same,
