@@ -91,6 +91,7 @@ def _joined(world: World, loop: LoopState) -> Iterator[JoinedRanks]:
     everyone = world.group
     assert isinstance(everyone, TorchGroup)
     group = TorchGroup(dist.new_group(backend="gloo"), everyone.shared, in_background=True)
+    group.await_connections()
     before, loop.joined = loop.joined, JoinedRanks(group, everyone)
     ranks = loop.joined
     try:
