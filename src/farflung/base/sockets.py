@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets that listen at one address alone; torch's store listens on every interface unless it is given one."""
+"""The store of a run, which listens at one address alone; torch's own listens on every interface."""
 
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at `port` of the address that `host` stands for, and nowhere else.
+def serve_store(host: str, port: int, listen: str | None = None, **options: Any) -> Any:
+    """Return a `TCPStore` that this process serves at `port` of one address, and nowhere else.
 
     Args:
-        host: a name or an address of this machine.
+        host: as others call this machine.
         port: 0 takes any free one.
+        listen: a name or an address of this machine; None: `host`.
+        options: those of `TCPStore`.
 
     Raises:
         OSError: the address is not one of this machine's, or the port is in use.
     """
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address[:2], family=family, backlog=4096)
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # here, as the launcher's command needs none
+
+    family, _, _, _, address = socket.getaddrinfo(listen or host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family, backlog=4096)
+    port = listener.getsockname()[1]
+    options |= {"master_listen_fd": listener.detach(), "use_libuv": False}  # torch 2.6 can't do both
+    return TCPStore(host, port, is_master=True, **options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from farflung.base.sockets import listening_socket
+from farflung.base.sockets import serve_store
 
 NAME = "farflung"
 
@@ -59,11 +59,11 @@ class StoreRendezvous:
         if self._rank > 0:
             return TCPStore(self._host, self._port, is_master=False, **options)
         try:
-            listener = listening_socket(self._listen or self._host, self._port)
+            store = serve_store(self._host, self._port, self._listen, **options)
         except OSError as error:
             raise RendezvousConnectionError(f"machine 0 can't listen at {self._listen}: {error.strerror}") from error
-        self._port = listener.getsockname()[1]
-        return TCPStore(self._host, self._port, is_master=True, master_listen_fd=listener.detach(), **options)
+        self._port = store.port
+        return store
 
     def is_closed(self) -> bool:
         return False

@@ -13,16 +13,18 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
+from socket import gethostbyname
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
 from farflung.base.probes import current_accelerator
-from farflung.base.sockets import listening_socket
+from farflung.base.sockets import serve_store
 from farflung.base.words import counted, numbered
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
@@ -278,11 +280,9 @@ def _store(info: RankInfo, timeout: timedelta) -> Store:
     host, port = environ.text("MASTER_ADDR") or "", environ.integer("MASTER_PORT") or 0
     if info.rank == 0 and not environ.flag("TORCHELASTIC_USE_AGENT_STORE"):
         with suppress(OSError):
-            listener = listening_socket(host, port)
-            if info.local_size == info.size or not listener.getsockname()[0].startswith("127."):
-                fd = listener.detach()
-                return TCPStore(host, port, info.size, True, timeout, multi_tenant=True, master_listen_fd=fd)
-            listener.close()
+            if info.local_size == info.size or not ip_address(gethostbyname(host)).is_loopback:
+                served: Store = serve_store(host, port, world_size=info.size, timeout=timeout, multi_tenant=True)
+                return served
     store: Store = next(rendezvous("env://", timeout=timeout))[0]
     return store
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from farflung.base.errors import RankFailure
-from farflung.base.sockets import listening_socket
+from farflung.base.sockets import serve_store
 from farflung.base.words import numbered
 from farflung.config import environ
 from farflung.testing.patience import patience
@@ -49,9 +48,7 @@ def run_ranks(
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "farflung.testing.preload"])
-    listener = listening_socket("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = serve_store("127.0.0.1", 0, wait_for_workers=False)
     workers: list[BaseProcess] = []
     pipes: list[Connection] = []
     try:
