@@ -404,7 +404,7 @@ def test_only_streams_with_device_placement_are_dispatched_by_default():
     ):
         loader = prepared(DataLoader(data, 2), Seat(0, size), device=device)
         assert isinstance(loader, DataLoaderShard) is not dispatched
-    assert isinstance(prepared(DataLoader(range(4)), dispatch_batches=True), DataLoaderShard)
+    assert isinstance(prepared(DataLoader(range(4)), dispatch_batches=True), DataLoaderDispatcher)
 
 
 def test_prepare_data_loader_shares_among_the_processes_it_is_told():

@@ -3,7 +3,8 @@
 
 FarflungError
 |-- ConfigError (ValueError)             a setting or an argument that cannot work
-|   `-- WrongType (TypeError)            an argument of another kind than the call takes
+|   |-- WrongType (TypeError)            an argument of another kind than the call takes
+|   `-- ShapeMismatch (RuntimeError)     tensors whose shapes don't fit together
 |-- StateError (RuntimeError)            a call at the wrong time: before `prepare`, after the end, twice
 |-- Unsupported (NotImplementedError)    something Farflung does not do; the message names what to use instead
 |-- CollectiveMismatch (RuntimeError)    ranks brought different things to one collective
@@ -37,6 +38,10 @@ class ConfigError(FarflungError, ValueError):
 
 class WrongType(ConfigError, TypeError):
     """An argument of another kind than the call takes."""
+
+
+class ShapeMismatch(ConfigError, RuntimeError):
+    """Tensors whose shapes don't fit together; where torch joins them alone, it raises a RuntimeError too."""
 
 
 class StateError(FarflungError, RuntimeError):

@@ -82,7 +82,7 @@ def prepare_loader(
         dispatches = streams and device is not None
     if dispatches and loader.generator is not None and not isinstance(loader, LoaderView):
         loader = altered(loader, generator=None)  # as in Accelerate: a loader that dispatches draws no seeds from it
-    if group.size == 1:
+    if group.size == 1 and not config.dispatch_batches:
         count = _ShortCount(batch_size) if batch_size is not None and reads_indices(loader) else None
         return DataLoaderShard.over(loader, total_batch_size=batch_size, count=count, **common)
     _refuse_unshareable(loader)
