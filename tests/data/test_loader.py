@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
+from farflung.data.dispatcher import DataLoaderDispatcher
 from farflung.data.loader import DataLoaderShard
 from farflung.data.prepare import prepare_data_loader, prepare_loader, skip_first_batches
 from farflung.data.samplers import BatchSamplerShard
