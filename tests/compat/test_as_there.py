@@ -85,3 +85,26 @@ def test_a_shared_tensor_that_is_saved_once_is_logged(library, tmp_path, caplog)
 def test_helpers_of_tests_say_which_devices_there_are():
     for name in ("is_hpu_available", "is_xpu_available"):
         assert getattr(our_testing, name)() == getattr(their_testing, name)()
+
+
+def test_openmp_is_left_to_the_user(monkeypatch, tmp_path):
+    monkeypatch.setenv("KMP_AFFINITY", "none")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    told = []
+    for launch, prepare in (
+        (our_launch, farflung.utils.launch.prepare_simple_launcher_cmd_env),
+        (their_launch, accelerate.utils.launch.prepare_simple_launcher_cmd_env),
+    ):
+        args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(["--cpu", "train.py"]))
+        told.append(prepare(args)[1]["KMP_AFFINITY"])
+    assert told == ["none", "granularity=fine,compact,1,0"]
+
+
+def test_loggers_and_sentences_are_our_own(library, caplog):
+    with caplog.at_level(logging.WARNING):
+        library.utils.environment.convert_dict_to_env_variables({"X": "<bad"})
+    assert [record.name.split(".")[0] for record in caplog.records] == [library.__name__]
+    with pytest.raises(ValueError, match=r"\[2, 2\]"):
+        library.utils.set_module_tensor_to_device(torch.nn.Linear(3, 4), "weight", "cpu", value=torch.zeros(2, 2))
+    with pytest.raises(TypeError, match="int"):
+        library.utils.recursively_apply(torch.clone, (torch.tensor(1), 1), error_on_other_type=True)
