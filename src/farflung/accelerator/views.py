@@ -15,7 +15,7 @@ from farflung.accelerator.session import Layout
 from farflung.accelerator.settings import check_init, refuse_engines, resolve_compile
 from farflung.base.checks import check_flag, check_type, check_word
 from farflung.base.enums import DistributedType, PrecisionType
-from farflung.base.errors import StateError, Unsupported
+from farflung.base.errors import StateReset, Unsupported
 from farflung.base.probes import current_accelerator
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
@@ -36,10 +36,6 @@ class _SharedState:
     def __get__(self, instance: Any, owner: Any) -> dict[str, Any]:
         state = owner.__new__(owner)
         return {name: getattr(state, name) for name in owner._shared} if state.initialized else {}
-
-
-class StateReset(StateError, AttributeError):
-    """A state was read after its reset; `hasattr` says False then, as in Accelerate."""
 
 
 class PartialState(ProcessControl):

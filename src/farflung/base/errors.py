@@ -6,6 +6,7 @@ FarflungError
 |   |-- WrongType (TypeError)            an argument of another kind than the call takes
 |   `-- ShapeMismatch (RuntimeError)     tensors whose shapes don't fit together
 |-- StateError (RuntimeError)            a call at the wrong time: before `prepare`, after the end, twice
+|   `-- StateReset (AttributeError)     a state class was read after its reset
 |-- Unsupported (NotImplementedError)    something Farflung does not do; the message names what to use instead
 |-- CollectiveMismatch (RuntimeError)    ranks brought different things to one collective
 |-- RankFailure (RuntimeError)           another rank failed or left; the message names it
@@ -46,6 +47,10 @@ class ShapeMismatch(ConfigError, RuntimeError):
 
 class StateError(FarflungError, RuntimeError):
     """A call that came at the wrong time."""
+
+
+class StateReset(StateError, AttributeError):
+    """A state class was read after its reset, when it has no attributes."""
 
 
 class Unsupported(FarflungError, NotImplementedError):
