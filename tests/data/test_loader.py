@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
+from farflung.data.dispatcher import DataLoaderDispatcher
 from farflung.data.loader import DataLoaderShard
 from farflung.data.prepare import prepare_data_loader, prepare_loader, skip_first_batches
 from farflung.data.samplers import BatchSamplerShard
@@ -404,7 +405,7 @@ def test_only_streams_with_device_placement_are_dispatched_by_default():
     ):
         loader = prepared(DataLoader(data, 2), Seat(0, size), device=device)
         assert isinstance(loader, DataLoaderShard) is not dispatched
-    assert isinstance(prepared(DataLoader(range(4)), dispatch_batches=True), DataLoaderShard)
+    assert isinstance(prepared(DataLoader(range(4)), dispatch_batches=True), DataLoaderDispatcher)
 
 
 def test_prepare_data_loader_shares_among_the_processes_it_is_told():

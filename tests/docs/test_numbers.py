@@ -195,10 +195,10 @@ def test_a_window_that_follows_the_end_of_data_drawn_inside_accumulate():
 
 
 def test_concatenate_refuses_what_can_not_be_joined():
-    for library, error in ((accelerate, RuntimeError), (farflung, ValueError)):
+    for library in LIBRARIES.values():
         with pytest.raises(TypeError, match="tensor"):
             library.utils.concatenate([{"x": "a"}, {"x": "b"}])
-        with pytest.raises(error):
+        with pytest.raises(RuntimeError):
             library.utils.concatenate([torch.ones(5, 10), torch.ones(5, 12)])
 
 

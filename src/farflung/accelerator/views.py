@@ -15,7 +15,7 @@ from farflung.accelerator.session import Layout
 from farflung.accelerator.settings import check_init, refuse_engines, resolve_compile
 from farflung.base.checks import check_flag, check_type, check_word
 from farflung.base.enums import DistributedType, PrecisionType
-from farflung.base.errors import Unsupported
+from farflung.base.errors import StateReset, Unsupported
 from farflung.base.probes import current_accelerator
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
@@ -67,7 +67,14 @@ class PartialState(ProcessControl):
 
     @property
     def _world(self) -> World:
-        return world_slot.joined()
+        world = world_slot.current()
+        if world is None:
+            kind = type(self).__name__
+            raise StateReset(
+                f"`{kind}` object has no attribute that describes this process, as its state was reset. This happens "
+                f"if `{kind}._reset_state()` was called and no {kind} was made since. Make one."
+            )
+        return world
 
     @property
     def initialized(self) -> bool:

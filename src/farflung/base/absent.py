@@ -108,8 +108,7 @@ ABSENT: tuple[Absent, ...] = (
     Absent(
         "Accelerate's commands as functions",
         "Use the command `farflung`; `farflung --help` lists what it does.",
-        classes="BaseConfig CustomArgumentGroup CustomArgumentParser CustomHelpFormatter SubcommandHelpFormatter "
-        "ConversionStatus",
+        classes="CustomArgumentGroup CustomArgumentParser CustomHelpFormatter SubcommandHelpFormatter ConversionStatus",
         functions="add_timm_hub_prefix check_has_model clean_option config_command convert_config_to_fsdp2 "
         "create_ascii_table create_empty_model default_config_command env_command estimate_command "
         "estimate_training_usage gather_data get_cluster_input get_user_input load_config merge_command setup_fp8_env "

@@ -3,8 +3,10 @@
 
 FarflungError
 |-- ConfigError (ValueError)             a setting or an argument that cannot work
-|   `-- WrongType (TypeError)            an argument of another kind than the call takes
+|   |-- WrongType (TypeError)            an argument of another kind than the call takes
+|   `-- ShapeMismatch (RuntimeError)     tensors whose shapes don't fit together
 |-- StateError (RuntimeError)            a call at the wrong time: before `prepare`, after the end, twice
+|   `-- StateReset (AttributeError)     a state class was read after its reset
 |-- Unsupported (NotImplementedError)    something Farflung does not do; the message names what to use instead
 |-- CollectiveMismatch (RuntimeError)    ranks brought different things to one collective
 |-- RankFailure (RuntimeError)           another rank failed or left; the message names it
@@ -39,8 +41,16 @@ class WrongType(ConfigError, TypeError):
     """An argument of another kind than the call takes."""
 
 
+class ShapeMismatch(ConfigError, RuntimeError):
+    """Tensors whose shapes don't fit together; where torch joins them alone, it raises a RuntimeError too."""
+
+
 class StateError(FarflungError, RuntimeError):
     """A call that came at the wrong time."""
+
+
+class StateReset(StateError, AttributeError):
+    """A state class was read after its reset, when it has no attributes."""
 
 
 class Unsupported(FarflungError, NotImplementedError):

@@ -15,7 +15,7 @@ from farflung.base.tree import is_container, leaves_of, not_a_tensor, recursivel
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Accelerate's warning of a nested tensor that it leaves unpadded; Farflung refuses to pad one (`WrongType`)."""
+    """A nested tensor was left unpadded."""
 
 
 def find_batch_size(data: Any) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.checks import shown, wrong_type
-from farflung.base.errors import ConfigError, WrongType
+from farflung.base.errors import ShapeMismatch, WrongType
 
 Spec: TypeAlias = Any  # a hashable description of a tree's structure, made by `flatten`
 
@@ -189,7 +189,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
     Raises:
         WrongType: there is no tree, they differ in structure, or something in them is no tensor.
-        ConfigError: tensors differ in shape beyond `dim`, or have no such dimension.
+        ShapeMismatch: tensors differ in shape beyond `dim`, or have no such dimension.
     """
     if not isinstance(data, (list, tuple)) or not data:
         raise wrong_type("concatenate: data", data, "a list of nested tensors of one structure")
@@ -206,7 +206,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         joined = [torch.cat(column, dim=dim) for column in columns]
     except (RuntimeError, IndexError, TypeError) as error:
         shapes = ", ".join(str([list(x.shape) for x in column]) for column in columns)
-        raise ConfigError(f"concatenate: tensors of the shapes {shapes} can't be joined along dim={dim!r}.") from error
+        what = f"concatenate: tensors of the shapes {shapes} can't be joined along dim={dim!r}."
+        raise ShapeMismatch(what) from error
     return unflatten(flat[0][1], joined)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import mmap
 import os
 import struct
@@ -23,6 +24,8 @@ from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.files import Aside
 from farflung.base.forms import bytes_of, memory_of
 from farflung.checkpoint.checksum import crc32
+
+_logger = logging.getLogger(__name__)
 
 _BLOCK = 4 * 2**20  # bytes at a time; small enough to stay in a processor's cache between the disk and the checksum
 _BLOCKS = 3  # of a file that is written: one is filled, one is on its way, one waits
@@ -260,6 +263,7 @@ def without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     seen: set[tuple[Any, ...]] = set()
     kept: dict[str, Tensor] = {}
+    left_out: list[str] = []
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise ConfigError(
@@ -268,9 +272,12 @@ def without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if tensor.layout is torch.strided and tensor.numel():
             place = memory_of(tensor)
             if place in seen:
+                left_out.append(name)
                 continue
             seen.add(place)
         kept[name] = tensor.detach()
+    if left_out:
+        _logger.warning("Removed shared tensors from the file: other names have what is in %s.", ", ".join(left_out))
     return kept
 
 

@@ -9,6 +9,7 @@ On one rank nothing is sent, and values are returned as they are.
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from operator import index
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from farflung.base.checks import check_number, shown, wrong_type
 from farflung.base.errors import ConfigError, WrongType
+from farflung.base.forms import CannotPadNestedTensorWarning
 from farflung.base.torch_internals import foreach_add, foreach_add_, foreach_div_, foreach_maximum, foreach_mul_
-from farflung.base.tree import unflatten
+from farflung.base.tree import flatten, unflatten
 from farflung.comm import bulk
 from farflung.comm.exchange import MAX_CAPACITY, Exchange, Packets
 from farflung.comm.group import Op
@@ -236,7 +238,7 @@ def pad_across_processes(
 
     Args:
         tree: nested tensors of one structure, each with as many dimensions on all ranks.
-        dim: the dimension; tensors that have no such dimension are left as they are.
+        dim: the dimension; tensors that have no such dimension, and nested ones, are left as they are.
         pad_index: what the new places hold.
         pad_first: pad in front, not behind.
 
@@ -253,6 +255,17 @@ def pad_across_processes(
     signature = ("pad_across_processes", ("dim", index(dim)))
     if not isinstance(pad_index, Real):
         exchange.fail(signature, wrong_type("pad_across_processes: pad_index", pad_index, "a number"))
+    found, spec = flatten(tree)
+    is_nested = [isinstance(x, Tensor) and x.is_nested for x in found]
+    if any(is_nested):
+        warnings.warn(
+            "pad_across_processes: a nested tensor can't be padded; it is returned as it is.",
+            CannotPadNestedTensorWarning,
+            stacklevel=3,
+        )
+        dense = [torch.empty(0) if skip else x for x, skip in zip(found, is_nested, strict=True)]
+        others = flatten(pad_across_processes(exchange, unflatten(spec, dense), dim, pad_index, pad_first))[0]
+        return unflatten(spec, [x if skip else y for x, y, skip in zip(found, others, is_nested, strict=True)])
     leaves, spec = exchange.flatten(signature, tree)
     for x in leaves:
         if -x.dim() <= dim < x.dim() and not _holds(x.dtype, pad_index):

@@ -9,7 +9,7 @@ chooses; by then every rank has every header, so that all of them choose alike, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -90,7 +90,12 @@ class Exchange:
     """Swaps nested values between the ranks of a group; whoever owns the group owns one of these.
 
     Not for use by several threads at a time.
+
+    Attributes:
+        pickled_as: finds it where it is unpickled; None: a new one is made.
     """
+
+    pickled_as: Callable[[], Exchange] | None = None
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -100,6 +105,9 @@ class Exchange:
         self._sizes = deque([MIN_CAPACITY], maxlen=_MEMORY)
         self._headers = Headers()
         self._scratch: dict[str, Tensor] = {}
+
+    def __reduce__(self) -> tuple[Callable[..., Exchange], tuple[Any, ...]]:
+        return (Exchange, (self.group,)) if self.pickled_as is None else (self.pickled_as, ())
 
     def flatten(self, signature: Signature, tree: Any) -> tuple[list[Tensor], Spec]:
         """Flatten `tree`, which must hold tensors alone.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,9 @@ class Scatter:
         self._sizes: deque[int] = deque(maxlen=_MEMORY)
         self._slices: list[PacketBuffer] = []  # on the source
         self._under_way: Work | None = None
+
+    def __reduce__(self) -> tuple[Callable[..., Scatter], tuple[Any, ...]]:
+        return Scatter, (self._group, self._src)
 
     def send(self, values: Sequence[Any]) -> Any:
         """Give `values[k]` to rank k, for each k, and return the one that belongs to this rank, as it is.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import time
 import weakref
@@ -74,7 +75,10 @@ class TorchGroup:
 
     Attributes:
         presence, waits: see `SharedState`.
+        pickled_as: finds the group where it is unpickled; None: it can't be pickled.
     """
+
+    pickled_as: Callable[[], TorchGroup] | None = None
 
     def __init__(
         self, pg: dist.ProcessGroup | None = None, shared: SharedState | None = None, in_background: bool = False
@@ -99,6 +103,11 @@ class TorchGroup:
         self._serial = 0
         self._is_block = False  # within a group: who leaves that one has left this one too
         self._spare: list[TorchGroup] | None = None  # where it goes when it is given back
+
+    def __reduce__(self) -> tuple[Callable[[], TorchGroup], tuple[()]]:
+        if self.pickled_as is None:
+            raise pickle.PicklingError("A group of some of the ranks can't be pickled. Pickle what uses all ranks.")
+        return self.pickled_as, ()
 
     @property
     def pg(self) -> dist.ProcessGroup:

@@ -26,7 +26,37 @@ cache_dir = str(own_file().parent)
 
 
 @dataclass
-class ClusterConfig:
+class BaseConfig:
+    """What all configuration files say."""
+
+    compute_environment: ComputeEnvironment
+    distributed_type: DistributedType
+    mixed_precision: str
+    use_cpu: bool
+    debug: bool
+
+    def __post_init__(self) -> None:
+        self.compute_environment = ComputeEnvironment(self.compute_environment)
+        self.distributed_type = DistributedType(self.distributed_type)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what has a value, in words and numbers."""
+        said = {name: getattr(value, "value", value) for name, value in asdict(self).items()}
+        return {name: value for name, value in said.items() if value not in (None, {})}
+
+    def to_yaml_file(self, yaml_file: str | Path) -> None:
+        """Write a file of YAML."""
+        with Aside(yaml_file) as path:
+            path.write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
+
+    def to_json_file(self, json_file: str | Path) -> None:
+        """Write a file of JSON."""
+        with Aside(json_file) as path:
+            path.write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@dataclass
+class ClusterConfig(BaseConfig):
     """What a configuration file says of `farflung launch`, with the defaults for what it leaves out."""
 
     compute_environment: ComputeEnvironment = ComputeEnvironment.LOCAL_MACHINE
@@ -72,21 +102,6 @@ class ClusterConfig:
         return cls(distributed_type=_kind(said), **blocks, **settings)  # type: ignore[arg-type]
 
     from_json_file = from_yaml_file  # YAML reads JSON
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what has a value, in words and numbers."""
-        said = {name: getattr(value, "value", value) for name, value in asdict(self).items()}
-        return {name: value for name, value in said.items() if value not in (None, {})}
-
-    def to_yaml_file(self, yaml_file: str | Path) -> None:
-        """Write a file of YAML."""
-        with Aside(yaml_file) as path:
-            path.write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
-
-    def to_json_file(self, json_file: str | Path) -> None:
-        """Write a file of JSON."""
-        with Aside(json_file) as path:
-            path.write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _kind(said: dict[str, Any]) -> DistributedType:

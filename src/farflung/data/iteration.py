@@ -84,6 +84,9 @@ class Epochs:
         self.worker_states: list[States] | None = None
         self.is_loaded = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "run_number": None, "newest": None}  # the copy is in no run and in no iteration
+
     def next_name(self) -> str | None:
         """Name one more iteration, of whatever epoch."""
         self._passes += 1

@@ -82,8 +82,8 @@ def prepare_loader(
         dispatches = streams and device is not None
     if dispatches and loader.generator is not None and not isinstance(loader, LoaderView):
         loader = altered(loader, generator=None)  # as in Accelerate: a loader that dispatches draws no seeds from it
-    if group.size == 1:
-        count = _short(batch_size) if batch_size is not None and reads_indices(loader) else None
+    if group.size == 1 and not config.dispatch_batches:
+        count = _ShortCount(batch_size) if batch_size is not None and reads_indices(loader) else None
         return DataLoaderShard.over(loader, total_batch_size=batch_size, count=count, **common)
     _refuse_unshareable(loader)
     factor = 1 if config.split_batches else group.size
@@ -99,14 +99,15 @@ def prepare_loader(
     return _sharded(loader, group, exchange, config, common)
 
 
-def _short(batch_size: int) -> Callable[[Any], int]:
-    """Return what counts the samples of a last batch that is shorter than `batch_size`; 0: it is not."""
+class _ShortCount:
+    """Counts the samples of a last batch that is shorter than `batch_size`; 0: it is not."""
 
-    def count(batch: Any) -> int:
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+
+    def __call__(self, batch: Any) -> int:
         length = batch_size_of(batch) or 0
-        return length if length < batch_size else 0
-
-    return count
+        return length if length < self._batch_size else 0
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -208,16 +209,30 @@ def _sharded(
     shard = BatchSamplerShard(source, group.size, group.rank, config.split_batches, config.even_batches)
     in_batches = loader.batch_sampler is not None or _is_batch_sampler(source)
 
-    def count(batch: Any) -> int:
-        if in_batches or shard.remainder == 0:
+    base = with_indices(loader, shard, batch_size=_batch_size_of_rank(loader, group, config))
+    count = _RemainderCount(shard, None if in_batches else exchange)
+    return DataLoaderShard.over(base, count=count, **common)
+
+
+class _RemainderCount:
+    """Counts the samples in the last round of a shard that are no padding; 0: all of them.
+
+    Args:
+        exchange: where each index stands for a whole batch, whose length only the rank that read it knows.
+    """
+
+    def __init__(self, shard: BatchSamplerShard, exchange: Exchange | None) -> None:
+        self._shard = shard
+        self._exchange = exchange
+
+    def __call__(self, batch: Any) -> int:
+        shard = self._shard
+        if self._exchange is None or shard.remainder == 0:
             return shard.remainder
-        # Each index stands for a whole batch, whose length only the rank that read it knows.
         length = batch_size_of(batch)
         own = 1 if length is None else length
-        return int(collectives.gather(exchange, torch.tensor([own if group.rank < shard.remainder else 0])).sum())
-
-    base = with_indices(loader, shard, batch_size=_batch_size_of_rank(loader, group, config))
-    return DataLoaderShard.over(base, count=count, **common)
+        mine = own if shard.process_index < shard.remainder else 0
+        return int(collectives.gather(self._exchange, torch.tensor([mine])).sum())
 
 
 def _sharded_stream(
@@ -286,16 +301,31 @@ def _agreement(
         kinds = [kind for kind in kinds if kind != "generator"]
     if not kinds and seeded is None:
         return None
+    return _Agreement(exchange, kinds, generator, seeded)
 
-    def agree() -> None:
-        for kind in kinds:
-            share_rng_state(kind, generator, exchange, _START)
-        if seeded is not None:
-            seed = torch.tensor([_signed(seeded.initial_seed)])
-            collectives.broadcast(exchange, seed, within=_START)
-            seeded.initial_seed = int(seed)
 
-    return agree
+class _Agreement:
+    """Makes all ranks draw rank 0's order when it is called; the arguments say what that depends on."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        kinds: list[str],
+        generator: torch.Generator | None,
+        seeded: SeedableRandomSampler | None,
+    ) -> None:
+        self._exchange = exchange
+        self._kinds = kinds
+        self._generator = generator
+        self._seeded = seeded
+
+    def __call__(self) -> None:
+        for kind in self._kinds:
+            share_rng_state(kind, self._generator, self._exchange, _START)
+        if self._seeded is not None:
+            seed = torch.tensor([_signed(self._seeded.initial_seed)])
+            collectives.broadcast(self._exchange, seed, within=_START)
+            self._seeded.initial_seed = int(seed)
 
 
 def _shared_generator(loader: DataLoader[Any], sampler: Any) -> torch.Generator | None:

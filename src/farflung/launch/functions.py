@@ -49,7 +49,9 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: what `ArgumentParser.add_subparsers` returned; the parser becomes its command `launch`.
     """
-    description = "Run a script in one or several distributed processes."
+    description = (
+        "Run a script in one or several distributed processes. Flags can be written with dashes too: --num-processes."
+    )
     if subparsers is not None:
         parser: argparse.ArgumentParser = subparsers.add_parser("launch", description=description, allow_abbrev=False)
         parser.set_defaults(func=launch_command)
@@ -63,14 +65,13 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def _add(parser: argparse.ArgumentParser, entry: Field) -> None:
-    flags = [spelled for flag in entry.flags for spelled in dict.fromkeys((flag, _dashed(flag)))]
-    text = entry.help.replace("%", "%%")
-    if not entry.is_switch:
-        kind = str if entry.says_word else entry.kind
-        parser.add_argument(*flags, dest=entry.name, type=kind, default=None, help=text)
-        return
-    parser.add_argument(*flags, dest=entry.name, action="store_true", default=None, help=text)
-    for flag in flags if entry.in_file else ():
+    dashed = [spelled for flag in entry.flags if (spelled := _dashed(flag)) not in entry.flags]
+    kind = str if entry.says_word else entry.kind
+    how: dict[str, Any] = {"action": "store_true"} if entry.is_switch else {"type": kind}
+    parser.add_argument(*entry.flags, dest=entry.name, default=None, help=entry.help.replace("%", "%%"), **how)
+    if dashed:
+        parser.add_argument(*dashed, dest=entry.name, default=None, help=argparse.SUPPRESS, **how)
+    for flag in (*entry.flags, *dashed) if entry.is_switch and entry.in_file else ():
         if flag.startswith("--"):
             words = dict.fromkeys((f"--no_{flag[2:]}", f"--no-{flag[2:]}"))
             parser.add_argument(*words, dest=entry.name, action="store_false", default=None, help=argparse.SUPPRESS)

@@ -68,6 +68,10 @@ class Trace:
         self.source: ActiveLoader | None = None
         self.seen = 0
 
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        names = [name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
+        return None, {name: getattr(self, name) for name in names} | {"source": None}  # a copy is in no loop
+
 
 class Window(Trace):
     """The accumulation window of some models: the micro-batches between two steps of their optimizers.
@@ -134,10 +138,22 @@ class LoopState:
         self.backwards = 0
         self.reset()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return a copy's settings, windows and optimizers; no loader is under way in it."""
+        left_out = {"loaders": [], "joined": None, "_observers": self._observed_by()}
+        return {**self.__dict__, **left_out, "_latest": {}, "_samples": {}, "_windows": list(self._windows.values())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._observers = []
+        for observer in state["_observers"]:
+            self.observe(observer)
+        self._windows: dict[tuple[int, ...], Window] = {tuple(map(id, one.models)): one for one in state["_windows"]}
+
     def reset(self) -> None:
         """Forget all windows, loaders and optimizers."""
         self.window = Window(divisor=self._num_steps)
-        self._windows: dict[tuple[int, ...], Window] = {(): self.window}
+        self._windows = {(): self.window}
         self.loaders = []
         self._handed_out = 0  # batches of all loaders
         self._latest: dict[int, int] = {}  # which of them was a loader's latest, by the loader's id

@@ -160,13 +160,13 @@ class ScaledFp16(Autocast):
 
 
 def restore_forward(model: nn.Module) -> None:
-    """Undo `Precision.wrap` on `model`; does nothing when it was not wrapped."""
-    if hasattr(model, _MARK):
-        own = getattr(model, _MARK)
-        object.__delattr__(model, "forward")
-        object.__delattr__(model, _MARK)
-        if own is not None:
-            model.forward = own
+    """Undo `Precision.wrap` on `model`, or what a script did that kept its forward as `_original_forward`."""
+    for mark in (_MARK, "_original_forward"):
+        if mark in model.__dict__:
+            own = model.__dict__.pop(mark)
+            model.__dict__.pop("forward", None)
+            if own is not None and own != model.forward:  # else it is the method of its class
+                model.forward = own
 
 
 def choose_precision(

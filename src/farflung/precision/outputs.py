@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import functools
-import pickle
 from collections.abc import Callable
-from typing import Any, NoReturn
+from types import MethodType
+from typing import Any
 
 import torch
 
@@ -16,7 +16,7 @@ from farflung.base.tree import convert_to_fp32
 
 
 class ConvertOutputsToFp32:
-    """A function whose half-precision outputs are converted to fp32. It can't be pickled."""
+    """A function whose half-precision outputs are converted to fp32."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
@@ -25,22 +25,19 @@ class ConvertOutputsToFp32:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
-    def __getstate__(self) -> NoReturn:
-        raise pickle.PicklingError(
-            "A forward pass with mixed precision can't be pickled. Unwrap the model first: accelerator.unwrap_model("
-            "model, keep_fp32_wrapper=False)."
-        )
+    def __getstate__(self) -> tuple[Callable[..., Any], Any]:
+        # A method is pickled by its name, which stands for this object once a model has it as its forward.
+        forward = self.model_forward
+        return (forward.__func__, forward.__self__) if isinstance(forward, MethodType) else (forward, None)
+
+    def __setstate__(self, state: tuple[Callable[..., Any], Any]) -> None:
+        function, owner = state
+        self.__init__(function if owner is None else MethodType(function, owner))  # type: ignore[misc]
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that does what `model_forward` does, and converts half-precision outputs to fp32."""
-    converting = ConvertOutputsToFp32(model_forward)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return converting(*args, **kwargs)
-
-    forward.__wrapped__ = converting  # type: ignore[attr-defined]
-    return forward
+    return ConvertOutputsToFp32(model_forward)
 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:

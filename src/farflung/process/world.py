@@ -6,6 +6,7 @@ Beside it stands which objects read files, by weak references.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,6 +17,7 @@ from farflung.base.enums import DistributedType
 from farflung.base.errors import StateError
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
+from farflung.comm.torch_group import TorchGroup
 from farflung.process.watchdog import Watchdog
 
 _KINDS = {
@@ -53,6 +55,9 @@ class World:
     backend: str | None = None
     owns_group: bool = False
     watchdog: Watchdog | None = None
+
+    def __reduce__(self) -> tuple[Callable[[], World], tuple[()]]:
+        return joined, ()
 
     @property
     def kind(self) -> DistributedType:
@@ -98,6 +103,16 @@ def joined() -> World:
     return _slot
 
 
+def joined_group() -> Any:
+    """Return the group of all processes, as `joined` does."""
+    return joined().group
+
+
+def joined_exchange() -> Exchange:
+    """Return what gather, reduce and the like work with, as `joined` does."""
+    return joined().exchange
+
+
 def occupy(world: World) -> World:
     """Put `world` into the slot.
 
@@ -108,6 +123,8 @@ def occupy(world: World) -> World:
     if _slot is not None:
         raise StateError(f"This process is already rank {_slot.rank} of {_slot.size}.")
     _slot = world
+    if isinstance(world.group, TorchGroup):
+        world.group.pickled_as, world.exchange.pickled_as = joined_group, joined_exchange
     return world
 
 

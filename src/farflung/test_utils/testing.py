@@ -2,6 +2,7 @@
 """Door: helpers for tests."""
 
 from farflung.accelerator.testing import AccelerateTestCase, are_the_same_tensors
+from farflung.base.probes import is_hpu_available, is_xpu_available
 from farflung.config.variables import parse_flag_from_env
 from farflung.testing.commands import (
     DEFAULT_LAUNCH_COMMAND,
@@ -97,6 +98,8 @@ __all__ = [
     "get_backend",
     "get_launch_command",
     "get_torch_dist_unique_port",
+    "is_hpu_available",
+    "is_xpu_available",
     "memory_allocated_func",
     "parse_flag_from_env",
     "path_in_accelerate_package",

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: configuration files as objects."""
 
-from farflung.base.absent import BaseConfig, SageMakerConfig
+from farflung.base.absent import SageMakerConfig
 from farflung.config.cluster import (
+    BaseConfig,
     ClusterConfig,
     cache_dir,
     default_config_file,

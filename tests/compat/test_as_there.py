@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small things of states, loaders, commands and files in which both libraries answer alike."""
+
+import logging
+from collections import OrderedDict
+
+import accelerate
+import pytest
+import torch
+from accelerate.commands import launch as their_launch
+from accelerate.commands.config import config_args as their_config
+from accelerate.test_utils import testing as their_testing
+from torch.utils.data import DataLoader
+
+import farflung
+from farflung.commands import launch as our_launch
+from farflung.commands.config import config_args as our_config
+from farflung.state import AcceleratorState
+from farflung.test_utils import testing as our_testing
+
+
+@pytest.fixture(params=[farflung, accelerate], ids=["ours", "theirs"])
+def library(request):
+    yield request.param
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_state_that_was_reset_has_no_attributes(library):
+    state = library.PartialState(cpu=True)
+    with pytest.raises(AttributeError, match="'PartialState' object has no attribute"):
+        state.nothing  # noqa: B018
+    state._reset_state()
+    assert not hasattr(state, "num_processes")
+    text = r"`PartialState` object has no attribute.*This happens if `PartialState._reset_state\(\)`"
+    with pytest.raises(AttributeError, match=text):
+        state.num_processes  # noqa: B018
+    state.something = 1
+    assert state.something == 1
+    del state.something
+
+
+def test_one_process_dispatches_where_it_is_asked_to(library):
+    config = library.utils.DataLoaderConfiguration(dispatch_batches=True)
+    accelerator = library.Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(DataLoader(torch.arange(5), batch_size=2))
+    assert isinstance(loader, library.data_loader.DataLoaderDispatcher)
+    assert len(loader) == 3
+    seen = []
+    for batch in loader:
+        seen += accelerator.gather_for_metrics(batch).tolist()
+    assert seen == [0, 1, 2, 3, 4]
+    assert [batch.tolist() for batch in accelerator.skip_first_batches(loader, 1)] == [[2, 3], [4]]
+
+
+def test_help_shows_one_spelling_of_each_flag():
+    for module in (our_launch, their_launch):
+        parser = module.launch_command_parser()
+        text = parser.format_help()
+        names = [name for name in vars(parser.parse_args(["train.py"])) if "_" in name]
+        dashed = {name: text.count(f"--{name.replace('_', '-')}") for name in names}
+        assert {name for name, times in dashed.items() if times} == {"num_processes"}
+        assert parser.parse_args(["--num-machines", "2", "train.py"]).num_machines == 2
+
+
+def test_base_configs_are_made_of_words(tmp_path):
+    for module in (our_config, their_config):
+        config = module.BaseConfig("LOCAL_MACHINE", "NO", "fp16", False, True)
+        assert config.compute_environment == "LOCAL_MACHINE"
+        assert type(config.distributed_type).__name__ == "DistributedType"
+        words = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
+        words |= {"mixed_precision": "fp16", "use_cpu": False, "debug": True}
+        assert config.to_dict() == words
+        assert isinstance(module.ClusterConfig("LOCAL_MACHINE", "NO", "no", False, False, 1), module.BaseConfig)
+
+
+def test_a_shared_tensor_that_is_saved_once_is_logged(library, tmp_path, caplog):
+    library.PartialState(cpu=True)
+    with caplog.at_level(logging.WARNING):
+        weight = torch.ones(2)
+        library.utils.save(OrderedDict(a=weight, b=weight), tmp_path / "x.safetensors", safe_serialization=True)
+    assert ["Removed shared tensor" in record.message for record in caplog.records] == [True]
+
+
+def test_helpers_of_tests_say_which_devices_there_are():
+    for name in ("is_hpu_available", "is_xpu_available"):
+        assert getattr(our_testing, name)() == getattr(their_testing, name)()
+
+
+def test_openmp_is_left_to_the_user(monkeypatch, tmp_path):
+    monkeypatch.setenv("KMP_AFFINITY", "none")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    told = []
+    for launch, prepare in (
+        (our_launch, farflung.utils.launch.prepare_simple_launcher_cmd_env),
+        (their_launch, accelerate.utils.launch.prepare_simple_launcher_cmd_env),
+    ):
+        args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(["--cpu", "train.py"]))
+        told.append(prepare(args)[1]["KMP_AFFINITY"])
+    assert told == ["none", "granularity=fine,compact,1,0"]
+
+
+def test_loggers_and_sentences_are_our_own(library, caplog):
+    with caplog.at_level(logging.WARNING):
+        library.utils.environment.convert_dict_to_env_variables({"X": "<bad"})
+    assert [record.name.split(".")[0] for record in caplog.records] == [library.__name__]
+    with pytest.raises(ValueError, match=r"\[2, 2\]"):
+        library.utils.set_module_tensor_to_device(torch.nn.Linear(3, 4), "weight", "cpu", value=torch.zeros(2, 2))
+    with pytest.raises(TypeError, match="int"):
+        library.utils.recursively_apply(torch.clone, (torch.tensor(1), 1), error_on_other_type=True)
