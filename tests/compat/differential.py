@@ -50,7 +50,6 @@ WRONG = {
     "pad a text": lambda s: s.accelerator.pad_across_processes(["text"]),
     "register a number": lambda s: s.accelerator.register_for_checkpointing(5),
     "share what the processes can not": lambda s: list(s.prepared(s.loader(6, 3))),
-    "an unknown logger": lambda s: s.accelerator.get_tracker("nobody"),
 }
 
 
@@ -134,6 +133,9 @@ def avoid_rows(random: Random, chosen: dict[str, Any], processes: int) -> None:
     chosen["metrics"] = not padded or chosen["drop_last"] or processes == 1
     # "skip_first_batches(loader, n)` of a dispatched loader over data with indices"
     chosen["skips"] = processes == 1 or not (dispatched and chosen["data"] == "map")
+    # "`set_seed(seed, device_specific=True)` with `use_seedable_sampler=True`"
+    chosen["device_specific"] &= not chosen["seedable"]
+    chosen["exact resume"] = chosen["order"] == "given" and chosen["loss"] != "dropout"
     # "leave an epoch with `break`, with `use_seedable_sampler=True` or a sampler or dataset that has `set_epoch`", and
     # "`skip_first_batches` with a sampler that has `set_epoch`"
     chosen["numbered"] = chosen["order"] == "epochs" or chosen["seedable"]
@@ -157,9 +159,10 @@ def acts_of(random: Random, chosen: dict[str, Any], processes: int) -> list[tupl
         if freely and rounds > 2 and random.random() < 0.3:
             epoch["stop"] = random.randrange(rounds - 2)  # not the last: "leave a loop with `break` at its last batch"
         elif freely and chosen["skips"] and rounds > 1 and random.random() < 0.3:
-            epoch["skip"] = random.randrange(1, rounds)
-        elif freely and chosen["skips"] and rounds > 2 and chosen["order"] == "given" and random.random() < 0.4:
-            # Data that are shuffled: "load in the middle of an epoch"
+            # "`gather_for_metrics` over what `skip_first_batches` returns"
+            epoch |= {"skip": random.randrange(1, rounds), "inside": "gather"}
+        elif freely and chosen["skips"] and rounds > 2 and chosen["exact resume"] and random.random() < 0.4:
+            # What draws numbers: "load in the middle of an epoch"
             epoch["save"] = positions["middle"] = random.randrange(rounds - 2)
         acts.append(("epoch", epoch))
         if "middle" in positions and random.random() < 0.7:
@@ -379,8 +382,7 @@ class Session:
         seen = []
         for position, batch in enumerate(loader):
             indices, x, y = self.parts(batch)
-            report = self.trained(position, x, y)
-            report["batch"] = told(batch)
+            report = {"batch": told(batch)} | self.trained(position, x, y)
             report["end"] = self.accelerator.gradient_state.end_of_dataloader
             if inside == "gather":
                 report["gathered"] = told(self.accelerator.gather({"index": indices, "x": [x]}))
@@ -470,16 +472,18 @@ class Session:
         whole_model = self.accelerator.unwrap_model(self.model)
         return {"state": told(dict(state)), "whole": told(dict(whole_model.state_dict()))}
 
-    def nested(self, value: int) -> Any:
+    def nested(self, value: int, kinds: int = 6) -> Any:
         """Values of this rank, in a structure of some kind."""
         random = Random(value)
         tensors = [
             whole(2, 3, seed=value + self.rank),
-            whole(1, seed=value + 2 * self.rank).long(),
             whole(4, seed=value - self.rank).double(),
-            whole(3, 1, 2, seed=value + self.rank) > 0,
+            whole(4, 1, seed=value * self.rank),
+            whole(1, seed=value + 2 * self.rank).long(),
+            whole(3, 1, 2, seed=value + self.rank).bool(),
             whole(2, 2, seed=value + self.rank).half(),
         ]
+        tensors = tensors[:kinds]
         random.shuffle(tensors)
         one, other, third = tensors[:3]
         return random.choice((one, [one, other], (one, {"a": other}), {"a": [one, (other,)], "b": third}))
@@ -491,7 +495,8 @@ class Session:
         return told(self.utils.broadcast(self.nested(value), from_process=value % self.size))
 
     def reduce(self, value: int, by: str) -> Any:
-        return told(self.accelerator.reduce(self.nested(value), by))
+        # "`reduce` booleans, or integers to their mean"
+        return told(self.accelerator.reduce(self.nested(value, 4 if by == "sum" else 3), by))
 
     def pad(self, value: int, **options: Any) -> Any:
         ragged = whole(1 + (value + self.rank) % 3, 2 + (value // 3 * self.rank) % 2, seed=value)
