@@ -43,7 +43,6 @@ SCHEDULERS = {
     "warm-up": lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.25, total_iters=8),
 }
 WRONG = {
-    "clip nothing": lambda s: s.accelerator.clip_grad_norm_([], 1.0),
     "gather a number": lambda s: s.accelerator.gather(5),
     "gather a text": lambda s: s.accelerator.gather({"x": "text"}),
     "load what is not there": lambda s: s.accelerator.load_state(str(s.folder / "nowhere")),
@@ -114,6 +113,8 @@ def avoid_rows(random: Random, chosen: dict[str, Any], processes: int) -> None:
     if chosen["data"] != "map" or dispatched or chosen["order"] == "batch sampler":
         # "`even_batches=False` with iterable or dispatched data"
         chosen["even"] = True
+    # "`gather_for_metrics` over a loader that drops its last batch by its `batch_sampler`"
+    chosen["drop_last"] &= chosen["order"] != "batch sampler"
     if not chosen["even"]:
         # "train a model whose passes wait for other ranks on uneven data": all ranks have as many batches
         chosen["length"] = in_round * random.randint(1, 4)
@@ -149,7 +150,7 @@ def acts_of(random: Random, chosen: dict[str, Any], processes: int) -> list[tupl
     positions: dict[str, int] = {}
     for _ in range(random.randint(1, 4)):
         for _ in range(random.randint(0, 2)):
-            acts.append(between(random, processes, saved))
+            acts.append(between(random, processes, saved, chosen["exact resume"]))
         epoch: dict[str, Any] = {"inside": random.choice(("nothing", "gather", "metrics", "reduce"))}
         if epoch["inside"] == "metrics" and not chosen["metrics"]:
             epoch["inside"] = "gather"
@@ -159,7 +160,7 @@ def acts_of(random: Random, chosen: dict[str, Any], processes: int) -> list[tupl
         if freely and rounds > 2 and random.random() < 0.3:
             epoch["stop"] = random.randrange(rounds - 2)  # not the last: "leave a loop with `break` at its last batch"
         elif freely and chosen["skips"] and rounds > 1 and random.random() < 0.3:
-            # "`gather_for_metrics` over what `skip_first_batches` returns"
+            # "`gather_for_metrics` over a loader whose first batches are skipped"
             epoch |= {"skip": random.randrange(1, rounds), "inside": "gather"}
         elif freely and chosen["skips"] and rounds > 2 and chosen["exact resume"] and random.random() < 0.4:
             # What draws numbers: "load in the middle of an epoch"
@@ -167,24 +168,25 @@ def acts_of(random: Random, chosen: dict[str, Any], processes: int) -> list[tupl
         acts.append(("epoch", epoch))
         if "middle" in positions and random.random() < 0.7:
             acts += [("load", {"name": "middle"}), ("epoch", {"inside": "gather", "skip": positions["middle"] + 1})]
-    acts += [between(random, processes, saved) for _ in range(random.randint(1, 3))]
+    acts += [between(random, processes, saved, chosen["exact resume"]) for _ in range(random.randint(1, 3))]
     if random.random() < 0.2:
         acts += [("free", {}), ("epoch", {"inside": "gather"})]
     return [*acts, ("end", {})]
 
 
-def between(random: Random, processes: int, saved: set[str]) -> tuple[str, dict[str, Any]]:
+def between(random: Random, processes: int, saved: set[str], exact: bool) -> tuple[str, dict[str, Any]]:
     """One act between epochs."""
     value = random.randrange(10**6)
     name = random.choice(
         ("save", "load", "evaluate", "gather", "reduce", "pad", "broadcast", "objects", "trigger", "share", "wrong")
-        + ("random", "weights", "join", "cast", "accumulate", "lengths", "save_model")
+        + ("weights", "join", "cast", "accumulate", "lengths", "save_model")
+        + (() if exact else ("random",))  # "load in the middle of an epoch"
     )
     if name == "save":
         saved.add(f"at {len(saved)}")
         return name, {"name": f"at {len(saved) - 1}"}
     if name == "load":
-        return (name, {"name": random.choice(sorted(saved))}) if saved else ("random", {})
+        return (name, {"name": random.choice(sorted(saved))}) if saved else ("weights", {})
     if name == "evaluate":
         return name, {"length": random.randint(1, 13), "batch_size": random.choice((2, 4))}
     if name in ("gather", "broadcast"):
@@ -198,7 +200,8 @@ def between(random: Random, processes: int, saved: set[str]) -> tuple[str, dict[
         return name, {"sets": random.choice((None, 0, 1))}
     if name == "share":
         kind = random.choice(("list", "tuple", "tensor", "dictionary"))
-        return name, {"kind": kind, "length": random.randint(1, 7), "padded": random.random() < 0.5}
+        padded = kind != "tuple" and random.random() < 0.5  # "`split_between_processes` a tuple with"
+        return name, {"kind": kind, "length": random.randint(1, 7), "padded": padded}
     if name == "wrong":
         # "`gather` or `broadcast` a string or a number, on one process"
         return name, {"what": random.choice([what for what in WRONG if processes > 1 or "gather" not in what])}
@@ -456,14 +459,17 @@ class Session:
         return seen
 
     def save(self, name: str) -> None:
-        # "load in the middle of an accumulation window"
-        if self.accelerator.sync_gradients:
+        if self.is_between_windows():
             self.accelerator.save_state(str(self.folder / name))
+
+    def is_between_windows(self) -> bool:
+        # "load in the middle of an accumulation window"
+        return all(parameter.grad is None for parameter in self.model.parameters())
 
     def load(self, name: str) -> Any:
         there = (self.folder / name).exists()
         self.accelerator.wait_for_everyone()
-        if there and self.accelerator.sync_gradients:
+        if there and self.is_between_windows():
             self.accelerator.load_state(str(self.folder / name))
         return there, self.count.epochs, self.weights()
 
