@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random small programs see the same under both libraries, to the last bit; `differential.py` makes and runs them."""
+"""Random small programs see the same under both libraries, to the last bit; `choices.py` makes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 
-from tests.compat.differential import both, first_difference, make
+from tests.compat.choices import make
+from tests.compat.differential import both, first_difference
 
 SEEDS = range(200)
 

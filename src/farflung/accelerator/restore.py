@@ -176,11 +176,11 @@ def _check_own(run: Run, found: Loaded, folder: Path) -> None:
         own, registry = found.own, run.registry
         if own is None:
             return
-        saved, here = len(own["gradients"]), len(registry.optimizers)
-        if saved != here:
+        written, here = len(own["gradients"]), len(registry.optimizers)
+        if written != here:
             raise CheckpointError(
-                f"{folder} was written with {counted(saved, 'prepared optimizer')}, but here there are {here}. Prepare "
-                "the same objects in the same order before load_state."
+                f"{folder} was written with {counted(written, 'prepared optimizer')}, but here there are {here}. "
+                "Prepare the same objects in the same order before load_state."
             )
         _match_loaders(found, own, len(registry.loaders))
         for optimizer, whole, reduced in _by_optimizer(run, own):
