@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader
 
 from farflung import Accelerator
 from farflung.base.errors import CheckpointError, ConfigError, StateError, Unsupported
@@ -73,6 +74,26 @@ def test_the_files_are_those_of_accelerate_and_our_own(tmp_path):
     manifest = Manifest.read(tmp_path / "a")
     assert (manifest.world_size, manifest.iteration, manifest.step) == (1, 1, training.accelerator.step)
     assert manifest.versions["torch"] == torch.__version__
+
+
+def test_loaders_may_be_prepared_between_saving_and_loading(tmp_path, capsys):
+    training = Training()
+    training.epochs(num_epochs=1)
+    training.accelerator.save_state(tmp_path / "one")
+    place = training.loader.state_dict()["epoch"]
+    training.epochs(num_epochs=1)
+    evaluation = training.accelerator.prepare(DataLoader(range(4), 2))
+    assert [batch.tolist() for batch in evaluation] == [[0, 1], [2, 3]]
+    training.accelerator.save_state(tmp_path / "two")
+    before = str(evaluation.state_dict())
+    training.accelerator.load_state(tmp_path / "one")
+    assert training.loader.state_dict()["epoch"] == place
+    assert str(evaluation.state_dict()) == before
+    assert "written with 1 prepared loader: the later ones stay as they are" in capsys.readouterr().err
+    again = Training()
+    again.accelerator.load_state(tmp_path / "two")
+    assert again.loader.state_dict()["epoch"] == 0
+    assert "written with 2 prepared loaders, but here there are 1: they stay as they are" in capsys.readouterr().err
 
 
 def test_numbers_limits_and_the_newest(tmp_path, capsys):

@@ -11,7 +11,7 @@ import accelerate.utils
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, SubsetRandomSampler
 
 import farflung
 import farflung.utils
@@ -51,6 +51,11 @@ def program(name):
     for reduction in ("sum", "mean"):
         seen[f"scaled {reduction}"] = accelerator.reduce(values.clone(), reduction, scale=10.0).tolist()
     seen["should_save_model"] = accelerator.should_save_model
+    try:
+        with accelerator.split_between_processes((1, 2, 3), apply_padding=True) as mine:
+            seen["padded tuple"] = mine
+    except TypeError:
+        seen["padded tuple"] = TypeError
     loader = accelerator.prepare(DataLoader(range(8), batch_size=4))
     seen["split_batches"] = [batch.tolist() for batch in loader]
     for flags in ({"use_seedable_sampler": True}, {"dispatch_batches": True}):
@@ -70,6 +75,11 @@ def program(name):
             torch.manual_seed(accelerator.process_index)
             loader = accelerator.prepare(DataLoader(range(8), 2, sampler=SubsetRandomSampler(range(8))))
             seen["seedable, another sampler"] = sorted(x for batch in loader for x in batch.tolist())
+            library.utils.set_seed(0, device_specific=True)
+            loader = accelerator.prepare(DataLoader(range(8), 2, shuffle=True))
+            seen["seedable, another seed"] = sorted(x for batch in loader for x in batch.tolist())
+            rest = accelerator.skip_first_batches(accelerator.prepare(DataLoader(torch.arange(7), 2)), 1)
+            seen["metrics of the rest"] = [accelerator.gather_for_metrics(batch).tolist() for batch in rest]
     reset(library)
     config = library.utils.DataLoaderConfiguration(split_batches=True, dispatch_batches=True)
     accelerator = library.Accelerator(cpu=True, dataloader_config=config)
@@ -172,6 +182,31 @@ def test_any_sampler_is_shared_among_ranks_under_the_seedable_sampler(seen):
     theirs, ours = seen("seedable, another sampler")
     assert sorted(theirs[0] + theirs[1]) != list(range(8))
     assert sorted(ours[0] + ours[1]) == list(range(8))
+
+
+def test_processes_with_seeds_of_their_own_share_one_order_under_the_seedable_sampler(seen):
+    theirs, ours = seen("seedable, another seed")
+    assert sorted(theirs[0] + theirs[1]) != list(range(8))
+    assert sorted(ours[0] + ours[1]) == list(range(8))
+
+
+def test_a_tuple_is_shared_out_with_padding(seen):
+    assert seen("padded tuple") == ([TypeError] * 2, [(1, 2), (3, 3)])
+
+
+def test_metrics_of_a_loader_whose_first_batches_are_skipped_have_each_sample_once(seen):
+    assert seen("metrics of the rest") == ([[[4, 5, 6, 0]]] * 2, [[[4, 5, 6]]] * 2)
+
+
+def test_metrics_of_a_batch_sampler_that_drops_its_last_batch_have_all_other_samples():
+    def gathered(library):
+        accelerator = library.Accelerator(cpu=True)
+        batches = BatchSampler(SequentialSampler(range(5)), batch_size=2, drop_last=True)
+        loader = accelerator.prepare(DataLoader(torch.arange(5), batch_sampler=batches))
+        return [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
+
+    assert gathered(accelerate) == [[0, 1], [2]]
+    assert gathered(farflung) == [[0, 1], [2, 3]]
 
 
 def test_a_window_that_follows_the_end_of_data_drawn_inside_accumulate():

@@ -176,13 +176,13 @@ def _check_own(run: Run, found: Loaded, folder: Path) -> None:
         own, registry = found.own, run.registry
         if own is None:
             return
-        kinds = (("loaders", "loader", registry.loaders), ("gradients", "optimizer", registry.optimizers))
-        for name, kind, here in kinds:
-            if len(own[name]) != len(here):
-                raise CheckpointError(
-                    f"{folder} was written with {counted(len(own[name]), f'prepared {kind}')}, but here there are "
-                    f"{len(here)}. Prepare the same objects in the same order before load_state."
-                )
+        written, here = len(own["gradients"]), len(registry.optimizers)
+        if written != here:
+            raise CheckpointError(
+                f"{folder} was written with {counted(written, 'prepared optimizer')}, but here there are {here}. "
+                "Prepare the same objects in the same order before load_state."
+            )
+        _match_loaders(found, own, len(registry.loaders))
         for optimizer, whole, reduced in _by_optimizer(run, own):
             mine = states.parameters(optimizer)
             wanted = [*(p.shape for p in mine if whole), *(local(p).shape for p in mine if reduced)]
@@ -201,6 +201,18 @@ def _check_own(run: Run, found: Loaded, folder: Path) -> None:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{folder} holds something other than the state of a run: {error!r}") from error
+
+
+def _match_loaders(found: Loaded, own: dict[str, Any], here: int) -> None:
+    """Let those that were prepared since stay as they are; where some are missing it is not known which."""
+    saved = len(own["loaders"])
+    if saved < here:
+        found.notes.append(f"it was written with {counted(saved, 'prepared loader')}: the later ones stay as they are")
+    elif saved > here:
+        own["loaders"] = []
+        found.notes.append(
+            f"it was written with {counted(saved, 'prepared loader')}, but here there are {here}: they stay as they are"
+        )
 
 
 def _by_optimizer(run: Run, own: dict[str, Any]) -> Iterable[tuple[AcceleratedOptimizer, Any, Any]]:
@@ -278,7 +290,7 @@ def _apply_own(run: Run, own: dict[str, Any], undo: list[Undo]) -> None:
         optimizer.step_was_skipped = kept["was_skipped"]
         optimizer.finished = loop.backwards - (whole is not None)  # else they would be forgotten by the next save
         gradients.put(run, optimizer, whole, reduced)
-    for loader, state in zip(registry.loaders, own["loaders"], strict=True):
+    for loader, state in zip(registry.loaders, own["loaders"], strict=False):  # `_match_loaders`
         undo.insert(0, loader.keep())
         loader.load_state_dict(state)
 
