@@ -35,8 +35,6 @@ PROGRAMS: dict[str, dict[str, str]] = {
         "test_join_raises_warning_for_non_ddp_distributed": (
             "`join_uneven_inputs` joins on CPUs too, and warns of nothing (a row of docs/migrating.md)"
         ),
-        "accelerator.state.distributed_type = ": "a part of that test: the views of the state can't be written to",
-        "test_pickle_accelerator": "an Accelerator has process groups and threads, which no other process could use",
     },
     "external_deps/test_metrics": {},
 }
