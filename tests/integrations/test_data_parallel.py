@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.comm.ddp_hook import average_hook
 from farflung.config import environ
 from farflung.integrations.data_parallel import Takeover
 from farflung.outer import OuterLoop
@@ -135,6 +136,44 @@ def equal_to_a_loop_by_hand(way, recipe):
 )
 def test_a_ddp_script_ends_with_the_bits_of_a_loop_by_hand(way, recipe):
     assert run_ranks(equal_to_a_loop_by_hand, 2, way, recipe) == [(True, True)] * 2
+
+
+def in_code(recipe, find_unused_parameters):
+    """A loop around the bare model and one around DDP, neither in a block; then DDP without a loop again."""
+    ends = []
+    for options in (None, {"find_unused_parameters": find_unused_parameters}):
+        model = net()
+        wrapped = model if options is None else DistributedDataParallel(model, **options)
+        step = Step(wrapped.parameters())
+        outer = OuterLoop(wrapped, recipe_of(RECIPES[recipe], 1)).attach(step.optimizer)
+        epochs(wrapped, step)
+        outer.close()
+        ends.append({name: value.clone() for name, value in model.state_dict().items()})
+    step.optimizer.zero_grad()
+    wrapped(torch.full((2, 4), float(dist.get_rank() + 1))).sum().backward()
+    gradients = [None, None]
+    dist.all_gather_object(gradients, [parameter.grad.tolist() for parameter in model.parameters()])
+    return same(*ends), gradients[0] == gradients[1]
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+@pytest.mark.parametrize(("recipe", "unused"), [("diloco", True), ("streaming_diloco", False)])
+def test_a_loop_around_ddp_is_one_around_its_model_until_it_ends(recipe, unused):
+    assert run_ranks(in_code, 2, recipe, unused) == [(True, True)] * 2
+
+
+def refused_in_code():
+    alone = [dist.new_group([rank]) for rank in (0, 1)][dist.get_rank()]
+    with pytest.raises(ConfigError, match=r"averages over 1 of 2 ranks, .*island="):
+        OuterLoop(DistributedDataParallel(net(), process_group=alone), "diloco")
+    hooked = DistributedDataParallel(net())
+    hooked.register_comm_hook(None, average_hook(lambda: None))
+    with pytest.raises(Unsupported, match="has a communication hook already"):
+        OuterLoop(hooked, "diloco")
+
+
+def test_a_loop_around_ddp_that_can_not_work_is_refused():
+    run_ranks(refused_in_code, 2)
 
 
 def compiled():
