@@ -35,7 +35,7 @@ def test_a_model_shards_in_the_parts_that_it_names_and_trains_as_under_ddp(found
     assert (replicated["groups"], sharded["groups"]) == ([], groups)
     assert sharded["losses"][-1] < 0.8 * sharded["losses"][0]
     # Under DDP some operations are in bf16, whose values have 8 bits; here all of them are, and the weights they read.
-    assert sharded["losses"] == pytest.approx(replicated["losses"], rel=0.01)
+    assert sharded["losses"] == pytest.approx(replicated["losses"], rel=0.03)
 
 
 def test_adapters_in_a_sharded_model_train_and_travel_and_are_saved_alone(found):

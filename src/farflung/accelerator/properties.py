@@ -61,7 +61,8 @@ class AcceleratorProperties:
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes work together, or what a script has set `state.distributed_type` to."""
-        return slot.opened().named_kind or self._strategy.kind
+        session = slot.current()  # none where the state was reset: an Accelerator keeps what it was made with
+        return (None if session is None else session.named_kind) or self._strategy.kind
 
     @property
     def mixed_precision(self) -> str:

@@ -37,7 +37,6 @@ class PresenceStore:
         self.size = size
         self._has_checked_alive = False
         self._read: list[tuple[str, int]] = []  # keys, and how often each rank has left once nobody reads them again
-        self._closed: list[str] = []  # names of groups that are closed, whose keys nobody may read again
         self.hosts: dict[int, str] = {}
         self._num_loaders = 0
         # torch 2.6 cannot clone a store: there a thread that blocks in it blocks the others too.
@@ -91,26 +90,26 @@ class PresenceStore:
 
     # ---- tidying the store
 
-    def closes(self, group: str) -> bool:
-        """Note that `group` is closed; say whether its keys can be deleted. Older torch's stores can't list them."""
-        store: Any = self._store
-        if not hasattr(store, "list_keys"):
-            return False
-        self._closed.append(group)
-        return True
+    def can_list_keys(self) -> bool:
+        """Whether the store can say which keys it has; those of older torch can't."""
+        return hasattr(self._store, "list_keys")
 
-    def forget(self) -> None:
-        """Delete what nobody will read again; call it where all ranks have come together."""
-        store, read, closed = self._store, self._read, self._closed
-        if not read and not closed:
-            return
-        least = min(store.add(self._key("left", rank), 0) for rank in range(self.size))
-        expired = [key for key, times in read if times <= least]
+    def forget(self, closed: Iterable[str]) -> None:
+        """Delete what nobody will read again, where all ranks have come together.
+
+        Args:
+            closed: names of groups that are closed.
+        """
+        store, read = self._store, self._read
+        expired = []
+        if read:
+            least = min(store.add(self._key("left", rank), 0) for rank in range(self.size))
+            expired = [key for key, times in read if times <= least]
+            self._read = [(key, times) for key, times in read if times > least]
         for name in closed:
             expired += [key for key in store.list_keys() if key.startswith(f"{name}/")]
         for key in expired:
             store.delete_key(key)
-        self._read, self._closed = [(key, times) for key, times in read if times > least], []
 
     # ---- what can not end
 

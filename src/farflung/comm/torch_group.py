@@ -66,6 +66,12 @@ def _shared_state_of(group: weakref.ref[dist.ProcessGroup]) -> SharedState:
     return SharedState(presence, Waits(presence), dist.get_process_group_ranks(pg))
 
 
+@cache
+def _closed_groups() -> list[str]:
+    """Return the one list of the names of groups that were closed, and whose keys are still in the store."""
+    return []
+
+
 class TorchGroup:
     """The ranks of a c10d process group (the default one when none is given).
 
@@ -209,7 +215,8 @@ class TorchGroup:
             return
         self.abort()
         # Its name may come again, and whoever connects under it must not read where these ranks listened.
-        if self.presence.closes(self._name):
+        if self.presence.can_list_keys():
+            _closed_groups().append(self._name)
             self.waits.part(self._name)
             dist.destroy_process_group(self.pg)
 
@@ -242,7 +249,8 @@ class TorchGroup:
             spare[-1]._serial = next(self.shared.serials)
             return spare.pop()
         self.barrier()  # of a kind of its own, so that ranks which are elsewhere hear of it
-        self.presence.forget()
+        self.presence.forget(_closed_groups())
+        _closed_groups().clear()
         most = int(self.all_gather_small(torch.tensor([num_groups()])).max())
         while num_groups() < most:  # one that nobody uses, on ranks that a script's own group left out
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
