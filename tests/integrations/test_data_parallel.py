@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from farflung import Accelerator
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.ddp_hook import average_hook
 from farflung.config import environ
@@ -331,9 +332,20 @@ def alone():
     Takeover(RECIPES["diloco"]).install()
     with pytest.raises(ConfigError, match="this process trains alone"):
         without_ddp()
+
+
+def by_items():
+    Takeover(OuterConfig("diloco", weigh_by="items")).install()
     with pytest.raises(ConfigError, match="weigh_by='items' needs an Accelerator"):
-        Takeover(OuterConfig("diloco", weigh_by="items"))
+        without_ddp()
+    accelerator = Accelerator()  # which counts them
+    model = net()
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[1].step()
 
 
 def test_one_process_has_nothing_to_average():
     run_ranks(alone, 1, connect=False)
+
+
+def test_items_are_counted_by_an_accelerator_alone():
+    run_ranks(by_items, 1, connect=False)

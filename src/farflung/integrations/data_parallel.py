@@ -81,14 +81,12 @@ class Takeover:
         config: the outer loop that was asked for.
 
     Raises:
-        ConfigError: it weighs by items, which nobody counts here; or its log can't be written.
+        ConfigError: its log can't be written.
     """
 
     def __init__(self, config: OuterConfig) -> None:
         self._config = config
         self._recipe = recipe_of(config, environ.integer("LOCAL_WORLD_SIZE") or 1)
-        if self._recipe.weigh_by == "items":
-            raise ConfigError("weigh_by='items' needs an Accelerator, whose backward(num_items=) counts them.")
         self._log = opened_log(config.log, environ.integer("RANK") or 0)
         self._followed: list[Followed] = []
         self._driven: weakref.WeakKeyDictionary[Optimizer, list[Followed]] = weakref.WeakKeyDictionary()
@@ -155,6 +153,10 @@ class Takeover:
     def _check(self, optimizer: Optimizer, trained: list[torch.Tensor], has_models: bool) -> None:
         asked = f"--outer {self._config.recipe}"
         engine = next((name for name in ("deepspeed", "megatron") if name in sys.modules), None)
+        if self._recipe.weigh_by == "items":
+            raise ConfigError(
+                f"{asked}: weigh_by='items' needs an Accelerator, whose backward(num_items=) counts them."
+            )
         if not dist.is_initialized() or dist.get_world_size() == 1:
             raise ConfigError(
                 f"{asked}: this process trains alone, so there are no replicas to average. Start at least two with "
