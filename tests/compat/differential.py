@@ -368,7 +368,9 @@ class Session:
     def save_model(self) -> Any:
         self.accelerator.save_model(self.model, str(self.folder / "model"))
         self.accelerator.wait_for_everyone()
-        return sorted(path.name for path in (self.folder / "model").iterdir())
+        names = sorted(path.name for path in (self.folder / "model").iterdir())
+        self.accelerator.wait_for_everyone()  # else the next save may be under way where another rank looks
+        return names
 
     def free(self) -> Any:
         parts = (self.model, self.optimizer, self.train_loader, self.scheduler)
