@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A communication hook for torch's DDP: averages gradients over the ranks that it is told each time, or over none."""
+"""A communication hook for torch's DDP that averages gradients over a group chosen in each pass, or sends nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks with different numbers of batches: one that has more hears of it before it waits for the others for ever.
+"""Detects that ranks have different numbers of batches, before a rank that has more waits for the others for ever.
 
 A loader knows its last batch when it hands it out, and each rank publishes that in the store. A rank whose forward or
 backward pass waits for others looks there: with its last batch, as ranks that share the rounds of one order differ by

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who this process is: one frozen `World`, in the first of the two slots where Farflung keeps state.
-
-Beside it stands which objects read files, by weak references.
-"""
+"""The process-wide state: one frozen `World` (rank, size, device, group), and weak references to readers of files."""
 
 from __future__ import annotations
 
