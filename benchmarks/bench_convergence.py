@@ -60,19 +60,19 @@ Row = Callable[[int], "Recipe | None"]  # from the number of steps
 
 def plain_delay(steps: int) -> Recipe:
     """What eager_diloco is without its correction: a mean that is a round late replaces the round that was done."""
-    return replace(eager_diloco(16, rounds=steps // 16), merge=Replace())
+    return replace(eager_diloco(16), merge=Replace())
 
 
 # In the order in which they are run: what matters most comes first.
 ROWS: dict[str, Row] = {
     "DDP": lambda steps: None,
     "local_sgd(8)": lambda steps: local_sgd(8),
-    "diloco(16)": lambda steps: diloco(16, rounds=steps // 16),
-    "streaming_diloco(16, 3, delay=3) 4 bits": lambda steps: streaming_diloco(16, 3, delay=3, rounds=steps // 16),
-    "eager_diloco(16) int8": lambda steps: eager_diloco(16, rounds=steps // 16),
+    "diloco(16)": lambda steps: diloco(16),
+    "streaming_diloco(16, 3, delay=3) 4 bits": lambda steps: streaming_diloco(16, 3, delay=3),
+    "eager_diloco(16) int8": lambda steps: eager_diloco(16),
     "plain delay(16) int8": plain_delay,
     "local_sgd(16)": lambda steps: local_sgd(16),
-    "diloco(16) int8": lambda steps: diloco(16, rounds=steps // 16, codec=Int8()),
+    "diloco(16) int8": lambda steps: diloco(16, codec=Int8()),
     "diloco(16, lr=0.7, momentum=0.9)": lambda steps: diloco(16, lr=0.7, momentum=0.9),
     "sparse_loco(16)": lambda steps: sparse_loco(16),
     "gossip(16)": lambda steps: gossip(16),

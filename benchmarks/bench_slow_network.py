@@ -261,7 +261,7 @@ def torchft_diloco(model: GPT, optimizer: torch.optim.Optimizer, steps: int) -> 
     from torchft.coordination import LighthouseServer
     from torchft.local_sgd import DiLoCo
 
-    make_optimizer = diloco(32, rounds=steps // 32).optimizer
+    make_optimizer = diloco(32).optimizer
     assert make_optimizer is not None
     rank = dist.get_rank()
     home = _lab.ADDRESSES[rank]
@@ -293,10 +293,10 @@ METHODS: dict[str, Method] = {
     "accelerate local_sgd(8)": accelerate_local_sgd,
     "torchft diloco(32)": torchft_diloco,
     "local_sgd(8)": outer(lambda steps: local_sgd(8)),
-    "diloco(32)": outer(lambda steps: diloco(32, rounds=steps // 32)),
-    "diloco(16) int8": outer(lambda steps: diloco(16, rounds=steps // 16, codec=Int8())),
-    "eager_diloco(16)": outer(lambda steps: eager_diloco(16, rounds=steps // 16)),
-    "streaming_diloco(24, 3)": outer(lambda steps: streaming_diloco(24, 3, delay=1, rounds=steps // 24)),
+    "diloco(32)": outer(lambda steps: diloco(32)),
+    "diloco(16) int8": outer(lambda steps: diloco(16, codec=Int8())),
+    "eager_diloco(16)": outer(lambda steps: eager_diloco(16)),
+    "streaming_diloco(24, 3)": outer(lambda steps: streaming_diloco(24, 3, delay=1)),
     "alone": alone,
 }
 

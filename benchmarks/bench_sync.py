@@ -90,9 +90,9 @@ def main() -> None:
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "local_sgd": lambda: local_sgd(1),
     "local_sgd int8": lambda: local_sgd(1, codec=Int8()),
-    "diloco": lambda: diloco(1, rounds=1000),
-    "diloco int8": lambda: diloco(1, rounds=1000, codec=Int8()),
-    "diloco 4 bits": lambda: diloco(1, rounds=1000, codec=E3M0()),
+    "diloco": lambda: diloco(1),
+    "diloco int8": lambda: diloco(1, codec=Int8()),
+    "diloco 4 bits": lambda: diloco(1, codec=E3M0()),
 }
 
 
@@ -120,7 +120,7 @@ def measure(shapes: list[tuple[int, ...]], rounds: int, recipes: bool) -> dict[s
     contestants["farflung"] = OuterLoop(Bag(shapes), local_sgd(1)).step
     if recipes:
         contestants["farflung bf16"] = OuterLoop(Bag(shapes), local_sgd(1, codec=Cast("bf16"))).step
-        contestants["farflung diloco"] = OuterLoop(Bag(shapes), diloco(1, rounds=1000)).step
+        contestants["farflung diloco"] = OuterLoop(Bag(shapes), diloco(1)).step
     theirs = accelerate.Accelerator(cpu=True)
     assert theirs.num_processes == dist.get_world_size(), "Accelerate did not join the group"
     averaging = LocalSGD(accelerator=theirs, model=theirs.prepare(Bag(shapes)), local_sgd_steps=1, enabled=True)

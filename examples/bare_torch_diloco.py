@@ -31,7 +31,7 @@ def main():
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     generator = torch.Generator().manual_seed(rank)  # each process has data of its own
-    recipe = diloco(chosen.every, rounds=chosen.steps // chosen.every)
+    recipe = diloco(chosen.every)
     with OuterLoop(model, recipe) as outer:  # all processes start from the weights of rank 0
         for _ in range(chosen.steps):
             x, inside = points(generator, 64)

@@ -54,6 +54,7 @@ VALUES = {
     "anchor_on_cpu": st.booleans(),
     "inner": st.sampled_from(["keep", "average", "reset"]),
     "bucket_bytes": st.integers(1, 2**30),
+    "steps": st.integers(10_000, 10**6),
     "log": st.sampled_from(["rounds.jsonl", "logs/{rank}.jsonl"]),
 }
 

@@ -27,7 +27,20 @@ from farflung.cost.units import (
 )
 from farflung.testing.patience import patience
 
-USUAL = ["--parameters", "124M", "--step_seconds", "0.5", "--bandwidth", "1Gbit", "--replicas", "4", "--latency", "1ms"]
+USUAL = [
+    "--steps",
+    "20k",
+    "--parameters",
+    "124M",
+    "--step_seconds",
+    "0.5",
+    "--bandwidth",
+    "1Gbit",
+    "--replicas",
+    "4",
+    "--latency",
+    "1ms",
+]
 RUN = Run(124_000_000, 24, 0.5, replicas=4, bandwidth_bps=1e9, latency_s=0.001)
 
 
@@ -126,7 +139,7 @@ def test_bytes_are_written_with_three_digits(count, text):
 def test_json_is_what_the_model_says():
     found = json.loads(planned(*USUAL, "--json", "--bucket", "1MiB").output)
     assert Run(**found["run"]) == RUN
-    rows = rows_for(RUN, bucket_bytes=2**20)
+    rows = rows_for(RUN, bucket_bytes=2**20, steps=20_000)
     costs = [cost_of(RUN, row.method) for row in rows]
     assert [row["method"] for row in found["methods"]] == [cost.method.name for cost in costs]
     assert [row["flags"] for row in found["methods"]] == [row.flags for row in rows]
@@ -159,20 +172,48 @@ def test_the_table_fits_80_columns_and_marks_what_is_fast_enough():
     assert {"% *" in line for line in lines if "%" in line} == {True, False}
 
 
-def test_each_row_says_its_flags_and_one_line_says_which_row_to_take():
-    for arguments, advice in [
-        ([], "Use streaming_diloco(100) e3m0: of the methods that are fast enough, it changes training least."),
-        (["--bandwidth", "1Tbit"], "Use DDP: of the methods that are fast enough, it changes training least."),
-        (["--latency", "1min"], "No method is fast enough; the closest is "),
+def test_each_row_says_its_flags_and_the_last_lines_say_which_row_to_take_and_run_it():
+    streaming = "--outer streaming_diloco --outer-every 100 --outer-fragments 8 --outer-delay 5 --outer-steps 20000"
+    for arguments, advice, flags in [
+        (
+            [],
+            "Use streaming_diloco(100) e3m0: of the methods that are fast enough, it changes training least.",
+            streaming,
+        ),
+        (["--bandwidth", "1Tbit"], "Use DDP: of the methods that are fast enough, it changes training least.", None),
+        (["--latency", "1min"], "No method is fast enough; the closest is ", "--outer diloco --outer-every 500 "),
     ]:
-        lines = planned(*USUAL, *arguments).output.splitlines()
-        assert lines[-1].startswith(advice)
-        assert sum(line.startswith(("Use", "No method")) for line in lines) == 1
+        *lines, said, command = planned(*USUAL, *arguments).output.splitlines()
+        assert said.startswith(advice)
+        assert command.startswith(" ".join(filter(None, ["farflung launch --num_processes 4", flags])))
+        assert command.endswith(" train.py")
         start = lines.index("Flags of `farflung launch`:") + 1
-        flags = {row.method.name: line for row, line in zip(rows_for(RUN), lines[start:], strict=False)}
-        assert flags["DDP"].split() == ["DDP", "none"]
-        assert flags["diloco(128)"].split() == ["diloco(128)", "--outer", "diloco", "--outer-every", "128"]
+        shown = {row.method.name: line for row, line in zip(rows_for(RUN), lines[start:], strict=False)}
+        assert shown["DDP"].split() == ["DDP", "none"]
+        assert shown["diloco(128)"].split()[1:] == [
+            "--outer",
+            "diloco",
+            "--outer-every",
+            "128",
+            "--outer-steps",
+            "20000",
+        ]
     assert "1 replica, " in planned(*USUAL, "--replicas", "1").output
+
+
+def test_what_a_run_has_too_few_steps_for_is_left_out_and_never_advised():
+    short = [*USUAL, "--steps", "300"]
+    found = json.loads(planned(*short, "--json").output)
+    assert [row["method"] for row in found["methods"]] == ["DDP", "DDP bf16", "local_sgd(8)", "sparse_loco(30)"]
+    left_out = ["diloco(32)", "streaming_diloco(100) e3m0", "diloco(128)", "eager_diloco(32) int8", "diloco(500)"]
+    assert found["left_out"] == left_out
+    assert f"Left out, as 300 steps would be fewer than 10 rounds: {', '.join(left_out)}." in planned(*short).output
+
+
+@pytest.mark.parametrize(("layers", "fragments"), [(1, None), (2, 2), (4, 3), (5, 3), (6, 2), (24, 8)])
+def test_streaming_is_shown_with_fragments_that_were_tried(layers, fragments):
+    rows = rows_for(Run(1_000_000, layers, 0.5, replicas=2, bandwidth_bps=1e9))
+    assert [row.method.fragments for row in rows if row.method.fragments > 1] == ([fragments] if fragments else [])
 
 
 def test_both_spellings_are_one_flag_and_utilization_moves_the_mark():
@@ -213,7 +254,7 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_is_said(monkeyp
 
 def test_the_rates_of_a_picture_reach_from_what_suffices_the_least_to_what_the_most_need():
     forecast = Forecast.of(
-        {"parameters": 10**6, "layers": 4, "step_s": 0.1, "replicas": 2, "bandwidth_bps": 1e6}, 2**20, 0.9
+        {"parameters": 10**6, "layers": 4, "step_s": 0.1, "replicas": 2, "bandwidth_bps": 1e6}, 10_000, 2**20, 0.9
     )
     rates = forecast._rates()
     needed = [forecast.needed(cost) for cost in forecast.costs]

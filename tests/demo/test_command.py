@@ -58,7 +58,7 @@ def test_the_demo_trains_four_ways_draws_judges_and_writes(tmp_path):
         assert 0 <= result.waited_s < result.seconds
         assert result.line_seconds > 0
 
-    verdict = ran.stdout[ran.stdout.index("Compared with DDP, on a line of 20 Mbit/s:") :].splitlines()
+    verdict = ran.stdout[ran.stdout.index("Compared with DDP at equal loss, on a line of 20 Mbit/s:") :].splitlines()
     assert [line.split("  ")[1] for line in verdict[1:4]] == list(WAYS[1:])
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     pasted = ran.stdout.strip().splitlines()[-1] + " --length 20"
@@ -81,18 +81,29 @@ def test_what_to_paste_names_the_program_that_ran(tmp_path, monkeypatch):
     assert command.own_name() == [sys.executable, "-m", "farflung"]
 
 
-def test_the_verdict_is_computed_and_says_where_a_way_loses():
-    base = a_result("DDP", 2.0, bytes_sent=1_000_000, line_seconds=100.0)
-    near = a_result("near", 2.05, bytes_sent=8_475, line_seconds=11.0)
-    far = a_result("far", 2.3, bytes_sent=2_000_000, line_seconds=130.0)
-    better = a_result("better", 1.8, bytes_sent=500_000, line_seconds=50.0)
-    first, *lines = verdicts([base, near, far, better], "5 Mbit/s")
-    assert first == "Compared with DDP, on a line of 5 Mbit/s:"
-    assert lines == [
-        "  near    same loss within 3 %, 118 times fewer bytes, 9.1 times sooner",
-        "  far     loss 15 % higher, 2.0 times more bytes, 1.3 times later",
-        "  better  loss 10 % lower, 2.0 times fewer bytes, 2.0 times sooner",
+def a_curve(way, *points, line_seconds):
+    curve = [Point(step, step * 1_000, loss) for step, loss in points]
+    return Result(way, curve, seconds=2.0, waited_s=0.5, bytes_sent=curve[-1].bytes_sent, line_seconds=line_seconds)
+
+
+def test_the_verdict_compares_at_equal_loss_and_says_where_a_way_loses():
+    base = a_curve("DDP", (1, 4.0), (4, 3.0), (16, 2.0), line_seconds=160.0)
+    near = a_curve("near", (1, 4.0), (16, 2.5), line_seconds=8.0)
+    far = a_curve("far", (1, 4.0), (16, 2.0), line_seconds=400.0)
+    better = a_curve("better", (4, 3.0), (16, 1.0), line_seconds=16.0)
+    assert verdicts([base, near, far, better], "5 Mbit/s") == [
+        "Compared with DDP at equal loss, on a line of 5 Mbit/s:",
+        # DDP is half-way between 3 and 2 after 8 steps, as a curve is straight over the logarithm of the step.
+        "  near    reaches 2.500 in 8 s with 16 kB; DDP needs 80 s and 8 kB, 10 times as long",
+        "  far     reaches 2.000 in 400 s with 16 kB; DDP needs 160 s and 16 kB, 2.5 times less",
+        "  better  reaches 2.000 in 8 s with 8 kB; then goes on to 1.000; DDP needs 160 s and 16 kB, 20 times as long",
+        "DDP ends at 2.000, after 160 s.",
     ]
+
+
+def test_a_loss_is_reached_at_the_first_point_that_is_as_low():
+    one = a_curve("one", (4, 3.0), (8, 3.5), (16, 2.0), line_seconds=16.0)
+    assert [one.reaches(loss) for loss in (9.0, 3.0, 2.0)] == [(4_000, 4.0), (4_000, 4.0), (16_000, 16.0)]
 
 
 def test_the_table_fits_into_80_columns():

@@ -85,7 +85,7 @@ def test_one_process_is_not_asked_how_processes_agree(home):
 
 def test_a_slow_line_becomes_a_recipe_by_the_cost_model(home):
     start = ["y", "1", "4", "no", "n", "n", "y"]
-    done = ask("--config_file", "slow.yaml", answers=[*start, "100", "60Mbit", "5", "", "124M", "soon", "500ms"])
+    done = ask("--config_file", "slow.yaml", answers=[*start, "100", "60Mbit", "5", "", "124M", "soon", "500ms", "20k"])
     assert done.exit_code == 0, done.output
     for message in ("The answer is '100'; it must be a rate", "The answer is '5'", "The answer is 'soon'"):
         assert message in done.output.replace("Error: ", "")
@@ -94,10 +94,10 @@ def test_a_slow_line_becomes_a_recipe_by_the_cost_model(home):
         use_cpu=True, num_processes=4, outer_recipe="sparse_loco", outer_options={"every": 30}, config_file="slow.yaml"
     )
     assert resolve({"config_file": "slow.yaml"}).settings == expected
-    done = ask("--config_file", "fast.yaml", answers=[*start, "1Tbit", "0", "124M", "500ms"])
+    done = ask("--config_file", "fast.yaml", answers=[*start, "1Tbit", "0", "124M", "500ms", "20k"])
     assert "Use DDP: " in done.output
     assert resolve({"config_file": "fast.yaml"}).settings.outer_recipe is None
-    done = ask("--config_file", "far.yaml", answers=[*start, "1kbit", "1s", "124M", "500ms"])
+    done = ask("--config_file", "far.yaml", answers=[*start, "1kbit", "1s", "124M", "500ms", "20k"])
     assert "No method is fast enough; the closest is sparse_loco(30)" in done.output
     assert resolve({"config_file": "far.yaml"}).settings.outer_recipe == "sparse_loco"
 
@@ -110,7 +110,7 @@ def test_between_machines_the_speed_of_the_interface_is_the_default(home, monkey
     rate = partial(advise.found_rate, home)
     assert rate() == "2500Mbit"
     monkeypatch.setattr(advise, "found_rate", rate)
-    answers = ["y", "2", "0", "main", "29511", "8", "no", "n", "static", "n", "y", "y", "", "", "1.1B", "1s"]
+    answers = ["y", "2", "0", "main", "29511", "8", "no", "n", "static", "n", "y", "y", "", "", "1.1B", "1s", "20k"]
     done = ask("--config_file", "cluster.yaml", answers=answers)
     assert "such as 1Gbit? [2500Mbit]" in done.output
     settings = resolve({"config_file": "cluster.yaml"}).settings
@@ -131,7 +131,7 @@ def test_sharding_is_asked_of_several_processes_and_its_rows_are_the_replicas(ho
     here = {"use_cpu": True, "num_processes": 4}
     settings = resolve({"config_file": "all.yaml"}).settings
     assert settings == LaunchSettings(**here, **wrapped, fsdp_activation_checkpointing=True, config_file="all.yaml")
-    answers = [*start, "transformer_based_wrap", "Block", "n", "n", "3", "2", "y", "60Mbit", "1ms", "124M", "500ms"]
+    answers = [*start, "transformer_based_wrap", "Block", "n", "n", "3", "2", "y", "60Mbit", "1ms", "124M", "500ms", "20k"]
     done = ask("--config_file", "grid.yaml", answers=answers)
     assert done.exit_code == 0, done.output
     assert "The answer is '3'; use one of 2, or leave it empty" in done.output

@@ -129,17 +129,6 @@ def test_ranks_that_spoil_a_sum_are_named():
     assert too_large(30, 1, largest=(3e3, 3e3)) == (0,)  # weights are applied before the cast
 
 
-def outer_sgd(recipe):
-    return recipe.optimizer([nn.Parameter(torch.zeros(1))]).defaults
-
-
-def test_the_default_momentum_follows_the_number_of_rounds():
-    momenta = [outer_sgd(diloco(32, rounds=rounds))["momentum"] for rounds in (None, 30, 99, 100, 5000)]
-    assert momenta == [0.9, 0.3, 0.3, 0.9, 0.9]
-    assert outer_sgd(diloco(32))["lr"] == 0.7
-    assert outer_sgd(diloco(32))["nesterov"]
-
-
 def test_a_momentum_that_short_runs_do_not_pay_back_is_warned_of():
     with pytest.warns(UserWarning, match="hundreds of rounds"):
         diloco(32, rounds=30, momentum=0.9)

@@ -63,7 +63,7 @@ class OuterController:
             trains = any(parameter.requires_grad for parameter in model.parameters())
             if not owners or not trains or self._open_loops.has(model):
                 continue
-            attached = AttachedLoop(model, self._recipe, self._strategy, self._registry.optimizers, each_step=True)
+            attached = AttachedLoop(model, self._recipe, self._strategy, self._registry, each_step=True)
             self._open_loops.opened(attached)
             leave_note(OUTER_ATTACHED)
             attached.loop.listeners.append(RoundLog(self._log, len(self._attached)))

@@ -18,7 +18,9 @@ from farflung.accelerator.epoch_tracker import EpochTracker
 from farflung.accelerator.prepare import Registry
 from farflung.base.errors import ConfigError
 from farflung.loop.optimizer import AcceleratedOptimizer
+from farflung.loop.scheduler import planned_updates
 from farflung.loop.state import ActiveLoader, Trace
+from farflung.process.log import get_logger
 from farflung.process.mesh import require_replicas
 from farflung.process.world import World
 from farflung.strategy.base import Strategy
@@ -36,7 +38,7 @@ class AttachedLoop:
     After that gradients and buffers stay within their island: on their process, where each is one.
 
     Args:
-        model: a prepared model, which one of `optimizers` trains.
+        model: a prepared model, which a prepared optimizer trains.
         each_step: rounds happen inside `optimizer.step()`; False leaves them to calls of `sync_if_due`.
 
     Attributes:
@@ -53,10 +55,11 @@ class AttachedLoop:
         model: nn.Module,
         recipe: Recipe,
         strategy: Strategy,
-        optimizers: Sequence[AcceleratedOptimizer],
+        registry: Registry,
         each_step: bool,
     ) -> None:
         self.model = model
+        optimizers, self._schedulers = registry.optimizers, registry.schedulers
         self.recipe = recipe
         self.optimizer = driver(model, optimizers)
         self._strategy = strategy
@@ -72,6 +75,7 @@ class AttachedLoop:
         self.loop = lazy.OuterLoop(whole, recipe, group=mesh.replicas, island=mesh.island, inner=bare)
         self.epochs: EpochTracker | None = None
         self._is_new = True
+        self._attempts = 0
         self._hook: RemovableHandle = bare.register_step_pre_hook(lambda *_: self._begin_where_it_is())
         self.optimizer.attached.append(self)
         if recipe.weigh_by == "items":
@@ -112,11 +116,21 @@ class AttachedLoop:
             self._begin_where_it_is()  # as those do whose first step is not skipped
         items = self._items_of_step() if self.recipe.weigh_by == "items" else 0
         self.loop.count(done, items)
+        self._attempts += 1
+        if self._attempts == 2:  # schedulers have followed the first step by now
+            self._say_if_short()
         if self._each_step:
             self.loop.sync_if_due()
         self._choose_who_averages()
         if self.epochs is not None:
             self.epochs.step_attempted(self.around())
+
+    def _say_if_short(self) -> None:
+        """Warn if the run, as far as its schedule tells, is short for this recipe."""
+        steps = planned_updates(one.scheduler for one in self._schedulers if self.optimizer in one.optimizers)
+        said = "" if steps is None else self.recipe.few_rounds(steps)
+        if said:
+            get_logger(__name__).warning(f"As the learning rate schedule has it, {said}")
 
     def _items_of_step(self) -> float:
         """Return what `backward(num_items=)` said of this step's window, else how many samples came since the last."""
@@ -267,7 +281,7 @@ class OuterMethods:
 
     @contextmanager
     def _attached(self, model: nn.Module, recipe: Recipe, each_step: bool) -> Iterator[OuterLoop]:
-        attached = AttachedLoop(model, recipe, self._strategy, self._registry.optimizers, each_step)
+        attached = AttachedLoop(model, recipe, self._strategy, self._registry, each_step)
         self._open_loops.opened(attached)
         try:
             yield attached.loop

@@ -15,6 +15,7 @@ from farflung.base.checks import check_text, check_word
 from farflung.base.errors import ConfigError, did_you_mean
 from farflung.config.recipes import RECIPES, help_of
 
+FEW_ROUNDS = 10  # a run with fewer gets a warning
 MACHINE = "machine"
 _ALL = "all"
 CODECS = ("none", "bf16", "fp16", "int8", "int4", "fp8", "e3m0", "topk")
@@ -38,6 +39,11 @@ class Option:
 
 # The options of every recipe.
 COMMON = (
+    Option(
+        "steps",
+        int,
+        "Optimizer steps of the whole run, if known: rounds that don't fit are refused, and fewer than ten warned of.",
+    ),
     Option(
         "weigh_by",
         str,

@@ -22,6 +22,7 @@ from farflung.cost.units import parse_bytes, parse_count, parse_rate, parse_seco
 @click.option(
     "--bandwidth", required=True, metavar="RATE", help="Bandwidth of each replica's link: 100Mbit, 1Gbit/s, 12.5MB/s."
 )
+@click.option("--steps", required=True, metavar="COUNT", help="Number of optimizer steps of the whole run: 500, 20k.")
 @click.option(
     "--latency",
     default="0ms",
@@ -46,6 +47,7 @@ def plan(
     parameters: str,
     step_seconds: str,
     bandwidth: str,
+    steps: str,
     latency: str,
     replicas: int,
     layers: int,
@@ -68,7 +70,7 @@ def plan(
         "latency_s": parse_seconds(latency, "--latency"),
     }
     bucket_bytes = None if bucket is None else parse_bytes(bucket, "--bucket")
-    forecast = Forecast.of(settings, bucket_bytes, utilization)
+    forecast = Forecast.of(settings, parse_count(steps, "--steps"), bucket_bytes, utilization)
     forecast.show(as_json)
     if picture is not None:
         forecast.draw(Path(picture))

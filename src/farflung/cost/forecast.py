@@ -14,6 +14,7 @@ import click
 
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
+from farflung.config.outer import FEW_ROUNDS
 from farflung.cost.methods import Row, rows_for
 from farflung.cost.model import Cost, Run, cost_of, needed_bandwidth
 from farflung.cost.units import in_bytes, in_rate, in_seconds
@@ -32,27 +33,34 @@ class Forecast:
         rows: the methods, and what asks for them.
         costs: of the rows, in their order.
         utilization: from which on a method counts as fast enough.
+        steps: of the whole run.
+        left_out: methods with which so many steps would be too few rounds.
     """
 
     run: Run
     rows: tuple[Row, ...]
     costs: tuple[Cost, ...]
     utilization: float
+    steps: int
+    left_out: tuple[Row, ...]
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], bucket_bytes: int | None, utilization: float) -> Forecast:
+    def of(cls, settings: Mapping[str, Any], steps: int, bucket_bytes: int | None, utilization: float) -> Forecast:
         """Return the forecast of a run.
 
         Args:
             settings: the arguments of `Run`.
+            steps: optimizer steps of the whole run.
             bucket_bytes: what travels at a time; None: as each method does by itself.
 
         Raises:
             ConfigError: a number can't be.
         """
         run = Run(**settings)
-        rows = rows_for(run, bucket_bytes)
-        return cls(run, rows, tuple(cost_of(run, row.method) for row in rows), utilization)
+        every_row = rows_for(run, bucket_bytes, steps)
+        rows = tuple(row for row in every_row if row.outer is None or steps >= FEW_ROUNDS * row.method.every)
+        left_out = tuple(row for row in every_row if row not in rows)
+        return cls(run, rows, tuple(cost_of(run, row.method) for row in rows), utilization, steps, left_out)
 
     def show(self, as_json: bool) -> None:
         """Write the table, the flags and the advice, or one JSON object, to the standard output."""
@@ -67,7 +75,17 @@ class Forecast:
         for row in self.rows:
             script = f", and in the script {row.script}" if row.script else ""
             click.echo(f" {row.method.name:<{width}}  {row.flags or f'none{script}'}")
+        if self.left_out:
+            names = ", ".join(row.method.name for row in self.left_out)
+            steps = counted(self.steps, "step")
+            click.echo(f"\nLeft out, as {steps} would be fewer than {FEW_ROUNDS} rounds: {names}.")
         click.echo(f"\n{self.advice()}")
+        row = self.best or self.nearest
+        click.echo(
+            " ".join(
+                ["farflung launch", f"--num_processes {self.run.replicas}", *filter(None, [row.flags]), "train.py"]
+            )
+        )
 
     @property
     def best(self) -> Row | None:
@@ -117,7 +135,14 @@ class Forecast:
                 }
             )
         best = None if self.best is None else self.best.method.name
-        return {"run": asdict(self.run), "utilization": self.utilization, "methods": rows, "take": best}
+        return {
+            "run": asdict(self.run),
+            "steps": self.steps,
+            "utilization": self.utilization,
+            "methods": rows,
+            "left_out": [row.method.name for row in self.left_out],
+            "take": best,
+        }
 
     def table(self) -> Table:
         """Lay out one row for each method, within 80 columns; those that are fast enough have a star."""

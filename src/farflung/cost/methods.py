@@ -44,13 +44,15 @@ class Row:
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
 
 
-def rows_for(run: Run, bucket_bytes: int | None = None) -> tuple[Row, ...]:
-    """Return what is worth comparing in a run.
+def rows_for(run: Run, bucket_bytes: int | None = None, steps: int | None = None) -> tuple[Row, ...]:
+    """Return what is worth comparing in a run, whatever its length.
 
     Args:
         bucket_bytes: what travels at a time; None: what DDP, and an outer loop, take by themselves.
+        steps: of the whole run, for the flags.
     """
-    fragments = max(1, min(run.layers // 3, 100))  # of three layers, as in arXiv:2501.18512
+    # Of three layers, as in arXiv:2501.18512; small models were measured layer by layer (benchmarks/).
+    fragments = min(run.layers // 3, 100) if run.layers >= 6 else min(run.layers, 3)
     delay = min(5, 100 // fragments)
     size = bucket_bytes or bucket_bytes_for(_FP32_BYTES * run.parameters)
 
@@ -70,7 +72,7 @@ def rows_for(run: Run, bucket_bytes: int | None = None) -> tuple[Row, ...]:
         return Row(method, config)
 
     def plain(recipe: str, every: int, **options: int) -> OuterSettings:
-        return OuterSettings(recipe, every=every, bucket_bytes=bucket_bytes, **options)
+        return OuterSettings(recipe, every=every, bucket_bytes=bucket_bytes, steps=steps, **options)
 
     streaming = plain("streaming_diloco", 100, fragments=fragments, delay=delay)
     gathered: dict[str, Any] = {"exchange": "gathered", "voted": True}
@@ -78,7 +80,7 @@ def rows_for(run: Run, bucket_bytes: int | None = None) -> tuple[Row, ...]:
         *_gradients(bucket_bytes),
         outer(plain("local_sgd", 8)),
         outer(plain("diloco", 32), outer_state=1),
-        outer(streaming, " e3m0", _four_bits, delay=delay, outer_state=1, **gathered),
+        *([outer(streaming, " e3m0", _four_bits, delay=delay, outer_state=1, **gathered)] if fragments > 1 else []),
         outer(plain("diloco", 128), outer_state=1),
         outer(plain("eager_diloco", 32), " int8", _eight_bits, delay=32, outer_state=1, feedback=True, **gathered),
         outer(plain("sparse_loco", 30), "", _top_k, feedback=True, **gathered),

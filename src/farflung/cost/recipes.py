@@ -15,7 +15,7 @@ from farflung.outer.aggregate import Gossip, ReduceScatterMean
 from farflung.outer.agreement import Mean
 from farflung.outer.inner import AverageState
 from farflung.outer.recipe import Recipe
-from farflung.outer.schedule import Every, Levels, Quadratic, Schedule, Streaming, Warmup
+from farflung.outer.schedule import Levels, after_warmup
 
 _FP32_BITS = 32
 
@@ -47,11 +47,14 @@ def method_of(
     """
     bucket_bytes = bucket_bytes or bucket_bytes_for(_FP32_BITS // 8 * parameters)
     schedule = recipe.schedule
-    inside = schedule.then if isinstance(schedule, Warmup) else schedule
+    every = every or recipe.every
+    if every is None:
+        raise ConfigError(f"{schedule} does not determine how many steps a round has: pass every=.")
+    inside = after_warmup(schedule)
     levels = inside.sizes if isinstance(inside, Levels) else {}
     return Method(
         name,
-        every=every or _steps(inside),
+        every=every,
         fragments=schedule.fragments,
         delay=schedule.delay,
         bits=bits_on_the_wire(recipe.codec.wire_bytes, parameters, schedule.fragments, bucket_bytes),
@@ -66,14 +69,6 @@ def method_of(
         state_bits=_state_bits(recipe, state_tensors),
         levels=tuple((steps, size) for steps, size in sorted(levels.items()) if size is not None),
     )
-
-
-def _steps(schedule: Schedule) -> int:
-    if isinstance(schedule, (Every, Streaming, Quadratic)):
-        return schedule.every
-    if isinstance(schedule, Levels):
-        return max(schedule.sizes)
-    raise ConfigError(f"{schedule} does not determine how many steps a round has: pass every=.")
 
 
 def _exchange(recipe: Recipe) -> Exchange:

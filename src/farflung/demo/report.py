@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from rich import box
@@ -11,8 +10,6 @@ from rich.table import Table
 
 from farflung.cost.units import in_bytes, in_seconds
 from farflung.demo.settings import Result
-
-SAME_LOSS = 0.05  # two losses are called the same if they differ by no more; `benchmarks/bench_slow_network.py` does so
 
 
 def table_of(results: Sequence[Result], rate: str) -> Table:
@@ -36,29 +33,30 @@ def table_of(results: Sequence[Result], rate: str) -> Table:
 
 
 def verdicts(results: Sequence[Result], rate: str) -> list[str]:
-    """Say of each way but the first how it compares with the first."""
+    """Say of each way but the first how soon, and with how many bytes, it and the first reach the same loss."""
     base, *others = results
     width = max(len(other.way) for other in others)
     return [
-        f"Compared with {base.way}, on a line of {rate}:",
-        *(
-            f"  {other.way:{width}}  {_loss(other.loss / base.loss)}, "
-            f"{_times(base.bytes_sent / other.bytes_sent, 'fewer', 'more')} bytes, "
-            f"{_times(base.line_seconds / other.line_seconds, 'sooner', 'later')}"
-            for other in others
-        ),
+        f"Compared with {base.way} at equal loss, on a line of {rate}:",
+        *(f"  {other.way:{width}}  {_verdict(other, base)}" for other in others),
+        f"{base.way} ends at {base.loss:.3f}, after {in_seconds(base.line_seconds)}.",
     ]
 
 
-def _loss(ratio: float) -> str:
-    percent = math.ceil(abs(ratio - 1) * 100)
-    if abs(ratio - 1) <= SAME_LOSS:
-        return f"same loss within {percent} %"
-    return f"loss {percent} % {'higher' if ratio > 1 else 'lower'}"
+def _verdict(way: Result, base: Result) -> str:
+    """Compare two ways at the loss at which the worse of them ends."""
+    loss = max(way.loss, base.loss)
+    sent, seconds = way.reaches(loss)
+    base_sent, base_seconds = base.reaches(loss)
+    goes_on = f"; then goes on to {way.loss:.3f}" if way.loss < base.loss else ""
+    return (
+        f"reaches {loss:.3f} in {in_seconds(seconds)} with {in_bytes(sent)}{goes_on}; {base.way} needs "
+        f"{in_seconds(base_seconds)} and {in_bytes(base_sent)}, {_times(base_seconds / seconds)}"
+    )
 
 
-def _times(ratio: float, better: str, worse: str) -> str:
-    """Write how many times less the second of two numbers is, or more, from their ratio."""
+def _times(ratio: float) -> str:
+    """Write a ratio of two times in words."""
     number = max(ratio, 1 / ratio)
     written = f"{number:.0f}" if number >= 9.95 else f"{number:.1f}"
-    return f"{written} times {better if ratio >= 1 else worse}"
+    return f"{written} times as long" if ratio >= 1 else f"{written} times less"

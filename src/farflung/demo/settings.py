@@ -117,6 +117,19 @@ class Result:
         """When each point of the curve is reached on the slow line."""
         return [self.line_seconds * point.step / self.curve[-1].step for point in self.curve]
 
+    def reaches(self, loss: float) -> tuple[float, float]:
+        """Return the bytes sent and the seconds on the slow line after which the curve is down at `loss`.
+
+        Between two of its points it is taken for a straight line over the logarithm of the step, which it nearly is.
+        """
+        after = next(number for number, point in enumerate(self.curve) if point.loss <= loss)
+        end, start = self.curve[after], self.curve[max(0, after - 1)]
+        share = 1.0 if start.loss == end.loss else (start.loss - loss) / (start.loss - end.loss)
+        step = start.step * (end.step / start.step) ** share
+        done = 1.0 if start.step == end.step else (step - start.step) / (end.step - start.step)
+        sent = start.bytes_sent + done * (end.bytes_sent - start.bytes_sent)
+        return sent, self.line_seconds * step / self.curve[-1].step
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Result:
         """Rebuild what `dataclasses.asdict` took apart."""

@@ -161,13 +161,13 @@ class Trial:
 
 def recipe_of(way: str, settings: DemoSettings) -> Recipe | None:
     """Return the recipe of one of `WAYS`; None for DDP, which has none."""
-    every, rounds = settings.every, -(-settings.steps // settings.every)
+    every = settings.every
     if way == "Local SGD":
         return local_sgd(every)
     if way == "DiLoCo":
-        return diloco(every, rounds=rounds)
+        return diloco(every)
     if way == "Streaming DiLoCo":
-        return streaming_diloco(every, min(every, settings.shape.depth), rounds=rounds)
+        return streaming_diloco(every, min(every, settings.shape.depth))
     return None
 
 

@@ -9,7 +9,7 @@
     model.state_dict()       the weights that all ranks last agreed on, if the recipe keeps them; nothing is sent
 
 Everything is done through public names of torch: communication hooks, hooks of all optimizers' steps, hooks of state
-dicts, and four functions that are called as before.
+dicts, and five functions that are called as before.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
 
@@ -35,6 +36,7 @@ from farflung.comm.shards import is_sharded
 from farflung.config import environ
 from farflung.config.launch import launched_outer
 from farflung.integrations.round_log import RoundLog, opened_log
+from farflung.loop.scheduler import planned_updates
 from farflung.outer.data_parallel import LocalDDP
 from farflung.outer.engine import OuterLoop
 from farflung.outer.named import OuterConfig, recipe_of
@@ -90,6 +92,7 @@ class Takeover:
         self._log = opened_log(config.log, environ.integer("RANK") or 0)
         self._followed: list[Followed] = []
         self._driven: weakref.WeakKeyDictionary[Optimizer, list[Followed]] = weakref.WeakKeyDictionary()
+        self._schedulers: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
         self._has_ended = False  # what a script trains after its process group is gone is its own business
         self._is_in_round = False  # then it is the outer optimizer that steps
 
@@ -98,6 +101,7 @@ class Takeover:
         register_optimizer_step_pre_hook(lambda optimizer, args, options: self._about_to_step(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, args, options: self._stepped(optimizer))
         _wrap(DistributedDataParallel, "__init__", after=lambda ddp, *args, **options: self._made(ddp))
+        _wrap(LRScheduler, "__init__", after=lambda scheduler, *args, **options: self._schedulers.add(scheduler))
         _wrap(DistributedSampler, "set_epoch", before=lambda *args, **options: self._flush())
         _wrap(dist, "destroy_process_group", before=self._group_ends)
         self._wrap_scaler()
@@ -203,6 +207,13 @@ class Takeover:
         for one in () if self._is_in_round else self._driven.get(optimizer, ()):
             with self._in_round():
                 one.step(done)
+            if one.attempts == 2:  # schedulers have followed the first step by now
+                self._say_if_short(optimizer)
+
+    def _say_if_short(self, optimizer: Optimizer) -> None:
+        steps = planned_updates(each for each in self._schedulers if each.optimizer is optimizer)
+        said = "" if steps is None else self._recipe.few_rounds(steps)
+        self._say(said and f"farflung: as the learning rate schedule has it, {said}")
 
     def _flush(self) -> None:
         for loop in [one.loop for one in self._followed if one.loop is not None]:

@@ -18,7 +18,7 @@ from farflung.checkpoint.checksum import crc32
 from farflung.checkpoint.entries import Entry, write
 from farflung.checkpoint.reader import read_torch
 from farflung.outer.engine import OuterLoop
-from farflung.outer.named import OuterConfig
+from farflung.outer.named import OuterConfig, chosen_recipe
 from farflung.outer.recipe import Recipe
 from farflung.process.log import get_logger
 
@@ -69,6 +69,9 @@ class OuterCallback(TrainerCallback):
         self._open = ExitStack()
         outer = self._trainer.accelerator.outer(self._trainer.model_wrapped, self._recipe)
         self.loop = self._open.enter_context(outer)
+        said = chosen_recipe(self._recipe).few_rounds(state.max_steps)
+        if said:
+            get_logger(__name__).warning(said)
         if state.global_step > 0:
             self._resume(args, state)
 

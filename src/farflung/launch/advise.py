@@ -50,13 +50,14 @@ def ask_outer(answers: Mapping[str, Value]) -> dict[str, Value]:
     latency = _number("What is the one-way latency (half of a ping's round trip)?", parse_seconds, "1ms")
     parameters = _number("How many trainable parameters does the model have, such as 124M?", parse_count)
     step = _number("How long does one optimizer step take without communication, such as 500ms?", parse_seconds)
+    steps = _number("How many optimizer steps does the whole run have, such as 20k?", parse_count)
     run = {"parameters": parameters // shards, "layers": _LAYERS, "step_s": step, "replicas": int(count)}
-    forecast = Forecast.of({**run, "bandwidth_bps": rate, "latency_s": latency}, None, _UTILIZATION)
+    forecast = Forecast.of({**run, "bandwidth_bps": rate, "latency_s": latency}, steps, None, _UTILIZATION)
     row = forecast.best or forecast.nearest
     click.echo(forecast.advice())
     if row.outer is None:
         return {}
-    options = {f"outer_{name}": value for name, value in row.outer.given().items()}
+    options = {f"outer_{name}": value for name, value in row.outer.given().items() if name != "steps"}
     return {"outer_recipe": row.outer.recipe, **options, **islands}
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
@@ -148,6 +149,17 @@ def horizon_of(scheduler: Any) -> int | None:
         told = _variables(scheduler.lr_lambdas[0]).get("num_training_steps")  # as transformers' schedules call it
         return told if isinstance(told, int) else None
     return None
+
+
+def planned_updates(schedulers: Iterable[LRScheduler]) -> int | None:
+    """Return for how many updates a run's longest schedule is made, once the first is done; None: no schedule tells.
+
+    A schedule that has not ticked by then counts epochs; one that has ticked more often than there are processes
+    continues another run.
+    """
+    most_ticks = dist.get_world_size() if dist.is_initialized() else 1
+    told = [(horizon_of(one), one.last_epoch) for one in schedulers]
+    return max((end // ticks for end, ticks in told if end is not None and 0 < ticks <= most_ticks), default=None)
 
 
 def _variables(function: Any) -> dict[str, Any]:

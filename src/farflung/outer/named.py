@@ -6,10 +6,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import farflung.outer.recipes as recipes
-from farflung.base.checks import check_word, wrong_type
+from farflung.base.checks import check_whole, check_word, wrong_type
+from farflung.base.errors import ConfigError
 from farflung.config.outer import MACHINE, OuterSettings
 from farflung.outer.inner import AverageState, Inner, KeepState, ResetState
 from farflung.outer.recipe import Recipe
@@ -32,6 +34,8 @@ class OuterConfig(OuterSettings):
         anchor_on_cpu: keep the anchor and the outer optimizer's state in host memory.
         inner: what a round does with the inner optimizer's state: `keep` (each rank its own), `reset`, `average`.
         bucket_bytes: bucket size; see `OuterLoop`. Larger buckets pay off on fast links with high latency.
+        steps: optimizer steps of the whole run, if known: fewer than one round are refused, and fewer than ten rounds
+            get a warning.
         log: a file to which the main process appends a line of JSON for each round; with `{rank}` in its name, one
             file per rank.
 
@@ -96,14 +100,39 @@ def recipe_of(config: OuterSettings, local_size: int) -> Recipe:
     """
     options = config.given()
     options.pop("log", None)
+    steps = options.pop("steps", None)
     if "levels" in options:
         options["levels"] = _resolved(options["levels"], local_size)
     names = ("weigh_by", "anchor_on_cpu", "inner", "bucket_bytes")
     parts = {name: options.pop(name) for name in names if name in options}
     if "inner" in parts:
         parts["inner"] = _INNER[parts["inner"]]()
-    recipe = MAKERS[config.recipe](**options)
+    make = MAKERS[config.recipe]
+    recipe = make(**options)
+    if steps is not None:
+        rounds = _rounds_in(steps, recipe)
+        if rounds is not None and "rounds" in signature(make).parameters:
+            recipe = make(**{"rounds": rounds} | options)
     return replace(recipe, **parts) if parts else recipe
+
+
+def _rounds_in(steps: int, recipe: Recipe) -> int | None:
+    """Return how many rounds so many steps are, None if that depends on a clock; warn if they are few.
+
+    Raises:
+        ConfigError: they are no round.
+    """
+    check_whole("steps", steps, least=1)
+    every = recipe.every
+    if every is None:
+        return None
+    if steps - recipe.warmup < every:
+        warm = f" after a warm-up of {recipe.warmup}" if recipe.warmup else ""
+        raise ConfigError(f"steps is {steps}, and the first round comes after {every}{warm}. Choose a smaller every.")
+    said = recipe.few_rounds(steps)
+    if said:
+        warnings.warn(said, stacklevel=4)
+    return (steps - recipe.warmup) // every
 
 
 def _resolved(levels: Mapping[int, Any], local_size: int) -> dict[int, int | None]:

@@ -11,16 +11,18 @@ import torch
 
 from farflung.base.checks import check_callable, check_flag, check_protocol, check_whole, check_word, wrong_type
 from farflung.base.errors import ConfigError
+from farflung.base.words import counted
 from farflung.codec.base import Codec, Identity
 from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.named import codec_of
 from farflung.comm.group import SoloGroup
+from farflung.config.outer import FEW_ROUNDS
 from farflung.outer.aggregate import Gossip, ReduceScatterMean, TrimmedMean
 from farflung.outer.agreement import Aggregator, MakeOptimizer, Mean
 from farflung.outer.fragments import Cut, whole
 from farflung.outer.inner import Inner, KeepState
 from farflung.outer.merge import Blend, Merge, Replace
-from farflung.outer.schedule import Levels, Schedule, Streaming, Warmup, check_schedule
+from farflung.outer.schedule import Levels, Schedule, Streaming, Warmup, after_warmup, check_schedule, steps_between
 from farflung.outer.vote import ByWork, Policy
 
 Work: TypeAlias = Literal["steps", "items"]
@@ -70,7 +72,7 @@ class Recipe:
         self._check_kinds()
         if self.optimizer is None:
             self._check_without_anchor()
-        inside = self.schedule.then if isinstance(self.schedule, Warmup) else self.schedule
+        inside = after_warmup(self.schedule)
         fits = isinstance(inside, Streaming) and inside.fragments == 1 and inside.delay == inside.every
         if self.eager and not fits:
             raise ConfigError("eager needs a schedule with one fragment and a delay equal to every.")
@@ -154,13 +156,28 @@ class Recipe:
         return self.schedule.steps if isinstance(self.schedule, Warmup) else 0
 
     @property
+    def every(self) -> int | None:
+        """The sync interval H in steps, the shortest where it varies; None where it depends on a clock."""
+        return steps_between(self.schedule)
+
+    def few_rounds(self, steps: int) -> str:
+        """Return a sentence if a run of so many steps has too few rounds for an outer loop, else nothing."""
+        trained = max(0, steps - self.warmup)
+        if self.every is None or trained >= FEW_ROUNDS * self.every:
+            return ""
+        return (
+            f"{counted(steps, 'step')} make {counted(trained // self.every, 'round')} of {self.every}. Replicas that "
+            f"meet so seldom hardly train together: every={max(1, trained // (2 * FEW_ROUNDS))} makes twenty rounds."
+        )
+
+    @property
     def reads_clock(self) -> bool:
         """Whether the schedule depends on a rank's clock."""
-        inside = self.schedule.then if isinstance(self.schedule, Warmup) else self.schedule
+        inside = after_warmup(self.schedule)
         return bool(getattr(inside, "reads_clock", False))
 
     @property
     def levels(self) -> tuple[int, ...]:
         """The number of ranks in a group of each level but the last, which is all ranks."""
-        inside = self.schedule.then if isinstance(self.schedule, Warmup) else self.schedule
+        inside = after_warmup(self.schedule)
         return inside.groups if isinstance(inside, Levels) else ()

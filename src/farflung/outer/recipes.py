@@ -27,6 +27,7 @@ from farflung.outer.aggregate import Gossip, mean_of
 from farflung.outer.agreement import MakeOptimizer
 from farflung.outer.fragments import Cut, Fragment, by_bytes, strided
 from farflung.outer.merge import Blend
+from farflung.outer.momentum import GrowingMomentumSGD
 from farflung.outer.recipe import Recipe
 from farflung.outer.schedule import ByTime, Every, Levels, Quadratic, Schedule, Streaming, Warmup
 from farflung.outer.weighting import ClippedToMedian, WithoutOutliers
@@ -46,9 +47,7 @@ __all__ = [
     "streaming_diloco",
 ]
 
-# Below this many rounds an outer momentum of 0.9 has no time to pay back. A byte-level GPT (385k parameters, 30 rounds
-# of 16 steps, two replicas) ended at validation loss 2.14 with momentum 0.8, at 2.05 with 0.6, at 1.96 with 0.3 (which
-# with lr 0.7 moves as far as averaging does, in the long run), at 1.96 with plain averaging, at 1.87 with DDP.
+# Below this many rounds a constant outer momentum of 0.9 has no time to pay back: benchmarks/bench_outer_momentum.py.
 _MANY_ROUNDS = 100
 
 # Steps between two rounds where nobody says how many: 8 where the weights themselves are averaged, as in the guide to
@@ -173,15 +172,15 @@ def diloco(
 
     With `nesterov=False` the step is lr * m. One replica and momentum 0 make it Lookahead.
 
-    The published lr 0.7 and momentum 0.9 were found on hundreds of rounds. In short runs that momentum is still
-    building up when training ends: over 30 rounds a byte-level GPT ended at validation loss 2.05 with 0.6 and at
-    1.96 with 0.3, no worse than plain averaging. So the default depends on the number of rounds planned.
+    The published lr 0.7 and momentum 0.9 were found on hundreds of rounds; in shorter runs so large a momentum is still
+    building up when training ends. So by default it grows: in round t it is t / (t + 20), up to 0.9. No run has to know
+    its length for that.
 
     Args:
         every: sync interval H, in optimizer steps.
-        rounds: planned number of rounds, if known; below 100 the default momentum is 0.3 instead of 0.9.
+        rounds: planned number of rounds, if known: a constant momentum that needs more of them gets a warning.
         lr: learning rate of the outer optimizer.
-        momentum: momentum of the outer optimizer.
+        momentum: momentum of the outer optimizer, the same in all rounds. None: it grows with them.
         nesterov: use Nesterov momentum in the outer optimizer; without momentum it has no effect.
         codec: encoding of what is sent: a cast, quantization or top-k.
 
@@ -190,8 +189,7 @@ def diloco(
 
     Source: DiLoCo (arXiv:2311.08105).
     """
-    momentum = _momentum(momentum, rounds)
-    return _anchored(Every(every), codec, _sgd(lr, momentum, nesterov))
+    return _anchored(Every(every), codec, _nesterov(lr, momentum, rounds, nesterov))
 
 
 def streaming_diloco(
@@ -218,7 +216,7 @@ def streaming_diloco(
         fragments: number of fragments the model is split into.
         delay: steps for which a fragment's exchange may overlap with training.
         alpha: weight of the local parameters in the merge, from 0 (take the anchor) to 1 (keep local).
-        rounds: planned number of rounds, if known; below 100 the default momentum is 0.3 instead of 0.9.
+        rounds: planned number of rounds, if known: a constant momentum that needs more of them gets a warning.
         lr: learning rate of the outer optimizer.
         momentum: momentum of the outer optimizer.
         codec: by default E3M0, four bits without a mantissa.
@@ -233,8 +231,7 @@ def streaming_diloco(
     """
     if cut is not None:
         check_callable("cut", cut, "farflung.outer.strided")
-    momentum = _momentum(momentum, rounds)
-    optimizer = _sgd(lr, momentum, nesterov=True)
+    optimizer = _nesterov(lr, momentum, rounds)
     schedule = Streaming(every, fragments, delay)
     parts = {"merge": Blend(alpha), "fragments": cut or by_layers}
     return _anchored(schedule, codec, optimizer, usual="e3m0", **parts)
@@ -266,7 +263,7 @@ def eager_diloco(
 
     Source: eager updates (arXiv:2502.12996).
     """
-    optimizer = _sgd(lr, _momentum(momentum, rounds), nesterov=True)
+    optimizer = _nesterov(lr, momentum, rounds)
     return _anchored(Streaming(every, 1, every), codec, optimizer, usual="int8", eager=True)
 
 
@@ -396,32 +393,32 @@ def _anchored(
     return Recipe(schedule=schedule, codec=codec, aggregator=mean_of(codec), optimizer=optimizer, **parts)
 
 
-def _momentum(momentum: float | None, rounds: int | None) -> float:
-    """Choose by the number of rounds, and warn of a choice that has not worked in so few."""
+def _nesterov(lr: float, momentum: float | None, rounds: int | None, nesterov: bool = True) -> MakeOptimizer:
+    """SGD with this momentum, or a growing one; warns of a momentum that has not worked in so few rounds."""
     if rounds is not None:
         check_whole("rounds", rounds, least=1)
-    if momentum is not None:
-        check_number("momentum", momentum, least=0, below=1)
-    short = rounds is not None and rounds < _MANY_ROUNDS
     if momentum is None:
-        return 0.3 if short else 0.9
-    if momentum >= 0.9 and short:
+        check_number("lr", lr, above=0)
+        check_flag("nesterov", nesterov)
+        return partial(_one_pass, GrowingMomentumSGD, lr=lr, nesterov=nesterov)
+    optimizer = _sgd(lr, momentum, nesterov)
+    if momentum >= 0.9 and rounds is not None and rounds < _MANY_ROUNDS:
         warnings.warn(
             f"diloco: an outer momentum of {momentum} needs hundreds of rounds to pay off, but {rounds} are planned; "
-            "in short runs it has ended at a clearly higher loss than 0.3 or plain averaging.",
+            "in short runs it has ended at a clearly higher loss than the default, which grows with the rounds.",
             stacklevel=3,
         )
-    return momentum
+    return optimizer
 
 
 def _sgd(lr: float, momentum: float, nesterov: bool) -> MakeOptimizer:
     check_number("lr", lr, above=0)
     check_number("momentum", momentum, least=0, below=1)
     check_flag("nesterov", nesterov)
-    return partial(_one_pass_sgd, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0)
+    return partial(_one_pass, torch.optim.SGD, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0)
 
 
-def _one_pass_sgd(parameters: Sequence[Tensor], **settings: Any) -> torch.optim.SGD:
-    """SGD that goes over memory once and copies no gradient, where torch has one."""
+def _one_pass(kind: type[torch.optim.SGD], parameters: Sequence[Tensor], **settings: Any) -> torch.optim.SGD:
+    """Make an SGD that goes over memory once and copies no gradient, where torch has one."""
     fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
-    return torch.optim.SGD(parameters, fused=fused, **settings)
+    return kind(parameters, fused=fused, **settings)

@@ -289,6 +289,19 @@ class Levels(_AtOnce):
         return Launch(0, 0 if widest is None else self.groups.index(widest) + 1, due[-1]), Apply(0)
 
 
+def after_warmup(schedule: Schedule) -> Schedule:
+    """Return the schedule that follows the warm-up, or `schedule` where there is none."""
+    return schedule.then if isinstance(schedule, Warmup) else schedule
+
+
+def steps_between(schedule: Schedule) -> int | None:
+    """Return the steps between two rounds of a fragment, the fewest where they vary; None: a schedule doesn't tell."""
+    inside = after_warmup(schedule)
+    if isinstance(inside, (Every, Streaming, Quadratic)):
+        return inside.every
+    return max(inside.sizes) if isinstance(inside, Levels) else None
+
+
 def check_schedule(name: str, schedule: object) -> None:
     """Raise WrongType unless `schedule` is a schedule."""
     if not callable(schedule):

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outer momentum that nobody has chosen grows with the rounds; what is said of runs that are short for a recipe."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from farflung.base.errors import ConfigError
+from farflung.comm.group import SoloGroup
+from farflung.outer import OuterLoop, diloco, eager_diloco, edit, local_sgd, post_local_sgd, streaming_diloco
+from farflung.outer.momentum import GrowingMomentumSGD, momentum_of
+from farflung.outer.named import OuterConfig, recipe_of
+
+
+def test_the_momentum_of_a_round_is_what_the_page_says():
+    assert [momentum_of(1), momentum_of(20), momentum_of(180), momentum_of(9000)] == [1 / 21, 0.5, 0.9, 0.9]
+
+
+@pytest.mark.parametrize("make", [diloco, streaming_diloco, eager_diloco])
+def test_it_grows_where_nobody_chooses_one(make):
+    optimizer = make(8).optimizer([nn.Parameter(torch.zeros(1))])
+    assert isinstance(optimizer, GrowingMomentumSGD)
+    assert (optimizer.defaults["lr"], optimizer.defaults["nesterov"]) == (0.7, True)
+    assert make(8, momentum=0.9).optimizer([nn.Parameter(torch.zeros(1))]).defaults["momentum"] == 0.9
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_its_rounds_follow_the_equation_and_go_on_after_a_resume(nesterov):
+    def moved(rounds, resume_after):
+        model = nn.Linear(3, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        recipe = diloco(1, nesterov=nesterov)
+        outer = OuterLoop(model, recipe, SoloGroup(), bucket_bytes=8)  # two buckets, each of which counts the rounds
+        for number in range(rounds):
+            if number == resume_after:
+                state, outer = outer.state_dict(), OuterLoop(model, recipe, SoloGroup(), bucket_bytes=8)
+                outer.load_state_dict(state)
+            with torch.no_grad():
+                model.weight -= torch.tensor([1.0, -2.0, 3.0]) * (number + 1)
+            outer.step()
+        return model.weight.detach().double().flatten()
+
+    anchor, buffer = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for number in range(6):
+        delta, mu = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64) * (number + 1), momentum_of(number + 1)
+        buffer = mu * buffer + delta
+        anchor -= 0.7 * (delta + mu * buffer if nesterov else buffer)
+    whole = moved(6, None)
+    torch.testing.assert_close(whole, anchor, rtol=1e-5, atol=0)
+    assert torch.equal(whole, moved(6, 3))
+
+
+def made(name, **options):
+    return recipe_of(OuterConfig(name, **options), local_size=1)
+
+
+def test_a_run_of_fewer_steps_than_a_round_is_refused():
+    with pytest.raises(ConfigError, match="steps is 31, and the first round comes after 32"):
+        OuterConfig("diloco", steps=31)
+    with pytest.raises(ConfigError, match="after a warm-up of 100"):
+        OuterConfig("post_local_sgd", warmup=100, every=8, steps=107)
+    with pytest.raises(ConfigError, match="steps"):
+        OuterConfig("local_sgd", steps=0)
+
+
+def test_a_run_of_few_rounds_is_warned_of_and_a_longer_one_is_not():
+    with pytest.warns(UserWarning, match="319 steps make 9 rounds of 32.* every=15 makes twenty rounds"):
+        made("diloco", steps=319)
+    with pytest.warns(UserWarning, match="needs hundreds of rounds"):
+        made("diloco", steps=32 * 30, momentum=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made("diloco", steps=320)
+        made("local_sgd", steps=80)
+        made("edit", seconds=10.0, steps=1)  # how many rounds that is, depends on a clock
+
+
+def test_a_recipe_says_of_itself_whether_a_run_is_short():
+    assert local_sgd(8).few_rounds(80) == ""
+    assert edit(seconds=1.0).few_rounds(1) == ""
+    assert "79 steps make 9 rounds of 8" in local_sgd(8).few_rounds(79)
+    assert "100 steps make 0 rounds of 8" in post_local_sgd(100, 8).few_rounds(100)
