@@ -104,6 +104,7 @@ WRONG = [
     (("--outer", "dilocco", "--outer-every", "4"), "Did you mean `diloco`"),
     (("--outer", "diloco", "--outer-every", "4", "--outer-seconds", "2"), "diloco has no option seconds; it takes"),
     (("--outer", "diloco", "--outer-every", "0"), "--outer_every is 0; it must be a whole number"),
+    (("--outer", "diloco", "--outer-steps", "20"), "--outer_steps is 20, and the first round comes after 32"),
     (("--outer-every", "4"), "--outer-every needs a recipe: set --outer, for example --outer diloco"),
     (("--outer", "diloco", "--outer-every", "often"), "must be an integer"),
 ]
@@ -160,10 +161,11 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
 torch.manual_seed(dist.get_rank())
 for step in range(6):
     model(torch.randn(8, 4)).square().mean().backward()
-    optimizer.step(); optimizer.zero_grad()
+    optimizer.step(); scheduler.step(); optimizer.zero_grad()
 END
 torch.save([one.tolist() for one in model.parameters()], f"rank{os.environ['RANK']}.pt")
 """
@@ -173,10 +175,12 @@ from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(accelerator.process_index)
 model = torch.nn.Linear(4, 2)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=12)  # steps of both processes
+model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 for step in range(6):
     accelerator.backward(model(torch.randn(8, 4)).square().mean())
-    optimizer.step(); optimizer.zero_grad()
+    optimizer.step(); scheduler.step(); optimizer.zero_grad()
 accelerator.end_training()
 torch.save([one.tolist() for one in model.parameters()], f"rank{os.environ['RANK']}.pt")
 """
@@ -193,6 +197,7 @@ def test_scripts_that_know_nothing_of_farflung_train_with_an_outer_loop(script, 
     assert "farflung: diloco over 2 replicas of a DDP model with 10 parameters: Every(every=4)" in done.stderr
     rounds = [json.loads(line) for line in (home / "rounds.jsonl").read_text().splitlines()]
     assert [one["step"] for one in rounds] == [4, 6]
+    assert done.stderr.count("farflung: as the learning rate schedule has it, 6 steps make 1 round of 4.") == 1
     first, second = (torch.load(home / f"rank{rank}.pt") for rank in (0, 1))
     assert first == second
 

@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch import nn
 
+from farflung import Accelerator
 from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
+from farflung.loop.scheduler import planned_updates
 from farflung.outer import OuterLoop, diloco, eager_diloco, edit, local_sgd, post_local_sgd, streaming_diloco
 from farflung.outer.momentum import GrowingMomentumSGD, momentum_of
 from farflung.outer.named import OuterConfig, recipe_of
+from farflung.state import AcceleratorState
 
 
 def test_the_momentum_of_a_round_is_what_the_page_says():
@@ -82,3 +85,37 @@ def test_a_recipe_says_of_itself_whether_a_run_is_short():
     assert edit(seconds=1.0).few_rounds(1) == ""
     assert "79 steps make 9 rounds of 8" in local_sgd(8).few_rounds(79)
     assert "100 steps make 0 rounds of 8" in post_local_sgd(100, 8).few_rounds(100)
+
+
+def a_schedule(kind, steps_taken, **options):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedule = kind(optimizer, **options)
+    for _ in range(steps_taken):
+        optimizer.step()
+        schedule.step()
+    return schedule
+
+
+def test_a_schedule_tells_the_length_of_a_run_after_its_first_step():
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR
+    of_steps, of_epochs = a_schedule(cosine, 1, T_max=200), a_schedule(cosine, 0, T_max=90)
+    resumed, endless = a_schedule(cosine, 50, T_max=200), a_schedule(torch.optim.lr_scheduler.ConstantLR, 1)
+    assert planned_updates([of_steps]) == planned_updates([of_epochs, of_steps, resumed]) == 200
+    assert planned_updates([of_epochs, resumed, endless]) is None
+    assert planned_updates([]) is None
+
+
+def test_an_accelerator_says_once_that_a_run_is_short_for_its_recipe(caplog):
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=79)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    with accelerator.outer(model, local_sgd(8)):
+        for _ in range(4):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    assert caplog.text.count("As the learning rate schedule has it, 79 steps make 9 rounds of 8.") == 1
+    AcceleratorState._reset_state(reset_partial_state=True)
