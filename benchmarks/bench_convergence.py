@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from farflung.demo.gpt import GPT, loss_per_sequence
 from farflung.demo.settings import SIZES
 from farflung.demo.text import load_text
-from farflung.demo.train import MAX_NORM, WARMUP
+from farflung.demo.train import MAX_NORM, WARMUP, rise_and_fall
 from farflung.outer import (
     AverageState,
     Int8,
@@ -55,33 +55,26 @@ SHAPE = SIZES["small"]
 # 6e-3 at 1.87, 1.88 and 1.99.
 LR = 3e-3
 EVALUATION_SEQUENCES = 256
-Row = Callable[[int], "Recipe | None"]  # from the number of steps
-
-
-def plain_delay(steps: int) -> Recipe:
-    """What eager_diloco is without its correction: a mean that is a round late replaces the round that was done."""
-    return replace(eager_diloco(16), merge=Replace())
-
-
 # In the order in which they are run: what matters most comes first.
-ROWS: dict[str, Row] = {
-    "DDP": lambda steps: None,
-    "local_sgd(8)": lambda steps: local_sgd(8),
-    "diloco(16)": lambda steps: diloco(16),
-    "streaming_diloco(16, 3, delay=3) 4 bits": lambda steps: streaming_diloco(16, 3, delay=3),
-    "eager_diloco(16) int8": lambda steps: eager_diloco(16),
-    "plain delay(16) int8": plain_delay,
-    "local_sgd(16)": lambda steps: local_sgd(16),
-    "diloco(16) int8": lambda steps: diloco(16, codec=Int8()),
-    "diloco(16, lr=0.7, momentum=0.9)": lambda steps: diloco(16, lr=0.7, momentum=0.9),
-    "sparse_loco(16)": lambda steps: sparse_loco(16),
-    "gossip(16)": lambda steps: gossip(16),
-    "local_sgd(16), Adam averaged": lambda steps: replace(local_sgd(16), inner=AverageState()),
-    "slowmo(16)": lambda steps: slowmo(16),
-    "noloco(16)": lambda steps: noloco(16),
-    "edit(16)": lambda steps: edit(16),
-    "post_local_sgd(48, 16)": lambda steps: post_local_sgd(48, 16),
-    "quadratic(8, 0.01)": lambda steps: quadratic(8, 0.01),
+ROWS: dict[str, Recipe | None] = {
+    "DDP": None,
+    "local_sgd(8)": local_sgd(8),
+    "diloco(16)": diloco(16),
+    "streaming_diloco(16, 3, delay=3) 4 bits": streaming_diloco(16, 3, delay=3),
+    "eager_diloco(16) int8": eager_diloco(16),
+    # What eager_diloco is without its correction: a mean that is a round late replaces the round that was done.
+    "plain delay(16) int8": replace(eager_diloco(16), merge=Replace()),
+    "local_sgd(16)": local_sgd(16),
+    "diloco(16) int8": diloco(16, codec=Int8()),
+    "diloco(16, lr=0.7, momentum=0.9)": diloco(16, lr=0.7, momentum=0.9),
+    "sparse_loco(16)": sparse_loco(16),
+    "gossip(16)": gossip(16),
+    "local_sgd(16), Adam averaged": replace(local_sgd(16), inner=AverageState()),
+    "slowmo(16)": slowmo(16),
+    "noloco(16)": noloco(16),
+    "edit(16)": edit(16),
+    "post_local_sgd(48, 16)": post_local_sgd(48, 16),
+    "quadratic(8, 0.01)": quadratic(8, 0.01),
 }
 
 
@@ -103,7 +96,7 @@ def main() -> None:
         for row in chosen.rows:
             if (row, seed, chosen.steps) not in known:
                 began = time.perf_counter()
-                figures = figures_of(lab.run(ROWS[row](chosen.steps), seed))
+                figures = figures_of(lab.run(ROWS[row], seed))
                 figures["minutes"] = round((time.perf_counter() - began) / 60, 2)
                 report(
                     QUESTION,
@@ -118,11 +111,11 @@ def main() -> None:
 
 
 class Lab:
-    """The demo's model, text and inner optimizer."""
+    """The demo's model, text and inner optimizer, whose learning rate stays after a warm-up, or falls to 0."""
 
-    def __init__(self, steps: int, lr: float = LR, batch: int = BATCH) -> None:
+    def __init__(self, steps: int, lr: float = LR, batch: int = BATCH, falls: bool = False) -> None:
         text = load_text(None)
-        self.steps, self.lr, self.batch = steps, lr, batch
+        self.steps, self.lr, self.batch, self.falls = steps, lr, batch, falls
         self.train = torch.frombuffer(bytearray(text.train), dtype=torch.uint8)
         held_out = torch.frombuffer(bytearray(text.validation), dtype=torch.uint8)
         starts = torch.linspace(0, len(held_out) - SHAPE.context - 1, EVALUATION_SEQUENCES).long().tolist()
@@ -152,6 +145,8 @@ class Lab:
             yield torch.stack([self.train[start : start + SHAPE.context + 1] for start in starts])
 
     def schedule(self, optimizer: Optimizer) -> LambdaLR:
+        if self.falls:
+            return LambdaLR(optimizer, lambda step: rise_and_fall(step / self.steps))
         warmup = max(1, round(WARMUP * self.steps))
         return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
 

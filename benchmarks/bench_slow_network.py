@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from farflung.demo.gpt import GPT, loss_per_sequence
 from farflung.demo.settings import SIZES
 from farflung.demo.text import load_text
-from farflung.outer import Int8, OuterLoop, diloco, eager_diloco, local_sgd, streaming_diloco
+from farflung.outer import Int8, OuterLoop, Recipe, diloco, eager_diloco, local_sgd, streaming_diloco
 
 SLACK = 1.05  # what counts as the same loss: DDP's at the end, times this
 POINTS = 20  # how often weights are kept, to be judged when the clock has stopped
@@ -219,10 +219,9 @@ def ddp(hook: Callable[..., Any] | None) -> Method:
     return method
 
 
-def outer(make_recipe: Callable[[int], Any]) -> Method:
+def outer(recipe: Recipe) -> Method:
     @contextmanager
     def method(model: GPT, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[Any]:
-        recipe = make_recipe(steps)
         with OuterLoop(model, recipe, inner=optimizer) as loop:
 
             def weights() -> dict[str, Tensor]:
@@ -292,11 +291,11 @@ METHODS: dict[str, Method] = {
     "ddp bf16": ddp(bf16_hook),
     "accelerate local_sgd(8)": accelerate_local_sgd,
     "torchft diloco(32)": torchft_diloco,
-    "local_sgd(8)": outer(lambda steps: local_sgd(8)),
-    "diloco(32)": outer(lambda steps: diloco(32)),
-    "diloco(16) int8": outer(lambda steps: diloco(16, codec=Int8())),
-    "eager_diloco(16)": outer(lambda steps: eager_diloco(16)),
-    "streaming_diloco(24, 3)": outer(lambda steps: streaming_diloco(24, 3, delay=1)),
+    "local_sgd(8)": outer(local_sgd(8)),
+    "diloco(32)": outer(diloco(32)),
+    "diloco(16) int8": outer(diloco(16, codec=Int8())),
+    "eager_diloco(16)": outer(eager_diloco(16)),
+    "streaming_diloco(24, 3)": outer(streaming_diloco(24, 3, delay=1)),
     "alone": alone,
 }
 

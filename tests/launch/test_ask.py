@@ -131,7 +131,21 @@ def test_sharding_is_asked_of_several_processes_and_its_rows_are_the_replicas(ho
     here = {"use_cpu": True, "num_processes": 4}
     settings = resolve({"config_file": "all.yaml"}).settings
     assert settings == LaunchSettings(**here, **wrapped, fsdp_activation_checkpointing=True, config_file="all.yaml")
-    answers = [*start, "transformer_based_wrap", "Block", "n", "n", "3", "2", "y", "60Mbit", "1ms", "124M", "500ms", "20k"]
+    answers = [
+        *start,
+        "transformer_based_wrap",
+        "Block",
+        "n",
+        "n",
+        "3",
+        "2",
+        "y",
+        "60Mbit",
+        "1ms",
+        "124M",
+        "500ms",
+        "20k",
+    ]
     done = ask("--config_file", "grid.yaml", answers=answers)
     assert done.exit_code == 0, done.output
     assert "The answer is '3'; use one of 2, or leave it empty" in done.output

@@ -73,7 +73,7 @@ class Trial:
         model = GPT(settings.shape)
         optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
         horizon = settings.steps * accelerator.num_processes  # a prepared scheduler counts the batches of all processes
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rise_and_fall(step / horizon))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step / horizon))
         self.way = way
         self.accelerator = accelerator
         self.settings = settings
@@ -206,7 +206,8 @@ def endless(loader: DataLoader[Tensor]) -> Generator[Tensor, None, None]:
         yield from loader
 
 
-def _rise_and_fall(done: float) -> float:
+def rise_and_fall(done: float) -> float:
+    """Return the part of the peak learning rate after a part of all steps, both from 0 to 1."""
     return min((done + 1e-3) / WARMUP, (1 - done) / (1 - WARMUP))
 
 
