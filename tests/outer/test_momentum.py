@@ -18,7 +18,7 @@ from farflung.state import AcceleratorState
 
 
 def test_the_momentum_of_a_round_is_what_the_page_says():
-    assert [momentum_of(1), momentum_of(20), momentum_of(180), momentum_of(9000)] == [1 / 21, 0.5, 0.9, 0.9]
+    assert [momentum_of(1), momentum_of(10), momentum_of(90), momentum_of(9000)] == [1 / 11, 0.5, 0.9, 0.9]
 
 
 @pytest.mark.parametrize("make", [diloco, streaming_diloco, eager_diloco])

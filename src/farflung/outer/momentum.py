@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 # The momentum of round t is t / (t + DELAY), but at most LARGEST: see benchmarks/bench_outer_momentum.py.
-DELAY, LARGEST = 20, 0.9
+DELAY, LARGEST = 10, 0.9
 
 
 def momentum_of(round_number: int) -> float:

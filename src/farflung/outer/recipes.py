@@ -173,7 +173,7 @@ def diloco(
     With `nesterov=False` the step is lr * m. One replica and momentum 0 make it Lookahead.
 
     The published lr 0.7 and momentum 0.9 were found on hundreds of rounds; in shorter runs so large a momentum is still
-    building up when training ends. So by default it grows: in round t it is t / (t + 20), up to 0.9. No run has to know
+    building up when training ends. So by default it grows: in round t it is t / (t + 10), up to 0.9. No run has to know
     its length for that.
 
     Args:
