@@ -56,6 +56,7 @@ VALUES = {
     "bucket_bytes": st.integers(1, 2**30),
     "steps": st.integers(10_000, 10**6),
     "log": st.sampled_from(["rounds.jsonl", "logs/{rank}.jsonl"]),
+    "report": st.sampled_from(["auto", "round", "off", "30"]),
 }
 
 
