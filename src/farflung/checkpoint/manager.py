@@ -26,6 +26,7 @@ from farflung.checkpoint.entries import Entry, FolderEntry, Staging
 from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
+from farflung.process.failure import CHECKPOINT, leave_note
 
 Busy = Literal["wait", "refuse"]
 _WRITERS = 3  # files that a rank writes at a time
@@ -189,6 +190,7 @@ def _write(
             if group.leads:
                 _complete(staged.folder, _records(parts, staged.folder, written), request)
                 staged.commit()
+                leave_note(CHECKPOINT, os.fspath(request.target))
                 request.afterwards()
 
         group.agree(request.doing, place)
