@@ -14,12 +14,12 @@ from typing import Any
 
 from farflung.base.checks import check_text, check_word
 from farflung.base.errors import ConfigError, did_you_mean
-from farflung.config.recipes import RECIPES, help_of
+from farflung.config.recipes import CODECS, RECIPES, help_of
 
 FEW_ROUNDS = 10  # a run with fewer gets a warning
 MACHINE = "machine"
 _ALL = "all"
-CODECS = ("none", "bf16", "fp16", "int8", "int4", "fp8", "e3m0", "topk")
+_EXAMPLES: Mapping[str, Any] = {"alpha": 0.01, "levels": "4:machine,64:all", "warmup": 500}  # of needed arguments
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,11 @@ def _check_names(recipe: str, given: Mapping[str, Any]) -> None:
         raise ConfigError(f"{recipe} has no option {', '.join(odd)}; it takes {', '.join(known)}.{near}")
     missing = [each.name for each in arguments if each.is_needed and each.name not in given]
     if missing:
-        raise ConfigError(f"{recipe} needs {', '.join(missing)}.")
+        kinds = {each.name: each.kind for each in arguments}
+        values = {name: _EXAMPLES.get(name, 32 if kinds[name] is int else 0.1) for name in missing}
+        flags = " ".join(f"--outer_{name} {value}" for name, value in values.items())
+        stated = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        raise ConfigError(f"{recipe} needs {' and '.join(missing)}, such as {stated}; as flags: {flags}.")
 
 
 def _check_report(word: str | float) -> None:
