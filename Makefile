@@ -5,6 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Where torch comes from, such as https://download.pytorch.org/whl/cpu on Linux; empty: where all else comes from.
 TORCH_INDEX ?=
+# Quiet: of what is there already, pip would print a line each. torch shows its progress, as it may be gigabytes.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
@@ -40,12 +41,12 @@ $(DEMO_READY): pyproject.toml constraints.txt
 	@echo "== 2/3 torch: 200 MB for CPUs, gigabytes with CUDA (minutes, as fast as your line; README: Install)"
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@echo "== 3/3 Farflung and matplotlib (less than a minute)"
-	$(PIP) --editable '.[plot]'
+	$(PIP) --quiet --editable '.[plot]'
 	@touch $(DEMO_READY)
 
 $(DEV_READY): $(DEMO_READY)
 	@echo "== Tools for developers: pytest, ruff, mypy, Accelerate, transformers (a minute or two)"
-	$(PIP) --editable '.[dev]'
+	$(PIP) --quiet --editable '.[dev]'
 	@touch $(DEV_READY)
 
 clean:

@@ -276,6 +276,21 @@ def test_each_recipe_is_a_row_of_each_table(file, name):
     assert rows == set(recipes()), f"{name} of {file}; see CONTRIBUTING.md"
 
 
+def test_each_recipe_has_its_name_in_all():
+    listed = next(
+        n for n in tree("outer/recipes.py").body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__"
+    )
+    odd = set(ast.literal_eval(listed.value)) ^ set(recipes())
+    assert not odd, f"outer/recipes.py: {odd} must be in __all__, and be a function that returns a Recipe"
+
+
+def test_each_codec_is_described():
+    page = (ROOT / "docs" / "concepts" / "codec.md").read_text().splitlines()
+    described = {name for row in page if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    for name in table(SOURCE / "codec" / "named.py", "CODECS"):
+        assert name in described, f"docs/concepts/codec.md has no row for {name}; see CONTRIBUTING.md"
+
+
 def test_each_recipe_is_described():
     guide = (ROOT / "docs" / "recipes.md").read_text()
     headings = " ".join(line for line in guide.splitlines() if line.startswith("## ")).split()

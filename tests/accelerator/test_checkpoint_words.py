@@ -113,13 +113,31 @@ def test_numbers_limits_and_the_newest(tmp_path, capsys):
     assert f"loaded {tmp_path / 'checkpoints' / 'checkpoint_2'}" in said
     other = Training(project=automatic(tmp_path))
     other.accelerator.project_configuration.iteration = 3
-    with pytest.raises(ConfigError, match="checkpoint_3 already exists"):
+    with pytest.raises(ConfigError, match="already has checkpoint_3 of another run"):
         other.accelerator.save_state()
     other.accelerator.project_configuration.iteration = 0
     other.accelerator.load_state()
     assert other.accelerator.save_iteration == 4, "the next number is free"
     with pytest.raises(CheckpointError, match=r"optimizer\.bin is damaged"):
         training.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_3")
+
+
+def accelerate_saves(folder):
+    project = accelerate.utils.ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
+    accelerate.Accelerator(cpu=True, project_config=project).save_state()
+
+
+def test_a_fresh_run_in_the_folder_of_an_older_one_is_refused_at_its_first_save(tmp_path):
+    for ours in (True, False):
+        folder = tmp_path / str(ours) / "checkpoints"
+        (folder / "checkpoint_7").mkdir(parents=True)
+        if ours:
+            with pytest.raises(ConfigError) as refused:
+                Training(project=automatic(folder.parent)).accelerator.save_state()
+            assert all(way in str(refused.value) for way in ("load_state()", "another project_dir", "delete or move"))
+        else:
+            accelerate_saves(folder.parent)
+        assert sorted(os.listdir(folder)) == (["checkpoint_7"] if ours else ["checkpoint_0", "checkpoint_7"])
 
 
 def test_hooks_take_models_out_and_their_files_belong_to_the_checkpoint(tmp_path):
@@ -237,7 +255,7 @@ def test_errors_of_saving_are_clear_and_training_goes_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(entries, "write", full)
     for target in ("ckpt", "new"):
-        with pytest.raises(CheckpointError, match=r"Writing the checkpoint .* training can continue.*No space left"):
+        with pytest.raises(CheckpointError, match=r"Writing the checkpoint .* nothing else has changed.*No space left"):
             training.accelerator.save_state(tmp_path / target)
     assert os.listdir(tmp_path) == ["ckpt"]
     assert {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir() if path.is_file()} == before

@@ -56,6 +56,7 @@ VALUES = {
     "bucket_bytes": st.integers(1, 2**30),
     "steps": st.integers(10_000, 10**6),
     "log": st.sampled_from(["rounds.jsonl", "logs/{rank}.jsonl"]),
+    "report": st.sampled_from(["auto", "round", "off", "30"]),
 }
 
 
@@ -78,13 +79,14 @@ def configs(draw):
         names -= {"inner"}  # with a delay no round stops the training
     if recipe in WITHOUT_ANCHOR:
         names -= {"anchor_on_cpu"}
+    assert names <= VALUES.keys(), f"VALUES of this file has no row for {names - VALUES.keys()} of {recipe}"
     return {"recipe": recipe, **{name: draw(VALUES[name]) for name in sorted(names)}}
 
 
 def test_each_option_is_a_launch_setting_and_the_other_way_round():
     told = {entry.name for entry in FIELDS if entry.name.startswith("outer_")}
     assert told == {f"outer_{name}" for name in (*OPTIONS, "recipe")}
-    assert set(OPTIONS) == set(VALUES)
+    assert set(OPTIONS) == set(VALUES), "VALUES of this file has a row for each argument of a recipe, to try"
 
 
 @settings(deadline=None, max_examples=60)

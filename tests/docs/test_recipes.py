@@ -40,12 +40,15 @@ def optimizer(recipe: Recipe) -> str:
     if recipe.optimizer is None:
         return "none"
     settings = recipe.optimizer.keywords
+    assert {"nesterov", "momentum"} <= settings.keys(), f"{recipe}: say how this table names its outer optimizer"
     kind = "Nesterov SGD" if settings["nesterov"] else "SGD with momentum" if settings["momentum"] else "SGD"
     return kind if recipe.agrees else f"{kind}, per replica"
 
 
 def paper_of(name: str) -> str:
-    return re.search(r"arXiv:([\d.]+)", getattr(recipes, name).__doc__)[1]
+    found = re.search(r"arXiv:([\d.]+)", getattr(recipes, name).__doc__ or "")
+    assert found, f"the docstring of {name} in src/farflung/outer/recipes.py names no paper, as arXiv:2311.08105"
+    return found[1]
 
 
 def row(name: str) -> str:
@@ -68,9 +71,12 @@ def test_the_table_of_recipes_has_the_parts_of_each():
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipes_section_shows_its_arguments_their_defaults_and_its_paper(name):
     """As in `diloco(every, rounds=, lr=0.7, momentum=)`: a number after an argument is its default."""
-    section = next(text for text in GUIDE.split("\n## ") if name in text.partition("\n")[0].split())
+    section = next((text for text in GUIDE.split("\n## ") if name in text.partition("\n")[0].split()), "")
+    assert section, f"docs/recipes.md has no section on {name}"
     parameters = inspect.signature(getattr(recipes, name)).parameters
-    call = re.search(rf"`{name}\(([^`]*)\)`", section)[1]
+    shown = re.search(rf"`{name}\(([^`]*)\)`", section)
+    assert shown, f"the section on {name} in docs/recipes.md does not show a call, as `{name}(every)`"
+    call = shown[1]
     for argument, default in re.findall(r"\b([a-z]\w*)(?:=([\d.]+))?", call):
         assert argument in parameters, argument
         assert not default or float(default) == parameters[argument].default, argument

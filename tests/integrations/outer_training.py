@@ -76,7 +76,8 @@ def made(folder: Path, **settings: object) -> tuple[Trainer, Differences, OuterC
 
 def logged(trainer: Trainer) -> list[dict[str, float]]:
     return [
-        {k: v for k, v in entry.items() if k in ("step", "loss", "eval_loss")} for entry in trainer.state.log_history
+        {k: v for k, v in entry.items() if k in ("step", "loss", "eval_loss", "outer/round")}
+        for entry in trainer.state.log_history
     ]
 
 

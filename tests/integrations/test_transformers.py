@@ -83,3 +83,9 @@ def test_the_launchers_flags_do_it_without_a_line(seen):
     assert launched["end"] == 0
     losses = [[entry for entry in seen[way]["logged"] if "loss" in entry] for way in ("callback", "launched")]
     assert losses[0] == losses[1]
+
+
+def test_the_trainers_log_has_the_rounds(seen):
+    rounds = [(entry["step"], entry["outer/round"]) for entry in seen["callback"]["logged"] if "outer/round" in entry]
+    # The round at the end of an epoch comes after the log of its last step, except in the last epoch.
+    assert rounds == [(8 if step == 7 else step, number) for number, step in enumerate(ROUNDS, 1)]

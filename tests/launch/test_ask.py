@@ -71,6 +71,23 @@ def test_an_answer_that_can_not_work_is_asked_again(home):
     assert resolve({}).settings == LaunchSettings(use_cpu=True, num_processes=2, mixed_precision="bf16")
 
 
+def test_a_host_and_a_port_are_checked_when_they_are_typed(home):
+    wrong = [("http://node0", "main_process_ip is"), ("node0:29500", "The port is main_process_port")]
+    wrong += [("node 0", "main_process_ip is"), ("", "main_process_ip is not set")]
+    ports = [("99999", "the largest port is 65535"), ("0", "several machines must agree"), ("x", "must be an integer")]
+    answers = ["y", "2", "0", *(text for text, _ in wrong), "10.0.0.1", *(text for text, _ in ports), "29511"]
+    done = ask(answers=[*answers, "2", "no", "n", "static", "n", "n"])
+    assert done.exit_code == 0, done.output
+    for _, message in wrong + ports:
+        assert message in done.output
+    assert (resolve({}).settings.main_process_ip, resolve({}).settings.main_process_port) == ("10.0.0.1", 29511)
+
+
+@pytest.mark.parametrize("host", ["node0", "node-0.cluster.local", "gpu_1", "10.0.0.1", "fe80::1%eth0", "::1"])
+def test_hosts_are_names_or_addresses(host):
+    assert LaunchSettings(num_machines=2, main_process_ip=host).main_process_ip == host
+
+
 OUTER = "that they should synchronize less often than in every step?"
 
 
@@ -197,3 +214,10 @@ def test_show_says_where_each_value_came_from(home):
     assert " ".join(lines["debug"].split()) == "debug: true # file farflung.yaml:1"
     assert " ".join(lines["tee"].split()) == "tee: 0 # default"
     assert "#" not in CliRunner().invoke(config, ["show"]).output
+
+
+def test_what_has_no_value_is_not_shown(home):
+    shown = CliRunner().invoke(config, ["show", "--origin"]).output
+    assert "null" not in shown
+    assert "main_process_ip" not in shown
+    assert "tee: 0" in shown

@@ -60,7 +60,9 @@ def test_errors_of_ours_are_one_line_and_exit_code_2(farflung):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["lunch"], "No such command 'lunch'"),
+        (["lunch"], "No such command 'lunch'. Did you mean `launch`?"),
+        (["lanch", "train.py"], "No such command 'lanch'. Did you mean `launch`?"),
+        (["launch", "--num_proceses", "2", "train.py"], "Did you mean --num_processes?"),
         (["launch"], "Missing argument 'SCRIPT'"),
         (["launch", "--nope"], "--nope"),
     ],

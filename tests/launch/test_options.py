@@ -8,6 +8,7 @@ import pytest
 
 from farflung.base.errors import Unsupported
 from farflung.config.launch import FIELDS
+from farflung.config.recipes import RECIPES
 from farflung.launch.options import given
 from farflung.launch.run import launch
 
@@ -65,3 +66,14 @@ def test_a_flag_that_nobody_knows_gets_a_suggestion():
     with pytest.raises(click.NoSuchOption) as caught:
         parse("--num_proceses", "2", "x.py")
     assert "--num_processes" in (caught.value.possibilities or [])
+
+
+def test_help_is_in_sections_and_lists_the_recipes(capsys):
+    with pytest.raises(click.exceptions.Exit):
+        parse("--help")
+    said = capsys.readouterr().out
+    titles = [line for line in said.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles[:4] == ["Processes and machines:", "Script:", "Precision and steps:", "Outer loop:"]
+    outer = " ".join(said[said.index("\nOuter loop:") : said.index("\nSharding and islands:")].split())
+    assert all(f" {name}" in outer for name in RECIPES)
+    assert all(said.count(f" {entry.flags[0]} ") + said.count(f" {entry.flags[0]}, ") >= 1 for entry in FIELDS)

@@ -197,6 +197,8 @@ def test_scripts_that_know_nothing_of_farflung_train_with_an_outer_loop(script, 
     assert "farflung: diloco over 2 replicas of a DDP model with 10 parameters: Every(every=4)" in done.stderr
     rounds = [json.loads(line) for line in (home / "rounds.jsonl").read_text().splitlines()]
     assert [one["step"] for one in rounds] == [4, 6]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("farflung: round")]
+    assert [line.split(":")[1] for line in lines] == [" round 1, step 4", " round 2, step 6"]  # there is no terminal
     assert done.stderr.count("farflung: as the learning rate schedule has it, 6 steps make 1 round of 4.") == 1
     first, second = (torch.load(home / f"rank{rank}.pt") for rank in (0, 1))
     assert first == second

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import signal
+import socket
 
 import pytest
 
@@ -89,8 +90,8 @@ def test_what_torch_wrote_and_what_we_wrote_is_read():
 
 
 def test_a_machine_where_nothing_but_the_connection_failed_points_to_the_others():
-    assert "The cause is on another machine" in explain([failed(0, LOST), failed(1, LOST)], num_machines=2)[1]
-    assert "the report there" not in explain([failed(0, LOST), failed(1, "ValueError: x")], num_machines=2)[1]
+    assert "The cause is on another machine" in explain([failed(0, LOST), failed(1, LOST)], others_at="10.0.0.2")[1]
+    assert "the report there" not in explain([failed(0, LOST), failed(1, "ValueError: x")], others_at="10.0.0.2")[1]
     assert "another machine" not in explain([failed(0, LOST), failed(1, LOST)])[1]
 
 
@@ -106,3 +107,33 @@ def test_a_rank_that_the_launcher_ended_while_it_failed_has_the_code_of_its_fail
     assert show(failures) == 1
     assert "rank 1 failed on" in capsys.readouterr().err
     assert failures[1].how == "exit code 1"
+
+
+def test_the_newest_checkpoint_and_the_address_of_a_machine_are_named(tmp_path):
+    title, text = explain([failed(1, "ValueError: x")], others_at="10.0.0.2", checkpoint=tmp_path / "checkpoint_2")
+    assert title == f"rank 1 failed on {socket.gethostname()} (10.0.0.2): exit code 1"
+    assert text.endswith(
+        f"Resume from checkpoint_2, the newest checkpoint of this run: load_state('{tmp_path}/checkpoint_2')"
+    )
+
+
+SAVES = """
+import os, sys
+from farflung import Accelerator
+from farflung.utils import ProjectConfiguration
+
+project = ProjectConfiguration(project_dir="run", automatic_checkpoint_naming=True, total_limit=1)
+accelerator = Accelerator(cpu=True, project_config=project)
+for _ in range(3 if sys.argv[1] == "saves" else 0):
+    accelerator.save_state()
+raise KeyError("bad sample")
+"""
+
+
+def test_a_run_that_fails_says_where_to_resume(farflung, home):
+    (home / "train.py").write_text(SAVES)
+    saved = farflung("launch", "--cpu", "--num_processes", "2", "train.py", "saves")
+    assert "Resume from checkpoint_2, the newest checkpoint of this run" in saved.stderr, saved.stderr
+    again = farflung("launch", "--cpu", "--num_processes", "2", "train.py", "fails")
+    assert "bad sample" in again.stderr
+    assert "Resume" not in again.stderr

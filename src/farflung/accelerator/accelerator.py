@@ -271,6 +271,8 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
                 loss = loss / window.divisor
             self._precision.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
             self._loop.backwards += 1
+            if self._loop.keeps_loss:
+                self._loop.loss = given.detach(), 1 if num_items is None else num_items
         except (RuntimeError, AttributeError, TypeError) as error:
             known = explained(error, self._joined.group)  # which names the rank, where torch speaks of a connection
             if known is not error:
@@ -433,8 +435,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
             self._controller.end()
             self._settle_checkpoints()
         finally:
-            if self._tracking is not None:
-                self._tracking.finish()
+            self._finish_trackers()
         AcceleratorState._reset_state(reset_partial_state=True)
 
     def __repr__(self) -> str:

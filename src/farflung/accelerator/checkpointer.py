@@ -149,11 +149,20 @@ class Checkpointer:
         def prune() -> None:
             atomic.sweep(aside)
             if project.total_limit is not None:
-                old = sorted(_numbered(automatic) - {target}, key=lambda path: int(path.name[len(layout.PREFIX) :]))
+                old = sorted(_numbered(automatic) - {target}, key=_number)
                 for folder in old[: max(0, len(old) + 1 - project.total_limit)]:
                     atomic.remove(folder, aside)
 
-        return SaveRequest(target, aside, facts, prune, must_be_new=True)
+        def check() -> None:
+            others = sorted(_numbered(automatic), key=_number)
+            if others and _number(others[-1]) >= _number(target):
+                raise ConfigError(
+                    f"{automatic} already has {others[-1].name} of another run, and {target.name} would be mixed up "
+                    "with its checkpoints. Resume it with load_state(), use another project_dir, or delete or move "
+                    "the old checkpoints."
+                )
+
+        return SaveRequest(target, aside, facts, prune, check)
 
     def _collect(
         self, folder: Path, safe: bool, whole: WholeStates, parts: list[Entry], planners: list[ShardPlanner]
@@ -286,8 +295,7 @@ class Checkpointer:
             and folder.resolve().parent == automatic.resolve()
             and layout.NAMED.fullmatch(folder.name)
         ):
-            numbers = [int(path.name[len(layout.PREFIX) :]) for path in _numbered(automatic)]
-            self._project.iteration = max([self._project.iteration, *(number + 1 for number in numbers)])
+            self._project.iteration = max([self._project.iteration, *(1 + _number(n) for n in _numbered(automatic))])
 
     def _report(self, folder: Path, size: int | None, passed: tuple[str, ...], found: Loaded) -> None:
         """Tell people, on the first process, where the run goes on, and what is not as it was."""
@@ -317,7 +325,13 @@ def _explained(look: Callable[[Any], T], at: Any) -> T:
 
 
 def _numbered(folder: Path) -> set[Path]:
+    if not folder.is_dir():
+        return set()
     return {path for path in folder.iterdir() if layout.NAMED.fullmatch(path.name) and path.is_dir()}
+
+
+def _number(checkpoint: Path) -> int:
+    return int(checkpoint.name[len(layout.PREFIX) :])
 
 
 def _aside(automatic: Path) -> Path:

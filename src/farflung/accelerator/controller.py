@@ -12,7 +12,7 @@ from farflung.accelerator import lazy
 from farflung.accelerator.epoch_tracker import EpochTracker
 from farflung.accelerator.outer import AttachedLoop, OpenLoops, replicas_here
 from farflung.accelerator.prepare import Registry
-from farflung.integrations.round_log import RoundLog, opened_log
+from farflung.integrations.rounds import RoundOutputs
 from farflung.loop.state import ActiveLoader, LoopState
 from farflung.process import world as slot
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, leave_note
@@ -50,7 +50,8 @@ class OuterController:
             return
         self._recipe = lazy.recipe_of(config, replicas_here(world, strategy))
         leave_note(OUTER_ASKED)
-        self._log = opened_log(config.log, world.rank)
+        self._outputs = RoundOutputs(config, world.rank)
+        loop.keeps_loss = loop.keeps_loss or self._outputs.reports
         loop.observe(self)
         atexit.register(_at_exit, weakref.ref(self))
 
@@ -66,7 +67,7 @@ class OuterController:
             attached = AttachedLoop(model, self._recipe, self._strategy, self._registry, each_step=True)
             self._open_loops.opened(attached)
             leave_note(OUTER_ATTACHED)
-            attached.loop.listeners.append(RoundLog(self._log, len(self._attached)))
+            self._outputs.listen(attached.loop, len(self._attached), attached.loss)
             attached.epochs = self._attached[attached] = EpochTracker(attached.loop)
 
     def iteration_starts(self, loader: Any) -> None:

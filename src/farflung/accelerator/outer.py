@@ -17,6 +17,7 @@ from farflung.accelerator import lazy
 from farflung.accelerator.epoch_tracker import EpochTracker
 from farflung.accelerator.prepare import Registry
 from farflung.base.errors import ConfigError
+from farflung.integrations.rounds import RoundFigures
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import planned_updates
 from farflung.loop.state import ActiveLoader, Trace
@@ -43,6 +44,7 @@ class AttachedLoop:
 
     Attributes:
         loop: the outer loop.
+        each_step: the argument.
         optimizer: the one that has most of the model's parameters.
         epochs: flushes the loop after each pass over the training data; None: nothing does.
 
@@ -64,10 +66,11 @@ class AttachedLoop:
         self.optimizer = driver(model, optimizers)
         self._strategy = strategy
         self._owners = [one for one in optimizers if one.owns(model.parameters())]
-        self._each_step = each_step
+        self.each_step = each_step
         self._trace = Trace()
         self._counted: ActiveLoader | None = None  # the iteration whose samples were counted last, and how many
         self._samples = self._items = 0
+        self._backwards = self.optimizer.loop_state.backwards  # at the end of the latest step
         self._alone: ExitStack | None = None
         bare, mesh = self.optimizer.optimizer, strategy.mesh
         require_replicas(mesh)
@@ -119,11 +122,23 @@ class AttachedLoop:
         self._attempts += 1
         if self._attempts == 2:  # schedulers have followed the first step by now
             self._say_if_short()
-        if self._each_step:
+        if self.each_step:
             self.loop.sync_if_due()
         self._choose_who_averages()
         if self.epochs is not None:
             self.epochs.step_attempted(self.around())
+        self._backwards = self.optimizer.loop_state.backwards
+
+    def loss(self) -> float | None:
+        """Return the loss of this step's last micro-batch; None if it is not known.
+
+        Where a step has other backward passes than one for each micro-batch, a loss may be a part of the whole.
+        """
+        state = self.optimizer.loop_state
+        if state.loss is None or state.backwards - self._backwards != max(1, state.window.size):
+            return None
+        loss, items = state.loss
+        return float(loss) / float(items) if items > 0 else None
 
     def _say_if_short(self) -> None:
         """Warn if the run, as far as its schedule tells, is short for this recipe."""
@@ -190,6 +205,7 @@ class OpenLoops:
     def __init__(self) -> None:
         self.attached: list[AttachedLoop] = []
         self.waiting: list[dict[str, Any]] = []
+        self._figures: list[RoundFigures] = []
 
     @property
     def live(self) -> list[OuterLoop]:
@@ -205,11 +221,19 @@ class OpenLoops:
         """Take in a loop, which goes on from the state that waits for it, if one does."""
         if self.waiting:
             attached.load_state_dict(self.waiting.pop(0))
+        if attached.each_step:  # Accelerate's LocalSGD tells trackers nothing
+            self._figures.append(RoundFigures(attached.loop, len(self.attached)))
         self.attached.append(attached)
 
     def closed(self, attached: AttachedLoop) -> None:
         """Forget a loop."""
         self.attached = [other for other in self.attached if other is not attached]
+
+    def figures(self) -> dict[str, float]:
+        """Return what trackers are told of rounds that have ended since the last call."""
+        values = {name: value for each in self._figures for name, value in each.take().items()}
+        self._figures = [each for each in self._figures if each.is_open]
+        return values
 
     def load(self, states: Sequence[dict[str, Any]]) -> None:
         """Give the open loops their states, in order; those that are left wait for loops that will be opened."""

@@ -11,6 +11,7 @@ from farflung.base.checks import check_text, check_type
 from farflung.base.errors import ConfigError
 
 if TYPE_CHECKING:
+    from farflung.accelerator.outer import OpenLoops
     from farflung.process.world import World
     from farflung.tracking.tracking import Arguments, Tracking
 
@@ -19,6 +20,7 @@ class TrackerMethods:
     """Accelerate's words for trackers."""
 
     _tracking: Tracking | None
+    _open_loops: OpenLoops
 
     if TYPE_CHECKING:
 
@@ -65,6 +67,9 @@ class TrackerMethods:
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Arguments | None = None) -> None:
         """Have all trackers record `values`, on the main process; on the others do nothing.
 
+        If rounds of an outer loop have ended since the last call, their figures are recorded too: `outer/round` and
+        others.
+
         Args:
             values: numbers, texts and what else a tracker takes, by name.
             step: the step that they belong to.
@@ -77,7 +82,17 @@ class TrackerMethods:
             return
         check_type("log: values", values, Mapping, "a dictionary, such as {'loss': 0.5}")
         self._tracking.check_names("log: a name in log_kwargs", log_kwargs or {})
-        self._tracking.log(values, step, log_kwargs or {})
+        rounds = self._open_loops.figures() if self._tracking.is_running else {}
+        self._tracking.log({**rounds, **values}, step, log_kwargs or {})
+
+    def _finish_trackers(self) -> None:
+        """Record the last rounds, if `log` has not, and finish the trackers."""
+        if self._tracking is None:
+            return
+        rounds = self._open_loops.figures()
+        if self._tracking.is_running and rounds:
+            self._tracking.log(rounds, self._tracking.step, {})
+        self._tracking.finish()
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker of this name; on processes without trackers, one that does nothing.

@@ -27,3 +27,28 @@ def numbered(noun: str, numbers: Iterable[int]) -> str:
         words = [*words[:_MAX_SHOWN], f"{len(words) - _MAX_SHOWN} more"]
     listed = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
     return f"{noun if len(words) == 1 else plural(noun)} {listed}"
+
+
+def in_bytes(count: float) -> str:
+    """Format a number of bytes with a suitable unit: 1.6 MB, 98 kB."""
+    return _in_steps(count, ("B", "kB", "MB", "GB", "TB"))
+
+
+def in_rate(bits: float) -> str:
+    """Format bits per second with a suitable unit: 100 Mbit/s."""
+    return _in_steps(bits, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+
+
+def in_seconds(seconds: float) -> str:
+    """Format a time with a suitable unit: 50 ms, 1.25 s."""
+    if seconds >= 0.9995 or seconds == 0:
+        return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def _in_steps(amount: float, units: tuple[str, ...]) -> str:
+    for unit in units[:-1]:
+        if amount < 999.5:
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.3g} {units[-1]}" if amount < 999.5 else f"{amount:,.0f} {units[-1]}"

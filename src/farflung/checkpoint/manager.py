@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,7 +14,11 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
 
+from torch import Tensor
+
 from farflung.base.errors import CheckpointError, ConfigError, StateError, Unsupported
+from farflung.base.tree import leaves_of
+from farflung.base.words import in_bytes
 from farflung.checkpoint import atomic, entries, layout
 from farflung.checkpoint.atomic import StagedDir
 from farflung.checkpoint.checksum import sums_of
@@ -20,6 +26,7 @@ from farflung.checkpoint.entries import Entry, FolderEntry, Staging
 from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
+from farflung.process.failure import CHECKPOINT, leave_note
 
 Busy = Literal["wait", "refuse"]
 _WRITERS = 3  # files that a rank writes at a time
@@ -63,7 +70,7 @@ class CheckpointGroup:
             named = "; ".join(f"rank {rank}: {kind}: {text}" for rank, (kind, text) in failures.items())
             kinds = {kind for kind, _ in failures.values()}
             ours = _OURS.get(kinds.pop()) if len(kinds) == 1 else None
-            raise (ours or CheckpointError)(f"{doing} failed, but training can continue. {named}") from cause
+            raise (ours or CheckpointError)(f"{doing} failed; nothing else has changed. {named}") from cause
         return [value for value, _ in words]
 
 
@@ -76,14 +83,14 @@ class SaveRequest:
         aside: where it is written meanwhile, None: next to the target.
         facts: what the manifest says of the run: step, iteration, world_size, versions, written_at.
         afterwards: called on the leader once the checkpoint is in place.
-        must_be_new: a folder that is there already is an error.
+        check: called on the leader before anything is written; raises if nothing may be written there.
     """
 
     target: Path
     aside: Path | None
     facts: dict[str, Any]
     afterwards: Callable[[], None] = lambda: None
-    must_be_new: bool = False
+    check: Callable[[], None] = lambda: None
 
     @property
     def doing(self) -> str:
@@ -110,11 +117,7 @@ class Saver:
                 return ""
             if request.target.exists() and not request.target.is_dir():
                 raise ConfigError(f"{request.target} is a file. Name a folder for the checkpoint.")
-            if request.must_be_new and request.target.exists():
-                raise ConfigError(
-                    f"{request.target} already exists. Load it first, or set ProjectConfiguration(iteration=...) to "
-                    "the next number."
-                )
+            request.check()
             own.append(StagedDir(request.target, secrets.token_hex(4), request.aside))
             own[0].begin()
             return os.fspath(own[0].folder)
@@ -187,6 +190,7 @@ def _write(
             if group.leads:
                 _complete(staged.folder, _records(parts, staged.folder, written), request)
                 staged.commit()
+                leave_note(CHECKPOINT, os.fspath(request.target))
                 request.afterwards()
 
         group.agree(request.doing, place)
@@ -210,12 +214,25 @@ def _write_all(parts: Sequence[Entry], folder: Path, at_once: bool) -> dict[str,
             f"this rank does not see {folder}, which another rank created. Use a folder shared by all machines, or "
             "ProjectConfiguration(save_on_each_node=True)."
         )
-    if not at_once:
-        return {part.name: entries.write(part, folder, threaded=False) for part in parts}
-    with ThreadPoolExecutor(_WRITERS, "farflung writer") as writers:
-        # Most of writing is copying and summing, outside of Python's lock; and one file is summed while another waits.
-        records = list(writers.map(lambda part: entries.write(part, folder), parts))
-    return {part.name: record for part, record in zip(parts, records, strict=True)}
+    try:
+        if not at_once:
+            return {part.name: entries.write(part, folder, threaded=False) for part in parts}
+        with ThreadPoolExecutor(_WRITERS, "farflung writer") as writers:
+            # Most of writing is copying and summing, outside of Python's lock; one file is summed while another waits.
+            records = list(writers.map(lambda part: entries.write(part, folder), parts))
+        return {part.name: record for part, record in zip(parts, records, strict=True)}
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise OSError(error.errno, f"{error.strerror} ({_space(parts, folder)})", error.filename) from error
+
+
+def _space(parts: Sequence[Entry], folder: Path) -> str:
+    """Say how many bytes this rank's parts take, and how many there were for the parts of all ranks."""
+    tensors = [leaf for part in parts for leaf in leaves_of(part.content) if isinstance(leaf, Tensor)]
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    written = sum(path.stat().st_size for path in atomic.files_in(folder))  # which goes away again
+    return f"this rank writes {in_bytes(needed)}; {in_bytes(shutil.disk_usage(folder).free + written)} were free"
 
 
 def _complete(folder: Path, written: dict[str, FileRecord], request: SaveRequest) -> None:

@@ -28,7 +28,7 @@ class PresenceStore:
 
     Attributes:
         rank, size: this rank among those.
-        hosts: the names of the ranks' machines, as far as they are known.
+        hosts: the names and addresses of the ranks' machines, as far as they are known.
     """
 
     def __init__(self, prefix: str, rank: int, size: int, own_connection: bool = False) -> None:
@@ -45,24 +45,30 @@ class PresenceStore:
     # ---- being on a machine
 
     def publish_host(self, host: str) -> None:
-        """Publish the name of this rank's machine."""
+        """Publish the name and the address of this rank's machine, with a space between them."""
         self.hosts[self.rank] = host
         self._store.set(self._key("host", self.rank), host)
 
     def read_hosts(self) -> None:
-        """Read the names of the other ranks' machines, as soon as all of them are there."""
+        """Read those of the other ranks' machines, as soon as all of them are there."""
         keys = {rank: self._key("host", rank) for rank in range(self.size) if rank not in self.hosts}
         if keys and self._store.check(list(keys.values())):
             self.hosts |= {rank: self._store.get(key).decode() for rank, key in keys.items()}
 
     def describe(self, ranks: Iterable[int]) -> str:
-        """Return `rank 1`, or with several machines `ranks 2 and 3 on node1`."""
+        """Return `rank 1`, or with several machines `ranks 2 and 3 on node1`; those of one name by address too."""
         if len(self.hosts) < self.size or len(set(self.hosts.values())) == 1:
             return numbered("rank", ranks)
         by_host: dict[str, list[int]] = {}
         for rank in ranks:
             by_host.setdefault(self.hosts[rank], []).append(rank)
-        return " and ".join(f"{numbered('rank', there)} on {host}" for host, there in by_host.items())
+        names = [host.partition(" ")[0] for host in set(self.hosts.values())]
+
+        def called(host: str) -> str:
+            name, _, address = host.partition(" ")
+            return name if names.count(name) == 1 else f"{name} ({address})"
+
+        return " and ".join(f"{numbered('rank', there)} on {called(host)}" for host, there in by_host.items())
 
     # ---- leaving
 

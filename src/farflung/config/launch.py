@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -21,6 +22,7 @@ from farflung.config.rendezvous import check_rendezvous
 from farflung.config.setting import Field, Value, setting
 
 _PREFIX = "FARFLUNG_"
+_HOST_PART = re.compile(r"(?!-)[\w-]{1,63}(?<!-)")
 _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # what CUDA_VISIBLE_DEVICES takes
 
 
@@ -155,8 +157,8 @@ class LaunchSettings(LayoutSettings):
     )
     outer_recipe: str | None = setting(
         None,
-        "Train replicas independently and synchronize them every H steps with this recipe: diloco, local_sgd and "
-        "others. The other --outer flags set its options. [the script's recipe, if any]",
+        "Train replicas independently and synchronize them every H steps with this recipe: "
+        f"{', '.join(RECIPES)}. The other --outer flags set its options. [the script's recipe, if any]",
         told=True,
         flags=("--outer_recipe", "--outer"),
         choices=tuple(RECIPES),
@@ -279,6 +281,11 @@ class LaunchSettings(LayoutSettings):
                 f"num_machines is {self.num_machines}, but main_process_ip is not set. "
                 "Set it to the host name or IP address of machine 0 on every machine."
             )
+        if not _is_host(self.main_process_ip):
+            raise ConfigError(
+                f"main_process_ip is {self.main_process_ip!r}; it must be a host name or an IP address alone, such as "
+                "node0 or 10.0.0.1. The port is main_process_port."
+            )
         if self.main_process_port == 0:
             raise ConfigError("main_process_port is 0 (any free port), but several machines must agree on one.")
         if self.num_processes is not None and self.num_processes % self.num_machines:
@@ -300,6 +307,15 @@ class LaunchSettings(LayoutSettings):
                 f"gpu_ids names {counted(len(gpus), 'GPU')} ({self.gpu_ids}) for {self.num_local} processes on this "
                 "machine; each process needs one of its own."
             )
+
+
+def _is_host(text: str) -> bool:
+    """Say whether a text can be a host name or an IP address. Nothing is looked up."""
+    try:
+        ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return len(text) <= 253 and all(map(_HOST_PART.fullmatch, text.removesuffix(".").split(".")))
+    return True
 
 
 def _listed() -> Iterator[Field]:
@@ -386,6 +402,8 @@ def rank_variables(settings: LaunchSettings) -> dict[str, str]:
             told[entry.told_as] = entry.text(value)
     if settings.use_fsdp:
         told.setdefault("FSDP_VERSION", "2")  # Accelerate, in a script of its, would take version 1
+    if settings.quiet and settings.outer_recipe:
+        told.setdefault(f"{_PREFIX}OUTER_REPORT", "off")
     if settings.gpu_list:
         told["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpu_list)
     return told

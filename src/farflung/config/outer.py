@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from farflung.base.checks import check_text, check_word
 from farflung.base.errors import ConfigError, did_you_mean
-from farflung.config.recipes import RECIPES, help_of
+from farflung.config.recipes import CODECS, RECIPES, help_of
 
 FEW_ROUNDS = 10  # a run with fewer gets a warning
 MACHINE = "machine"
 _ALL = "all"
-CODECS = ("none", "bf16", "fp16", "int8", "int4", "fp8", "e3m0", "topk")
+_EXAMPLES: Mapping[str, Any] = {"alpha": 0.01, "levels": "4:machine,64:all", "warmup": 500}  # of needed arguments
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,14 @@ COMMON = (
         "Bucket size: bytes sent at a time. [an eighth of the trainable parameters, 4 to 12.5 MiB]",
     ),
     Option("log", str, "Append one line of JSON per round to this file; with {rank} in the name, one file per rank."),
+    Option(
+        "report",
+        str,
+        "When rank 0 prints a line about the rounds: `round` (after each), a number of seconds, or `off`; `auto` is "
+        "every 5 seconds on a terminal, else each round. [auto]",
+    ),
 )
+REPORT_SECONDS = 5.0  # between two lines on a terminal
 
 
 def _options() -> Iterator[Option]:
@@ -94,6 +102,8 @@ class OuterSettings:
                 check_word(name, value, OPTIONS[name].choices)
         if "log" in given:
             check_text("log", given["log"])
+        if "report" in given:
+            _check_report(given["report"])
         if "levels" in given:
             given["levels"] = _levels(given["levels"])
         object.__setattr__(self, "recipe", recipe)
@@ -114,6 +124,12 @@ class OuterSettings:
         options = "".join(f", {name}={value!r}" for name, value in self._given.items())
         return f"{type(self).__name__}({self.recipe!r}{options})"
 
+    def report_seconds(self, on_terminal: bool) -> float | None:
+        """Return the least seconds between two lines about the rounds: 0 prints one for each, None none."""
+        word = "auto" if self.report is None else self.report
+        words = {"auto": REPORT_SECONDS if on_terminal else 0.0, "round": 0.0, "off": None}
+        return words[word] if word in words else float(word)
+
     def given(self) -> dict[str, Any]:
         """Return the options that are not left to the recipe, by name."""
         return dict(self._given)
@@ -129,7 +145,20 @@ def _check_names(recipe: str, given: Mapping[str, Any]) -> None:
         raise ConfigError(f"{recipe} has no option {', '.join(odd)}; it takes {', '.join(known)}.{near}")
     missing = [each.name for each in arguments if each.is_needed and each.name not in given]
     if missing:
-        raise ConfigError(f"{recipe} needs {', '.join(missing)}.")
+        kinds = {each.name: each.kind for each in arguments}
+        values = {name: _EXAMPLES.get(name, 32 if kinds[name] is int else 0.1) for name in missing}
+        flags = " ".join(f"--outer_{name} {value}" for name, value in values.items())
+        stated = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        raise ConfigError(f"{recipe} needs {' and '.join(missing)}, such as {stated}; as flags: {flags}.")
+
+
+def _check_report(word: str | float) -> None:
+    try:
+        is_known = word in ("auto", "round", "off") or (0 < float(word) < inf and not isinstance(word, bool))
+    except (TypeError, ValueError):
+        is_known = False
+    if not is_known:
+        raise ConfigError(f"report is {word!r}; use auto, round, off, or a number of seconds above zero, such as 30.")
 
 
 def outer_config(said: Mapping[str, Any], called: str) -> OuterSettings | None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipes as their source states them: names, arguments and help, read from the text of `outer/recipes.py`.
 
+The names of the codecs come from `codec/named.py` in the same way.
+
 This is the one place where a lower room looks into a higher one. Importing the recipes would load torch, which takes a
 second that `farflung launch --help` must not take; parsing their text takes 3 ms. Only signatures and docstrings are
 read: what a value may be is for the recipe to say. A test compares the result with what `inspect` finds.
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SOURCE = Path(__file__).parent.parent / "outer" / "recipes.py"
+_CODECS = Path(__file__).parent.parent / "codec" / "named.py"
 # What a flag or a file can state, by the name of its annotation. A mapping is written as text: `4:machine,64:all`.
 _KINDS: Mapping[str, type] = {"int": int, "float": float, "bool": bool, "str": str, "Mapping": str}
 _ARGUMENT = re.compile(r"    (\w+): (.+)")
@@ -45,6 +48,14 @@ def _read(source: str) -> dict[str, tuple[Argument, ...]]:
     )
     recipes = ast.literal_eval(listed)
     return {name: tuple(_arguments(function)) for name, function in functions.items() if name in recipes}
+
+
+def _keys(source: str, name: str) -> tuple[str, ...]:
+    """Return the keys of the dictionary `name` in `source`."""
+    tables = [node for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)]
+    (table,) = (node.value for node in tables if _names(node.target) == [name])
+    assert isinstance(table, ast.Dict)
+    return tuple(ast.literal_eval(key) for key in table.keys if key is not None)
 
 
 def _arguments(function: ast.FunctionDef) -> Iterator[Argument]:
@@ -104,3 +115,4 @@ def _sentence(text: str) -> str:
 
 
 RECIPES: Mapping[str, tuple[Argument, ...]] = _read(_SOURCE.read_text(encoding="utf-8"))
+CODECS: tuple[str, ...] = _keys(_CODECS.read_text(encoding="utf-8"), "CODECS")

@@ -7,6 +7,9 @@ import math
 import re
 
 from farflung.base.errors import ConfigError
+from farflung.base.words import in_bytes as in_bytes
+from farflung.base.words import in_rate as in_rate
+from farflung.base.words import in_seconds as in_seconds
 
 _WRITTEN = re.compile(r"\s*((?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*(\S*)\s*", re.ASCII)
 _STEPS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -78,31 +81,6 @@ def parse_bytes(text: str, called: str) -> int:
     if not count >= 1:
         raise ConfigError(f"{called} is {text!r}; it must be a size with its unit, such as 25MiB or 4MB.")
     return round(count)
-
-
-def in_bytes(count: float) -> str:
-    """Format a number of bytes with a suitable unit: 1.6 MB, 98 kB."""
-    return _in_steps(count, ("B", "kB", "MB", "GB", "TB"))
-
-
-def in_rate(bits: float) -> str:
-    """Format bits per second with a suitable unit: 100 Mbit/s."""
-    return _in_steps(bits, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
-
-
-def in_seconds(seconds: float) -> str:
-    """Format a time with a suitable unit: 50 ms, 1.25 s."""
-    if seconds >= 0.9995 or seconds == 0:
-        return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} us"
-
-
-def _in_steps(amount: float, units: tuple[str, ...]) -> str:
-    for unit in units[:-1]:
-        if amount < 999.5:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.3g} {units[-1]}" if amount < 999.5 else f"{amount:,.0f} {units[-1]}"
 
 
 def _split(text: str) -> tuple[float, str]:

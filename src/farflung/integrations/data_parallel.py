@@ -35,7 +35,7 @@ from farflung.base.words import counted
 from farflung.comm.shards import is_sharded
 from farflung.config import environ
 from farflung.config.launch import launched_outer
-from farflung.integrations.round_log import RoundLog, opened_log
+from farflung.integrations.rounds import RoundOutputs
 from farflung.loop.scheduler import planned_updates
 from farflung.outer.data_parallel import LocalDDP
 from farflung.outer.engine import OuterLoop
@@ -89,7 +89,7 @@ class Takeover:
     def __init__(self, config: OuterConfig) -> None:
         self._config = config
         self._recipe = recipe_of(config, environ.integer("LOCAL_WORLD_SIZE") or 1)
-        self._log = opened_log(config.log, environ.integer("RANK") or 0)
+        self._outputs = RoundOutputs(config, environ.integer("RANK") or 0)
         self._followed: list[Followed] = []
         self._driven: weakref.WeakKeyDictionary[Optimizer, list[Followed]] = weakref.WeakKeyDictionary()
         self._schedulers: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
@@ -192,7 +192,7 @@ class Takeover:
         module = one.local.module
         with self._in_round():
             one.loop = OuterLoop(module, self._recipe, inner=optimizer)
-        one.loop.listeners.append(RoundLog(self._log, self._followed.index(one)))
+        self._outputs.listen(one.loop, self._followed.index(one))
         hooks: Any = module  # whose types are not complete in torch
         hooks.register_state_dict_post_hook(functools.partial(_put_agreed, weakref.ref(one)))
         hooks.register_load_state_dict_post_hook(functools.partial(_begin_anew, weakref.ref(one)))

@@ -17,6 +17,7 @@ from farflung.checkpoint import layout
 from farflung.checkpoint.checksum import crc32
 from farflung.checkpoint.entries import Entry, write
 from farflung.checkpoint.reader import read_torch
+from farflung.integrations.rounds import RoundFigures
 from farflung.outer.engine import OuterLoop
 from farflung.outer.named import OuterConfig, chosen_recipe
 from farflung.outer.recipe import Recipe
@@ -29,7 +30,8 @@ class OuterCallback(TrainerCallback):
     `trainer.add_callback(OuterCallback(trainer, "diloco", every=32))`. The Trainer's own `Accelerator` must be
     Farflung's: see `farflung.install_as_accelerate`. Replicas are synchronized after each epoch and at the end of
     training too. What is evaluated and saved in between are the weights that all ranks agreed on last. Checkpoints
-    have the outer loop's state for each rank, and a resumed run continues as if it had not been interrupted.
+    have the outer loop's state for each rank, and a resumed run continues as if it had not been interrupted. The
+    Trainer's log has the figures of the rounds.
 
     Args:
         trainer: a Trainer, such as trl's SFTTrainer.
@@ -56,6 +58,7 @@ class OuterCallback(TrainerCallback):
         self._open: ExitStack | None = None
         self._agreed: ExitStack | None = None  # while the model has the agreed weights
         self.loop: OuterLoop | None = None
+        self._figures: RoundFigures | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the outer loop (a collective), and continue it where a resumed training stands.
@@ -69,6 +72,7 @@ class OuterCallback(TrainerCallback):
         self._open = ExitStack()
         outer = self._trainer.accelerator.outer(self._trainer.model_wrapped, self._recipe)
         self.loop = self._open.enter_context(outer)
+        self._figures = RoundFigures(self.loop)
         said = chosen_recipe(self._recipe).few_rounds(state.max_steps)
         if said:
             get_logger(__name__).warning(said)
@@ -92,6 +96,12 @@ class OuterCallback(TrainerCallback):
         """Synchronize the replicas: a collective."""
         self._take_own()
         self._flush()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log the figures of the rounds that have ended since the last log: `outer/round` and others."""
+        rounds = {} if self._figures is None else self._figures.take()
+        if rounds:
+            self._trainer.log(rounds)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write this rank's outer loop and optimizer into the Trainer's checkpoint."""

@@ -29,6 +29,7 @@ from farflung.config import environ
 from farflung.launch.plan import Meeting, torch_is_loaded
 from farflung.launch.rendezvous import NAME, StoreRendezvous
 from farflung.launch.report import Failure
+from farflung.process.failure import CHECKPOINT
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that the agent takes over
 _PATIENCE_S = 2.0
@@ -44,12 +45,14 @@ class Outcome:
         failures: of ranks; with a signal, those that were reported before it.
         finished: ranks that ended well, though others failed.
         notes: the names of the notes that any rank left for the launcher.
+        checkpoint: the newest that a run which failed has written; None if there is none.
     """
 
     failures: tuple[Failure, ...] = ()
     signal: int | None = None
     finished: tuple[int, ...] = ()
     notes: frozenset[str] = frozenset()
+    checkpoint: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -101,12 +104,13 @@ def run_agent(
             agent = elastic_launch(_agent_settings(num_local, meeting, watch, log_dir), entrypoint)
             returned = agent(*_as_they_are(arguments))
         except ChildFailedError as error:
-            failures = _named(error.failures)
+            failures, newest = _named(error.failures), _newest_checkpoint(Path(log_dir))
             if not isinstance(entrypoint, str):
-                return Outcome((*failures, *_unnamed(error.failures, Path(log_dir))))
+                return Outcome((*failures, *_unnamed(error.failures, Path(log_dir))), checkpoint=newest)
             _end_sessions([failed.pid for failed in error.failures.values()])
             first = _first_rank(error.failures)
-            return Outcome(failures, finished=tuple(sorted({*range(first, first + num_local)} - {*error.failures})))
+            finished = tuple(sorted({*range(first, first + num_local)} - {*error.failures}))
+            return Outcome(failures, finished=finished, checkpoint=newest)
         except SignalException as error:
             first = num_local * int(meeting.conf.get("rank", 0))
             before = _reported(Path(log_dir), first, min(interrupts, default=inf))
@@ -176,10 +180,22 @@ def _unnamed(failed: Mapping[int, Any], log_dir: Path) -> list[Failure]:
 
 def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Failure, ...]:
     """Return the failures that stand in the error files of the last attempt and were written before a time."""
-    last_attempt = max(log_dir.glob("*/attempt_*"), key=lambda folder: folder.stat().st_mtime, default=log_dir)
+    last_attempt = _last_attempt(log_dir)
     files = {first_rank + int(file.parent.name): file for file in last_attempt.glob("*/error.json")}
     found = (Failure.of(rank, 1, _read(file)) for rank, file in sorted(files.items()))
     return tuple(one for one in found if one.time_s < before_s)
+
+
+def _last_attempt(log_dir: Path) -> Path:
+    return max(log_dir.glob("*/attempt_*"), key=lambda folder: folder.stat().st_mtime, default=log_dir)
+
+
+def _newest_checkpoint(log_dir: Path) -> Path | None:
+    """Return the newest checkpoint that ranks of this machine have written, in any attempt, if it is still there."""
+    notes = _last_attempt(log_dir).parent.glob(f"attempt_*/*/{CHECKPOINT}")
+    last = max(notes, key=lambda note: note.stat().st_mtime, default=None)
+    folder = None if last is None else Path(last.read_text(encoding="utf-8"))
+    return folder if folder is not None and folder.is_dir() else None
 
 
 def _first_rank(failed: Mapping[int, Any]) -> int:

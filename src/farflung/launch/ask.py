@@ -135,11 +135,13 @@ def _show(origin: bool, **params: Any) -> None:
 
 
 def describe(resolved: Resolved, origin: bool) -> list[str]:
-    """Return one line for each setting: its name, its value and, with `origin`, where the value comes from."""
+    """Return one line for each setting that has a value: its name, the value and, with `origin`, where it is from."""
     lines = []
     for entry in FIELDS:
         value = resolved.settings.value(entry.name)
-        line = f"{entry.name}: {'null' if value is None else entry.text(value) or repr('')}"
+        if value is None:
+            continue
+        line = f"{entry.name}: {entry.text(value) or repr('')}"
         lines.append(f"{line:<40} # {resolved.origins[entry.name]}" if origin else line)
     return lines
 

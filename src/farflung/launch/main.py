@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import click
 
-from farflung.base.errors import FarflungError, Unsupported
+from farflung.base.errors import FarflungError, Unsupported, did_you_mean
 
 # name -> where it lives, and what it does.
 COMMANDS = {
@@ -49,10 +49,14 @@ class CommandGroup(click.Group):
 
         Raises:
             Unsupported: it is one of Accelerate's that Farflung does not have.
+            UsageError: there is none of this name; the message has the nearest.
         """
         asked = " ".join([*ctx.command_path.split()[1:], args[0]])
         if asked in ELSEWHERE:
             raise Unsupported(f"There is no `farflung {asked}`. {ELSEWHERE[asked]}")
+        known = self.list_commands(ctx)
+        if args[0] not in known:
+            raise click.UsageError(f"No such command {args[0]!r}.{did_you_mean(args[0], known)}", ctx)
         return super().resolve_command(ctx, args)
 
 
@@ -99,6 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         code = farflung.main(args=arguments, prog_name="farflung", standalone_mode=False)
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption) and error.possibilities:  # the nearest first; click sorts them
+            message = f"{error.message} Did you mean {error.possibilities[0]}?"
+            error = click.NoSuchOption(error.option_name, message, ctx=error.ctx)
         error.show()
         sys.exit(error.exit_code)
     except click.Abort:  # also where the answers end before the questions

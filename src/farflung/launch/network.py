@@ -12,6 +12,7 @@ import socket
 from dataclasses import dataclass
 
 from farflung.base.errors import ConfigError
+from farflung.base.sockets import address_on_route_to
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 
@@ -83,16 +84,13 @@ def address_towards(host: str, interface: Interface) -> str:
 
 def _address_towards(address: str) -> str:
     """Return this machine's own address on the route to `address`. Nothing is sent."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-        except OSError as error:
-            raise ConfigError(
-                f"This machine has no route to main_process_ip ({address}): {error.strerror}. Check the address, and "
-                "that the network is up."
-            ) from None
-        return str(probe.getsockname()[0])
+    try:
+        return address_on_route_to(address)
+    except OSError as error:
+        raise ConfigError(
+            f"This machine has no route to main_process_ip ({address}): {error.strerror}. Check the address, and "
+            "that the network is up."
+        ) from None
 
 
 def interfaces() -> list[Interface]:

@@ -14,6 +14,19 @@ from farflung.config.setting import Field
 from farflung.config.spelling import BOTH_SPELLINGS, underscored
 
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
+# Of `--help`: by the settings' names or how these begin. What is in none of them goes into the last one.
+_SECTIONS = {
+    "Processes and machines": (
+        *("use_cpu", "num_", "machine_rank", "main_process_", "network_interface", "multi_gpu", "gpu_ids"),
+        *("same_network", "rdzv_"),
+    ),
+    "Script": ("module", "no_python", "as_accelerate", "main_training_function", "config_file"),
+    "Precision and steps": ("mixed_precision", "gradient_"),
+    "Outer loop": ("outer_",),
+    "Sharding and islands": ("use_fsdp", "fsdp_", "use_parallelism_config", "parallelism_config_", "island_size"),
+    "Compilation": ("dynamo_",),
+    "Failures, logs and others": ("",),
+}
 _LONGEST_METAVAR = 60  # a longer list of words is shown by the error that a wrong word gets
 
 
@@ -53,6 +66,18 @@ class SettingsCommand(click.Command):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs["context_settings"] = BOTH_SPELLINGS | {"allow_interspersed_args": False}
         super().__init__(*args, **kwargs)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the flags in sections."""
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in _SECTIONS}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record is not None:
+                name = param.name or ""
+                sections[next(title for title, begins in _SECTIONS.items() if name.startswith(begins))].append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the flags.

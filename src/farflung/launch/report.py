@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -107,11 +108,18 @@ def _distance(failure: Failure) -> int:
     return 2 if any(words in (failure.message or "") for words in PEER_LOST) else 1
 
 
-def explain(failures: Sequence[Failure], finished: Sequence[int] = (), num_machines: int = 1) -> tuple[str, str]:
+def explain(
+    failures: Sequence[Failure],
+    finished: Sequence[int] = (),
+    others_at: str | None = None,
+    checkpoint: Path | None = None,
+) -> tuple[str, str]:
     """Return title and text of the report.
 
     Args:
         finished: ranks of this machine that had ended well before.
+        others_at: the address of this machine for others, whose names may be the same; None: there are no others.
+        checkpoint: the newest that the run has written.
     """
     own, ended = in_order(failures)
     cause = own[0]
@@ -124,11 +132,15 @@ def explain(failures: Sequence[Failure], finished: Sequence[int] = (), num_machi
             f"{numbered('rank', finished)} ended with exit code 0"
             + (" while others still needed it, which is the cause." if _distance(cause) == 2 else ".")
         )
-    elif _distance(cause) == 2 and num_machines > 1 and "stopped waiting" not in (cause.message or ""):
+    elif _distance(cause) == 2 and others_at is not None and "stopped waiting" not in (cause.message or ""):
         others.append("The cause is on another machine; see the report there.")
     if others:
         parts.append("\n".join(others))
-    return f"rank {cause.rank} failed on {socket.gethostname()}: {cause.how}", "\n\n".join(parts)
+    if checkpoint is not None:
+        call = f"load_state({str(checkpoint)!r})"
+        parts.append(f"Resume from {checkpoint.name}, the newest checkpoint of this run: {call}")
+    here = socket.gethostname() + (f" ({others_at})" if others_at else "")
+    return f"rank {cause.rank} failed on {here}: {cause.how}", "\n\n".join(parts)
 
 
 def _without_traceback(cause: Failure) -> str:
@@ -149,14 +161,18 @@ def _listed(failures: Sequence[Failure], what: str) -> list[str]:
 
 
 def show(
-    failures: Sequence[Failure], log_dir: str | None = None, finished: Sequence[int] = (), num_machines: int = 1
+    failures: Sequence[Failure],
+    log_dir: str | None = None,
+    finished: Sequence[int] = (),
+    others_at: str | None = None,
+    checkpoint: Path | None = None,
 ) -> int:
-    """Print the report on stderr and return the exit code of the rank that failed first."""
+    """Print the report on stderr and return the exit code of the rank that failed first; see `explain`."""
     from rich.console import Console  # late: only a failure needs it
     from rich.panel import Panel
     from rich.text import Text
 
-    title, text = explain(failures, finished, num_machines)
+    title, text = explain(failures, finished, others_at, checkpoint)
     if log_dir is not None:
         text += f"\n\nlogs: {log_dir}"
     console = Console(stderr=True)

@@ -111,7 +111,9 @@ def start(settings: LaunchSettings, plan: Plan) -> int:
         watch=watch,
     )
     if outcome.failures:
-        code = show(outcome.failures, settings.log_dir, outcome.finished, settings.num_machines)
+        interface = plan.meeting.interface
+        others_at = None if settings.num_machines == 1 else interface.address if interface else ""
+        code = show(outcome.failures, settings.log_dir, outcome.finished, others_at, outcome.checkpoint)
         return code if outcome.signal is None else 128 + outcome.signal
     if outcome.signal is not None:
         return 128 + outcome.signal

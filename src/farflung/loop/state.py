@@ -122,6 +122,8 @@ class LoopState:
         joined: the ranks to agree with, inside `join_uneven_inputs`; else None.
         ends: where ranks say that their data end; None: there is one rank.
         counts_samples: `samples_of` is wanted.
+        keeps_loss: `loss` is wanted.
+        loss: what the latest `backward` was given, with its number of items; None where it is not kept.
         backwards: how many backward passes there have been; what an optimizer has not stepped on since is unfinished.
     """
 
@@ -136,11 +138,13 @@ class LoopState:
         self._observers: list[weakref.ref[Observer]] = []
         self.counts_samples = False
         self.backwards = 0
+        self.keeps_loss = False
+        self.loss: tuple[Tensor, float | Tensor] | None = None
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return a copy's settings, windows and optimizers; no loader is under way in it."""
-        left_out = {"loaders": [], "joined": None, "_observers": self._observed_by()}
+        left_out = {"loaders": [], "joined": None, "loss": None, "_observers": self._observed_by()}
         return {**self.__dict__, **left_out, "_latest": {}, "_samples": {}, "_windows": list(self._windows.values())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

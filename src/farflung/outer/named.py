@@ -38,6 +38,8 @@ class OuterConfig(OuterSettings):
             get a warning.
         log: a file to which the main process appends a line of JSON for each round; with `{rank}` in its name, one
             file per rank.
+        report: when the main process prints a line about the rounds on stderr: `round` (after each), a number of
+            seconds, or `off`; `auto`, the default, is every 5 seconds on a terminal, else each round.
 
     An option can be read as an attribute, `config.every`; it is None if it is left to the recipe.
 
@@ -99,7 +101,8 @@ def recipe_of(config: OuterSettings, local_size: int) -> Recipe:
         ConfigError: a value is out of its range, or the parts do not go together.
     """
     options = config.given()
-    options.pop("log", None)
+    for about_output in ("log", "report"):
+        options.pop(about_output, None)
     steps = options.pop("steps", None)
     if "levels" in options:
         options["levels"] = _resolved(options["levels"], local_size)

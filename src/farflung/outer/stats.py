@@ -6,13 +6,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
+
+from farflung.base.words import in_bytes, in_seconds
 
 
 @dataclass(frozen=True)
 class Stats:
     """Counters and seconds of one rank since its outer loop began (or since the run it resumed began).
+
+    Printed, they are a short table; `as_dict()` returns them all by name.
 
     Args:
         steps: optimizer steps that were done.
@@ -54,6 +58,25 @@ class Stats:
     first_drift_norm: float = 0.0
     cosine: float = 0.0
     weight: float = 0.0
+
+    def as_dict(self) -> dict[str, int | float]:
+        """Return all figures by name."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        skipped, dropped = self.attempts - self.steps, self.dropped_rounds
+        share = self.seconds_exposed / self.seconds_total if self.seconds_total else 0.0
+        rows = {
+            "steps": f"{self.steps:,}" + (f" ({skipped:,} skipped)" if skipped else ""),
+            "rounds": f"{self.rounds:,}" + (f" ({dropped:,} dropped)" if dropped else ""),
+            "sent": f"{in_bytes(self.bytes_sent)}, votes {in_bytes(self.bytes_voting)}",
+            "received": in_bytes(self.bytes_received),
+            "waited": f"{in_seconds(self.seconds_exposed)} of {in_seconds(self.seconds_total)} ({share:.0%})",
+            "hidden": f"{in_seconds(self.seconds_hidden)} of rounds beside training",
+            "drift": f"{self.drift_norm:.3g} from the anchor, {self.first_drift_norm:.3g} in the first round",
+            "cosine": f"{self.cosine:.3g} between replicas",
+        }
+        return "\n".join(f"{name:<10}{value}" for name, value in rows.items())
 
 
 @dataclass(frozen=True)

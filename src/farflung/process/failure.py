@@ -24,6 +24,8 @@ from farflung.config import environ
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
+# The note that has the path of the newest checkpoint of this run.
+CHECKPOINT = "newest_checkpoint"
 # How far a rank came with the outer loop that its launcher asks for; each is the name of a note to the launcher.
 OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND = "outer_asked", "outer_attached", "outer_round"
 
@@ -120,12 +122,12 @@ def _is_inner(file: str) -> bool:
     return file.startswith((_OURS, "<frozen ")) or _TORCHS in file
 
 
-def leave_note(name: str) -> None:
-    """Leave an empty file `name` for the launcher, beside this rank's report; do nothing where there is no launcher."""
+def leave_note(name: str, text: str = "") -> None:
+    """Leave a file `name` for the launcher, beside this rank's report; do nothing where there is no launcher."""
     path = environ.text(ERROR_FILE)
     if path:
-        with suppress(OSError):  # it is for a warning only
-            Path(path).with_name(name).touch()
+        with suppress(OSError):  # it is for a sentence only
+            Path(path).with_name(name).write_text(text, encoding="utf-8")
 
 
 def _with_rank(text: str, rank: int) -> str:

@@ -22,12 +22,14 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
 from farflung.base.errors import ConfigError, RankFailure, StateError
+from farflung.base.sockets import address_on_route_to
 from farflung.base.torch_internals import num_collectives
 from farflung.comm.presence import PresenceStore
 from farflung.comm.torch_group import TorchGroup
@@ -39,6 +41,7 @@ _TICK_S = 0.5  # how often a watchdog looks
 _ANSWER_S = 5.0  # how long it waits for answers
 _TURN_S = 2.0  # how long the others leave it to a rank that asks: it has its answers by then, unless a rank is gone
 _MAX_FRAMES = 12  # of a late rank's stack, the innermost ones
+_STARTERS = (str(Path(__file__).parents[1] / "launch"), f"{TORCH}/distributed/elastic")  # whose calls start a script
 _TORCHS = "torch's own"  # the collectives that did not go through a group of ours
 
 # Where a thread is when it waits in a collective of torch's own: called by its name, by DDP's forward or in a backward.
@@ -88,7 +91,7 @@ class Watchdog:
             self._group.presence.prefix, self._group.rank, self._group.size, own_connection=True
         )
         self._presence.hosts = self._group.presence.hosts
-        self._presence.publish_host(socket.gethostname())
+        self._presence.publish_host(_machine())
         self._seen = self._presence.asked()
         self._beat = time.monotonic()  # when the store last answered
         self._heard_at = -float("inf")  # when any rank last asked
@@ -267,4 +270,18 @@ def _publish(text: str) -> None:
 
 
 def _stack(frame: FrameType | None) -> str:
-    return "".join(traceback.format_stack(frame)[-_MAX_FRAMES:]).rstrip() if frame is not None else "  (it has ended)"
+    """Return the innermost calls that the script has made, without those that started it."""
+    if frame is None:
+        return "  (it has ended)"
+    calls = traceback.extract_stack(frame)
+    started = max((i + 1 for i, call in enumerate(calls) if call.filename.startswith(_STARTERS)), default=0)
+    return "".join(traceback.format_list(calls[started:][-_MAX_FRAMES:])).rstrip()
+
+
+def _machine() -> str:
+    """Return the name of this machine, and its address for the main one: cloned machines have the same name."""
+    address = ""
+    with suppress(OSError):
+        main = socket.getaddrinfo(environ.text("MASTER_ADDR") or "localhost", None)[0][4][0]
+        address = address_on_route_to(str(main))
+    return f"{socket.gethostname()} {address}"

@@ -23,6 +23,7 @@ class Tracking:
         asked: the trackers that `log_with` asks for, by name or as objects.
         started: the trackers of the run, or of the last one.
         is_running: whether they have started and not finished.
+        step: the one that was logged last.
         lost: by a tracker's name, how many events it failed to record.
     """
 
@@ -30,6 +31,7 @@ class Tracking:
         self.asked = filter_trackers(log_with, logging_dir)
         self.started: list[Any] = []
         self.lost: Counter[str] = Counter()
+        self.step: int | None = None
         self.is_running = False
         self._has_warned = False
         self._logging_dir = logging_dir
@@ -60,6 +62,7 @@ class Tracking:
                 self._has_warned = True
                 warnings.warn("log() records nothing before init_trackers() and after end_training().", stacklevel=3)
             return
+        self.step = step
         for tracker in self.started:
             self._attempt(tracker, "log", values, step=step, **arguments.get(tracker.name, {}))
 

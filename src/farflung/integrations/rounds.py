@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is written about the rounds of an outer loop: a file of JSON lines, lines on stderr, figures for trackers.
+
+Each is a listener of the loop, called with every `Round` that has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from farflung.base.errors import ConfigError
+from farflung.base.files import open_lines
+from farflung.base.words import in_bytes
+from farflung.process.failure import OUTER_ROUND, leave_note
+
+if TYPE_CHECKING:
+    from farflung.config.outer import OuterSettings
+    from farflung.outer.engine import OuterLoop
+    from farflung.outer.stats import Round, Stats
+
+_RANK = "{rank}"
+
+
+class RoundOutputs:
+    """Where the rounds of the loops that a setting asks for are written: its `log` and its `report`.
+
+    Raises:
+        ConfigError: the log can't be written.
+    """
+
+    def __init__(self, settings: OuterSettings, rank: int) -> None:
+        self._log = opened_log(settings.log, rank)
+        self._interval = None if rank else settings.report_seconds(sys.stderr.isatty())
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank prints lines."""
+        return self._interval is not None
+
+    def listen(self, loop: OuterLoop, number: int, loss: Callable[[], float | None] | None = None) -> None:
+        """Write about the rounds of `loop`.
+
+        Args:
+            number: of the loop, from 0.
+            loss: says the loss of the latest step, or None if it is not known; only asked for a line.
+        """
+        loop.listeners.append(RoundLog(self._log, number))
+        if self._interval is not None:
+            loop.listeners.append(RoundReport(loop, number, self._interval, loss))
+
+
+def opened_log(name: str | None, rank: int) -> Path | None:
+    """Return the file for this rank's rounds, once it can be written; None where it writes none.
+
+    Args:
+        name: the file's; with `{rank}` in it each rank writes one, else rank 0 alone.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
+    if name is None or (_RANK not in name and rank != 0):
+        return None
+    path = Path(name.replace(_RANK, str(rank)))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        open_lines(path).close()
+    except OSError as error:
+        raise ConfigError(f"The log of the outer loop, {path}, can't be written: {error.strerror}.") from error
+    return path
+
+
+class RoundLog:
+    """Notes that there are rounds, and adds a line of JSON to a file for each, unless `path` is None."""
+
+    def __init__(self, path: Path | None, model: int) -> None:
+        self._path = path
+        self._model = model
+
+    def __call__(self, this: Round) -> None:
+        leave_note(OUTER_ROUND)
+        if self._path is None:
+            return
+        line = json.dumps({"model": self._model, **_finite(asdict(this))}, allow_nan=False)
+        with open_lines(self._path) as file:
+            file.write(line + "\n")
+
+
+class RoundFigures:
+    """The figures of a loop's rounds for trackers, by names such as `outer/round`; the second loop's begin `outer1/`.
+
+    `waiting` is the share of the time since the last `take()` that training waited in rounds; norms and the cosine are
+    those of the latest round, and the others count since the loop began.
+    """
+
+    def __init__(self, loop: OuterLoop, number: int = 0) -> None:
+        self._loop = weakref.ref(loop)  # which has this listener
+        self._prefix = f"outer{number or ''}/"
+        self._latest: tuple[Stats, Round] | None = None
+        self._waited, self._since = 0.0, time.perf_counter()
+        loop.listeners.append(self)
+
+    def __call__(self, this: Round) -> None:
+        loop = self._loop()
+        assert loop is not None
+        self._latest = loop.stats(), this
+        self._waited += this.seconds_exposed
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the loop still exists."""
+        return self._loop() is not None
+
+    def take(self) -> dict[str, float]:
+        """Return the figures; nothing if no round has ended since the last call."""
+        if self._latest is None:
+            return {}
+        (stats, this), self._latest = self._latest, None
+        now = time.perf_counter()
+        values = {
+            "round": stats.rounds,
+            "dropped_rounds": stats.dropped_rounds,
+            "bytes_sent": stats.bytes_sent,
+            "waiting": min(1.0, self._waited / max(now - self._since, 1e-9)),
+            "norm": this.norm,
+            "drift_norm": stats.drift_norm,
+            "cosine": stats.cosine,
+        }
+        self._waited, self._since = 0.0, now
+        return {self._prefix + name: value for name, value in values.items()}
+
+
+class RoundReport:
+    """Prints a line about a round on stderr, unless it printed one less than `interval` seconds ago."""
+
+    def __init__(
+        self, loop: OuterLoop, number: int, interval: float, loss: Callable[[], float | None] | None = None
+    ) -> None:
+        self._figures = RoundFigures(loop)
+        self._model = f" of model {number}" if number else ""
+        self._interval = interval
+        self._printed = -math.inf
+        self._loss = loss
+
+    def __call__(self, this: Round) -> None:
+        now = time.perf_counter()
+        if now - self._printed < self._interval:
+            return
+        self._printed = now
+        values = self._figures.take()
+        loss = None if self._loss is None else self._loss()
+        said = [] if loss is None else [f"loss {loss:.4g}"]
+        said += [f"{in_bytes(values['outer/bytes_sent'])} sent", f"{values['outer/waiting']:.0%} of the time waiting"]
+        head = f"farflung: round {values['outer/round']}{self._model}, step {this.step}"
+        print(f"{head}: {', '.join(said)}", file=sys.stderr, flush=True)
+
+
+def _finite(value: Any) -> Any:
+    """Put None where a number is none, or infinite: JSON has no word for it."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of the rounds while a run goes on: lines, figures for trackers, and a table at the end."""
+
+import io
+import json
+from contextlib import redirect_stderr
+
+import pytest
+import torch
+from torch import nn
+
+from farflung import Accelerator
+from farflung.base.errors import ConfigError
+from farflung.integrations.rounds import RoundFigures, RoundOutputs
+from farflung.outer import OuterLoop, local_sgd
+from farflung.outer.named import OuterConfig
+from farflung.outer.stats import Stats
+from farflung.testing.ranks import run_ranks
+
+
+def rounds(loop, count):
+    for _ in range(2 * count):
+        loop.step()
+
+
+def test_a_line_a_round_or_none_on_rank_0_alone(capsys):
+    for report, rank, lines in [("round", 0, 3), ("auto", 0, 3), ("3600", 0, 1), ("off", 0, 0), ("round", 1, 0)]:
+        loop = OuterLoop(nn.Linear(3, 3), local_sgd(2))
+        RoundOutputs(OuterConfig("local_sgd", every=2, report=report), rank).listen(loop, 0, loss=lambda: 0.25)
+        rounds(loop, 3)
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == lines, (report, rank, said)
+        if lines:
+            assert said[0].startswith("farflung: round 1, step 2: loss 0.25, 0 B sent, "), said
+            assert said[0].endswith("% of the time waiting")
+
+
+def test_a_loss_that_is_not_known_is_left_out(capsys):
+    loop = OuterLoop(nn.Linear(3, 3), local_sgd(2))
+    RoundOutputs(OuterConfig("local_sgd", every=2, report="round"), 0).listen(loop, 1, loss=lambda: None)
+    rounds(loop, 1)
+    assert capsys.readouterr().err.startswith("farflung: round 1 of model 1, step 2: 0 B sent, ")
+
+
+def test_on_a_terminal_lines_come_every_few_seconds():
+    every = OuterConfig("local_sgd", every=2)
+    assert [every.report_seconds(on_terminal) for on_terminal in (True, False)] == [5.0, 0.0]
+    assert OuterConfig("local_sgd", every=2, report=30).report_seconds(True) == 30.0
+
+
+@pytest.mark.parametrize("word", ["never", "0", "-1", "inf", "nan", True])
+def test_other_words_are_refused(word):
+    with pytest.raises(ConfigError, match=r"^report is .*; use auto, round, off, or a number of seconds above zero"):
+        OuterConfig("local_sgd", every=2, report=word)
+
+
+def test_figures_are_given_once_and_the_loop_is_not_kept():
+    loop = OuterLoop(nn.Linear(3, 3), local_sgd(2))
+    figures = RoundFigures(loop, 1)
+    assert figures.take() == {}
+    rounds(loop, 2)
+    values = figures.take()
+    assert (values["outer1/round"], values["outer1/bytes_sent"]) == (2, 0)
+    assert 0 <= values["outer1/waiting"] <= 1
+    assert figures.take() == {}
+    loop.detach()
+    del loop
+    assert not figures.is_open
+
+
+def test_stats_are_printed_as_a_table():
+    stats = Stats(384, 386, 12, 1, 37_200_000, 37_200_000, 3000, 1.2, 3.1, seconds_total=30.0, cosine=0.5)
+    lines = str(stats).splitlines()
+    assert lines[:3] == ["steps     384 (2 skipped)", "rounds    12 (1 dropped)", "sent      37.2 MB, votes 3 kB"]
+    assert "waited    1.2 s of 30 s (4%)" in lines
+    assert stats.as_dict()["bytes_sent"] == 37_200_000
+    assert "nan" not in str(Stats())
+
+
+def reported(folder, parts):
+    with redirect_stderr(io.StringIO()) as said:
+        trained(folder, parts)
+    return [line for line in said.getvalue().splitlines() if line.startswith("farflung: round")]
+
+
+def trained(folder, parts):
+    config = OuterConfig("local_sgd", every=2, report="round")
+    accelerator = Accelerator(cpu=True, outer=config, log_with="jsonl", project_dir=folder)
+    accelerator.init_trackers("run")
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(1, 6):
+        loss = model(torch.ones(2, 3)).mean() / parts
+        for _ in range(parts):
+            accelerator.backward(loss, retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": 1.0}, step=step)
+    accelerator.end_training()
+
+
+def test_trackers_get_the_rounds_at_the_steps_that_the_script_logs(tmp_path):
+    lines, others = run_ranks(reported, 2, tmp_path, 1)
+    events = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    logged = [(event["step"], event["values"]) for event in events if event["event"] == "log"]
+    assert [(step, values["outer/round"]) for step, values in logged if "outer/round" in values] == [
+        (2, 1),
+        (4, 2),
+        (5, 3),  # the last, at the end of training
+    ]
+    assert set(logged[1][1]) == {"loss"} | {
+        f"outer/{name}" for name in ("round", "dropped_rounds", "bytes_sent", "waiting", "norm", "drift_norm", "cosine")
+    }
+    assert set(logged[0][1]) == {"loss"}
+    assert others == []
+    assert [line.split(":")[1] for line in lines] == [" round 1, step 2", " round 2, step 4", " round 3, step 5"]
+    assert ["loss" in line for line in lines] == [True, True, False]  # no step belongs to the last
+
+
+def test_the_loss_of_a_step_in_parts_is_not_guessed(tmp_path):
+    lines, _ = run_ranks(reported, 2, tmp_path, 2)
+    assert len(lines) == 3
+    assert not any("loss" in line for line in lines)
