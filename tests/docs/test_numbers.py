@@ -168,6 +168,19 @@ def test_an_epoch_of_which_batches_were_skipped_counts_as_one():
     assert orders(farflung) == [[0, 1, 2, 3], [3, 0], [2, 3, 0, 1]]
 
 
+def test_a_checkpoint_brings_back_the_number_of_the_epoch(tmp_path):
+    def orders(library):
+        accelerator = library.Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(range(4), sampler=Rotated()))
+        accelerator.save_state(tmp_path / library.__name__)
+        first = [batch.item() for batch in loader]
+        accelerator.load_state(tmp_path / library.__name__)
+        return first, [batch.item() for batch in loader]
+
+    assert orders(accelerate) == ([0, 1, 2, 3], [1, 2, 3, 0])
+    assert orders(farflung) == ([0, 1, 2, 3], [0, 1, 2, 3])
+
+
 def test_a_dispatching_loader_draws_the_same_order_from_a_generator(seen):
     theirs, ours = seen("dispatched, with a generator")
     assert theirs == ours

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -37,6 +39,17 @@ def net(width=4):
     return nn.Sequential(nn.Linear(width, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
 
 
+class OneSided(nn.Linear):
+    """A layer that rank 1 leaves out."""
+
+    def forward(self, x):
+        return super().forward(x) if dist.get_rank() == 0 else x
+
+
+def one_sided():
+    return net().append(OneSided(2, 2))
+
+
 def epochs(wrapped, step, on_epoch=lambda: None):
     """Two passes as scripts make them: accumulation, clipping, a sampler with epochs."""
     data = TensorDataset(torch.randn(48, 4, generator=torch.Generator().manual_seed(1)))
@@ -49,7 +62,9 @@ def epochs(wrapped, step, on_epoch=lambda: None):
         for i, (x,) in enumerate(DataLoader(data, 3, sampler=sampler)):
             is_last = i % 2 == 1
             sends = is_last or not isinstance(wrapped, DistributedDataParallel)
-            with nullcontext() if sends or wrapped.static_graph else wrapped.no_sync():  # torch has no both
+            if step.sets_flag:
+                wrapped.require_backward_grad_sync = is_last  # as some scripts do what no_sync() does
+            with nullcontext() if sends or step.sets_flag or wrapped.static_graph else wrapped.no_sync():
                 loss = wrapped(x).square().mean() / 2
                 if count == OVERFLOWS and dist.get_rank() == 1 and step.overflows:
                     loss = loss * float("inf")
@@ -62,10 +77,10 @@ def epochs(wrapped, step, on_epoch=lambda: None):
 class Step:
     """Clip and step, through a loss scaler or not."""
 
-    def __init__(self, parameters, has_scaler=False):
+    def __init__(self, parameters, has_scaler=False, sets_flag=False):
         self.optimizer = torch.optim.AdamW(parameters, lr=0.05)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 12)
-        self.overflows = has_scaler
+        self.overflows, self.sets_flag = has_scaler, sets_flag
         self.scaler = torch.amp.GradScaler("cpu", enabled=has_scaler, init_scale=8.0)
         self.before, self.after = (lambda: None), (lambda done: None)
 
@@ -84,9 +99,9 @@ class Step:
         self.optimizer.zero_grad()
 
 
-def by_hand(config, **options):
+def by_hand(config, make=net, **options):
     """The same with a loop by hand that begins at the same point, before the first step."""
-    model = net()
+    model = make()
     step = Step(model.parameters(), **options)
     loops = []
 
@@ -104,20 +119,26 @@ def by_hand(config, **options):
     return dict(model.state_dict())
 
 
-def taken_over(config, wrap=DistributedDataParallel, **options):
+def taken_over(config, wrap=DistributedDataParallel, make=net, **options):
     takeover = Takeover(config)
     takeover.install()
-    wrapped = wrap(net())
+    wrapped = wrap(make())
     step = Step(wrapped.parameters(), **options)
     epochs(wrapped, step)
     takeover.close()
     return {name.replace("module.", "").replace("_orig_mod.", ""): one for name, one in wrapped.state_dict().items()}
 
 
+def find_unused(model):
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
 WAYS = {
     "plain": {},
     "scaler": {"has_scaler": True},
-    "unused": {"wrap": lambda model: DistributedDataParallel(model, find_unused_parameters=True)},
+    "flag": {"sets_flag": True},
+    "unused": {"wrap": find_unused, "make": one_sided},
+    "flag, unused": {"wrap": find_unused, "make": one_sided, "sets_flag": True},
     "static": {"wrap": lambda model: DistributedDataParallel(model, static_graph=True)},
     "view": {"wrap": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True)},
 }
@@ -133,7 +154,7 @@ def equal_to_a_loop_by_hand(way, recipe):
 
 
 @pytest.mark.parametrize(
-    ("way", "recipe"), [("plain", "diloco"), ("plain", "local_sgd"), *((way, "streaming_diloco") for way in WAYS)]
+    ("way", "recipe"), [("plain", "local_sgd"), *((way, "diloco") for way in WAYS), ("plain", "streaming_diloco")]
 )
 def test_a_ddp_script_ends_with_the_bits_of_a_loop_by_hand(way, recipe):
     assert run_ranks(equal_to_a_loop_by_hand, 2, way, recipe) == [(True, True)] * 2
@@ -273,6 +294,17 @@ def sharded():
     step_once(fully_shard(net()).parameters())
 
 
+def flat(use_orig_params=False):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, and prefers GPUs
+        model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+    step_once(model.parameters())
+
+
+def views_of_flat():
+    flat(use_orig_params=True)
+
+
 def zero():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about torch.jit
@@ -281,8 +313,12 @@ def zero():
     ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step()
 
 
-def second_hook():
-    DistributedDataParallel(net()).register_comm_hook(None, lambda state, bucket: None)
+def bf16_hook():
+    DistributedDataParallel(net()).register_comm_hook(None, default_hooks.bf16_compress_hook)
+
+
+def power_sgd():
+    DistributedDataParallel(net()).register_comm_hook(PowerSGDState(None), powerSGD_hook)
 
 
 def islands():
@@ -293,6 +329,14 @@ def islands():
 
 def deepspeed():
     sys.modules["deepspeed"] = sys
+    try:
+        without_ddp()
+    finally:
+        del sys.modules["deepspeed"]
+
+
+def megatron():
+    sys.modules["megatron"] = sys
     without_ddp()
 
 
@@ -300,10 +344,14 @@ REFUSED = {
     without_ddp: "trains 6 parameters which no DDP model has",
     other_parameters: "trains 2 parameters which none of the 1 DDP models has",
     sharded: "sharded by FSDP over all 2 ranks",
+    flat: "sharded by FSDP over all 2 ranks",
+    views_of_flat: "sharded by FSDP over all 2 ranks",
     zero: "ZeroRedundancyOptimizer sends all parameters in each step",
-    second_hook: "would have nothing to compress",
+    bf16_hook: "bf16_compress_hook would have nothing to compress",
+    power_sgd: "powerSGD_hook would have nothing to compress",
     islands: "--island_size needs an Accelerator",
     deepspeed: "deepspeed averages gradients by itself",
+    megatron: "megatron averages gradients by itself",
 }
 
 

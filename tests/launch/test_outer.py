@@ -160,6 +160,7 @@ from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Linear(4, 2))
+home = os.getcwd(); os.chdir(os.path.dirname(torch.__file__))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
 torch.manual_seed(dist.get_rank())
@@ -167,7 +168,7 @@ for step in range(6):
     model(torch.randn(8, 4)).square().mean().backward()
     optimizer.step(); scheduler.step(); optimizer.zero_grad()
 END
-torch.save([one.tolist() for one in model.parameters()], f"rank{os.environ['RANK']}.pt")
+torch.save([one.tolist() for one in model.parameters()], f"{home}/rank{os.environ['RANK']}.pt")
 """
 HUGGING = """
 import os, torch

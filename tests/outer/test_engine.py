@@ -10,7 +10,7 @@ from torch import nn
 
 from farflung.base.errors import CollectiveMismatch, ConfigError, RankFailure, StateError
 from farflung.comm.group import SoloGroup
-from farflung.outer import Cast, Identity, OuterLoop, diloco, local_sgd
+from farflung.outer import Cast, Identity, OuterLoop, diloco, local_sgd, streaming_diloco
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import Counting, linear, same, train, values
 
@@ -163,6 +163,25 @@ def test_statistics_are_averaged_counters_take_the_maximum_masks_stay():
     assert first["num_batches_tracked"].item() == 2**53 + 1
     assert first["seen"].tolist() == [True, True]
     assert first["mask"].isinf().sum() == 1
+
+
+def moved_by_forward_passes(group, recipe):
+    model = nn.BatchNorm1d(2)
+    outer = OuterLoop(model, recipe, group)
+    for _ in range(4):
+        outer.step()
+    outer.flush()
+    for _ in range(2 + group.rank):
+        model(torch.full((3, 2), float(group.rank)))
+    outer.flush()
+    return values(model)
+
+
+@pytest.mark.parametrize("recipe", [local_sgd(2), diloco(2), streaming_diloco(2, 2), diloco(3)])
+def test_a_flush_without_steps_brings_buffers_together(recipe):
+    first, second = run_replicas(moved_by_forward_passes, 2, recipe)
+    assert same(first, second)
+    assert first["num_batches_tracked"].item() == 3
 
 
 def started_apart(group):

@@ -259,3 +259,8 @@ def num_groups() -> int:
     """
     use = "make groups of ranks"
     return len(taken(taken(dist.distributed_c10d, "_world", use), "pg_names", use))
+
+
+def is_flattened(parameter: Tensor) -> bool:
+    """Say whether `FullyShardedDataParallel` has put a parameter into a flat one, or this is a flat one."""
+    return any(getattr(parameter, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened"))

@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data.distributed import DistributedSampler
 
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.torch_internals import is_flattened
 from farflung.base.words import counted
 from farflung.comm.shards import is_sharded
 from farflung.config import environ
@@ -166,7 +167,7 @@ class Takeover:
                 f"{asked}: this process trains alone, so there are no replicas to average. Start at least two with "
                 "--num_processes, and let the script call torch.distributed.init_process_group."
             )
-        if any(is_sharded(one) or type(one).__name__ == "FlatParameter" for one in trained):
+        if any(is_sharded(one) or is_flattened(one) for one in trained):
             raise ConfigError(
                 f"{asked}: the parameters are sharded by FSDP over all {dist.get_world_size()} ranks, so there are no "
                 "replicas to average. Shard over some of the ranks with an Accelerator (docs/islands.md), or use DDP."

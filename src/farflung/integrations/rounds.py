@@ -74,7 +74,7 @@ def opened_log(name: str | None, rank: int) -> Path | None:
         open_lines(path).close()
     except OSError as error:
         raise ConfigError(f"The log of the outer loop, {path}, can't be written: {error.strerror}.") from error
-    return path
+    return path.absolute()  # a script may go to another folder
 
 
 class RoundLog:

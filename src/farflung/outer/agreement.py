@@ -392,10 +392,19 @@ def average(tensors: Sequence[Tensor], group: Group, decision: Decision, cap_byt
         The bytes that this rank sent, which are as many as it received.
     """
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    buckets, identity, sent = Buckets(tensors, dtype, cap_bytes=cap_bytes), Identity(), 0
+    return _brought_together(Buckets(tensors, dtype, cap_bytes=cap_bytes), Mean(), group, decision)
+
+
+def take_largest(tensors: Sequence[Tensor], group: Group, decision: Decision, cap_bytes: int = CAP_BYTES) -> int:
+    """Replace `tensors` of whole numbers by the largest value of each element, at once; the rest is as in `average`."""
+    return _brought_together(Buckets(tensors, torch.int64, cap_bytes=cap_bytes), Max(), group, decision)
+
+
+def _brought_together(buckets: Buckets, aggregator: Aggregator, group: Group, decision: Decision) -> int:
+    sent = 0
     for k in range(len(buckets)):
         flat = buckets.pack(k)
-        pending = Mean().start(Payload(flat, None, flat, decision.factors[group.rank]), identity, group, 0)
+        pending = aggregator.start(Payload(flat, None, flat, decision.factors[group.rank]), Identity(), group, 0)
         buckets.unpack(k, pending.wait(decision)[1])
         sent += pending.bytes_sent
     return sent

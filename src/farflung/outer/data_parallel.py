@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.ddp_hook import average_hook
@@ -44,6 +45,12 @@ class LocalDDP:
                 "them: remove the hook, and let the recipe's codec= compress what is sent."
             ) from error
         self._ranks()
+        self._hooks: list[RemovableHandle] = []
+        if ddp.find_unused_parameters:  # a script may set the flag by itself before each pass
+            self._hooks.append(ddp.register_forward_pre_hook(self._before_forward))
+
+    def _before_forward(self, ddp: nn.Module, inputs: object) -> None:
+        self._ranks()
 
     def _ranks(self) -> dist.ProcessGroup | None:
         ddp, averages = self._ddp(), self._averages()
@@ -55,6 +62,8 @@ class LocalDDP:
 
     def end(self) -> None:
         """Let DDP average gradients and send buffers again."""
+        for hook in self._hooks:
+            hook.remove()
         ddp = self._ddp()
         if ddp is not None:
             ddp.broadcast_buffers = self._sends_buffers

@@ -264,8 +264,9 @@ class OuterLoop:
     def flush(self) -> None:
         """Stay in the rounds until every rank has called this; afterwards all replicas are bitwise equal.
 
-        The last round averages the steps since the previous one; if no rank has made any, only votes are exchanged. If
-        it is dropped, replicas return to their anchor, or without one take the mean of those with finite weights.
+        The last round averages the steps since the previous one; if no rank has made any, only votes and buffers are
+        exchanged. If it is dropped, replicas return to their anchor, or without one take the mean of those with finite
+        weights.
         Afterwards the schedule continues on all ranks from the furthest step of any rank.
 
         Raises:
@@ -276,10 +277,8 @@ class OuterLoop:
             if not self._warm(finished=True):
                 break
         with self._meter.timed("exposed"), torch.no_grad():
-            if 0 < self._position <= self._recipe.warmup and self._are_alike:  # nothing is left to average but buffers
+            if 0 < self._position <= self._recipe.warmup and self._are_alike:
                 self._rounds.replica.reset_anchor()
-                for fragment in self._rounds.replica.fragments:
-                    fragment.count(1 if fragment.has_buffers else 0)
             last = self._walk_on()
             are_dropped = [last in self._rounds.apply_all()]
             for number in range(len(self._rounds.replica.fragments)):

@@ -162,10 +162,10 @@ class BoundFragment:
         """Return what is trained, as the model has it now."""
         return [place.get() for place in self._fragment.parameters]
 
-    @property
-    def has_buffers(self) -> bool:
-        """Whether there is more than weights to it."""
-        return bool(self._fragment.averages or self._fragment.counters)
+    def buffer_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's floating buffers and its integer ones, as the model has them now."""
+        averages, counters = self._fragment.averages, self._fragment.counters
+        return [local(place.get()) for place in averages], [local(place.get()) for place in counters]
 
     @property
     def names(self) -> set[str]:

@@ -17,16 +17,16 @@ from farflung.base.words import numbered
 from farflung.comm.group import Group
 from farflung.comm.lost import explained
 from farflung.comm.shards import local, model_has_dtensor
-from farflung.outer.agreement import average
+from farflung.outer.agreement import average, take_largest
 from farflung.outer.background import BackgroundWorker
 from farflung.outer.inner import KeepState
 from farflung.outer.recipe import Recipe
-from farflung.outer.replica import Replica
+from farflung.outer.replica import BoundFragment, Replica
 from farflung.outer.round import OpenRound
 from farflung.outer.schedule import Launch
 from farflung.outer.stats import Meter, Round
 from farflung.outer.structure import Change
-from farflung.outer.vote import BALLOT_BYTES, Ballot, FixedMembership, Island, Tally, in_proportion
+from farflung.outer.vote import BALLOT_BYTES, Ballot, Decision, FixedMembership, Island, Tally, in_proportion
 
 _BESIDE = "an average beside rounds of "
 
@@ -155,6 +155,8 @@ class Rounds:
                         self.replica.rebind(number)
                     this.apply()
                 self._after(number, this)
+            elif this.tally is not None and this.tally.finished and this.level == 0:
+                self._average_buffers(fragment)
         if fragment.weights.is_eager:
             self.replica.rebind(number)
             has_arrived = this is not None and not this.is_dropped and not this.is_empty
@@ -194,6 +196,15 @@ class Rounds:
         decision = in_proportion(self._vote_beside(sound).sound_weights)
         if decision.total:
             self._count_bytes(average(tensors, self.group, decision, self._cap_bytes))
+
+    def _average_buffers(self, fragment: BoundFragment) -> None:
+        """Bring a fragment's buffers together though no rank made a step: a forward pass is enough to move them."""
+        floats, counters = fragment.buffer_tensors()
+        if floats:
+            self._average(floats)
+        if counters:
+            everyone = Decision((1.0,) * self.group.size, float(self.group.size))
+            self._count_bytes(take_largest(counters, self.group, everyone, self._cap_bytes))
 
     def _count_bytes(self, sent: int) -> None:
         self._meter.add("bytes_sent", sent)
