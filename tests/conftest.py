@@ -4,11 +4,13 @@
 import inspect
 import multiprocessing
 import subprocess
+import sys
 from types import FunctionType, ModuleType
 
 import pytest
 import torch
 
+import farflung.state
 from farflung.config import environ
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
@@ -24,6 +26,7 @@ LAUNCHER_WORDS = (
     "FARFLUNG_",
     "FSDP_",
     "PARALLELISM_",
+    "OMP_NUM_THREADS",
 )
 torch.set_num_threads(1)  # models are tiny, and threads of several pytest workers would wait for each other's cores
 STARTERS = (subprocess, multiprocessing, subprocess.run, subprocess.Popen, run_ranks)
@@ -82,6 +85,16 @@ def pytest_runtest_protocol(item):
         limit_s = marked.args[0] if marked else float(item.config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(patience(limit_s)), append=False)
     return (yield)
+
+
+@pytest.fixture(autouse=True)
+def no_session():
+    """Let each test leave nothing behind of what Accelerators share, ours or Accelerate's."""
+    yield
+    for state in (farflung.state, sys.modules.get("accelerate.state")):
+        if state is not None:
+            state.AcceleratorState._reset_state(reset_partial_state=True)
+            state.GradientState._reset_state()
 
 
 @pytest.fixture(autouse=True)

@@ -34,12 +34,6 @@ from farflung.utils import (
 )
 
 
-@pytest.fixture(autouse=True)
-def fresh_slots():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def test_one_process_has_no_group_and_says_so():
     accelerator = Accelerator(cpu=True)
     assert (accelerator.num_processes, accelerator.process_index, accelerator.local_process_index) == (1, 0, 0)

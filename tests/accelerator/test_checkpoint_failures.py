@@ -22,18 +22,11 @@ from farflung import Accelerator
 from farflung.accelerator import states
 from farflung.base.errors import CheckpointError, StateError
 from farflung.checkpoint import atomic, entries
-from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 from tests.accelerator.test_checkpoints import Training
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak_checkpoint.py"
-
-
-@pytest.fixture(autouse=True)
-def fresh_slots():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def soak():

@@ -26,14 +26,6 @@ from farflung.utils import ProjectConfiguration
 from tests.accelerator.test_checkpoints import Training
 
 
-@pytest.fixture(autouse=True)
-def fresh_slots():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
-
-
 def automatic(folder, **kwargs):
     return ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, **kwargs)
 

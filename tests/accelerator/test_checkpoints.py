@@ -20,16 +20,9 @@ from torch.utils.data import DataLoader
 
 from farflung import Accelerator, outer
 from farflung.base.tree import leaves_of
-from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration
 from tests.data.test_position import Noisy, NoisyStream, Stateful
-
-
-@pytest.fixture(autouse=True)
-def fresh_slots():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

@@ -19,13 +19,6 @@ from farflung.testing.ranks import run_ranks
 GRID = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
 
 
-@pytest.fixture(autouse=True)
-def no_session():
-    """Each test starts without a session and leaves none behind."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def answers(**said):
     """What a new session with these settings says of itself, here and through its state."""
     accelerator = farflung.Accelerator(cpu=True, **said)

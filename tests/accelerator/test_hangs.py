@@ -25,7 +25,6 @@ from farflung.comm.waits import Wait
 from farflung.config import environ
 from farflung.outer import OuterLoop, local_sgd
 from farflung.process import watchdog
-from farflung.state import AcceleratorState
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration, InitProcessGroupKwargs, ParallelismConfig
@@ -345,7 +344,6 @@ def test_nothing_is_started_in_one_process():
     assert threads() == []
     assert sys.excepthook is hook
     assert accelerator._joined.watchdog is None
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_a_time_that_cannot_be_is_refused():

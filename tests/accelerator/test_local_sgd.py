@@ -13,15 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from farflung import Accelerator, LocalSGD
 from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.outer import diloco, local_sgd
-from farflung.state import AcceleratorState
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
-
-
-@pytest.fixture(autouse=True)
-def fresh_slots():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Net(nn.Module):

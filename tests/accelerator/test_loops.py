@@ -19,13 +19,6 @@ from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration
 
-
-@pytest.fixture(autouse=True)
-def fresh_slots():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 ITSELF = "the training loader itself"
 
 

@@ -73,14 +73,6 @@ OTHER_DEFAULTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh_states():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
-
-
 def members(kind):
     return ["__init__", *(name for name in dir(kind) if not name.startswith("_"))]
 

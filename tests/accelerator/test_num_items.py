@@ -21,12 +21,6 @@ SHARES = {1: [(3, 0, 7)], 2: [(3, 0, 7), (1, 12, 2)], 4: [(3, 7), (1, 2), (0, 0)
 PLANS = [(precision, clip) for precision in ("no", "bf16", "fp16") for clip in (None, 0.05)]
 
 
-@pytest.fixture(autouse=True)
-def fresh_slots():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def tokens(rank, number, count):
     generator = torch.Generator().manual_seed(100 * rank + number)
     return torch.randn(count, 4, generator=generator)

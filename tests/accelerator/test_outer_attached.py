@@ -22,12 +22,6 @@ from farflung.utils import DataLoaderConfiguration
 DILOCO = OuterConfig("diloco", every=4, rounds=200)
 
 
-@pytest.fixture(autouse=True)
-def fresh_slots():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

@@ -70,7 +70,6 @@ def test_what_is_set_on_an_accelerator_counts_for_what_is_prepared_afterwards():
     for name in ("ddp_handler", "device_placement", "step_scheduler_with_optimizer", "rng_types"):
         with pytest.raises(ConfigError, match=name):
             setattr(accelerator, name, 3)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def evaluated_and_then_trained():

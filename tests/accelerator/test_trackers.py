@@ -8,16 +8,9 @@ import pytest
 
 from farflung import Accelerator
 from farflung.base.errors import ConfigError
-from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.tracking import GeneralTracker
 from farflung.utils import ProjectConfiguration
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Keeping(GeneralTracker):

@@ -25,18 +25,9 @@ from farflung.config.launch import LaunchSettings, rank_variables
 from farflung.loop.optimizer import AcceleratedOptimizer as OurOptimizer
 from farflung.loop.state import LoopState
 from farflung.precision.amp import ScaledFp16
-from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration as OurLoading
 from farflung.utils import gather_object as our_gather_object
-
-
-@pytest.fixture(autouse=True)
-def fresh_states():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
 
 
 def both(program, *args):

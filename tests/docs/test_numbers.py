@@ -22,14 +22,6 @@ from farflung.testing.ranks import run_ranks
 LIBRARIES = {"accelerate": accelerate, "farflung": farflung}
 
 
-@pytest.fixture(autouse=True)
-def fresh_states():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
-
-
 def on_ranks(program, size=2):
     """The values of each rank, with Accelerate and with Farflung."""
     return tuple(run_ranks(program, size, name, connect=False) for name in LIBRARIES)

@@ -18,7 +18,6 @@ import pytest
 from click.testing import CliRunner
 
 from farflung.launch.main import farflung
-from farflung.state import AcceleratorState
 from farflung.testing.patience import patience
 
 ROOT = Path(__file__).parent.parent.parent
@@ -165,14 +164,8 @@ def parse(command, arguments):
     parse(inner, arguments[at + 1 :])
 
 
-@pytest.fixture
-def fresh_slots():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 @pytest.mark.parametrize("text", blocks("python run"))
-def test_examples_run(text, tmp_path, monkeypatch, fresh_slots):
+def test_examples_run(text, tmp_path, monkeypatch):
     script = tmp_path / "example.py"
     script.write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)

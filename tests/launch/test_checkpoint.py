@@ -243,7 +243,6 @@ def test_the_shards_of_a_model_are_a_checkpoint_until_it_is_saved_with_the_rest(
     assert not shards.exists()
     assert said("verify", parts) == f"{parts}: complete\n"
     accelerator.load_state(parts)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_all_that_can_not_be_read_is_named(folder):
@@ -320,4 +319,3 @@ def test_a_checkpoint_under_the_former_name_is_verified_loaded_and_replaced(fold
     (one / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         accelerator.load_state(one)
-    AcceleratorState._reset_state(reset_partial_state=True)

@@ -44,7 +44,7 @@ class Screen(Thread):
             self.text += line
 
     def wait_for(self, words: str) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + patience(_PATIENCE_S)
         while words not in self.text:
             assert time.monotonic() < deadline, self.text
             time.sleep(0.05)

@@ -14,7 +14,6 @@ from farflung.loop.scheduler import planned_updates
 from farflung.outer import OuterLoop, diloco, eager_diloco, edit, local_sgd, post_local_sgd, streaming_diloco
 from farflung.outer.momentum import GrowingMomentumSGD, momentum_of
 from farflung.outer.named import OuterConfig, recipe_of
-from farflung.state import AcceleratorState
 
 
 def test_the_momentum_of_a_round_is_what_the_page_says():
@@ -118,4 +117,3 @@ def test_an_accelerator_says_once_that_a_run_is_short_for_its_recipe(caplog):
             schedule.step()
             optimizer.zero_grad()
     assert caplog.text.count("As the learning rate schedule has it, 79 steps make 9 rounds of 8.") == 1
-    AcceleratorState._reset_state(reset_partial_state=True)

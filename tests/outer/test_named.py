@@ -14,16 +14,9 @@ from farflung.codec.named import codec_of
 from farflung.config.outer import CODECS
 from farflung.outer import ErrorFeedback, OuterLoop, diloco
 from farflung.outer.named import MAKERS, chosen_recipe, recipe_of
-from farflung.state import AcceleratorState
 from farflung.testing.simulate import simulate
 
 NEED_A_CHOICE = {"hierarchical": ({2: None},), "post_local_sgd": (1,), "quadratic": (2, 0.1)}
-
-
-@pytest.fixture(autouse=True)
-def fresh_slots():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def comparable(recipe):

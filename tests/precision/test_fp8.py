@@ -10,15 +10,8 @@ from farflung.base.errors import ConfigError, Unsupported
 from farflung.config.fp8 import AORecipeKwargs
 from farflung.precision import fp8
 from farflung.precision.fp8 import Float8
-from farflung.state import AcceleratorState
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_fp8_is_refused_without_torchao_and_on_hardware_without_it(monkeypatch):

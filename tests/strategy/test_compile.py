@@ -39,8 +39,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 def fresh_states():
     torch._dynamo.reset()
     counters.clear()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def compiling(**settings):

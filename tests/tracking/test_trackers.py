@@ -14,7 +14,6 @@ import yaml
 
 from farflung import Accelerator
 from farflung.base.errors import ConfigError, Unsupported
-from farflung.state import AcceleratorState
 from farflung.tracking import (
     LOGGER_TYPE_TO_CLASS,
     AimTracker,
@@ -37,12 +36,6 @@ from farflung.utils import LoggerType
 from tests.tracking.fakes import fake_client
 
 CONFIG = {"lr": 0.1, "layers": 2, "name": "small", "tied": True}
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def lines_of(path):
