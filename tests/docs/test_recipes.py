@@ -40,7 +40,8 @@ def optimizer(recipe: Recipe) -> str:
     if recipe.optimizer is None:
         return "none"
     settings = recipe.optimizer.keywords
-    assert {"nesterov", "momentum"} <= settings.keys(), f"{recipe}: say how this table names its outer optimizer"
+    is_known = settings.get("nesterov") or {"nesterov", "momentum"} <= settings.keys()
+    assert is_known, f"{recipe}: say how this table names its outer optimizer"
     kind = "Nesterov SGD" if settings["nesterov"] else "SGD with momentum" if settings["momentum"] else "SGD"
     return kind if recipe.agrees else f"{kind}, per replica"
 
