@@ -248,7 +248,7 @@ def held_by(model):
 def saved_by_rank_0():
     takeover = Takeover(RECIPES["diloco"])
     takeover.install()
-    model = DistributedDataParallel(net())
+    model = find_unused(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
 

@@ -47,10 +47,13 @@ class LocalDDP:
         self._ranks()
         self._hooks: list[RemovableHandle] = []
         if ddp.find_unused_parameters:  # a script may set the flag by itself before each pass
-            self._hooks.append(ddp.register_forward_pre_hook(self._before_forward))
+            this = weakref.ref(self)
 
-    def _before_forward(self, ddp: nn.Module, inputs: object) -> None:
-        self._ranks()
+            def before_forward(*_: object) -> None:  # a function, which copies of the model share
+                if (one := this()) is not None:
+                    one._ranks()
+
+            self._hooks.append(ddp.register_forward_pre_hook(before_forward))
 
     def _ranks(self) -> dist.ProcessGroup | None:
         ddp, averages = self._ddp(), self._averages()

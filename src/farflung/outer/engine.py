@@ -266,8 +266,7 @@ class OuterLoop:
 
         The last round averages the steps since the previous one; if no rank has made any, only votes and buffers are
         exchanged. If it is dropped, replicas return to their anchor, or without one take the mean of those with finite
-        weights.
-        Afterwards the schedule continues on all ranks from the furthest step of any rank.
+        weights. Afterwards the schedule continues on all ranks from the furthest step of any rank.
 
         Raises:
             StateError: the loop has ended.
