@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from farflung.base.files import Aside, open_lines
+from farflung.base.files import AtomicFile, open_lines
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def old(tmp_path):
 
 def test_a_map_of_the_old_file_stays_and_the_new_one_has_its_permissions(old):
     with open(old, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        with Aside(old) as path:
+        with AtomicFile(old) as path:
             path.write_text("n")
             assert old.read_text() == "old"
         assert mapped[:] == b"old"
@@ -32,7 +32,7 @@ def test_an_error_leaves_the_old_file_and_nothing_else(old):
         path.write_text("n")
         raise KeyError
 
-    with pytest.raises(KeyError), Aside(old) as path:
+    with pytest.raises(KeyError), AtomicFile(old) as path:
         written(path)
     assert [path.read_text() for path in old.parent.iterdir()] == ["old"]
 
@@ -40,18 +40,18 @@ def test_an_error_leaves_the_old_file_and_nothing_else(old):
 def test_of_a_link_the_file_is_replaced_and_a_device_or_a_folder_never(old, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(old)
-    with Aside(link) as path:
+    with AtomicFile(link) as path:
         path.write_text("new")
     assert (link.is_symlink(), old.read_text()) == (True, "new")
-    with Aside(os.devnull) as path:
+    with AtomicFile(os.devnull) as path:
         path.write_text("nothing")
     assert not os.path.isfile(os.devnull)
-    with pytest.raises(IsADirectoryError), Aside(tmp_path) as path:
+    with pytest.raises(IsADirectoryError), AtomicFile(tmp_path) as path:
         path.write_text("n")
 
 
 def test_a_name_as_long_as_a_name_may_be_can_be_written(tmp_path):
-    with Aside(tmp_path / ("ü" * 127)) as path:
+    with AtomicFile(tmp_path / ("ü" * 127)) as path:
         path.write_text("n")
     assert [path.name for path in tmp_path.iterdir()] == ["ü" * 127]
 

@@ -16,7 +16,7 @@ from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin
-from farflung.loop.ends import DataEnds
+from farflung.loop.ends import UnevenDataCheck
 from farflung.loop.state import LoopState
 from farflung.process.mesh import Mesh
 from farflung.process.world import World
@@ -154,7 +154,7 @@ def new_loop(plugin: GradientAccumulationPlugin, world: World) -> LoopState:
         sync_with_dataloader=plugin.sync_with_dataloader,
         sync_each_batch=plugin.sync_each_batch,
     )
-    loop.ends = DataEnds(world.group) if isinstance(world.group, TorchGroup) else None
+    loop.ends = UnevenDataCheck(world.group) if isinstance(world.group, TorchGroup) else None
     return loop
 
 

@@ -14,7 +14,7 @@ from typing import TextIO
 WRITING = ".writing-"  # in the name of a file that is being written, or whose writer was killed
 
 
-class Aside:
+class AtomicFile:
     """A place to write a new file to; leaving the block renames it to `path`, and an error removes it.
 
     Readers and memory maps of the old file keep what they have.

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from farflung.base.errors import CheckpointError, ConfigError
-from farflung.base.files import Aside
+from farflung.base.files import AtomicFile
 from farflung.base.forms import bytes_of
 from farflung.big_model.tensors import Device, as_dtype
 from farflung.checkpoint import layout
@@ -54,7 +54,7 @@ def offload_weight(
     path, content = _file_of(offload_folder, weight_name), bytes_of(weight)
     _check_unused(path, content, own)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with Aside(path) as beside:  # a tensor may still read the old file
+    with AtomicFile(path) as beside:  # a tensor may still read the old file
         content.tofile(beside)
     return index
 
@@ -120,7 +120,7 @@ def save_offload_index(index: Index | None, offload_folder: Folder) -> None:
     """Add `index` to the index of a folder; without entries, nothing happens."""
     if index:
         merged = {**read_offload_index(offload_folder), **index}
-        with Aside(Path(offload_folder, INDEX)) as path:
+        with AtomicFile(Path(offload_folder, INDEX)) as path:
             path.write_text(json.dumps(merged, indent=2), encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import CheckpointError, ConfigError
-from farflung.base.files import Aside
+from farflung.base.files import AtomicFile
 from farflung.base.forms import bytes_of, memory_of
 from farflung.checkpoint.checksum import crc32
 
@@ -69,7 +69,7 @@ class FileWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], threaded: bool = True) -> None:
-        self._aside = Aside(path)
+        self._aside = AtomicFile(path)
         self._disk = _Disk(self._aside.path)
         self._threaded = threaded
         self.num_bytes = 0

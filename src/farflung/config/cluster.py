@@ -13,7 +13,7 @@ import yaml
 from farflung.base.enums import DistributedType
 from farflung.base.environments import ComputeEnvironment
 from farflung.base.errors import ConfigError
-from farflung.base.files import Aside
+from farflung.base.files import AtomicFile
 from farflung.config.files import find_file, own_file, read_file
 from farflung.config.launch import FIELDS
 
@@ -46,12 +46,12 @@ class BaseConfig:
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:
         """Write a file of YAML."""
-        with Aside(yaml_file) as path:
+        with AtomicFile(yaml_file) as path:
             path.write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
 
     def to_json_file(self, json_file: str | Path) -> None:
         """Write a file of JSON."""
-        with Aside(json_file) as path:
+        with AtomicFile(json_file) as path:
             path.write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -16,7 +16,7 @@ from yaml.events import CollectionEndEvent, CollectionStartEvent
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from farflung.base.errors import ConfigError, Unsupported, did_you_mean
-from farflung.base.files import Aside
+from farflung.base.files import AtomicFile
 from farflung.base.former_name import FORMER_NAME
 from farflung.config import environ
 from farflung.config.foreign import DISTRIBUTED_TYPES, FOREIGN_KEYS, foreign_key
@@ -235,7 +235,7 @@ def write_file(path: Path, values: Mapping[str, Value]) -> Path:
     text = "# Settings of `farflung launch`; `farflung launch --help` explains each.\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with Aside(path) as aside:
+        with AtomicFile(path) as aside:
             aside.write_text(text + yaml.safe_dump(said, sort_keys=False, allow_unicode=True), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} can't be written: {error.strerror}. Name another file.") from error

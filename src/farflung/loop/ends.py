@@ -24,7 +24,7 @@ _MORE = "more"
 _TICK_S = 0.002  # between two looks for the first word of a rank
 
 
-class DataEnds:
+class UnevenDataCheck:
     """What the ranks have published of their loaders.
 
     Args:
@@ -92,7 +92,9 @@ class DataEnds:
 
 
 class _EvenCheck:
-    def __init__(self, ends: DataEnds, ranks: Callable[[nn.Module], Iterable[int]], current: Callable[[], Any]) -> None:
+    def __init__(
+        self, ends: UnevenDataCheck, ranks: Callable[[nn.Module], Iterable[int]], current: Callable[[], Any]
+    ) -> None:
         self._ends = ends
         self._ranks = ranks
         self._current = current

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farflung.base.tree import batch_size_of
-from farflung.loop.ends import DataEnds
+from farflung.loop.ends import UnevenDataCheck
 from farflung.loop.joined import JoinedRanks
 
 
@@ -134,7 +134,7 @@ class LoopState:
         self.loaders: list[ActiveLoader] = []
         self.optimizers: list[Follower] = []
         self.joined: JoinedRanks | None = None
-        self.ends: DataEnds | None = None
+        self.ends: UnevenDataCheck | None = None
         self._observers: list[weakref.ref[Observer]] = []
         self.counts_samples = False
         self.backwards = 0
