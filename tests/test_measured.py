@@ -37,6 +37,21 @@ def test_the_page_of_recipes_has_the_losses_that_were_measured(monkeypatch):
         assert line in PAGE, line
 
 
+def test_the_page_of_recipes_has_the_losses_by_momentum_of_which_the_default_is_within_1_percent_of_the_best(
+    monkeypatch,
+):
+    module = benchmark("bench_outer_momentum", monkeypatch)
+    for line in module.summary().splitlines():
+        assert line in PAGE, line
+    by_run = {}
+    for run in module.read():
+        key = run["steps"], run["schedule"], run["seed"]
+        by_run.setdefault(key, {})[run["momentum"]] = run["figures"]["validation_loss"]
+    assert {steps for steps, _, _ in by_run} == {200, 500, 2000}
+    for losses in by_run.values():
+        assert losses[module.GROWS] <= 1.01 * min(losses.values())
+
+
 def test_the_page_of_recipes_has_the_times_over_a_slow_line():
     run = json.loads(SLOW.read_text(encoding="utf-8").splitlines()[-1])
     assert (run["megabits"], run["batch"]) == (20.0, 8)

@@ -20,7 +20,7 @@ from farflung import Accelerator
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.ddp_hook import average_hook
 from farflung.config import environ
-from farflung.integrations.data_parallel import Takeover
+from farflung.integrations.data_parallel import DDPTakeover
 from farflung.outer import OuterLoop
 from farflung.outer.named import OuterConfig, recipe_of
 from farflung.testing.ranks import run_ranks
@@ -120,7 +120,7 @@ def by_hand(config, make=net, **options):
 
 
 def taken_over(config, wrap=DistributedDataParallel, make=net, **options):
-    takeover = Takeover(config)
+    takeover = DDPTakeover(config)
     takeover.install()
     wrapped = wrap(make())
     step = Step(wrapped.parameters(), **options)
@@ -199,7 +199,7 @@ def test_a_loop_around_ddp_that_can_not_work_is_refused():
 
 
 def compiled():
-    takeover = Takeover(RECIPES["diloco"])
+    takeover = DDPTakeover(RECIPES["diloco"])
     takeover.install()
     losses = []
     for wrap in (lambda one: DistributedDataParallel(torch.compile(one, backend="eager")), torch.compile):
@@ -218,7 +218,7 @@ def test_compiled_models_are_followed():
 
 def adversaries():
     """Two models with optimizers of their own, one of which steps twice as often."""
-    takeover = Takeover(RECIPES["diloco"])
+    takeover = DDPTakeover(RECIPES["diloco"])
     takeover.install()
     models = [DistributedDataParallel(net()), DistributedDataParallel(net(2))]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
@@ -246,7 +246,7 @@ def held_by(model):
 
 
 def saved_by_rank_0():
-    takeover = Takeover(RECIPES["diloco"])
+    takeover = DDPTakeover(RECIPES["diloco"])
     takeover.install()
     model = find_unused(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -357,7 +357,7 @@ REFUSED = {
 
 def refusals():
     said = []
-    takeover = Takeover(RECIPES["diloco"])
+    takeover = DDPTakeover(RECIPES["diloco"])
     takeover.install()
     for attempt in REFUSED:
         try:
@@ -377,13 +377,13 @@ def test_what_can_not_work_is_refused_at_the_first_step():
 
 
 def alone():
-    Takeover(RECIPES["diloco"]).install()
+    DDPTakeover(RECIPES["diloco"]).install()
     with pytest.raises(ConfigError, match="this process trains alone"):
         without_ddp()
 
 
 def by_items():
-    Takeover(OuterConfig("diloco", weigh_by="items")).install()
+    DDPTakeover(OuterConfig("diloco", weigh_by="items")).install()
     with pytest.raises(ConfigError, match="weigh_by='items' needs an Accelerator"):
         without_ddp()
     accelerator = Accelerator()  # which counts them

@@ -45,7 +45,7 @@ from farflung.process import world as slot
 from farflung.process.failure import OUTER_ATTACHED, leave_note
 
 
-class Followed:
+class FollowedModel:
     """A DDP model that keeps its gradients, and the outer loop over it from the first step on.
 
     Attributes:
@@ -77,7 +77,7 @@ class Followed:
         self.loop.sync_if_due()
 
 
-class Takeover:
+class DDPTakeover:
     """Follows every DDP model and optimizer of this process.
 
     Args:
@@ -91,8 +91,8 @@ class Takeover:
         self._config = config
         self._recipe = recipe_of(config, environ.integer("LOCAL_WORLD_SIZE") or 1)
         self._outputs = RoundOutputs(config, environ.integer("RANK") or 0)
-        self._followed: list[Followed] = []
-        self._driven: weakref.WeakKeyDictionary[Optimizer, list[Followed]] = weakref.WeakKeyDictionary()
+        self._followed: list[FollowedModel] = []
+        self._driven: weakref.WeakKeyDictionary[Optimizer, list[FollowedModel]] = weakref.WeakKeyDictionary()
         self._schedulers: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
         self._has_ended = False  # what a script trains after its process group is gone is its own business
         self._is_in_round = False  # then it is the outer optimizer that steps
@@ -136,7 +136,7 @@ class Takeover:
 
     def _made(self, ddp: DistributedDataParallel) -> None:
         if slot.current() is None:  # else an Accelerator of ours made it, and opens loops itself
-            self._followed.append(Followed(ddp, self._recipe.warmup > 0))
+            self._followed.append(FollowedModel(ddp, self._recipe.warmup > 0))
 
     def _about_to_step(self, optimizer: Optimizer) -> None:
         """Open the loops over the models that `optimizer` trains, if this is its first step.
@@ -188,7 +188,7 @@ class Takeover:
             "nothing would average them. Wrap their model in torch.nn.parallel.DistributedDataParallel."
         )
 
-    def _open(self, one: Followed, optimizer: Optimizer) -> None:
+    def _open(self, one: FollowedModel, optimizer: Optimizer) -> None:
         """Open the loop over a model: a collective."""
         module = one.local.module
         with self._in_round():
@@ -253,11 +253,11 @@ def _no_second_hook(state: object, hook: Callable[..., object]) -> None:
     )
 
 
-def take_over() -> Takeover:
+def take_over() -> DDPTakeover:
     """Take over the DDP models of the script that comes next, with the outer loop that the launcher asks for."""
     stated = launched_outer()
     assert stated is not None
-    takeover = Takeover(OuterConfig(stated.recipe, **stated.given()))
+    takeover = DDPTakeover(OuterConfig(stated.recipe, **stated.given()))
     takeover.install()
     return takeover
 
@@ -281,7 +281,7 @@ def _wrap(
 
 
 def _put_agreed(
-    reference: weakref.ref[Followed], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    reference: weakref.ref[FollowedModel], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
     """Put copies of the agreed weights into a state dict of a followed model."""
     one = reference()
@@ -293,7 +293,7 @@ def _put_agreed(
         state.update({key: value.clone() for key, value in own.items()})
 
 
-def _begin_anew(reference: weakref.ref[Followed], module: nn.Module, keys: Any) -> None:
+def _begin_anew(reference: weakref.ref[FollowedModel], module: nn.Module, keys: Any) -> None:
     """Take loaded weights for the new starting point, and not for a step of training."""
     one = reference()
     if one is not None and one.local.module is module and one.loop is not None:
