@@ -63,7 +63,7 @@ ROWS: dict[str, Recipe | None] = {
     "streaming_diloco(16, 3, delay=3) 4 bits": streaming_diloco(16, 3, delay=3),
     "eager_diloco(16) int8": eager_diloco(16),
     # What eager_diloco is without its correction: a mean that is a round late replaces the round that was done.
-    "plain delay(16) int8": replace(eager_diloco(16), merge=Replace()),
+    "plain delay(16) int8": replace(eager_diloco(16, momentum=0.3), merge=Replace()),
     "local_sgd(16)": local_sgd(16),
     "diloco(16) int8": diloco(16, codec=Int8()),
     "diloco(16, lr=0.7, momentum=0.9)": diloco(16, lr=0.7, momentum=0.9),

@@ -17,13 +17,14 @@ from farflung.outer.named import OuterConfig, recipe_of
 
 
 def test_the_momentum_of_a_round_is_what_the_page_says():
-    assert [momentum_of(1), momentum_of(10), momentum_of(90), momentum_of(9000)] == [1 / 11, 0.5, 0.9, 0.9]
+    assert [momentum_of(number, delay=10) for number in (1, 10, 90, 9000)] == [1 / 11, 0.5, 0.9, 0.9]
 
 
-@pytest.mark.parametrize("make", [diloco, streaming_diloco, eager_diloco])
-def test_it_grows_where_nobody_chooses_one(make):
+@pytest.mark.parametrize(("make", "delay"), [(diloco, 10), (streaming_diloco, 10), (eager_diloco, 40)])
+def test_it_grows_where_nobody_chooses_one(make, delay):
     optimizer = make(8).optimizer([nn.Parameter(torch.zeros(1))])
     assert isinstance(optimizer, GrowingMomentumSGD)
+    assert optimizer.defaults["momentum"] == 1 / (1 + delay)
     assert (optimizer.defaults["lr"], optimizer.defaults["nesterov"]) == (0.7, True)
     assert make(8, momentum=0.9).optimizer([nn.Parameter(torch.zeros(1))]).defaults["momentum"] == 0.9
 
@@ -46,7 +47,10 @@ def test_its_rounds_follow_the_equation_and_go_on_after_a_resume(nesterov):
 
     anchor, buffer = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     for number in range(6):
-        delta, mu = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64) * (number + 1), momentum_of(number + 1)
+        delta, mu = (
+            torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64) * (number + 1),
+            momentum_of(number + 1, delay=10),
+        )
         buffer = mu * buffer + delta
         anchor -= 0.7 * (delta + mu * buffer if nesterov else buffer)
     whole = moved(6, None)

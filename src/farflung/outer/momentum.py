@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-# The momentum of round t is t / (t + DELAY), but at most LARGEST: see benchmarks/bench_outer_momentum.py.
-DELAY, LARGEST = 10, 0.9
+LARGEST = 0.9
 
 
-def momentum_of(round_number: int) -> float:
-    """Return the momentum of a round, counted from 1."""
-    return min(LARGEST, round_number / (round_number + DELAY))
+def momentum_of(round_number: int, delay: int) -> float:
+    """Return the momentum of a round, counted from 1: t / (t + delay), but at most 0.9."""
+    return min(LARGEST, round_number / (round_number + delay))
 
 
 class GrowingMomentumSGD(torch.optim.SGD):
@@ -22,11 +21,13 @@ class GrowingMomentumSGD(torch.optim.SGD):
     A momentum mu adds up about 1 / (1 - mu) rounds, and in its first rounds there are not as many.
 
     Args:
+        delay: the round in which the momentum is one half.
         settings: those of `torch.optim.SGD` but the momentum.
     """
 
-    def __init__(self, params: Any, **settings: Any) -> None:
-        super().__init__(params, momentum=momentum_of(1), **settings)
+    def __init__(self, params: Any, delay: int, **settings: Any) -> None:
+        super().__init__(params, momentum=momentum_of(1, delay), **settings)
+        self._delay = delay
 
     def step(self, closure: Any = None) -> Any:
         """Take a step with the momentum of this round; each parameter counts its own."""
@@ -34,5 +35,5 @@ class GrowingMomentumSGD(torch.optim.SGD):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["step"] = state.get("step", 0) + 1
-                group["momentum"] = momentum_of(state["step"])
+                group["momentum"] = momentum_of(state["step"], self._delay)
         return super().step(closure)

@@ -50,6 +50,10 @@ __all__ = [
 # Below this many rounds a constant outer momentum of 0.9 has no time to pay back: benchmarks/bench_outer_momentum.py.
 _MANY_ROUNDS = 100
 
+# The round in which a growing momentum is one half; later where what a round brings is a round old. On the demo's model
+# (480 steps, H 16) `eager_diloco` ended at 2.18 with 10, at 1.99 with 40 and with a constant 0.3.
+_DELAY, _DELAY_EAGER = 10, 40
+
 # Steps between two rounds where nobody says how many: 8 where the weights themselves are averaged, as in the guide to
 # Local SGD that most scripts follow, and 32 where replicas send what has changed since an anchor.
 _OFTEN, _SELDOM = 8, 32
@@ -249,7 +253,8 @@ def eager_diloco(
 
         g_i(t) = mean(t-1) + (Delta_i(t) - Delta_i(t-1)) / M;  anchor_i <- outer_opt(anchor_i, g_i)
 
-    Every replica has its own anchor; at the end weights are averaged. Plain delay, without the correction, is not
+    Every replica has its own anchor; at the end weights are averaged. By default the outer momentum of round t is
+    t / (t + 40), up to 0.9: slower than `diloco`'s, as a round's mean is a round old. Plain delay, without the correction, is not
     offered: 500M parameters ended at 3.01 with it, at 2.69 with the correction and at 2.67 without any delay.
 
     Args:
@@ -263,7 +268,7 @@ def eager_diloco(
 
     Source: eager updates (arXiv:2502.12996).
     """
-    optimizer = _nesterov(lr, momentum, rounds)
+    optimizer = _nesterov(lr, momentum, rounds, delay=_DELAY_EAGER)
     return _anchored(Streaming(every, 1, every), codec, optimizer, usual="int8", eager=True)
 
 
@@ -393,14 +398,16 @@ def _anchored(
     return Recipe(schedule=schedule, codec=codec, aggregator=mean_of(codec), optimizer=optimizer, **parts)
 
 
-def _nesterov(lr: float, momentum: float | None, rounds: int | None, nesterov: bool = True) -> MakeOptimizer:
+def _nesterov(
+    lr: float, momentum: float | None, rounds: int | None, nesterov: bool = True, delay: int = _DELAY
+) -> MakeOptimizer:
     """SGD with this momentum, or a growing one; warns of a momentum that has not worked in so few rounds."""
     if rounds is not None:
         check_whole("rounds", rounds, least=1)
     if momentum is None:
         check_number("lr", lr, above=0)
         check_flag("nesterov", nesterov)
-        return partial(_one_pass, GrowingMomentumSGD, lr=lr, nesterov=nesterov)
+        return partial(_one_pass, GrowingMomentumSGD, delay=delay, lr=lr, nesterov=nesterov)
     optimizer = _sgd(lr, momentum, nesterov)
     if momentum >= 0.9 and rounds is not None and rounds < _MANY_ROUNDS:
         warnings.warn(
