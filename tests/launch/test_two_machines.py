@@ -70,7 +70,7 @@ def scenes(section: str) -> list[dict[str, str]]:
 
 
 def alike(text: str) -> str:
-    """What a text says, whatever its numbers are and wherever it is wrapped; rounds and advice on speed are left out."""
+    """What a text says, whatever its numbers and wherever it is wrapped; rounds and advice on speed are left out."""
     text = re.sub(r"^\[RANK 0\] Training spent .*$|^farflung: round \d+, .*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"answer for \d+ s", "answer for SECONDS", text)
     text = re.sub(r"[─╭╮╰╯│\s]+", " ", text)
