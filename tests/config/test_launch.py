@@ -176,6 +176,9 @@ def test_ranks_are_told_what_was_set_and_nothing_that_was_left_open():
     assert told["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "4"
     assert told["ACCELERATE_GRADIENT_CLIPPING"] == "1.0"
     assert told["OMP_NUM_THREADS"] == "2"
+    outer = {"outer_recipe": "diloco", "quiet": True}
+    assert rank_variables(LaunchSettings.of(outer))["FARFLUNG_OUTER_REPORT"] == "off"
+    assert rank_variables(LaunchSettings.of({**outer, "outer_report": "round"}))["FARFLUNG_OUTER_REPORT"] == "round"
     assert told["CUDA_VISIBLE_DEVICES"] == "1,3"
 
 

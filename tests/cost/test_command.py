@@ -12,14 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.base.errors import ConfigError
+from farflung.base.words import in_bytes, in_rate, in_seconds
 from farflung.cost import command
 from farflung.cost.forecast import Forecast
 from farflung.cost.methods import rows_for
 from farflung.cost.model import Run, cost_of
 from farflung.cost.units import (
-    in_bytes,
-    in_rate,
-    in_seconds,
     parse_bytes,
     parse_count,
     parse_rate,

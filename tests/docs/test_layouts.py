@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from farflung.base.words import in_bytes
 from farflung.cost.layout import ModelSize, RankLayout, estimate
 from farflung.cost.recipes import method_of
-from farflung.cost.units import in_bytes
 from farflung.outer import diloco
 
 ROOT = Path(__file__).parents[2]

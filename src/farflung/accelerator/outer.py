@@ -230,7 +230,7 @@ class OpenLoops:
         self.attached = [other for other in self.attached if other is not attached]
 
     def figures(self) -> dict[str, float]:
-        """Return what trackers are told of rounds that have ended since the last call."""
+        """Return the figures of the rounds since the last call, by the names that trackers get."""
         values = {name: value for each in self._figures for name, value in each.take().items()}
         self._figures = [each for each in self._figures if each.is_open]
         return values

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from farflung.base.errors import ConfigError
-from farflung.base.words import counted
+from farflung.base.words import counted, in_bytes, in_rate, in_seconds
 from farflung.config.outer import FEW_ROUNDS
 from farflung.cost.methods import Row, rows_for
 from farflung.cost.model import Cost, Run, cost_of, needed_bandwidth
-from farflung.cost.units import in_bytes, in_rate, in_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table

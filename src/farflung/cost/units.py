@@ -7,9 +7,6 @@ import math
 import re
 
 from farflung.base.errors import ConfigError
-from farflung.base.words import in_bytes as in_bytes
-from farflung.base.words import in_rate as in_rate
-from farflung.base.words import in_seconds as in_seconds
 
 _WRITTEN = re.compile(r"\s*((?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*(\S*)\s*", re.ASCII)
 _STEPS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}

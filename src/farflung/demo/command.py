@@ -17,9 +17,9 @@ import click
 from rich.console import Console
 
 from farflung.base.errors import ConfigError
-from farflung.base.words import counted
+from farflung.base.words import counted, in_bytes, in_rate
 from farflung.config.launch import LaunchSettings
-from farflung.cost.units import in_bytes, in_rate, parse_rate
+from farflung.cost.units import parse_rate
 from farflung.demo.report import table_of, verdicts
 from farflung.demo.settings import MODEL_FILE, PICTURE_FILE, SIZES, DemoSettings, Result, load_results
 from farflung.demo.text import Text, check_length, load_text

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from farflung.cost.units import in_bytes, in_seconds
+from farflung.base.words import in_bytes, in_seconds
 from farflung.demo.settings import Result
 
 MARKERS = "os^D"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from farflung.cost.units import in_bytes, in_seconds
+from farflung.base.words import in_bytes, in_seconds
 from farflung.demo.settings import Result
 
 
