@@ -29,11 +29,12 @@ FLOORS = {
     "big_model": 5,
     "data": 5,
     "integrations": 5,
+    "stateful": 6,
     "launch": 6,
-    "accelerator": 6,
-    "demo": 8,  # a user of the doors
+    "accelerator": 7,
+    "demo": 9,  # a user of the doors
 }
-DOOR_FLOOR = 7
+DOOR_FLOOR = 8
 # The places that load our own modules by name, so that `import farflung` and `--help` don't load torch, an Accelerator
 # no outer loop and none of the doors, and a codec no Triton; and what answers imports of `accelerate` by name.
 # `config/recipes.py` goes further: it reads a file of a higher floor as text.
@@ -47,6 +48,7 @@ LAZY_TABLES = (
     "accelerator/checkpoints.py",
     "accelerator/lazy.py",
     "codec/fused.py",
+    "stateful/lazy.py",
     "strategy/choose.py",
     "integrations/as_accelerate.py",
 )

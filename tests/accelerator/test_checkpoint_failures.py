@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from farflung import Accelerator
-from farflung.accelerator import states
 from farflung.base.errors import CheckpointError, StateError
 from farflung.checkpoint import atomic, entries
+from farflung.stateful import models
 from farflung.testing.ranks import run_ranks
 from farflung.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 from tests.accelerator.test_checkpoints import Training
@@ -145,7 +145,7 @@ def load_while_it_is_replaced(folder, stop_at, sharded):
         with torch.no_grad():
             weight.fill_(value)
         accelerator.save_state(folder / name)
-    read = states.read_model
+    read = models.read_model
 
     def read_late(*args):
         if accelerator.is_main_process:
@@ -157,7 +157,7 @@ def load_while_it_is_replaced(folder, stop_at, sharded):
         weight.fill_(3.0)
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(states, "read_model", read_late)
+        patch.setattr(models, "read_model", read_late)
         with pytest.raises(CheckpointError, match=r"was replaced .* by another process while it was read"):
             accelerator.load_state(folder / "a")
     found.append(weight.mean().item())
@@ -251,7 +251,7 @@ def one_rank_is_late_or_fails(folder):
         accelerator.save_state(folder / "third", block=False)
     except CheckpointError as error:
         found.append(str(error))
-    accelerator._checkpointer.custom.pop() if accelerator.process_index == 0 else None
+    accelerator._run.custom.pop() if accelerator.process_index == 0 else None
     try:
         accelerator.save_state(folder / ("x" * 300))
     except CheckpointError as error:

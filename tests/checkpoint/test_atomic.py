@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from farflung.base.errors import CheckpointError, ConfigError
-from farflung.checkpoint import atomic, checksum, discovery, layout
+from farflung.checkpoint import atomic, checksum, layout
+from farflung.checkpoint.checkpoint import Checkpoint, newest, resolve
 from farflung.checkpoint.manifest import FileRecord, Manifest
 
 
@@ -33,7 +34,7 @@ def write(target, text, names=("model.safetensors", "loop_state/rank_0.bin"), to
 
 def content(folder):
     """The texts of a checkpoint, once it has been opened as load_state does."""
-    found = discovery.find_verified(folder)
+    found = Checkpoint.open(folder).verify()
     return {(found.folder / name).read_text().split(" ")[0] for name in found.manifest.files}
 
 
@@ -111,7 +112,7 @@ def test_a_ready_checkpoint_that_cannot_be_moved_up_is_an_error(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
         with pytest.raises(CheckpointError, match="is complete, but its files could not be moved up"):
-            discovery.find_verified(tmp_path)
+            Checkpoint.open(tmp_path).verify()
     assert content(tmp_path) == {"new"}
 
 
@@ -137,7 +138,7 @@ def test_who_looks_at_a_folder_does_not_disturb_who_writes_into_it(tmp_path):
     def look():
         while not done.is_set():
             with suppress(CheckpointError):  # it may come between two files
-                discovery.find(tmp_path)
+                Checkpoint.open(tmp_path)
 
     readers = [threading.Thread(target=look) for _ in range(2)]
     for reader in readers:
@@ -162,17 +163,17 @@ def test_what_is_no_checkpoint_is_never_removed(tmp_path):
     (tmp_path / atomic.READY).mkdir()
     (tmp_path / atomic.READY / "model.safetensors").write_text("mine")
     with pytest.raises(CheckpointError, match="is not a checkpoint, so nothing was moved out of it"):
-        discovery.find(tmp_path)
+        Checkpoint.open(tmp_path)
     assert (tmp_path / atomic.READY / "model.safetensors").read_text() == "mine"
 
 
 def test_the_newest_complete_one_is_taken_and_the_others_are_named(tmp_path):
     for number in (2, 9, 10):
         write(tmp_path / f"checkpoint_{number}", f"t{number}")
-    assert discovery.newest(tmp_path).folder.name == "checkpoint_10", "numbers, not letters"
+    assert newest(tmp_path).folder.name == "checkpoint_10", "numbers, not letters"
     (tmp_path / "checkpoint_10" / "model.safetensors").write_text("x")
     (tmp_path / "checkpoint_11").mkdir()
-    found = discovery.newest(tmp_path)
+    found = newest(tmp_path)
     assert found.folder.name == "checkpoint_9"
     assert [
         "checkpoint_11 is not a complete checkpoint" in found.passed[0],
@@ -184,22 +185,22 @@ def test_the_newest_complete_one_is_taken_and_the_others_are_named(tmp_path):
     shutil.rmtree(tmp_path / "checkpoint_9")
     shutil.rmtree(tmp_path / "checkpoint_2")
     with pytest.raises(CheckpointError, match=r"There is no complete checkpoint in .*\n.*checkpoint_11"):
-        discovery.newest(tmp_path)
+        newest(tmp_path)
 
 
 def test_without_numbers_the_time_of_writing_decides(tmp_path):
     write(tmp_path / "best", "aaa")
     write(tmp_path / "last", "a")
-    assert discovery.newest(tmp_path).folder.name == "best"
+    assert newest(tmp_path).folder.name == "best"
 
 
 def test_what_a_script_says_is_a_checkpoint_or_a_folder_of_some(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "checkpoints" / "checkpoint_0", "a")
     automatic = tmp_path / "checkpoints"
-    assert discovery.resolve("checkpoints", None) == (Path("checkpoints"), True)
-    assert discovery.resolve(tmp_path / "checkpoints" / "checkpoint_0", None)[1] is False
-    assert discovery.resolve("latest", automatic) == discovery.resolve(None, automatic) == (automatic, True)
+    assert resolve("checkpoints", None) == (Path("checkpoints"), True)
+    assert resolve(tmp_path / "checkpoints" / "checkpoint_0", None)[1] is False
+    assert resolve("latest", automatic) == resolve(None, automatic) == (automatic, True)
     for given, where, words in [
         ("nowhere", None, "there is no folder nowhere"),
         ("latest", None, "but automatic naming is off"),
@@ -207,7 +208,7 @@ def test_what_a_script_says_is_a_checkpoint_or_a_folder_of_some(tmp_path, monkey
         (None, tmp_path / "nothing", "nothing was saved yet"),
     ]:
         with pytest.raises(ConfigError, match=words):
-            discovery.resolve(given, where)
+            resolve(given, where)
 
 
 def test_a_checkpoint_is_removed_by_a_rename_and_leftovers_are_swept(tmp_path, monkeypatch):

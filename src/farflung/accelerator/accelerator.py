@@ -26,7 +26,6 @@ from farflung.accelerator.operations import extract_model_from_parallel, gather_
 from farflung.accelerator.outer import OpenLoops, OuterMethods
 from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
 from farflung.accelerator.properties import AcceleratorProperties
-from farflung.accelerator.run import Run
 from farflung.accelerator.settings import (
     check_folders,
     check_init,
@@ -67,6 +66,7 @@ from farflung.loop.accumulation import Accumulate, explain_loss, weighed
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks
 from farflung.process.bootstrap import join_world
+from farflung.stateful.run import Run
 from farflung.strategy.choose import choose_strategy
 
 if TYPE_CHECKING:

@@ -8,50 +8,31 @@ import os
 import sys
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from torch import nn
-
-from farflung.accelerator import contents, restore, states
-from farflung.accelerator.contents import WholeStates
-from farflung.accelerator.restore import Loaded
-from farflung.accelerator.run import Run
 from farflung.accelerator.session import flushed
 from farflung.base.errors import CheckpointError, ConfigError, FarflungError
 from farflung.base.former_name import FORMER_NAME
 from farflung.base.optional import installed_version
-from farflung.base.words import counted
-from farflung.checkpoint import atomic, discovery, layout
-from farflung.checkpoint.entries import Entry
+from farflung.checkpoint import atomic, layout
+from farflung.checkpoint.checkpoint import Checkpoint, newest, resolve
 from farflung.checkpoint.manager import Busy, CheckpointGroup, Saver, SaveRequest
-from farflung.comm.shards import model_has_dtensor
 from farflung.config.handlers import ProjectConfiguration
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlan
-
-    from farflung.checkpoint.sharded import ShardPlanner
+from farflung.stateful import table
+from farflung.stateful.part import Loading, Saving
+from farflung.stateful.run import Run
 
 Path_ = str | os.PathLike[str]
 T = TypeVar("T")
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of one Accelerator.
-
-    Attributes:
-        custom: registered objects.
-        save_hooks, load_hooks: called with the models before they are written or read.
-    """
+    """Writes and reads the checkpoints of one Accelerator."""
 
     def __init__(self, run: Run, project: ProjectConfiguration) -> None:
-        self.custom = run.custom
-        self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._run = run
         self._project = project
         self._saver: Saver | None = None
@@ -77,10 +58,6 @@ class Checkpointer:
             )
         return Path(self._project.project_dir) / layout.CHECKPOINTS
 
-    def state_of(self, module: nn.Module) -> dict[str, Any]:
-        """Return the state dict of a model, with agreed weights where there are such."""
-        return self._run.outers.state_of(module)
-
     def settle(self) -> None:
         """Wait for the checkpoint that is being written in the background; raise if it could not be."""
         if self._saver is not None:
@@ -96,22 +73,16 @@ class Checkpointer:
         folder = self._folder(output_dir)
         request = self._request(Path(os.path.abspath(folder)))  # the script may change its directory meanwhile
         staged = saver.begin(request)
-        parts: list[Entry] = []
-        planners: list[ShardPlanner] = []
+        saving = Saving(staged.folder, safe, self._run.world.rank == saver.group.leader, self._writes)
         try:
-            if self._run.spread is not None:
-                saver.group.agree(request.doing, lambda: contents.check_optimizers(self._run))
-            whole = contents.gathered(self._run, self._writes) if self._run.gathers else WholeStates()
-            plans = saver.group.agree(request.doing, lambda: self._collect(staged.folder, safe, whole, parts, planners))
-            for k, planner in enumerate(planners):
-                parts.append(planner.entry([plan[k] for plan in plans], saver.group.exchange.rank))
+            entries = table.collect(self._run, saver.group, request.doing, saving)
         except BaseException:
             staged.discard()
             raise
         if block:
-            saver.write(request, staged, parts)
+            saver.write(request, staged, entries)
         else:
-            saver.write_behind(request, staged, parts)
+            saver.write_behind(request, staged, entries)
         self._project.iteration += 1
         return folder
 
@@ -164,31 +135,6 @@ class Checkpointer:
 
         return SaveRequest(target, aside, facts, prune, check)
 
-    def _collect(
-        self, folder: Path, safe: bool, whole: WholeStates, parts: list[Entry], planners: list[ShardPlanner]
-    ) -> list[SavePlan]:
-        """Collect what this rank writes, and what it could write of that which several ranks write together."""
-        run = self._run
-        models = run.bare_models
-        sharded = [model_has_dtensor(model) for model in models]
-        weights = [model.state_dict() for model, is_sharded in zip(models, sharded, strict=True) if not is_sharded]
-        for hook in self.save_hooks.values():
-            hook(models, weights, os.fspath(folder))
-        waiting = list(weights)
-        for k, is_sharded in enumerate(sharded):
-            if k in whole.gathered:
-                whole.models.append(whole.gathered[k])
-            elif waiting and not is_sharded:
-                whole.models.append(waiting.pop(0))
-        leader = self.saver.group.leader
-        if run.world.rank in range(leader, leader + run.world.local_size):
-            shared = contents.shared_entries(run, whole, safe)
-            parts += [part for part in shared if self._writes(part.name)]
-        parts += contents.own_entries(run, run.world.rank == leader)
-        if not run.gathers:
-            planners += contents.planners(run, leader)
-        return [planner.plan for planner in planners]
-
     def _writes(self, name: str) -> bool:
         """Say whether this rank writes a file that is the same on all ranks.
 
@@ -210,86 +156,35 @@ class Checkpointer:
 
     def _load(self, input_dir: Path_ | None, strict: bool, background: ThreadPoolExecutor) -> None:
         run, group, doing = self._run, self.saver.group, "Loading a checkpoint"
-        automatic = self.automatic
-        verification: Future[None] | None = None
+        verification: Future[Checkpoint] | None = None
 
-        def choose_folder() -> discovery.Found | None:
+        def choose() -> Checkpoint | None:
             nonlocal verification
             if not group.leads:
                 return None
-            folder, has_several = discovery.resolve(input_dir, automatic)
+            folder, has_several = resolve(input_dir, self.automatic)
             if has_several:
-                found = discovery.newest(folder)
-            else:
-                found = _explained(discovery.find, folder)
-                verification = background.submit(_explained, discovery.verify, found)  # while the files are read
-                if self.load_hooks:  # they may read them themselves, and change the models
-                    verification.result()
+                return newest(folder)
+            found = _explained(Checkpoint.open, folder)
+            verification = background.submit(_explained, Checkpoint.verify, found)  # while the files are read
+            if run.load_hooks:  # they may read them themselves, and change the models
+                verification.result()
             return found
 
-        chosen: discovery.Found = group.agree(doing, choose_folder)[group.leader]
-        folder, manifest = chosen.folder, chosen.manifest
-        size, steps = (None, None) if manifest is None else (manifest.world_size, manifest.optimizer_steps)
-        places = list(enumerate(run.bare_models))
-        if self.load_hooks:
-            group.agree(doing, lambda: self._call_load_hooks(places, os.fspath(folder)))
-        read: list[tuple[Loaded, list[dict[str, Any]]]] = []
+        def verify() -> None:
+            if verification is not None:
+                verification.result()
+            _explained(Checkpoint.check_unchanged, chosen)
 
-        def look() -> None:
-            found = restore.read(run, folder, size)
-            found.steps = steps
-            weights = [states.read_model(one, folder, k, strict, k - number) for number, (k, one) in enumerate(places)]
-            if run.outers.can_begin_here and not found.loops:
-                found.notes.append("it was written without outer loops: they start from its weights")
-            elif len(found.loops) < len(run.outers.live):
-                raise CheckpointError(
-                    f"{folder} has the state of {counted(len(found.loops), 'outer loop')}, but here there are "
-                    f"{len(run.outers.live)}. "
-                    "Call load_state before you open them."
-                )
-            read.append((found, weights))
+        chosen: Checkpoint = group.agree(doing, choose)[group.leader]
+        source = Loading(chosen, run.world.rank, run.world.size, strict)
+        table.load(run, group, doing, source, verify)
+        self._count_on(chosen.folder)
+        self._report(source)
 
-        def look_and_verify() -> None:
-            try:
-                look()
-            finally:  # what is wrong with the bytes explains what is wrong with their content
-                if verification is not None:
-                    verification.result()
-                _explained(discovery.check_unchanged, chosen)
-
-        group.agree(doing, look_and_verify)
-        found, weights = read[0]
-        undo: list[restore.Undo] = []
-        try:
-            group.agree(doing, lambda: undo.extend(restore.apply(run, found)))
-        except BaseException:
-            for step in undo:
-                step()
-            raise
-        group.agree(doing, lambda: self._load_weights(found, [model for _, model in places], weights, strict))
-        self._count_on(folder, automatic)
-        self._report(folder, size, chosen.passed, found)
-
-    def _call_load_hooks(self, places: list[tuple[int, nn.Module]], folder: str) -> None:
-        """Call the hooks with the models that are not sharded, and leave out of `places` those that they take."""
-        whole = [model for _, model in places if not model_has_dtensor(model)]
-        given = list(whole)
-        for hook in self.load_hooks.values():
-            hook(given, folder)
-        taken = [model for model in whole if all(model is not other for other in given)]
-        places[:] = [(k, model) for k, model in places if all(model is not other for other in taken)]
-
-    def _load_weights(
-        self, found: Loaded, models: list[nn.Module], weights: list[dict[str, Any]], strict: bool
-    ) -> None:
-        for model, named in zip(models, weights, strict=True):
-            joined = {name: value for name, value in found.weights.items() if name in named}
-            states.load(model, {**named, **joined}, strict)
-        restore.apply_own_buffers(self._run, found.own)
-        self._run.outers.load(found.loops)
-
-    def _count_on(self, folder: Path, automatic: Path | None) -> None:
+    def _count_on(self, folder: Path) -> None:
         """Let the next automatic checkpoint come after the one that was loaded, and after any that is there."""
+        automatic = self.automatic
         if (
             automatic is not None
             and folder.resolve().parent == automatic.resolve()
@@ -297,14 +192,14 @@ class Checkpointer:
         ):
             self._project.iteration = max([self._project.iteration, *(1 + _number(n) for n in _numbered(automatic))])
 
-    def _report(self, folder: Path, size: int | None, passed: tuple[str, ...], found: Loaded) -> None:
+    def _report(self, source: Loading) -> None:
         """Tell people, on the first process, where the run goes on, and what is not as it was."""
-        lines = [f"passed over: {reason}" for reason in passed]
-        lines.append(f"loaded {folder}")
-        if layout.manifest(folder).name == layout.FORMER_MANIFEST:
+        found, loaders = source.checkpoint, self._run.registry.loaders
+        lines = [f"passed over: {reason}" for reason in found.passed]
+        lines.append(f"loaded {found.folder}")
+        if found.has_former_name:
             lines.append(f"it was written when this package was called {FORMER_NAME}")
-        loaders = self._run.registry.loaders
-        if found.own is not None:
+        if source.is_other or source.own is not None:
             lines += [
                 f"loader {k + 1} of {len(loaders)} {loader.describe_position()}" for k, loader in enumerate(loaders)
             ]
@@ -312,7 +207,7 @@ class Checkpointer:
             lines.append(
                 "it does not record the position in the data: loops start at the beginning, or use skip_first_batches"
             )
-        lines += found.notes
+        lines += source.notes
         if self._run.world.is_main:
             print("\n".join(f"farflung: {line}" for line in lines), file=sys.stderr)
 

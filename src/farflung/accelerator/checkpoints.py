@@ -15,24 +15,19 @@ from torch.utils.hooks import RemovableHandle
 
 from farflung.accelerator import lazy
 from farflung.accelerator.operations import extract_model_from_parallel
-from farflung.accelerator.run import Run
 from farflung.accelerator.session import flushed
 from farflung.base.checks import check_callable, check_path, check_protocol, check_type, check_word
 from farflung.base.errors import Unsupported, WrongType
 from farflung.comm import collectives
 from farflung.comm.shards import model_has_dtensor
 from farflung.config.handlers import ProjectConfiguration
+from farflung.stateful.run import Run
 
 if TYPE_CHECKING:
     from farflung.accelerator.checkpointer import Checkpointer
     from farflung.checkpoint.manager import Busy
 
 Path_ = str | os.PathLike[str]
-
-
-def _loaded(name: str) -> Any:
-    """Return a module of this room that only checkpoints need."""
-    return import_module(f"farflung.accelerator.{name}")
 
 
 class Checkpointing:
@@ -43,7 +38,8 @@ class Checkpointing:
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
-        checkpointer: Checkpointer = _loaded("checkpointer").Checkpointer(self._run, self.project_configuration)
+        room = import_module("farflung.accelerator.checkpointer")
+        checkpointer: Checkpointer = room.Checkpointer(self._run, self.project_configuration)
         return checkpointer
 
     def _settle_checkpoints(self) -> None:
@@ -144,8 +140,8 @@ class Checkpointing:
         to `output_dir` becomes part of the checkpoint; the folder is put in its place only afterwards.
         """
         check_callable("register_save_state_pre_hook: hook", hook, "hook(models, weights, output_dir)")
-        handle = RemovableHandle(self._checkpointer.save_hooks)
-        self._checkpointer.save_hooks[handle.id] = hook
+        handle = RemovableHandle(self._run.save_hooks)
+        self._run.save_hooks[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
@@ -154,8 +150,8 @@ class Checkpointing:
         Models that it takes out of the list are not loaded.
         """
         check_callable("register_load_state_pre_hook: hook", hook, "hook(models, input_dir)")
-        handle = RemovableHandle(self._checkpointer.load_hooks)
-        self._checkpointer.load_hooks[handle.id] = hook
+        handle = RemovableHandle(self._run.load_hooks)
+        self._run.load_hooks[handle.id] = hook
         return handle
 
     @property
@@ -222,7 +218,7 @@ class Checkpointing:
             collectives.gather_object(flushed(self._run.world.exchange), [None], at="get_state_dict, save_model")
         state = self._run.outers.state_of(inner)
         if is_sharded:
-            whole: dict[str, Any] = _loaded("states").gathered_model(inner, state, keep)
+            whole: dict[str, Any] = import_module("farflung.stateful.models").gathered_model(inner, state, keep)
             return whole
         has_hooks = any(hasattr(module, "_hf_hook") for module in inner.modules())
         if has_hooks and any(isinstance(value, Tensor) and value.is_meta for value in state.values()):

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from farflung.accelerator import lazy, states
+from farflung.accelerator import lazy
 from farflung.accelerator.operations import extract_model_from_parallel, is_peft_model
 from farflung.base.errors import CheckpointError, Unsupported
 from farflung.checkpoint import layout
+from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.manager import CheckpointGroup, Saver, SaveRequest
 from farflung.checkpoint.reader import read_torch
 from farflung.checkpoint.save import save_object
 from farflung.comm.shards import is_sharded, local
 from farflung.process.bootstrap import join_world
+from farflung.stateful import models, optimizers
 
 if TYPE_CHECKING:
     from farflung.accelerator.accelerator import Accelerator
@@ -51,12 +53,12 @@ def save_fsdp_model(
     """
     _only_dcp(use_dcp)
     bare = extract_model_from_parallel(model)
-    state = _adapter(bare) if adapter_only and is_peft_model(bare) else states.model_shards(bare)
+    state = _adapter(bare) if adapter_only and is_peft_model(bare) else models.model_shards(bare)
     name = layout.gathered_model(model_index)
     if not _gathers(fsdp_plugin):
         _write_shards(accelerator, Path(output_dir) / layout.model_shards(model_index), {"model": state})
         return
-    whole = states.gathered_model(bare, state, accelerator.is_main_process)
+    whole = models.gathered_model(bare, state, accelerator.is_main_process)
     _write_whole(accelerator, Path(output_dir) / name, whole)
 
 
@@ -90,9 +92,9 @@ def load_fsdp_model(
         _check_encoder(bare)
         _group(accelerator).agree(f"Loading {folder}", lambda: read.append(_read_adapter(folder, model_index, own)))
         return _load_adapter(bare, own, read[0])
-    group = _group(accelerator)
-    group.agree(f"Loading {folder}", lambda: read.append(states.read_model(bare, folder, model_index, strict=True)))
-    return states.load(bare, read[0], strict=True)
+    group, found = _group(accelerator), Checkpoint(folder, None)
+    group.agree(f"Loading {folder}", lambda: read.append(models.read_model(bare, found, model_index, strict=True)))
+    return models.load(bare, read[0], strict=True)
 
 
 def save_fsdp_optimizer(
@@ -110,18 +112,18 @@ def save_fsdp_optimizer(
     `output_dir/optimizer.bin`.
     """
     _only_dcp(use_dcp)
-    models = [extract_model_from_parallel(model)]
-    names = states.parameter_names(models, optimizer)
-    _group(accelerator).agree(f"Writing {output_dir}", lambda: states.check_optimizer(models, optimizer))
+    bare = [extract_model_from_parallel(model)]
+    names = optimizers.parameter_names(bare, optimizer)
+    _group(accelerator).agree(f"Writing {output_dir}", lambda: optimizers.check_optimizer(bare, optimizer))
     if not _gathers(fsdp_plugin):
-        state = states.by_name(optimizer.state_dict(), names)
+        state = optimizers.by_name(optimizer.state_dict(), names)
         _write_shards(
-            accelerator, Path(output_dir) / layout.optimizer_shards(optimizer_index), states.for_shards(state)
+            accelerator, Path(output_dir) / layout.optimizer_shards(optimizer_index), optimizers.for_shards(state)
         )
         return
-    whole = states.gathered_optimizer(optimizer, accelerator.is_main_process)
+    whole = optimizers.gathered_optimizer(optimizer, accelerator.is_main_process)
     _write_whole(
-        accelerator, Path(output_dir) / layout.optimizer(optimizer_index), whole and states.by_name(whole, names)
+        accelerator, Path(output_dir) / layout.optimizer(optimizer_index), whole and optimizers.by_name(whole, names)
     )
 
 
@@ -150,7 +152,7 @@ def load_fsdp_optimizer(
     read: list[Any] = []
 
     def look() -> None:
-        read.append(states.read_optimizer([bare], optimizer, folder, optimizer_index))
+        read.append(optimizers.read_optimizer([bare], optimizer, folder, optimizer_index))
 
     _group(accelerator).agree(f"Loading {folder}", look)
     optimizer.load_state_dict(read[0])
@@ -270,7 +272,7 @@ def _read_adapter(folder: Path, index: int, own: dict[str, Any]) -> dict[str, An
         missing = own.keys() - whole.keys()
         if missing:
             raise CheckpointError(f"{path} lacks {len(missing)} weights of the adapter, such as {min(missing)}.")
-        return {name: states.cut(whole[name], value) for name, value in own.items()}
+        return {name: models.cut(whole[name], value) for name, value in own.items()}
     stored = lazy.ShardReader(folder / layout.model_shards(index))
     flat = {".".join(map(str, path[1:])): name for name, path in stored.paths.items()}
     missing = own.keys() - flat.keys()

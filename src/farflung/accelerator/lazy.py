@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from farflung.checkpoint.sharded import ShardPlanner as ShardPlanner
     from farflung.checkpoint.sharded import ShardReader as ShardReader
     from farflung.checkpoint.sharded import merge_shards as merge_shards
-    from farflung.checkpoint.sharded import nested as nested
     from farflung.config.fp8 import AORecipeKwargs as AORecipeKwargs
     from farflung.config.launch import launched_outer as launched_outer
     from farflung.config.launch import outer_variables as outer_variables
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from farflung.config.sharding import fsdp_from_environment as fsdp_from_environment
     from farflung.outer.asked import check_model as check_model
     from farflung.outer.engine import OuterLoop as OuterLoop
-    from farflung.outer.merge_states import merge_states as merge_states
     from farflung.outer.named import OuterConfig as OuterConfig
     from farflung.outer.named import chosen_recipe as chosen_recipe
     from farflung.outer.named import named_outer as named_outer
@@ -47,7 +45,6 @@ _WHERE = {
     "ShardPlanner": "farflung.checkpoint.sharded",
     "ShardReader": "farflung.checkpoint.sharded",
     "merge_shards": "farflung.checkpoint.sharded",
-    "nested": "farflung.checkpoint.sharded",
     "get_state_dict_offloaded_model": "farflung.big_model.load",
     "AORecipeKwargs": "farflung.config.fp8",
     "FullyShardedDataParallelPlugin": "farflung.config.sharding",
@@ -65,7 +62,6 @@ _WHERE = {
     "join_uneven_inputs": "farflung.accelerator.join",
     "launched_outer": "farflung.config.launch",
     "local_sgd": "farflung.outer.recipes",
-    "merge_states": "farflung.outer.merge_states",
     "named_outer": "farflung.outer.named",
     "outer_variables": "farflung.config.launch",
     "profile": "farflung.tools.profile",

@@ -22,7 +22,7 @@ from pathlib import Path
 from farflung.base.errors import CheckpointError
 from farflung.base.files import WRITING
 from farflung.checkpoint import layout
-from farflung.checkpoint.manifest import Manifest, names_of
+from farflung.checkpoint.manifest import Manifest, manifest_path, names_of
 from farflung.checkpoint.writer import sync_folder
 
 READY = ".ready"
@@ -148,7 +148,7 @@ def _move_up(folder: Path, target: Path) -> None:
                 f"{folder} is not a checkpoint, so nothing was moved out of it. Take it away by hand."
             )
         return
-    manifest = layout.manifest(folder)
+    manifest = manifest_path(folder)
     for name in _belonging(target) - new.files.keys():
         (target / name).unlink(missing_ok=True)
     for path in [path for path in files_in(folder) if path != manifest]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from farflung.base.errors import CheckpointError
 from farflung.base.former_name import FORMER_NAME
@@ -98,12 +98,6 @@ def outer_state(rank: int) -> str:
 def checkpoint(iteration: int) -> str:
     """Return the name that automatic naming gives checkpoint `iteration`."""
     return f"{PREFIX}{iteration}"
-
-
-def manifest(folder: Path) -> Path:
-    """Return where the manifest of a folder is: under the former name only where there is none of the present one."""
-    former = folder / FORMER_MANIFEST
-    return former if former.exists() and not (folder / MANIFEST).exists() else folder / MANIFEST
 
 
 def is_known(name: str) -> bool:

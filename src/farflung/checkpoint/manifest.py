@@ -75,7 +75,7 @@ class Manifest:
         Raises:
             CheckpointError: it is damaged, of a later format, or names a file outside of its folder.
         """
-        path = layout.manifest(folder)
+        path = manifest_path(folder)
         if not is_file(path):
             return None
         try:
@@ -123,6 +123,12 @@ class Manifest:
         if sums == self.files[name]:
             return None
         return f"{name} is damaged: its checksum is {sums[1]:08x}, but {self.files[name].crc32:08x} was written"
+
+
+def manifest_path(folder: Path) -> Path:
+    """Return where the manifest of a folder is: under the former name only where there is none of the present one."""
+    former = folder / layout.FORMER_MANIFEST
+    return former if former.exists() and not (folder / layout.MANIFEST).exists() else folder / layout.MANIFEST
 
 
 def names_of(folder: Path) -> set[str]:

@@ -18,9 +18,10 @@ from torch import Tensor
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.tree import flatten
 from farflung.base.words import counted
-from farflung.checkpoint import atomic, discovery, layout
+from farflung.checkpoint import atomic, layout
+from farflung.checkpoint.checkpoint import Checkpoint, candidates, is_checkpoint
 from farflung.checkpoint.checksum import sums_of
-from farflung.checkpoint.manifest import FileRecord, Manifest
+from farflung.checkpoint.manifest import FileRecord, Manifest, manifest_path
 from farflung.checkpoint.reader import read_torch, read_weights
 from farflung.checkpoint.regular import is_file
 from farflung.checkpoint.save import save_object
@@ -35,7 +36,7 @@ _SHOWN = 10  # names of one kind that are listed before the rest is counted
 @click.argument("folder", type=_FOLDER)
 def ls(folder: Path) -> None:
     """List the checkpoints in FOLDER or FOLDER/checkpoints, newest first, or the files if FOLDER is a checkpoint."""
-    if not discovery.is_checkpoint(folder):
+    if not is_checkpoint(folder):
         for path in _checkpoints(folder):
             click.echo(_line(path))
         return
@@ -51,11 +52,11 @@ def ls(folder: Path) -> None:
 @click.argument("folder", type=_FOLDER)
 def verify(folder: Path) -> None:
     """Read every byte of a checkpoint, or of all those in FOLDER, and check it against what was written."""
-    paths = [folder] if discovery.is_checkpoint(folder) else _checkpoints(folder)
+    paths = [folder] if is_checkpoint(folder) else _checkpoints(folder)
     broken = []
     for path in paths:
         try:
-            found = discovery.find_verified(path)
+            found = Checkpoint.open(path).verify()
             verified = [True] if found.manifest else [_is_verified(path / name) for name in _units(path)]
             lacks = "" if _has_model(path) else f"; {_NO_MODEL}"
         except CheckpointError as error:
@@ -77,7 +78,7 @@ def diff(ctx: click.Context, one: Path, other: Path) -> None:
     The exit code is 0 where they are the same, 1 where they differ, and 2 where they can't be compared.
     """
     for folder in (one, other):
-        if not discovery.is_checkpoint(folder):
+        if not is_checkpoint(folder):
             raise CheckpointError(f"There is no checkpoint in {folder}, so it can't be compared. Name two checkpoints.")
         atomic.finish(folder)
     mine, theirs = _units(one), _units(other)
@@ -113,10 +114,10 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
     """Write the checkpoint SOURCE in another format to TARGET, which must not exist yet."""
     if target.exists():
         raise ConfigError(f"{target} already exists. Name another target.")
-    found = discovery.find_verified(source)
+    found = Checkpoint.open(source).verify()
     if form == "state-dict":
         weights = _weights(found, model)
-        discovery.check_unchanged(found)
+        found.check_unchanged()
         target.parent.mkdir(parents=True, exist_ok=True)
         save_object(weights, target, safe_serialization=target.suffix == ".safetensors")
         click.echo(f"Written to {target}: {counted(len(weights), 'tensor')}, {_short(target.stat().st_size)}.")
@@ -139,11 +140,11 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
         click.echo(f"Left out: {', '.join(left_out)}.")
 
 
-def _copy(names: list[str], found: discovery.Found, target: Path, with_manifest: bool) -> None:
+def _copy(names: list[str], found: Checkpoint, target: Path, with_manifest: bool) -> None:
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(found.folder / name, target / name)
-    discovery.check_unchanged(found)
+    found.check_unchanged()
     if with_manifest:
         files = {name: FileRecord(*sums_of(target / name)) for name in names}
         old = found.manifest or Manifest({}, world_size=sum(name.startswith("random_states_") for name in names))
@@ -151,10 +152,10 @@ def _copy(names: list[str], found: discovery.Found, target: Path, with_manifest:
         Manifest(files, written_at=time.time(), **facts).write(target / layout.MANIFEST)
 
 
-def _weights(found: discovery.Found, index: int) -> dict[str, Any]:
+def _weights(found: Checkpoint, index: int) -> dict[str, Any]:
     """Return a model's weights under the names of the bare model."""
     is_model = found.folder.name == layout.model_shards(index)  # its shards alone
-    path = found.folder if is_model else discovery.model_path(found.folder, index)
+    path = found.folder if is_model else found.model_path(index)
     if layout.is_shards(path.name):
         state: dict[str, Any] = ShardReader(path).read_whole()["model"]
         return state
@@ -177,8 +178,8 @@ def _has_model(folder: Path) -> bool:
 
 def _is_verified(path: Path) -> bool:
     """Read a file, or a folder of shards, and say whether there was a manifest to check it against."""
-    if layout.is_shards(path.name) and layout.manifest(path).exists():
-        discovery.find_verified(path)
+    if layout.is_shards(path.name) and manifest_path(path).exists():
+        Checkpoint.open(path).verify()
         return True
     _read(path)
     return False
@@ -267,7 +268,7 @@ def _checkpoints(folder: Path) -> list[Path]:
         CheckpointError: there are none.
     """
     inner = folder / layout.CHECKPOINTS
-    found = discovery.candidates(folder) or (discovery.candidates(inner) if inner.is_dir() else [])
+    found = candidates(folder) or (candidates(inner) if inner.is_dir() else [])
     if not found:
         raise CheckpointError(f"There is no checkpoint in {folder}. Name a checkpoint, or the folder of a project.")
     return found

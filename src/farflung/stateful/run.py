@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All objects of an Accelerator whose state is kept in checkpoints."""
+"""All objects of a run whose state is kept in checkpoints."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
-from farflung.accelerator.outer import OpenLoops
-from farflung.accelerator.prepare import Registry
 from farflung.comm.shards import is_sharded, mesh_of
+from farflung.data.loader import PreparedLoader
+from farflung.loop.optimizer import AcceleratedOptimizer
+from farflung.loop.scheduler import AcceleratedScheduler
 from farflung.loop.state import LoopState
 from farflung.precision.base import Precision
 from farflung.process.world import World
@@ -20,6 +23,40 @@ from farflung.strategy.base import Strategy
 if TYPE_CHECKING:
     from farflung.config.sharding import FullyShardedDataParallelPlugin
 
+Hooks = OrderedDict[int, Callable[..., Any]]
+
+
+class Prepared(Protocol):
+    """What was prepared, in order."""
+
+    models: list[nn.Module]
+    optimizers: list[AcceleratedOptimizer]
+    schedulers: list[AcceleratedScheduler]
+
+    @property
+    def loaders(self) -> Sequence[PreparedLoader]:
+        """The loaders."""
+
+
+class OuterLoops(Protocol):
+    """The outer loops that are open, and states that wait for loops to be opened."""
+
+    waiting: list[dict[str, Any]]
+
+    @property
+    def live(self) -> Sequence[Any]:
+        """The loops."""
+
+    @property
+    def can_begin_here(self) -> bool:
+        """Whether there are open loops, and none has done a step: they begin where the model is at the first one."""
+
+    def state_of(self, module: nn.Module) -> dict[str, Any]:
+        """Return the state dict of a model with the weights that all ranks agreed on, where there are such."""
+
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
+        """Give the open loops their states, in order; those that are left wait."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -27,16 +64,20 @@ class Run:
 
     Attributes:
         fsdp: how models were asked to be sharded.
+        custom: registered objects.
+        save_hooks, load_hooks: called with the models before they are written or read.
     """
 
     world: World
     loop: LoopState
     precision: Precision
     strategy: Strategy
-    registry: Registry
-    outers: OpenLoops
+    registry: Prepared
+    outers: OuterLoops
     custom: list[Any]
     fsdp: FullyShardedDataParallelPlugin | None = None
+    save_hooks: Hooks = field(default_factory=OrderedDict)
+    load_hooks: Hooks = field(default_factory=OrderedDict)
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and optimizers in a checkpoint, whole or in shards: each form is read into models that have either.
-
-What was read of something sharded is always the local part, on the CPU, whatever form it was written in.
-"""
+"""Optimizers in a checkpoint, whole or in shards: each form is read into optimizers that have either."""
 
 from __future__ import annotations
 
@@ -14,39 +11,105 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farflung.accelerator import lazy
 from farflung.base.errors import CheckpointError, ConfigError
-from farflung.base.forms import memory_of
-from farflung.base.torch_internals import COMPILED_FROM, changes_what_it_loads, passing_buffers
 from farflung.base.tree import leaves_of, rebuilt
 from farflung.base.words import counted
-from farflung.checkpoint import discovery, layout
-from farflung.checkpoint.reader import DAMAGE, read_torch, read_weights
-from farflung.comm.shards import full, is_sharded, local, model_has_dtensor, spread_like, with_local
+from farflung.checkpoint import layout
+from farflung.checkpoint.entries import Entry
+from farflung.checkpoint.reader import DAMAGE, read_torch
+from farflung.comm.shards import full, is_sharded, local, spread_like, with_local
+from farflung.loop.optimizer import AcceleratedOptimizer
+from farflung.stateful import lazy
+from farflung.stateful.models import bare_name
+from farflung.stateful.part import Loading, Part, Saving, Undo
+from farflung.stateful.run import Run
 
 _KEYS = "optimizer_keys"  # in a folder of shards, beside the optimizer's state
-_RECOMPUTED = "_checkpoint_wrapped_module."  # where torch's wrapper for activation checkpointing keeps a module
 
 
-def bare_name(name: str) -> str:
-    """Return a weight's name without those of wrappers inside a model: torch.compile's, activation checkpointing's."""
-    return name.replace(f"{COMPILED_FROM}.", "").replace(_RECOMPUTED, "")
+class Optimizers(Part):
+    """The states of all optimizers: replicated, or sharded; of replicas that train apart each rank's own."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._gathered: dict[int, dict[str, Any]] = {}
+        self._optimizers = run.registry.optimizers
+
+    def check(self) -> None:
+        for one in self._optimizers:
+            check_optimizer(self.run.bare_models, one)
+
+    def gather(self, saving: Saving) -> None:
+        self._gathered = {
+            k: gathered_optimizer(one, saving.writes(layout.optimizer(k)))
+            for k, one in enumerate(self._optimizers)
+            if has_shards(one)
+        }
+
+    def replicated(self, saving: Saving) -> Iterable[Entry]:
+        for k, one in enumerate(self._optimizers):
+            name = layout.optimizer(k)
+            if saving.writes(name) and (k in self._gathered or not has_shards(one)):
+                yield Entry(name, self._gathered.get(k) or one.state_dict(), origin=type(one.optimizer).__name__)
+
+    def sharded(self) -> Mapping[str, dict[str, Any]]:
+        models = self.run.bare_models
+        return {
+            layout.optimizer_shards(k): for_shards(by_name(one.state_dict(), parameter_names(models, one)))
+            for k, one in enumerate(self._optimizers)
+            if has_shards(one)
+        }
+
+    def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
+        if saving.leads or not self.run.replicas_differ:
+            return {}
+        states = [local_optimizer(one) if one.is_own else None for one in self._optimizers]
+        return {layout.outer_state(self.run.world.rank): {"optimizers": states}}
+
+    def read(self, source: Loading) -> None:
+        folder, manifest = source.checkpoint.folder, source.checkpoint.manifest
+        steps = None if manifest is None else manifest.optimizer_steps
+        unknown = [None] * len(self._optimizers)
+        self._steps = steps if steps and len(steps) == len(unknown) else unknown
+        self._states = []
+        for k, one in enumerate(self._optimizers):
+            own = source.apart_of("optimizers", k)
+            if own is None:
+                state = read_optimizer(self.run.bare_models, one, folder, k)
+            else:
+                state = from_local(own, one)
+            _check_groups(state, one, folder / layout.optimizer(k))
+            self._states.append(state)
+
+    def load(self, undo: list[Undo]) -> None:
+        for one, state, completed in zip(self._optimizers, self._states, self._steps, strict=True):
+            undo.append(_kept(one))
+            one.load_state_dict(state)
+            one.completed_steps = completed
 
 
-def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of a model that are part of its state dict, by name: not those with `persistent=False`."""
-    passing = {
-        f"{path}.{name}".removeprefix(".") for path, module in model.named_modules() for name in passing_buffers(module)
-    }
-    return {name: buffer.detach() for name, buffer in model.named_buffers() if name not in passing}
+def _kept(optimizer: AcceleratedOptimizer) -> Undo:
+    bare: Any = optimizer.optimizer
+    state, groups = bare.state, [dict(group) for group in bare.param_groups]
+    steps = optimizer.completed_steps
+
+    def undo() -> None:
+        optimizer.completed_steps = steps
+        bare.__setstate__({"state": state, "param_groups": groups})
+
+    return undo
 
 
-# ---- states of what is sharded
-
-
-def model_shards(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a sharded model under the names of the bare one: each rank's shards."""
-    return {bare_name(name): value for name, value in model.state_dict().items()}
+def _check_groups(state: Any, optimizer: AcceleratedOptimizer, path: Path) -> None:
+    try:
+        saved = [len(group["params"]) for group in state["param_groups"]]
+    except (LookupError, TypeError) as error:
+        raise CheckpointError(f"{path} is not the state of an optimizer: {error!r}") from error
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != here:
+        raise CheckpointError(
+            f"{path} is of an optimizer whose groups have {saved} parameters, but those of this one have {here}."
+        )
 
 
 def has_shards(optimizer: Any) -> bool:
@@ -185,31 +248,6 @@ def from_local(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     return _mapped(state, spread)
 
 
-def gathered_model(model: nn.Module, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
-    """Return a state dict with whole tensors, on the CPU: a collective of all ranks that share its tensors.
-
-    Args:
-        model: whose state it is; names of one parameter get one tensor.
-        keep: False: this rank only takes part, and gets nothing.
-    """
-    owners = {bare_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-    done: dict[int, Tensor] = {}
-    whole: dict[str, Any] = {}
-    for name, value in state.items():
-        name = bare_name(name)
-        owner = owners.get(name, id(value))
-        if isinstance(value, Tensor) and is_sharded(value):
-            if owner not in done:
-                gathered = full(value)
-                done[owner] = gathered.detach().cpu() if keep else gathered.new_empty(0)
-            value = done[owner]
-        elif isinstance(value, Tensor):
-            value = value.detach().cpu()
-        if keep:
-            whole[name] = value
-    return whole
-
-
 def gathered_optimizer(optimizer: Any, keep: bool) -> dict[str, Any]:
     """Return the state dict of an optimizer with whole tensors, on the CPU: a collective, as of a model."""
 
@@ -219,67 +257,6 @@ def gathered_optimizer(optimizer: Any, keep: bool) -> dict[str, Any]:
 
     whole = _mapped(optimizer.state_dict(), gather)
     return whole if keep else {}
-
-
-# ---- reading
-
-
-def read_model(model: nn.Module, folder: Path, index: int, strict: bool, taken: int = 0) -> dict[str, Any]:
-    """Read the weights of a model and check that they fit; the names are those of `model`, wrapped or not.
-
-    Args:
-        index: the model's place among those that were prepared.
-        taken: how many before it are left to hooks, which took them out of the whole files too.
-
-    Returns:
-        whole tensors; the local parts of those that are sharded here.
-
-    Raises:
-        CheckpointError: they are missing, damaged, or of another model.
-    """
-    path = discovery.model_path(folder, index, taken)
-    if layout.is_shards(path.name):
-        return _read_shards(model, path, strict)
-    named = fitted(model, read_weights(path), path, strict)
-    own = model.state_dict()
-    return {name: cut(value, own.get(name)) for name, value in named.items()}
-
-
-def cut(value: Any, own: Any) -> Any:
-    """Return the part of a whole tensor that this rank holds of its own."""
-    sharded = isinstance(own, Tensor) and is_sharded(own)
-    return local(spread_like(value, own)).cpu().clone() if sharded else value
-
-
-def _read_shards(model: nn.Module, folder: Path, strict: bool) -> dict[str, Any]:
-    stored = lazy.ShardReader(folder)
-    flat = {".".join(map(str, path[1:])): name for name, path in stored.paths.items() if path[0] == "model"}
-    shapes = {
-        short: torch.empty(stored.sizes[name], dtype=stored.dtypes[name], device="meta")
-        if name in stored.sizes
-        else object()
-        for short, name in flat.items()
-    }
-    named = fitted(model, shapes, folder, strict)
-    own = model.state_dict()
-    source = {id(value): flat[short] for short, value in shapes.items()}
-    here = {name: value for name, value in named.items() if name in own}
-    sources = {name: source[id(value)] for name, value in here.items()}
-    found = stored.read(
-        {sources[name]: own[name] if isinstance(value, Tensor) else None for name, value in here.items()}
-    )
-    return {name: found[sources[name]] for name in here}
-
-
-def load(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> Any:
-    """Give a model the weights that `read_model` returned, and return what `load_state_dict` does."""
-    own = model.state_dict()
-    shards = {name: value for name, value in own.items() if isinstance(value, Tensor) and is_sharded(value)}
-    with torch.no_grad():
-        for name in shards.keys() & weights.keys():
-            local(shards[name]).copy_(weights[name])
-    there = {name: shards.get(name, value) for name, value in weights.items()}
-    return model.load_state_dict(there, strict=strict)
 
 
 def read_optimizer(models: Sequence[nn.Module], optimizer: Any, folder: Path, index: int) -> dict[str, Any]:
@@ -333,60 +310,3 @@ def _read_optimizer_shards(models: Sequence[nn.Module], optimizer: Any, folder: 
 
 def _empty(stored: Any, name: str) -> Tensor | None:
     return torch.empty(stored.sizes[name], dtype=stored.dtypes[name]) if name in stored.sizes else None
-
-
-def fitted(model: nn.Module, weights: dict[str, Any], path: Path, strict: bool) -> dict[str, Any]:
-    """Return `weights` under the names of `model`, whatever wrapper they were saved from, with tied ones given twice.
-
-    Raises:
-        CheckpointError: names or shapes are of another model.
-    """
-    own = model.state_dict()
-    named = _renamed(weights, {bare_name(name): name for name in own})
-    places: dict[Any, str] = {}
-    ties = _ties(model)
-    for name in named:
-        if isinstance(own.get(name), Tensor):
-            places.setdefault(_place(own[name], ties.get(bare_name(name))), name)
-    for name, value in own.items():
-        twin = places.get(_place(value, ties.get(bare_name(name)))) if isinstance(value, Tensor) else None
-        if name not in named and twin is not None:
-            named[name] = named[twin]
-    hooked = any(changes_what_it_loads(module) for module in model.modules())
-    missing, odd = own.keys() - named.keys(), named.keys() - own.keys()
-    if strict and not hooked and (missing or odd):
-        raise CheckpointError(
-            f"{path} is of another model: {counted(len(missing), 'name')} missing ({', '.join(sorted(missing)[:3])}), "
-            f"{len(odd)} unknown here ({', '.join(sorted(odd)[:3])})."
-        )
-    for name in own.keys() & named.keys():
-        shape = getattr(named[name], "shape", ())
-        if isinstance(own[name], Tensor) and not hooked and own[name].shape != shape:
-            raise CheckpointError(f"{path} is of another model: {name} is {list(shape)}, here {list(own[name].shape)}.")
-    return named
-
-
-def _renamed(weights: dict[str, Any], own: dict[str, str]) -> dict[str, Any]:
-    """Return `weights` under the names of a model: as they are, or else without DDP's `module.`, or with it.
-
-    A model may itself have a child called `module`, so of the three that counts in which most names are the model's.
-
-    Args:
-        own: the names of the model, by their bare ones.
-    """
-    ways: tuple[Callable[[str], str], ...] = (str, lambda name: name.removeprefix("module."), "module.".__add__)
-    attempts = [{own.get(way(bare_name(name)), name): value for name, value in weights.items()} for way in ways]
-    return max(attempts, key=lambda named: len(named.keys() & own.values()))
-
-
-def _ties(model: nn.Module) -> dict[str, int]:
-    """Return which parameter each name is, where parts on this rank may be empty and have no place in memory."""
-    if not model_has_dtensor(model):
-        return {}
-    return {bare_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-
-
-def _place(tensor: Tensor, tie: int | None) -> Any:
-    if tie is not None or not tensor.numel():
-        return id(tensor) if tie is None else tie
-    return memory_of(tensor)

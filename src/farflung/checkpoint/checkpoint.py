@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which folder is meant, a checkpoint by its name or the newest complete one; and that checkpoint, open for reading."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from farflung.base.errors import CheckpointError, ConfigError
+from farflung.checkpoint import atomic, layout
+from farflung.checkpoint.manifest import Manifest, manifest_path, names_of
+from farflung.checkpoint.reader import DAMAGE, read_torch
+from farflung.checkpoint.regular import is_file
+
+_NUMBER = re.compile(r"^(.*?)(\d+)$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint; `open` finds out whether it is.
+
+    Attributes:
+        folder: where it is.
+        manifest: None where another program than Farflung wrote it.
+        passed: what was looked at before, and why it was not taken.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    passed: tuple[str, ...] = ()
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Return the checkpoint in `folder`, all of whose files are there, in their sizes. `verify` reads them.
+
+        Raises:
+            CheckpointError: it is not complete; the message names the file.
+        """
+        atomic.finish(folder)
+        found = cls(folder, Manifest.read(folder))
+        if found.manifest is not None:
+            found._raise_if(found.manifest.misfits(folder))
+        elif not is_checkpoint(folder):
+            found._raise_if("there is no checkpoint in it")
+        return found
+
+    def verify(self) -> Checkpoint:
+        """Read every byte. A checkpoint that another program wrote has no checksums, and passes.
+
+        Raises:
+            CheckpointError: it is not what was written; the message names the file.
+        """
+        if self.manifest is not None:
+            self._raise_if(self.manifest.damage(self.folder))
+        return self
+
+    def _raise_if(self, problem: str | None) -> None:
+        if problem:
+            self.check_unchanged()
+            raise CheckpointError(f"{self.folder} is not a complete checkpoint: {problem}.")
+
+    def check_unchanged(self) -> None:
+        """Check that this is still the checkpoint that was opened, so that all that was read since is of this one.
+
+        A new one is announced by a folder before its first file is moved, and its manifest is moved last. No lock is
+        needed, which file systems of several machines may not have. What another program wrote over its own files is
+        not seen.
+
+        Raises:
+            CheckpointError: another process has replaced or removed it, or is about to.
+        """
+        try:  # the folder is listed, as a network file system may have kept in mind that a name was not there
+            is_there = atomic.READY not in os.listdir(self.folder) and Manifest.read(self.folder) == self.manifest
+        except (OSError, CheckpointError):
+            is_there = False
+        if not is_there:
+            raise CheckpointError(
+                f"{self.folder} was replaced or removed by another process while it was read. Load it again, or save "
+                "to a folder of its own each time (automatic_checkpoint_naming=True)."
+            )
+
+    @property
+    def has_former_name(self) -> bool:
+        """Whether it was written when this package had another name."""
+        return manifest_path(self.folder).name == layout.FORMER_MANIFEST
+
+    def has(self, name: str) -> bool:
+        """Say whether there is a file of this name.
+
+        Raises:
+            CheckpointError: something else has the name.
+        """
+        return is_file(self.folder / name)
+
+    def names(self) -> list[str]:
+        """Return the names of the files and folders in it."""
+        return [path.name for path in self.folder.iterdir()]
+
+    def read(self, name: str) -> Any:
+        """Return what `torch.save` wrote to a file, on the CPU.
+
+        Raises:
+            CheckpointError: it is damaged, is not there, or holds something that would run code.
+        """
+        return read_torch(self.folder / name)
+
+    def read_if_there(self, name: str) -> Any:
+        """Return the same, None where there is no such file."""
+        return self.read(name) if self.has(name) else None
+
+    def model_path(self, index: int, taken: int = 0) -> Path:
+        """Return where the weights of model `index` are: a folder of shards, or a file.
+
+        Models that are neither sharded nor gathered from shards have numbers of their own in the names of their files.
+
+        Args:
+            taken: how many models before it hooks have taken, so that they have no such number.
+
+        Raises:
+            CheckpointError: there are none.
+        """
+        is_there = self._has_weights()
+
+        def sharded(k: int) -> str | None:
+            return next(filter(is_there, (layout.model_shards(k), layout.gathered_model(k))), None)
+
+        number = index - taken - sum(sharded(k) is not None for k in range(index))
+        names = [layout.model(number, safe) for safe in (True, False)]
+        name = sharded(index) or next(filter(is_there, names), None)
+        if name is None:
+            wanted = f"neither {names[0]} nor {names[1]} nor {layout.model_shards(index)}/"
+            raise CheckpointError(f"{self.folder} has no weights of model {index}: {wanted} is there.")
+        return self.folder / name
+
+    def _has_weights(self) -> Callable[[str], bool]:
+        """Return what says whether weights of a name are part of it: as its manifest says, or as they are there.
+
+        The folder may hold other weights too, such as those of `save_model`.
+        """
+        named = names_of(self.folder)
+        if any(map(layout.is_model, named)):
+            return {name.split("/")[0] for name in named}.__contains__
+        return lambda name: (self.folder / name).is_dir() if layout.is_shards(name) else self.has(name)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Say whether a folder is a checkpoint, whole or not, and not a folder of checkpoints."""
+    if manifest_path(folder).exists() or (folder / atomic.READY).is_dir():
+        return True
+    return any(layout.is_known(path.name) or layout.is_shards(path.name) for path in folder.iterdir())
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, the newest first: by their numbers where all have one, else by their age."""
+    found = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    found = [path for path in found if is_checkpoint(path) or path.name.startswith(layout.PREFIX)]
+    matches = [_NUMBER.match(path.name) for path in found]
+    if len({match[1] for match in matches if match}) == 1 and all(matches):
+        return sorted(found, key=lambda path: int(_NUMBER.match(path.name)[2]), reverse=True)  # type: ignore[index]
+    return sorted(found, key=_written_at, reverse=True)
+
+
+def newest(folder: Path) -> Checkpoint:
+    """Return the newest checkpoint in `folder` that is whole.
+
+    Raises:
+        CheckpointError: none is, or there is none.
+    """
+    passed: list[str] = []
+    for candidate in candidates(folder):
+        try:
+            found = Checkpoint.open(candidate).verify()
+        except CheckpointError as error:
+            passed.append(str(error))
+            continue
+        return replace(found, passed=tuple(passed))
+    reasons = "".join(f"\n  {reason}" for reason in passed)
+    raise CheckpointError(f"There is no complete checkpoint in {folder}.{reasons}")
+
+
+def resolve(given: str | os.PathLike[str] | None, automatic: Path | None) -> tuple[Path, bool]:
+    """Return the folder that is meant, and whether it holds checkpoints rather than being one.
+
+    Args:
+        given: what the script said: a folder, `latest`, or nothing.
+        automatic: where automatic naming puts checkpoints; None: it is off.
+
+    Raises:
+        ConfigError: there is no such folder, or nothing says which.
+    """
+    if given is not None and (Path(given).is_dir() or str(given) != "latest"):
+        folder = Path(os.path.expanduser(given))
+        if not folder.is_dir():
+            raise ConfigError(f"load_state: there is no folder {folder}.")
+        return folder, not is_checkpoint(folder) and bool(candidates(folder))
+    if automatic is None:
+        raise ConfigError(
+            f"load_state({given!r}) loads the newest automatically named checkpoint, but automatic naming is off. "
+            "Name a folder, or use ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+        )
+    if not automatic.is_dir():
+        raise ConfigError(f"load_state: there is no folder {automatic}, so nothing was saved yet.")
+    return automatic, True
+
+
+def _written_at(folder: Path) -> float:
+    try:
+        manifest = Manifest.read(folder)
+        return folder.stat().st_mtime if manifest is None else manifest.written_at
+    except (CheckpointError, *DAMAGE):
+        return 0.0

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only some checkpoints need, loaded at its first use: torch's DCP takes 0.3 s, the outer loop 0.1 s."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from farflung.checkpoint.sharded import ShardPlanner as ShardPlanner
+    from farflung.checkpoint.sharded import ShardReader as ShardReader
+    from farflung.checkpoint.sharded import nested as nested
+    from farflung.outer.merge_states import MergedState as MergedState
+    from farflung.outer.merge_states import merge_states as merge_states
+
+
+def __getattr__(name: str) -> Any:
+    rooms = ("farflung.checkpoint.sharded", "farflung.outer.merge_states")
+    return getattr(import_module(rooms["erge" in name]), name)

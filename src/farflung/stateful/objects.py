@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is saved beside models and optimizers: schedulers, the scaler, registered objects, loaders and random states."""
+
+from __future__ import annotations
+
+import copy
+import random
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farflung.base.errors import CheckpointError, ConfigError
+from farflung.base.tree import leaves_of
+from farflung.base.words import counted
+from farflung.checkpoint import layout, rng
+from farflung.checkpoint.entries import Entry
+from farflung.comm.shards import is_sharded
+from farflung.data.position import NOTHING_READ, with_present_keys
+from farflung.stateful.part import Loading, Part, Saving, Undo, change
+
+
+class Schedulers(Part):
+    """Replicated; of replicas that train apart each rank's own."""
+
+    def replicated(self, saving: Saving) -> Iterable[Entry]:
+        for k, one in enumerate(self.run.registry.schedulers):
+            if saving.writes(layout.scheduler(k)):
+                yield Entry(layout.scheduler(k), one.state_dict(), origin=type(one.scheduler).__name__)
+
+    def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
+        if saving.leads or not self.run.replicas_differ:
+            return {}
+        states = [one.state_dict() for one in self.run.registry.schedulers]
+        return {layout.outer_state(self.run.world.rank): {"schedulers": states}}
+
+    def read(self, source: Loading) -> None:
+        self._states = []
+        for k, _ in enumerate(self.run.registry.schedulers):
+            own = source.apart_of("schedulers", k)
+            self._states.append(source.checkpoint.read(layout.scheduler(k)) if own is None else own)
+
+    def load(self, undo: list[Undo]) -> None:
+        for scheduler, state in zip(self.run.registry.schedulers, self._states, strict=True):
+            change(scheduler, state, undo)
+
+
+class Registered(Part):
+    """What the script registered for checkpointing: replicated."""
+
+    def replicated(self, saving: Saving) -> Iterable[Entry]:
+        for k, one in enumerate(self.run.custom):
+            if saving.writes(layout.custom(k)):
+                yield Entry(layout.custom(k), _state_of(one), origin=f"the registered {type(one).__name__}")
+
+    def read(self, source: Loading) -> None:
+        saved, here = sum(map(layout.is_custom, source.checkpoint.names())), len(self.run.custom)
+        if saved != here:
+            raise CheckpointError(
+                f"{source.checkpoint.folder} has the state of {counted(saved, 'registered object')}, but here there "
+                f"are {here}. Call register_for_checkpointing for the same objects, in the same order, before "
+                "load_state."
+            )
+        self._states = [source.checkpoint.read(layout.custom(k)) for k in range(saved)]
+
+    def load(self, undo: list[Undo]) -> None:
+        for one, state in zip(self.run.custom, self._states, strict=True):
+            change(one, state, undo)
+
+
+def _state_of(registered: Any) -> Any:
+    state = registered.state_dict()
+    if any(isinstance(leaf, Tensor) and is_sharded(leaf) for leaf in leaves_of(state)):
+        raise ConfigError(
+            f"The state of the registered {type(registered).__name__} holds sharded tensors, of which its file would "
+            "have one rank's part. Let it keep whole ones (tensor.full_tensor(), called on all ranks), or keep a copy "
+            "of the weights in a model that is prepared too."
+        )
+    return state
+
+
+class Scaler(Part):
+    """The gradient scaler: replicated after each step, and within a step each rank's own."""
+
+    def replicated(self, saving: Saving) -> Iterable[Entry]:
+        precision = self.run.precision
+        if precision.scaler is not None and saving.writes(layout.SCALER):
+            yield Entry(layout.SCALER, precision.state_dict(self.run.bare_optimizers)["after_update"])
+
+    def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
+        state = self.run.precision.state_dict(self.run.bare_optimizers)
+        return {layout.loop_state(self.run.world.rank): {"precision": state}}
+
+    def read(self, source: Loading) -> None:
+        self._state: dict[str, Any] | None = None
+        if self.run.precision.scaler is not None:
+            whole = {"scaler": source.checkpoint.read(layout.SCALER)}
+            self._state = (None if source.first is None else source.first["precision"]) or whole
+
+    def load(self, undo: list[Undo]) -> None:
+        if self._state is not None:
+            optimizers, precision = self.run.bare_optimizers, self.run.precision
+            before = copy.deepcopy(precision.state_dict(optimizers))
+            undo.append(lambda: precision.load_state_dict(before, optimizers))
+            precision.load_state_dict(self._state, optimizers)
+
+
+class Loaders(Part):
+    """Where each loader stands: each rank's own. Other ranks go on after as many samples."""
+
+    def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
+        states = [loader.state_dict() for loader in self.run.registry.loaders]
+        return {layout.loop_state(self.run.world.rank): {"loaders": states}}
+
+    def read(self, source: Loading) -> None:
+        loaders = self.run.registry.loaders
+        own = source.first
+        self._states: list[dict[str, Any]] = [] if own is None else list(own["loaders"])
+        if own is None:
+            if any(source.checkpoint.folder.glob(layout.TORCHDATA_LOADERS)):
+                source.notes.append(
+                    "what it says of loaders is torchdata's and is not read, so their data start over. Use "
+                    "skip_first_batches"
+                )
+            return
+        if source.is_other:
+            pairs = zip(self._states, loaders, strict=False)
+            self._states[: len(loaders)] = [_redistributed(state, one.total_batch_size, source) for state, one in pairs]
+        saved, here = len(self._states), len(loaders)
+        written = f"it was written with {counted(saved, 'prepared loader')}"
+        if saved < here:
+            source.notes.append(f"{written}: the later ones stay as they are")
+        elif saved > here:  # it is not known which are missing
+            self._states = []
+            source.notes.append(f"{written}, but here there are {here}: they stay as they are")
+
+    def load(self, undo: list[Undo]) -> None:
+        for loader, state in zip(self.run.registry.loaders, self._states, strict=False):
+            undo.append(loader.keep())
+            loader.load_state_dict(state)
+
+
+def _redistributed(state: dict[str, Any], total: int | None, source: Loading) -> dict[str, Any]:
+    """Return a loader's state with its position after as many samples, in steps of another size.
+
+    Args:
+        total: samples of all ranks in one step here.
+    """
+    state = with_present_keys(state)
+    position = state["position"]
+    if position is None:
+        return {**state, "worker_states": None}
+    before, old, size = state["total_batch_size"], source.old_size, source.size
+    samples = position["batches"] * (old if before is None or total is None else before)
+    step = size if before is None or total is None else total
+    batches, rest = divmod(samples, step)
+    if position["ended"]:
+        batches += old + size  # past the end, whatever the last steps are like
+    elif rest:
+        source.notes.append(
+            f"the last {counted(rest, 'sample')} before it will be seen again, as {samples} is no multiple of {step}"
+        )
+    return {**state, "worker_states": None, "position": {**position, **NOTHING_READ, "batches": batches}}
+
+
+class RandomStates(Part):
+    """Each rank's own: rank r draws on where old rank r stood, and ranks that there were none of begin their own."""
+
+    def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
+        return {layout.random_states(self.run.world.rank): {"step": self.run.loop.step, **rng.read()}}
+
+    def read(self, source: Loading) -> None:
+        self._has_own = source.is_other or source.own is not None
+        name = layout.random_states(source.rank % source.old_size)
+        self._states = source.checkpoint.read(name) if source.is_other else source.checkpoint.read_if_there(name)
+        self._notes = source.notes
+        if self._states is None:
+            source.notes.append(f"it has no random states for rank {source.rank}, so its random numbers differ")
+            return
+        if source.rank >= source.old_size:
+            self._states = _fresh(self._states, source.rank)
+        rng.check(self._states)
+
+    def load(self, undo: list[Undo]) -> None:
+        if self._states is None:
+            return
+        loop = self.run.loop
+        if not self._has_own:  # written by Accelerate: the windows' part knows nothing of the step
+            before_step = loop.step
+            undo.append(lambda: setattr(loop, "step", before_step))
+            loop.step = self._states.get("step", 0)
+        before = rng.read()
+        undo.append(lambda: rng.write(before))
+        self._notes += rng.write(self._states)
+
+
+def _fresh(states: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return random states for a rank that there was none of, drawn from those of one that there was."""
+    seed = zlib.crc32(states["torch_manual_seed"].numpy().tobytes(), rank)
+    return {
+        "step": states["step"],
+        "random_state": random.Random(seed).getstate(),
+        "numpy_random_seed": np.random.RandomState(seed).get_state(),
+        "torch_manual_seed": torch.Generator().manual_seed(seed).get_state(),
+    }

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A part of a run that is saved, and what it is told of the checkpoint that is written or read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from farflung.base.words import counted, numbered
+from farflung.checkpoint import layout
+from farflung.checkpoint.checkpoint import Checkpoint
+from farflung.checkpoint.entries import Entry, Staging
+from farflung.stateful.run import Run
+
+Undo = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint that is being written, as one rank sees it.
+
+    Attributes:
+        folder: where its files are meanwhile.
+        safe: weights are written as safetensors.
+        leads: whether this rank writes what is the same on all.
+        writes: whether this rank writes the file of a name that is the same on all: some of them are shared out.
+    """
+
+    folder: Path
+    safe: bool
+    leads: bool
+    writes: Callable[[str], bool]
+
+
+@dataclass
+class Loading:
+    """A checkpoint that is being read, as one rank sees it.
+
+    Attributes:
+        rank, size: of this rank, and how many there are.
+        strict: models need all weights that they have, and no others.
+        notes: what could not be the same, for people.
+    """
+
+    checkpoint: Checkpoint
+    rank: int
+    size: int
+    strict: bool = True
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def old_size(self) -> int:
+        """How many ranks wrote it; as many as here, where it does not say."""
+        return self.size if self.checkpoint.manifest is None else self.checkpoint.manifest.world_size
+
+    @property
+    def is_other(self) -> bool:
+        """Whether another number of ranks wrote it, so that no rank finds a state of its own."""
+        return self.old_size != self.size
+
+    @cached_property
+    def own(self) -> dict[str, Any] | None:
+        """What this rank alone knew; None where another number of ranks, or another program, wrote the checkpoint."""
+        return None if self.is_other else self.checkpoint.read_if_there(layout.loop_state(self.rank))
+
+    @cached_property
+    def owns(self) -> list[dict[str, Any]]:
+        """What each of the ranks that wrote it knew."""
+        return [self.checkpoint.read(layout.loop_state(rank)) for rank in range(self.old_size)]
+
+    @property
+    def first(self) -> dict[str, Any] | None:
+        """What this rank knew, or the first one of another number."""
+        return self.owns[0] if self.is_other else self.own
+
+    @cached_property
+    def apart(self) -> dict[str, Any]:
+        """What this rank had of its own because replicas train apart: outer loops, and states that are usually one."""
+        found = None if self.is_other else self.checkpoint.read_if_there(layout.outer_state(self.rank))
+        return found or {}
+
+    def apart_of(self, kind: str, index: int) -> Any:
+        """Return the state that this rank had of its own of something that is usually one; None: it had none."""
+        return self.apart[kind][index] if index < len(self.apart.get(kind, ())) else None
+
+    def note_other_size(self) -> None:
+        """Note what another number of ranks changes."""
+        old, size = self.old_size, self.size
+        self.notes.append(
+            f"it was written by {counted(old, 'process')} and resumes with {size}: steps see a different number of "
+            "samples"
+        )
+        if size > old:
+            new = numbered("rank", range(old, size))
+            self.notes.append(
+                f"{new} is new: its random numbers begin a stream of their own"
+                if size == old + 1
+                else f"{new} are new: their random numbers begin streams of their own"
+            )
+
+
+class Part:
+    """Something of a run that is saved, in its three scopes: the same on all ranks, spread as shards, each rank's own.
+
+    `farflung.stateful.table` lists them. To save something more, write a part and list it there. One object serves one
+    checkpoint: what `read` finds it keeps for `load` and `fill`.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def check(self) -> None:
+        """Raise ConfigError if something here can't be saved."""
+
+    def gather(self, saving: Saving) -> None:
+        """Gather what is sharded, to be written whole: a collective, called where the run asks for that."""
+
+    def replicated(self, saving: Saving) -> Iterable[Entry]:
+        """Return the files of what is the same on all ranks, those that this rank writes."""
+        return ()
+
+    def sharded(self) -> Mapping[str, dict[str, Any]]:
+        """Return this rank's shards of what is spread over ranks, by the name of the folder."""
+        return {}
+
+    def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
+        """Return what only this rank knows, by the name of its file: entries, as several parts may share one."""
+        return {}
+
+    def begin(self, source: Loading) -> None:
+        """Let hooks of the script load what they keep by themselves, before anything is read."""
+
+    def read(self, source: Loading) -> None:
+        """Read and check all of it. Nothing is changed.
+
+        Where another number of ranks wrote the checkpoint, take what comes nearest, and note what is not the same.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or of other objects.
+        """
+
+    def load(self, undo: list[Undo]) -> None:
+        """Put back what was read.
+
+        Args:
+            undo: gets what makes it as it was, as a later part or another rank may fail.
+        """
+
+    def fill(self) -> None:
+        """Put back what needs no undoing: it was checked, and all ranks have loaded the rest."""
+
+
+def change(owner: Any, state: Any, undo: list[Undo]) -> None:
+    """Load a state into an object that can give its own one back."""
+    (before,) = Staging().copied([Entry("", owner.state_dict())])
+    try:
+        owner.load_state_dict(state)
+    except BaseException:
+        with suppress(Exception):  # the error that counts is the first one
+            owner.load_state_dict(before.content)
+        raise
+    undo.append(lambda: owner.load_state_dict(before.content))

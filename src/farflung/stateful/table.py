@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of all that a run keeps in its checkpoints, and what is done with each of its parts to save and to load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from farflung.base.errors import CheckpointError
+from farflung.checkpoint.entries import Entry
+from farflung.checkpoint.manager import CheckpointGroup
+from farflung.checkpoint.reader import DAMAGE
+from farflung.stateful import lazy
+from farflung.stateful.loops import OuterLoops
+from farflung.stateful.models import Models, OwnBuffers
+from farflung.stateful.objects import Loaders, RandomStates, Registered, Scaler, Schedulers
+from farflung.stateful.optimizers import Optimizers
+from farflung.stateful.part import Loading, Part, Saving, Undo
+from farflung.stateful.run import Run
+from farflung.stateful.window import Window
+
+if TYPE_CHECKING:
+    from farflung.checkpoint.sharded import ShardPlanner
+
+# In the order in which they are saved, read, loaded and filled.
+PARTS: list[type[Part]] = [
+    Models,
+    OwnBuffers,
+    Optimizers,
+    Schedulers,
+    Registered,
+    Scaler,
+    Window,
+    Loaders,
+    RandomStates,
+    OuterLoops,
+]
+_ORIGINS = {"loop_state": "the training loop", "outer_state": "the outer loop"}  # by folder, for errors
+
+
+def collect(run: Run, group: CheckpointGroup, doing: str, saving: Saving) -> list[Entry]:
+    """Return what this rank writes: a collective of all ranks of `group`.
+
+    Raises:
+        CheckpointError, ConfigError: something can't be saved; the same on all ranks.
+    """
+    parts = [kind(run) for kind in PARTS]
+    if run.spread is not None:
+        group.agree(doing, lambda: _each(part.check for part in parts))
+    if run.gathers:
+        for part in parts:
+            part.gather(saving)
+    entries: list[Entry] = []
+    planners: list[ShardPlanner] = []
+
+    def look() -> list[object]:
+        entries.extend(entry for part in parts for entry in part.replicated(saving))
+        files: dict[str, dict[str, object]] = {}
+        for part in parts:
+            for name, state in part.per_rank(saving).items():
+                files.setdefault(name, {}).update(state)
+        entries.extend(Entry(name, state, origin=_ORIGINS.get(name.split("/")[0], "")) for name, state in files.items())
+        if run.spread is not None and not run.gathers:
+            takes_part = not run.replicas_differ or group.leader in run.spread[0]
+            folders = {name: state for part in parts for name, state in part.sharded().items()}
+            planners.extend(lazy.ShardPlanner(*folder, saving.leads, takes_part) for folder in folders.items())
+        return [planner.plan for planner in planners]
+
+    plans = group.agree(doing, look)
+    folders = [planner.entry([plan[k] for plan in plans], group.exchange.rank) for k, planner in enumerate(planners)]
+    return entries + folders
+
+
+def load(run: Run, group: CheckpointGroup, doing: str, source: Loading, verify: Callable[[], None]) -> None:
+    """Read all of a checkpoint, check it, and go on from it: a collective of all ranks of `group`.
+
+    Args:
+        verify: called when all has been read; raises if what was read is not what was written.
+
+    Raises:
+        CheckpointError: something is wrong on one rank; all is as it was on all of them.
+    """
+    parts = [kind(run) for kind in PARTS]
+    if run.load_hooks:
+        group.agree(doing, lambda: _each((part.begin for part in parts), source))
+
+    def read() -> None:
+        try:
+            _read(parts, source)
+        finally:  # what is wrong with the bytes explains what is wrong with their content
+            verify()
+
+    group.agree(doing, read)
+    undo: list[Undo] = []
+    try:
+        group.agree(doing, lambda: _each((part.load for part in parts), undo))
+    except BaseException:
+        for step in reversed(undo):
+            step()
+        raise
+    group.agree(doing, lambda: _each(part.fill for part in parts))
+
+
+def _each(methods: Iterable[Callable[..., None]], *arguments: object) -> None:
+    for method in methods:
+        method(*arguments)
+
+
+def _read(parts: list[Part], source: Loading) -> None:
+    if source.is_other:
+        source.note_other_size()
+    for part in parts:
+        try:
+            part.read(source)
+        except CheckpointError:
+            raise
+        except DAMAGE as error:
+            folder = source.checkpoint.folder
+            raise CheckpointError(f"{folder} holds something other than the state of a run: {error!r}") from error

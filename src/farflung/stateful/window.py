@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The accumulation window that is not complete: how far it is, its gradients, and what optimizers know of it.
+
+A rank's own gradients of whole parameters can be gone on from in any layout: those of a plain model, and those of a
+sharded one that FSDP has not reduced yet. Shards of gradients that it has reduced fit the same layout alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.base.errors import CheckpointError
+from farflung.base.torch_internals import set_unreduced_gradient, sharded_parameters, unreduced_gradient
+from farflung.base.words import counted
+from farflung.checkpoint import layout
+from farflung.comm.shards import is_sharded, local, sharded_parts, with_local
+from farflung.loop.optimizer import AcceleratedOptimizer
+from farflung.stateful.optimizers import parameters
+from farflung.stateful.part import Loading, Part, Saving, Undo
+from farflung.stateful.run import Run
+
+Gradients = list[Tensor | None]
+_OTHER_SHARDS = "the unfinished accumulation window had reduced gradients of other shards: it starts over"
+_FRESH = {"size": 0, "complete": True, "items": 0.0, "scale": None}
+
+
+class Window(Part):
+    """The loop's windows and the gradients in them: each rank's own. Other ranks go on from the mean over the old."""
+
+    def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
+        run, optimizers = self.run, self.run.registry.optimizers
+        state = {
+            "rank": run.world.rank,
+            "world_size": run.world.size,
+            "spread": run.spread,
+            "loop": run.loop.state_dict(run.modules),
+            "optimizers": [{"is_own": one.is_own, "was_skipped": one.step_was_skipped} for one in optimizers],
+            **_gradients_of(run),
+        }
+        return {layout.loop_state(run.world.rank): state}
+
+    def read(self, source: Loading) -> None:
+        own = _redistributed(source.owns, source.notes) if source.is_other else source.own
+        if own is not None and own.get("spread") != self.run.spread and _has_reduced([own]):
+            own = _without_gradients(own)
+            source.notes.append(_OTHER_SHARDS)
+        self._own = own
+        if own is None:
+            return
+        folder, written, here = source.checkpoint.folder, len(own["gradients"]), len(self.run.registry.optimizers)
+        if written != here:
+            raise CheckpointError(
+                f"{folder} was written with {counted(written, 'prepared optimizer')}, but here there are {here}. "
+                "Prepare the same objects in the same order before load_state."
+            )
+        for optimizer, whole, reduced in self._rows():
+            mine = parameters(optimizer)
+            wanted = [*(p.shape for p in mine if whole), *(local(p).shape for p in mine if reduced)]
+            for gradient, shape in zip([*(whole or []), *(reduced or [])], wanted, strict=True):
+                if gradient is not None and gradient.shape != shape:
+                    raise CheckpointError(f"{folder} has gradients of another model: {list(gradient.shape)}.")
+
+    def load(self, undo: list[Undo]) -> None:
+        if self._own is None:
+            return
+        loop, modules = self.run.loop, self.run.modules
+        windows = loop.state_dict(modules)
+        undo.append(lambda: loop.load_state_dict(windows, modules))
+        loop.load_state_dict(self._own["loop"], modules)
+        for (optimizer, whole, reduced), kept in zip(self._rows(), self._own["optimizers"], strict=True):
+            undo.append(_kept(self.run, optimizer))
+            optimizer.is_own = kept["is_own"]
+            optimizer.step_was_skipped = kept["was_skipped"]
+            optimizer.finished = loop.backwards - (whole is not None)  # else they would be forgotten by the next save
+            _put(self.run, optimizer, whole, reduced)
+
+    def _rows(self) -> Iterable[tuple[AcceleratedOptimizer, Any, Any]]:
+        """Return each optimizer with its gradients: whole ones, and reduced shards."""
+        assert self._own is not None
+        optimizers = self.run.registry.optimizers
+        reduced = self._own.get("reduced") or [None] * len(optimizers)
+        return zip(optimizers, self._own["gradients"], reduced, strict=True)
+
+
+def _redistributed(owns: Sequence[dict[str, Any]], notes: list[str]) -> dict[str, Any]:
+    """Return the state from which each of another number of ranks goes on."""
+    if any(one["is_own"] for one in owns[0]["optimizers"]):
+        notes.append(
+            "replicas had trained independently: all take the mean of their weights, and rank 0's optimizer state"
+        )
+    optimizers = [{**one, "is_own": False} for one in owns[0]["optimizers"]]
+    own = {**owns[0], "optimizers": optimizers, "gradients": _mean_gradients(owns, notes), "reduced": None}
+    return own if own["gradients"] is not None else _without_gradients(own)
+
+
+def _has_reduced(owns: Iterable[dict[str, Any]]) -> bool:
+    """Say whether there are gradients that were reduced, of which each rank has its own shards."""
+    return any(part is not None for own in owns for parts in own.get("reduced") or () for part in parts or ())
+
+
+def _without_gradients(own: dict[str, Any]) -> dict[str, Any]:
+    """Return a rank's own state with its accumulation windows at their beginning."""
+    nothing = [None] * len(own["optimizers"])
+    loop = {"windows": [{**one, **_FRESH} for one in own["loop"]["windows"]]}
+    return {**own, "gradients": nothing, "reduced": nothing, "loop": loop}
+
+
+def _mean_gradients(owns: Sequence[dict[str, Any]], notes: list[str]) -> list[Any] | None:
+    """Return the mean over the ranks of each optimizer's unfinished gradients; None where they can't be joined."""
+    scales = {window["scale"] for own in owns for window in own["loop"]["windows"]}
+    if scales != {None}:
+        notes.append("the unfinished accumulation window was weighted by num_items: it starts over")
+        return None
+    if _has_reduced(owns):
+        notes.append(_OTHER_SHARDS)
+        return None
+    return [_mean_of(column, len(owns)) for column in zip(*(own["gradients"] for own in owns), strict=True)]
+
+
+def _mean_of(column: Sequence[Gradients | None], size: int) -> Gradients | None:
+    there = [gradients for gradients in column if gradients is not None]
+    some = [[part for part in parts if part is not None] for parts in zip(*there, strict=True)]
+    return [torch.stack(parts).sum(0) / size if parts else None for parts in some] if there else None
+
+
+def _gradients_of(run: Run) -> dict[str, list[Gradients | None]]:
+    """Return the gradients that a later step will use, for each optimizer; None where it has none.
+
+    Returns:
+        `gradients`, of whole parameters, and `reduced`, local parts of shards.
+    """
+    optimizers = run.registry.optimizers
+    slots = _slots(run)
+
+    def whole(parameter: Tensor) -> Tensor | None:
+        if not is_sharded(parameter):
+            return parameter.grad
+        return unreduced_gradient(slots[id(parameter)]) if id(parameter) in slots else None
+
+    def part(parameter: Tensor) -> Tensor | None:
+        gradient = parameter.grad
+        return None if gradient is None or not is_sharded(parameter) else local(gradient)
+
+    def each(get: Callable[[Tensor], Tensor | None]) -> list[Gradients | None]:
+        return [list(map(get, parameters(one))) if one.is_unfinished else None for one in optimizers]
+
+    return {"gradients": each(whole), "reduced": each(part)}
+
+
+def _put(run: Run, optimizer: AcceleratedOptimizer, whole: Gradients | None, reduced: Gradients | None) -> None:
+    """Give the parameters of an optimizer the gradients that `_gradients_of` returned, and those alone."""
+    slots = _slots(run)
+    for number, parameter in enumerate(parameters(optimizer)):
+        gradient = None if whole is None else whole[number]
+        if not is_sharded(parameter):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
+            continue
+        part = None if reduced is None else reduced[number]
+        parameter.grad = None if part is None else with_local(part, parameter)
+        if id(parameter) in slots:
+            gradient = None if gradient is None else gradient.to(local(parameter).device)
+            set_unreduced_gradient(slots[id(parameter)], gradient)
+
+
+def _kept(run: Run, optimizer: AcceleratedOptimizer) -> Undo:
+    """Return what makes the gradients of an optimizer, and its flags, those that they are now."""
+    slots = _slots(run)
+    mine = parameters(optimizer)
+    before = [parameter.grad for parameter in mine]
+    unreduced = {id(p): unreduced_gradient(slots[id(p)]) for p in mine if id(p) in slots}
+    flags = (optimizer.is_own, optimizer.step_was_skipped, optimizer.finished)
+
+    def undo() -> None:
+        optimizer.is_own, optimizer.step_was_skipped, optimizer.finished = flags
+        for parameter, gradient in zip(mine, before, strict=True):
+            parameter.grad = gradient
+            if id(parameter) in slots:
+                set_unreduced_gradient(slots[id(parameter)], unreduced[id(parameter)])
+
+    return undo
+
+
+def _slots(run: Run) -> dict[int, Any]:
+    """Return where FSDP keeps gradients, by the parameter's identity."""
+    parts = [part for model in run.bare_models for part in sharded_parts(model.modules())]
+    return {id(slot.sharded_param): slot for part in parts for slot in sharded_parameters(part)}
