@@ -29,7 +29,7 @@ FLOORS = {
     "big_model": 5,
     "data": 5,
     "integrations": 5,
-    "stateful": 6,
+    "resume": 6,
     "launch": 6,
     "accelerator": 7,
     "demo": 9,  # a user of the doors
@@ -48,7 +48,7 @@ LAZY_TABLES = (
     "accelerator/checkpoints.py",
     "accelerator/lazy.py",
     "codec/fused.py",
-    "stateful/lazy.py",
+    "resume/lazy.py",
     "strategy/choose.py",
     "integrations/as_accelerate.py",
 )

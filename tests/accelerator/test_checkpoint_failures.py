@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from farflung import Accelerator
 from farflung.base.errors import CheckpointError, StateError
 from farflung.checkpoint import atomic, entries
-from farflung.stateful import models
+from farflung.resume import models
 from farflung.testing.ranks import run_ranks
 from farflung.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 from tests.accelerator.test_checkpoints import Training

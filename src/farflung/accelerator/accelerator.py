@@ -66,7 +66,7 @@ from farflung.loop.accumulation import Accumulate, explain_loss, weighed
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks
 from farflung.process.bootstrap import join_world
-from farflung.stateful.run import Run
+from farflung.resume.run import Run
 from farflung.strategy.choose import choose_strategy
 
 if TYPE_CHECKING:

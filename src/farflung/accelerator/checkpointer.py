@@ -21,9 +21,9 @@ from farflung.checkpoint import atomic, layout
 from farflung.checkpoint.checkpoint import Checkpoint, newest, resolve
 from farflung.checkpoint.manager import Busy, CheckpointGroup, Saver, SaveRequest
 from farflung.config.handlers import ProjectConfiguration
-from farflung.stateful import table
-from farflung.stateful.part import Loading, Saving
-from farflung.stateful.run import Run
+from farflung.resume import table
+from farflung.resume.part import Loading, Saving
+from farflung.resume.run import Run
 
 Path_ = str | os.PathLike[str]
 T = TypeVar("T")

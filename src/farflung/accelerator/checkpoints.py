@@ -21,7 +21,7 @@ from farflung.base.errors import Unsupported, WrongType
 from farflung.comm import collectives
 from farflung.comm.shards import model_has_dtensor
 from farflung.config.handlers import ProjectConfiguration
-from farflung.stateful.run import Run
+from farflung.resume.run import Run
 
 if TYPE_CHECKING:
     from farflung.accelerator.checkpointer import Checkpointer
@@ -218,7 +218,7 @@ class Checkpointing:
             collectives.gather_object(flushed(self._run.world.exchange), [None], at="get_state_dict, save_model")
         state = self._run.outers.state_of(inner)
         if is_sharded:
-            whole: dict[str, Any] = import_module("farflung.stateful.models").gathered_model(inner, state, keep)
+            whole: dict[str, Any] = import_module("farflung.resume.models").gathered_model(inner, state, keep)
             return whole
         has_hooks = any(hasattr(module, "_hf_hook") for module in inner.modules())
         if has_hooks and any(isinstance(value, Tensor) and value.is_meta for value in state.values()):

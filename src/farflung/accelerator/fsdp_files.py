@@ -20,7 +20,7 @@ from farflung.checkpoint.reader import read_torch
 from farflung.checkpoint.save import save_object
 from farflung.comm.shards import is_sharded, local
 from farflung.process.bootstrap import join_world
-from farflung.stateful import models, optimizers
+from farflung.resume import models, optimizers
 
 if TYPE_CHECKING:
     from farflung.accelerator.accelerator import Accelerator

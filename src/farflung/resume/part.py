@@ -14,7 +14,7 @@ from farflung.base.words import counted, numbered
 from farflung.checkpoint import layout
 from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.entries import Entry, Staging
-from farflung.stateful.run import Run
+from farflung.resume.run import Run
 
 Undo = Callable[[], Any]
 
@@ -106,7 +106,7 @@ class Loading:
 class Part:
     """Something of a run that is saved, in its three scopes: the same on all ranks, spread as shards, each rank's own.
 
-    `farflung.stateful.table` lists them. To save something more, write a part and list it there. One object serves one
+    `farflung.resume.table` lists them. To save something more, write a part and list it there. One object serves one
     checkpoint: what `read` finds it keeps for `load` and `fill`.
     """
 

@@ -20,7 +20,7 @@ from farflung.checkpoint import layout, rng
 from farflung.checkpoint.entries import Entry
 from farflung.comm.shards import is_sharded
 from farflung.data.position import NOTHING_READ, with_present_keys
-from farflung.stateful.part import Loading, Part, Saving, Undo, change
+from farflung.resume.part import Loading, Part, Saving, Undo, change
 
 
 class Schedulers(Part):

@@ -19,10 +19,10 @@ from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.reader import DAMAGE, read_torch
 from farflung.comm.shards import full, is_sharded, local, spread_like, with_local
 from farflung.loop.optimizer import AcceleratedOptimizer
-from farflung.stateful import lazy
-from farflung.stateful.models import bare_name
-from farflung.stateful.part import Loading, Part, Saving, Undo
-from farflung.stateful.run import Run
+from farflung.resume import lazy
+from farflung.resume.models import bare_name
+from farflung.resume.part import Loading, Part, Saving, Undo
+from farflung.resume.run import Run
 
 _KEYS = "optimizer_keys"  # in a folder of shards, beside the optimizer's state
 

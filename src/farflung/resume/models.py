@@ -23,9 +23,9 @@ from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.reader import read_weights
 from farflung.comm.shards import full, is_sharded, local, model_has_dtensor, spread_like
-from farflung.stateful import lazy
-from farflung.stateful.part import Loading, Part, Saving
-from farflung.stateful.run import Run
+from farflung.resume import lazy
+from farflung.resume.part import Loading, Part, Saving
+from farflung.resume.run import Run
 
 _RECOMPUTED = "_checkpoint_wrapped_module."  # where torch's wrapper for activation checkpointing keeps a module
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from farflung.base.errors import CheckpointError
 from farflung.base.words import counted
 from farflung.checkpoint import layout
-from farflung.stateful import lazy, models
-from farflung.stateful.part import Loading, Part, Saving
-from farflung.stateful.run import Run
+from farflung.resume import lazy, models
+from farflung.resume.part import Loading, Part, Saving
+from farflung.resume.run import Run
 
 
 class OuterLoops(Part):

@@ -9,8 +9,8 @@ from farflung import Accelerator
 from farflung.base.errors import CheckpointError
 from farflung.checkpoint import layout
 from farflung.outer import local_sgd
-from farflung.stateful.part import Part
-from farflung.stateful.table import PARTS
+from farflung.resume.part import Part
+from farflung.resume.table import PARTS
 from farflung.testing.ranks import run_ranks
 
 
@@ -73,12 +73,12 @@ def test_what_a_part_refuses_changes_nothing_on_any_rank(tmp_path):
 
 
 def test_what_was_loaded_is_undone_where_a_later_part_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr("farflung.stateful.table.PARTS", [*PARTS, Marks])
+    monkeypatch.setattr("farflung.resume.table.PARTS", [*PARTS, Marks])
     accelerator = Accelerator(cpu=True)
     Marks.here = 7
     accelerator.save_state(tmp_path / "a")
     Marks.here = 1
-    monkeypatch.setattr("farflung.stateful.table.PARTS", [*PARTS, Marks, Failing])
+    monkeypatch.setattr("farflung.resume.table.PARTS", [*PARTS, Marks, Failing])
     with pytest.raises(ValueError, match="after the marks were loaded"):
         accelerator.load_state(tmp_path / "a")
     assert Marks.here == 1

@@ -19,9 +19,9 @@ from farflung.base.words import counted
 from farflung.checkpoint import layout
 from farflung.comm.shards import is_sharded, local, sharded_parts, with_local
 from farflung.loop.optimizer import AcceleratedOptimizer
-from farflung.stateful.optimizers import parameters
-from farflung.stateful.part import Loading, Part, Saving, Undo
-from farflung.stateful.run import Run
+from farflung.resume.optimizers import parameters
+from farflung.resume.part import Loading, Part, Saving, Undo
+from farflung.resume.run import Run
 
 Gradients = list[Tensor | None]
 _OTHER_SHARDS = "the unfinished accumulation window had reduced gradients of other shards: it starts over"

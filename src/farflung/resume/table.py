@@ -10,14 +10,14 @@ from farflung.base.errors import CheckpointError
 from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.manager import CheckpointGroup
 from farflung.checkpoint.reader import DAMAGE
-from farflung.stateful import lazy
-from farflung.stateful.loops import OuterLoops
-from farflung.stateful.models import Models, OwnBuffers
-from farflung.stateful.objects import Loaders, RandomStates, Registered, Scaler, Schedulers
-from farflung.stateful.optimizers import Optimizers
-from farflung.stateful.part import Loading, Part, Saving, Undo
-from farflung.stateful.run import Run
-from farflung.stateful.window import Window
+from farflung.resume import lazy
+from farflung.resume.loops import OuterLoops
+from farflung.resume.models import Models, OwnBuffers
+from farflung.resume.objects import Loaders, RandomStates, Registered, Scaler, Schedulers
+from farflung.resume.optimizers import Optimizers
+from farflung.resume.part import Loading, Part, Saving, Undo
+from farflung.resume.run import Run
+from farflung.resume.window import Window
 
 if TYPE_CHECKING:
     from farflung.checkpoint.sharded import ShardPlanner
