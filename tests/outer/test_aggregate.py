@@ -34,7 +34,7 @@ from farflung.outer import (
     local_sgd,
     sparse_loco,
 )
-from farflung.outer.vote import Decision, NormHistory
+from farflung.outer.weighting import Decision, NormHistory
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import Run, dyadic, linear, same, train, values
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from farflung.comm.group import SoloGroup
 from farflung.outer import Cast, OuterLoop, diloco, local_sgd
-from farflung.outer.vote import BALLOT_BYTES
+from farflung.outer.ballot import BALLOT_BYTES
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import Counting, linear, same, train, values
 

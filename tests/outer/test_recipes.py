@@ -42,7 +42,7 @@ from farflung.outer import (
     streaming_diloco,
     whole,
 )
-from farflung.outer.vote import BALLOT_BYTES
+from farflung.outer.ballot import BALLOT_BYTES
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import RECIPES, Counting, Run, net, no_statistics, same, values
 

@@ -19,8 +19,7 @@ from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import *  # noqa: F403 - its __all__ is the list of recipes
 from farflung.outer.schedule import ByTime, Every, Levels, Quadratic, Streaming, Warmup
 from farflung.outer.stats import Round, Stats
-from farflung.outer.vote import ByWork
-from farflung.outer.weighting import ClippedToMedian, WithoutOutliers
+from farflung.outer.weighting import ByWork, ClippedToMedian, WithoutOutliers
 
 __all__ = [
     "E3M0",

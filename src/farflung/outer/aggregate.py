@@ -17,7 +17,7 @@ from farflung.codec.base import Codec
 from farflung.codec.feedback import ErrorFeedback
 from farflung.comm.group import Group
 from farflung.outer.agreement import Aggregator, Mean, Payload, Pending
-from farflung.outer.vote import Decision
+from farflung.outer.weighting import Decision
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from farflung.codec.feedback import ErrorFeedback
 from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group, Op, Work
 from farflung.outer.merge import Merge
-from farflung.outer.vote import Decision
+from farflung.outer.weighting import Decision
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -25,7 +25,7 @@ class Eager(Anchored):
     is taken out. Anchors differ between ranks.
 
     Args:
-        num_ranks: M.
+        num_ranks: M, which changes with who is there.
 
     Source: eager updates (arXiv:2502.12996).
     """
@@ -42,7 +42,7 @@ class Eager(Anchored):
         num_ranks: int,
     ) -> None:
         super().__init__(buckets, aggregator, codec, anchor, merge)
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         self._share = 1 / num_ranks  # f of what was sent last; 0 where that was nothing that could count
         self._sent = [torch.zeros_like(chunk) for chunk in anchor.chunks]
         self._means: dict[int, Tensor] = {}  # of the round that has come back, by bucket
@@ -71,10 +71,10 @@ class Eager(Anchored):
         rank's weights are not finite: the vote that follows will say so.
         """
         means, self._means = self._means, {}
-        if not has_worked and (not has_arrived or self._num_ranks == 1):
+        if not has_worked and (not has_arrived or self.num_ranks == 1):
             self._send_nothing()
             return
-        share = self._next_share if means else self._share or 1 / self._num_ranks
+        share = self._next_share if means else self._share or 1 / self.num_ranks
         for k, mean in means.items() if self._share else ():
             mean.sub_(self._sent[k], alpha=self._share)
         for k, sent in enumerate(self._sent):

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -25,14 +24,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from farflung.base.checks import check_type
-from farflung.base.errors import ConfigError, StateError, Unsupported
+from farflung.base.errors import ConfigError, RankFailure, StateError, Unsupported
 from farflung.base.sizes import bucket_bytes_for
 from farflung.base.words import counted
-from farflung.comm.group import Group, SoloGroup
+from farflung.comm.group import Group
 from farflung.comm.shards import model_has_dtensor, reshard
-from farflung.comm.torch_group import TorchGroup
 from farflung.outer.asked import check_same, check_shard, check_state, checked, one_number
 from farflung.outer.data_parallel import LocalDDP
+from farflung.outer.membership import Membership, fixed_membership
 from farflung.outer.named import OuterConfig
 from farflung.outer.recipe import Recipe
 from farflung.outer.rounds import Rounds
@@ -71,6 +70,8 @@ class OuterLoop:
         group: the replicas. None: all ranks of `torch.distributed`, or this process alone if it is not initialized.
         island: the ranks that train one replica together, by `fully_shard` over them or by DDP among them; None: each
             rank has a replica of its own. `group` then has the ranks that hold the same values in each island.
+        membership: who takes part, where replicas come and go (`farflung.outer.membership`), in place of `group` and
+            `island`. None: these ranks, in every round; one that is lost ends the loop.
         inner: the inner optimizer, for recipes that use its learning rate or synchronize its state.
         bucket_bytes: size of the buckets that are copied and sent. Two of them are kept in memory, four with more than
             two ranks, or a whole fragment if its exchange overlaps with training. None: the recipe's value, or else an
@@ -94,27 +95,17 @@ class OuterLoop:
         *,
         inner: Optimizer | None = None,
         island: Group | None = None,
+        membership: Membership | None = None,
         bucket_bytes: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         recipe = checked(model, recipe, group, inner, island, bucket_bytes, clock)
-        if group is None:
-            group = TorchGroup() if dist.is_available() and dist.is_initialized() else SoloGroup()
-        island = island or SoloGroup()
-        if island.size > 1 and isinstance(group, TorchGroup) and isinstance(island, TorchGroup):
-            everyone = TorchGroup()
-            group, island = everyone.within(group.pg), everyone.within(island.pg)  # a rank that leaves one leaves both
-        on_cpu = all(parameter.is_cpu for parameter in model.parameters())
-        if on_cpu and not group.supports("cpu"):
-            raise ConfigError(
-                "The model is on the CPU, but its group can't send CPU tensors (NCCL alone can't). Move the model to "
-                'the GPU, or initialize torch.distributed with the backend "cpu:gloo,cuda:nccl".'
-            )
-        if bucket_bytes is None:
-            bucket_bytes = recipe.bucket_bytes
-        if bucket_bytes is None:
+        membership = membership or fixed_membership(group, island, all(one.is_cpu for one in model.parameters()))
+        island = membership.island
+        cap_bytes = bucket_bytes or recipe.bucket_bytes
+        if cap_bytes is None:
             trained = sum(4 * p.numel() for p in model.parameters() if p.requires_grad and not is_lazy(p))
-            bucket_bytes = bucket_bytes_for(trained // (island.size if model_has_dtensor(model) else 1))
+            cap_bytes = bucket_bytes_for(trained // (island.size if model_has_dtensor(model) else 1))
         self.listeners: list[Callable[[Round], None]] = []
         self._recipe = recipe
         self._ddp: LocalDDP | None = None
@@ -134,8 +125,7 @@ class OuterLoop:
             self._ddp = LocalDDP(model, lambda: (loop := this()) is None or not loop._open or loop.is_warming)
             self._model = model = self._ddp.module
         with torch.no_grad():
-            self._rounds = Rounds(model, recipe, group, island, bucket_bytes, self._meter, self.listeners)
-        self._group = self._rounds.group
+            self._rounds = Rounds(model, recipe, membership, cap_bytes, self._meter, self.listeners)
         self._know(inner)
 
     def count(self, done: bool = True, items: float = 0) -> None:
@@ -179,11 +169,14 @@ class OuterLoop:
         self._synced = self._position
         if due:
             with self._meter.timed("exposed"), torch.no_grad():
-                for action in due:
-                    if isinstance(action, Launch):
-                        self._rounds.launch(action, self._position, finished=False)
-                    else:
-                        self._rounds.apply(action.fragment)
+                try:
+                    for action in due:
+                        if isinstance(action, Launch):
+                            self._rounds.launch(action, self._position, finished=False)
+                        else:
+                            self._rounds.apply(action.fragment)
+                except RankFailure as failure:
+                    self._rounds.survive(failure)
             if any(isinstance(action, Launch) for action in due):
                 self._began_at = self._clock()  # not before the wait for slower ranks, which would grow with each round
 
@@ -213,7 +206,7 @@ class OuterLoop:
         if self.is_warming and self._averaged <= self._position:
             self._averaged = self._position + 1
             if self._ddp is None:  # which has averaged them in the backward pass
-                self._warm(finished=False)
+                self._rounds.in_spite_of_losses(lambda: self._warm(finished=False))
 
     def attach(self, optimizer: Optimizer) -> OuterLoop:
         """Call `step` automatically after each step of `optimizer`, until the loop ends. Returns the loop.
@@ -272,6 +265,9 @@ class OuterLoop:
             StateError: the loop has ended.
         """
         self._check_open()
+        self._rounds.in_spite_of_losses(self._flush)
+
+    def _flush(self) -> None:
         for _ in range(self._position, self._recipe.warmup):
             if not self._warm(finished=True):
                 break
@@ -307,15 +303,15 @@ class OuterLoop:
         """
         self._check_open()
         is_common = self.is_warming and self._are_alike
-        must_average = not (is_common or self.has_anchor) and self._group.size > 1
+        must_average = not (is_common or self.has_anchor) and self._rounds.group.size > 1
         with torch.no_grad():
             if must_average:
-                self._rounds.agree_on_changes()
+                self._rounds.in_spite_of_losses(self._rounds.agree_on_changes)
             kept = self._rounds.replica.copies()
         try:
             with torch.no_grad():
                 if must_average:
-                    self._rounds.average()
+                    self._rounds.in_spite_of_losses(self._rounds.average)
                 elif self.has_anchor and not is_common:
                     self._rounds.replica.adopt()
             yield
@@ -357,7 +353,7 @@ class OuterLoop:
             "began": self._began,
             "are_alike": self._are_alike,
             "seconds": self._clock() - self._began_at,
-            "shard": self._rounds.island.shard,
+            "shard": self._rounds.epoch.island.shard,
             "lr": self._lr,
             "stats": asdict(self.stats()),
             "rounds": self._rounds.state_dict(),
@@ -373,7 +369,7 @@ class OuterLoop:
         self._check_open()
         check_state("load_state_dict", state)
         check_same(state["description"], self._rounds.replica.description)
-        check_shard(state.get("shard", 0), self._rounds.island.shard)
+        check_shard(state.get("shard", 0), self._rounds.epoch.island.shard)
         reshard(self._model.modules())
         self._rounds.load_state_dict(state["rounds"])
         self._position, self._synced, self._began = state["position"], state["synced"], state["began"]
@@ -412,7 +408,7 @@ class OuterLoop:
         self.average_gradients()
 
     def _check_averaged(self) -> None:
-        if self.is_warming and self._averaged <= self._position and self._group.size > 1:
+        if self.is_warming and self._averaged <= self._position and self._rounds.group.size > 1:
             raise StateError(
                 f"This recipe averages gradients in the first {counted(self._recipe.warmup, 'step')}, and this is step "
                 f"{self._position + 1}. Call outer.average_gradients() before optimizer.step(), or attach it; with a "
@@ -426,7 +422,7 @@ class OuterLoop:
     def _seconds(self) -> float:
         """Return how long the current round has lasted; where that decides, all ranks of an island take the longest."""
         seconds = self._clock() - self._began_at
-        return self._rounds.island.longest(seconds) if self._recipe.reads_clock else seconds
+        return self._rounds.epoch.island.longest(seconds) if self._recipe.reads_clock else seconds
 
     def _due(self, step: int, seconds: float) -> list[Action]:
         """Ask the schedule; a round that is launched begins at this step."""
@@ -442,7 +438,7 @@ class OuterLoop:
 
     def _warm(self, finished: bool) -> bool:
         """Average the gradients of all ranks that still have data; return False where none has."""
-        goes_on, by_all = average_gradients(self._model, self._group, self._meter, finished)
+        goes_on, by_all = average_gradients(self._model, self._rounds.group, self._meter, finished)
         self._are_alike = self._are_alike and (by_all or not goes_on)
         return goes_on
 

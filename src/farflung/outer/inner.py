@@ -16,7 +16,7 @@ from farflung.base.checks import check_type, check_whole
 from farflung.base.errors import ConfigError
 from farflung.comm.group import Group
 from farflung.outer.agreement import average
-from farflung.outer.vote import Decision, in_proportion
+from farflung.outer.weighting import Decision, in_proportion
 
 _COUNTER = "step"  # torch.optim keeps it as a float tensor, which has the shape of a parameter that is a scalar
 

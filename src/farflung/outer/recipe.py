@@ -23,7 +23,7 @@ from farflung.outer.fragments import Cut, whole
 from farflung.outer.inner import Inner, KeepState
 from farflung.outer.merge import Blend, Merge, Replace
 from farflung.outer.schedule import Levels, Schedule, Streaming, Warmup, after_warmup, check_schedule, steps_between
-from farflung.outer.vote import ByWork, Policy
+from farflung.outer.weighting import ByWork, Policy
 
 Work: TypeAlias = Literal["steps", "items"]
 

@@ -20,11 +20,12 @@ from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group
 from farflung.comm.shards import local, reshard
 from farflung.outer.agreement import Anchor, Anchored, Averaged, Max, Mean
+from farflung.outer.ballot import Voters
 from farflung.outer.eager import Eager
 from farflung.outer.fragments import Fragment, Place, without_masks
 from farflung.outer.recipe import Recipe
 from farflung.outer.structure import Change, Structure, change_of, describe
-from farflung.outer.vote import FixedMembership, NormHistory
+from farflung.outer.weighting import NormHistory
 
 _DIGEST_EVERY = 50  # rounds of a fragment between two checks that the ranks still agree
 
@@ -36,6 +37,7 @@ class BoundFragment:
         is_whole: it must be in its buffers as a whole, for the exchange and until it is applied.
         is_new: all ranks shall start from rank 0's values, and buffers with values that are not finite are left out: a
             collective. False: the fragment is what was agreed on.
+        most: how many replicas there will be at most.
 
     Attributes:
         weights, buffers, counters: how each kind of values comes together; `agreements` has them by name.
@@ -51,14 +53,15 @@ class BoundFragment:
         group: Group,
         cap_bytes: int,
         is_whole: bool,
+        most: int,
         is_new: bool = True,
     ) -> None:
+        self.num_ranks = group.size
         self.history = NormHistory()
         self.pending_weight = [0.0] * (1 + len(recipe.levels))
         self.num_rounds, self.digest = 0, -1
-        self._is_idle = group.size == 1 and recipe.optimizer is None  # nothing to do without other replicas
         self.is_whole = is_whole
-        num_buffers = None if is_whole else num_buffers_among(group.size)
+        num_buffers = None if is_whole else num_buffers_among(most)
         parameters = _buckets(fragment.parameters, cap_bytes, num_buffers)
         counters = _buckets(fragment.counters, cap_bytes, num_buffers)
         if group.size > 1 and is_new:
@@ -78,6 +81,15 @@ class BoundFragment:
         self.counters = Averaged(counters, Max(), Identity())
         self.agreements = {"weights": self.weights, "buffers": self.buffers, "counters": self.counters}
 
+    def enter(self, before: Sequence[int], ids: Sequence[int]) -> None:
+        """Go on in an epoch of other members: what is remembered of a replica goes with its id."""
+        known = dict(zip(before, range(len(before)), strict=True))
+        seen, self.num_ranks = self.history.seen, len(ids)
+        ranks = [(rank, known[one]) for rank, one in enumerate(ids) if one in known]
+        self.history = NormHistory({rank: seen[old] for rank, old in ranks if old in seen})
+        if isinstance(self.weights, Eager):
+            self.weights.num_ranks = len(ids)
+
     def rebind(self) -> None:
         """Find tensors again that were moved since the last round, in a model that has the same ones still.
 
@@ -95,7 +107,8 @@ class BoundFragment:
         """
         for agreement in self.agreements.values():
             agreement.forget()
-        if self._is_idle or not must_look:
+        is_idle = self.num_ranks == 1 and not self.weights.is_anchored  # nothing to do without other replicas
+        if is_idle or not must_look:
             return 0.0, 0.0, True
         norm, largest = self.weights.measure()
         sound = math.isfinite(self.buffers.measure()[0])
@@ -125,7 +138,7 @@ class BoundFragment:
         text = " ".join(str(value) for _, value in self._checksums()) if due else ""
         self.digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big") if due else -1
 
-    def check_agreement(self, digests: Sequence[int], members: FixedMembership) -> None:
+    def check_agreement(self, digests: Sequence[int], voters: Voters) -> None:
         """Compare what all ranks have noted.
 
         Raises:
@@ -134,13 +147,13 @@ class BoundFragment:
         if len(set(digests)) == 1:
             return
         names, mine = zip(*self._checksums(), strict=True)
-        everyone = members.group.all_gather_small(torch.tensor(mine, dtype=torch.float64))
+        everyone = voters.group.all_gather_small(torch.tensor(mine, dtype=torch.float64))
         for column, name in enumerate(names):
             values = everyone[:, column].tolist()
             usual = max(set(values), key=values.count)
             odd = [rank for rank, value in enumerate(values) if value != usual]
             if odd:
-                where = numbered(members.noun, odd)
+                where = numbered(voters.noun, odd)
                 raise CollectiveMismatch(
                     f"The replicas no longer agree on {name}: its value on {where} is not that of the others. "
                     "Something has written to it, or their machines compute differently."
@@ -231,7 +244,7 @@ class Replica:
     """All fragments of a model. Making one sends nothing; `bind` does.
 
     Args:
-        is_whole: see `BoundFragment`.
+        is_whole, most: see `BoundFragment`.
 
     Attributes:
         description: what must be the same on all ranks: recipe, shapes, cut.
@@ -239,10 +252,11 @@ class Replica:
         fragments: bound to memory.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, cap_bytes: int, is_whole: bool) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, cap_bytes: int, is_whole: bool, most: int) -> None:
         self._model = model
         self._recipe = recipe
         self._is_whole = is_whole
+        self._most = most
         self._cap_bytes = cap_bytes
         self._cut = recipe.fragments(model, recipe.schedule.fragments)
         self._structure = Structure(model)
@@ -255,7 +269,14 @@ class Replica:
         self.fragments = [self._bound(fragment, is_new=True) for fragment in self._cut]
 
     def _bound(self, fragment: Fragment, is_new: bool) -> BoundFragment:
-        return BoundFragment(fragment, self._recipe, self._group, self._cap_bytes, self._is_whole, is_new)
+        row = (self._recipe, self._group, self._cap_bytes, self._is_whole, self._most, is_new)
+        return BoundFragment(fragment, *row)
+
+    def enter(self, group: Group, before: Sequence[int], ids: Sequence[int]) -> None:
+        """Go on in an epoch of other members."""
+        self._group = group
+        for fragment in self.fragments:
+            fragment.enter(before, ids)
 
     def rebind(self, number: int) -> None:
         """Find a fragment's tensors again, unless the model has changed: the next round follows that."""

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from farflung.outer.agreement import Payload, Pending
 from farflung.outer.background import Job
+from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
+from farflung.outer.membership import Epoch
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment
 from farflung.outer.stats import Meter, Round
-from farflung.outer.vote import BALLOT_BYTES, Ballot, Decision, FixedMembership, Island, Tally, in_proportion
+from farflung.outer.weighting import Decision, in_proportion
 
 _AHEAD = 2  # buckets on the wire at a time
 _LAG = 2  # of two buckets that follow each other so, the second is sent only after the first has arrived
@@ -33,17 +35,19 @@ class OpenRound:
     """A round of one fragment that has not been applied yet.
 
     Args:
-        island: the ranks that train this replica.
+        epoch: who takes part.
         ballot: of this rank; of its island, once that has met.
         step: this rank's, when the fragment was sent off.
         claimed: what was done since the last round, by level.
+
+    Attributes:
+        group: those who meet in it.
     """
 
     def __init__(
         self,
         fragment: BoundFragment,
-        members: FixedMembership,
-        island: Island,
+        epoch: Epoch,
         recipe: Recipe,
         ballot: Ballot,
         step: int,
@@ -57,11 +61,11 @@ class OpenRound:
         self.tally: Tally | None = None
         self.decision = self._of_buffers = Decision((), 0.0)
         self._fragment = fragment
-        self._members = members
-        self._island = island
-        self._group = members.group
+        self._voters = epoch.levels[level]
+        self._island = epoch.in_round
+        self.group = self._voters.group
         self._recipe = recipe
-        self._votes_first = recipe.votes_first or self._group.size == 1
+        self._votes_first = recipe.votes_first or self.group.size == 1
         self._is_sent = False
         self._encoded: dict[int, Payload] = {}  # of the weights, before the vote
         self._squares: list[Tensor] = []  # of the weights' aggregate here, by bucket
@@ -106,7 +110,7 @@ class OpenRound:
         if self.is_dropped or self.is_empty:
             self._discard()
         elif not self._is_sent:
-            rank = self._group.rank
+            rank = self.group.rank
             self._send(self.decision.factors[rank], self._of_buffers.factors[rank])
 
     def wait(self) -> None:
@@ -122,10 +126,10 @@ class OpenRound:
             return
         if self._clips:  # whoever has to apply it without the others must know the norm before anyone applies
             self._square = self._island.square(self._square_here())
-        if self._arrived and self._group.size > (2 if self._island.size == 1 else 1):
+        if self._arrived and self.group.size > (2 if self._island.size == 1 else 1):
             mark = torch.zeros(1)
-            self._group.all_gather_small(mark)
-            self.meter.add("bytes_voting", (self._group.size - 1) * mark.nbytes)
+            self.group.all_gather_small(mark)
+            self.meter.add("bytes_voting", (self.group.size - 1) * mark.nbytes)
         if self._island.size > 1:
             self._square = self._island.square(self._square_here())
         self._is_confirmed = True
@@ -140,7 +144,7 @@ class OpenRound:
             while self._under_way and not self._fragment.is_whole:
                 self._receive()
                 # Where one of two ranks dies the other one has nobody to differ from.
-                if self._group.size == 2 or len(self._arrived) > _LAG:
+                if self.group.size == 2 or len(self._arrived) > _LAG:
                     self._apply_one()
                 self._fill()
             self.wait()
@@ -161,7 +165,7 @@ class OpenRound:
         is_ready = not (self.is_dropped or self.is_empty or self._under_way or self._queue)
         is_ready = is_ready and (self._square is not None or not self._clips)
         complete = int(is_ready) if is_whole else self._num_arrived
-        common = self._group.agree_min(complete, f"round {self.ballot.number}")
+        common = self.group.agree_min(complete, f"round {self.ballot.number}")
         with torch.no_grad():
             if common:
                 self._clip()
@@ -228,8 +232,8 @@ class OpenRound:
     def _begin_vote(self) -> Callable[[], Tally]:
         with self.meter.timed("voting"):
             self.ballot = self._island.ballot(self.ballot)
-            votes = self._members.begin(self.ballot)
-        self.meter.add("bytes_voting", (self._group.size - 1) * BALLOT_BYTES)
+            votes = self._voters.begin(self.ballot)
+        self.meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
         return votes
 
     def _decide(self, tally: Tally) -> Decision:
@@ -247,7 +251,7 @@ class OpenRound:
         if math.isfinite(self.ballot.norm):
             with self.meter.timed("encoding"):
                 for k in range(len(weights.buckets)):
-                    payload = self._encoded[k] = weights.prepare(k, self._group)
+                    payload = self._encoded[k] = weights.prepare(k, self.group)
                     assert payload.wire is not None
                     sent = weights.codec.decode(payload.wire, torch.empty_like(payload.values))
                     total += float(torch.dot(sent, sent))
@@ -258,7 +262,7 @@ class OpenRound:
         self._is_sent = True
         mine = {"weights": weight, "buffers": of_buffers, "counters": 1.0}
         for kind, agreement in self._fragment.agreements.items():
-            if self._group.size > 1 or agreement.is_anchored:
+            if self.group.size > 1 or agreement.is_anchored:
                 self._queue.extend((kind, k, mine[kind]) for k in range(len(agreement.buckets)))
         self._fill()
 
@@ -268,8 +272,8 @@ class OpenRound:
                 kind, k, weight = self._queue.popleft()
                 agreement = self._fragment.agreements[kind]
                 payload = self._encoded.pop(k, None) if kind == "weights" else None
-                payload = replace(payload or agreement.prepare(k, self._group), weight=weight)
-                pending = agreement.aggregator.start(payload, agreement.codec, self._group, self.ballot.number)
+                payload = replace(payload or agreement.prepare(k, self.group), weight=weight)
+                pending = agreement.aggregator.start(payload, agreement.codec, self.group, self.ballot.number)
             self._under_way.append((kind, k, payload, pending))
             self.meter.add("bytes_sent", pending.bytes_sent)
             self.meter.add("bytes_received", pending.bytes_received)

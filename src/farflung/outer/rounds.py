@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,23 +19,23 @@ from farflung.comm.lost import explained
 from farflung.comm.shards import local, model_has_dtensor
 from farflung.outer.agreement import average, take_largest
 from farflung.outer.background import BackgroundWorker
+from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
 from farflung.outer.inner import KeepState
+from farflung.outer.membership import Epoch, Membership, Needs
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment, Replica
 from farflung.outer.round import OpenRound
 from farflung.outer.schedule import Launch
 from farflung.outer.stats import Meter, Round
 from farflung.outer.structure import Change
-from farflung.outer.vote import BALLOT_BYTES, Ballot, Decision, FixedMembership, Island, Tally, in_proportion
-
-_BESIDE = "an average beside rounds of "
+from farflung.outer.weighting import Decision, in_proportion
 
 
 class Rounds:
     """The rounds of all fragments of a model. Building it is a collective.
 
     Args:
-        island: the ranks that train this replica, of which each is in a group with those that have the same values.
+        membership: who takes part.
         meter: counts what the rounds cost.
         listeners: called with every round that has ended.
     """
@@ -44,53 +44,83 @@ class Rounds:
         self,
         model: nn.Module,
         recipe: Recipe,
-        group: Group,
-        island: Group,
+        membership: Membership,
         bucket_bytes: int,
         meter: Meter,
         listeners: list[Callable[[Round], None]],
     ) -> None:
         self.inner: Optimizer | None = None
-        self.replica = Replica(model, recipe, bucket_bytes, recipe.is_whole or island.size > 1)
+        is_whole = recipe.is_whole or membership.island.size > 1
+        self.replica = Replica(model, recipe, bucket_bytes, is_whole, membership.most)
         self._recipe = recipe
+        self._membership = membership
         self._meter = meter
         self._listeners = listeners
         self._cap_bytes = bucket_bytes
         self._warned = False
         self._open: dict[int, OpenRound] = {}  # by fragment
-        # Who meets on a thread of its own must not get into the order of what the training itself sends.
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        overlaps = recipe.schedule.delay > 0 and group.is_concurrent and group.size > 1
-        # Nor may a round meet what the script or another loop sends.
-        self.group = group.duplicate()
-        background = group.duplicate(in_background=True) if overlaps else None
-        self._worker = BackgroundWorker(device, background) if recipe.schedule.delay else None
-        said, is_sharded = (self.replica.description, self.replica.tensors), model_has_dtensor(model)
-        self.island = Island(island.duplicate(), is_sharded, *said)
-        self._in_round = Island(island.duplicate(in_background=True), is_sharded, *said) if overlaps else self.island
-        # Before anything else is sent, as ranks that differ would differ in that too.
-        noun = "rank" if island.size == 1 else "island"
-        self._beside = FixedMembership(self.group, *said, noun)
-        self._vote_beside()
-        groups = [background or self.group, *(group.split(size) for size in recipe.levels)]
-        self._members = [FixedMembership(one, *said, noun) for one in groups]
-        self._beside.describe(_BESIDE + self.replica.description, self.replica.tensors)
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._is_sharded = model_has_dtensor(model)
         self._num_votes = 1
-        self.replica.bind(self.group)
+        self.epoch = membership.enter(self._needs())
+        self._begin(self.epoch)
+        self.replica.bind(self.epoch.group)
+
+    def _needs(self) -> Needs:
+        levels, overlaps = self._recipe.levels, self._recipe.schedule.delay > 0
+        said = (self.replica.description, self.replica.tensors)
+        return Needs(levels, overlaps, self._is_sharded, *said, self._num_votes)
+
+    def _begin(self, epoch: Epoch) -> None:
+        self._count_votes()
+        self._worker = BackgroundWorker(self._device, epoch.background) if self._recipe.schedule.delay > 0 else None
+
+    def _enter(self) -> Epoch:
+        """Return the epoch of now: a collective where it is a new one. What depends on who is there follows it."""
+        before, self.epoch = self.epoch, self._membership.enter(self._needs())
+        if self.epoch is not before:
+            self._begin(self.epoch)
+            self.replica.enter(self.group, before.ids, self.epoch.ids)
+            self._num_votes = self.epoch.num_votes
+        return self.epoch
+
+    def survive(self, failure: RankFailure) -> None:
+        """Go on without ranks that were lost. What was under way and can't arrive any more counts as not sent.
+
+        Raises:
+            RankFailure: the same, where the membership is fixed, or more is wrong.
+        """
+        if self._membership.is_fixed:
+            raise failure
+        self._settle()
+        self.leave(f"it goes on without lost ranks: {failure}")
+        self.free(reusable=False)
+        self._membership.lost(failure)
+        self._enter()
+
+    def in_spite_of_losses(self, act: Callable[[], object]) -> None:
+        """Do something that all members do together, again where some are lost meanwhile."""
+        while True:
+            try:
+                act()
+                return
+            except RankFailure as failure:
+                self.survive(failure)
 
     def launch(self, action: Launch, position: int, finished: bool) -> None:
-        """Send a fragment off, as it is now.
+        """Send a fragment off, as it is now, to those who are there now.
 
         Raises:
             CollectiveMismatch: the model has changed since the last round, and not on all ranks alike.
         """
+        self._enter()
         number = action.fragment
         assert number not in self._open, "a fragment is in one round at a time"
         change = self.replica.change()
         if change is not None:
             if change.must_agree:
                 # Ranks whose model has not changed know nothing of this, so it goes the way of any other round.
-                self._describe(change.vote, change.tensors)
+                self.epoch.describe(change.vote, change.tensors)
                 self._start(action, position, finished, is_empty=True)
                 waited = self._wait(number)
                 self._close(number, waited)
@@ -100,7 +130,7 @@ class Rounds:
     def _start(self, action: Launch, position: int, finished: bool, is_empty: bool = False) -> None:
         """Open a round; an empty one brings nothing but a ballot."""
         number, level = action.fragment, action.level
-        fragment, members = self.replica.fragments[number], self._members[level]
+        fragment, epoch = self.replica.fragments[number], self.epoch
         norm, largest, sound, claimed = 0.0, 0.0, True, [0.0] * len(fragment.pending_weight)
         if not is_empty:
             with self._meter.timed("encoding"):
@@ -112,13 +142,12 @@ class Rounds:
         digest = fragment.digest if level == 0 else -1
         ballot = Ballot(self._num_votes, weight, norm, largest, sound, finished, position, digest)
         self._num_votes += 1
-        row = (fragment, members, self._in_round, self._recipe)
-        this = self._open[number] = OpenRound(*row, ballot, position, level, claimed)
+        this = self._open[number] = OpenRound(fragment, epoch, self._recipe, ballot, position, level, claimed)
 
         def start() -> None:
             this.start()
             if level == 0 and not is_empty and this.tally is not None:
-                fragment.check_agreement(this.tally.digests, members)
+                fragment.check_agreement(this.tally.digests, epoch.levels[level])
 
         def exchange() -> None:
             start()
@@ -160,7 +189,7 @@ class Rounds:
         if fragment.weights.is_eager:
             self.replica.rebind(number)
             has_arrived = this is not None and not this.is_dropped and not this.is_empty
-            fragment.weights.finish(fragment.pending_weight[0] > 0, has_arrived, self.island.agrees)
+            fragment.weights.finish(fragment.pending_weight[0] > 0, has_arrived, self.epoch.island.agrees)
         if this is None:
             return False
         self._close(number, waited)
@@ -184,10 +213,11 @@ class Rounds:
 
     def agree_on_changes(self) -> None:
         """Go on with what the model is made of now, as a round would: a collective beside all that is under way."""
+        self._enter()
         change = self.replica.change()
         if change is not None:
             if change.must_agree:
-                self._describe(change.vote, change.tensors)
+                self.epoch.describe(change.vote, change.tensors)
                 self._vote_beside()
             self._follow(change)
 
@@ -210,38 +240,33 @@ class Rounds:
         self._meter.add("bytes_sent", sent)
         self._meter.add("bytes_received", sent)
 
-    def _vote_beside(self, sound: bool = True) -> Tally:
+    def _count_votes(self) -> None:
         self._meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
-        return self._beside.begin(self.island.ballot(Ballot(0, 1.0, sound=sound)))()
 
-    def _describe(self, description: str, tensors: list[str]) -> None:
-        for members in (*self._members, self.island.members, self._in_round.members):
-            members.describe(description, tensors)
-        self._beside.describe(_BESIDE + description, tensors)
+    def _vote_beside(self, sound: bool = True) -> Tally:
+        self._count_votes()
+        return self.epoch.beside.begin(self.epoch.island.ballot(Ballot(0, 1.0, sound=sound)))()
 
     def _follow(self, change: Change) -> None:
         """Go on with what the model is made of now, on all ranks; what is under way comes in before."""
         self.apply_all()
-        self._describe(change.description, change.tensors)
+        self.epoch.describe(change.description, change.tensors)
         if change.new and self._recipe.optimizer is not None and self.group.size > 1:
             self._average([local(place.get()) for place in change.new])  # so that anchors begin at the same point
         self.replica.follow(change)
 
     def explained(self, error: BaseException) -> BaseException:
         """Return what is known of the rank that was lost, if `error` is of a collective of an island's own."""
-        return error if self.island.size == 1 else explained(error, self.group)
+        return error if self.epoch.island.size == 1 else explained(error, self.group)
 
     def leave(self, reason: str) -> None:
         """Tell the ranks that wait in any of the groups that this one will not come."""
-        for group in (self.group, *(members.group for members in self._members[1:])):
-            group.leave(reason)
+        self.epoch.leave(reason)
 
     def free(self, reusable: bool) -> None:
         """Give the groups back. They are `reusable` if nothing is under way on any rank."""
         self.stop()
-        members = (self._beside, *self._members, self.island.members, self._in_round.members)
-        for group in {id(one.group): one.group for one in members}.values():
-            group.free(reusable)
+        self.epoch.free(reusable)
 
     def stop(self) -> None:
         """End the thread that rounds go on in."""
@@ -263,16 +288,18 @@ class Rounds:
                     "not agreed on that yet. Save after the next round, or call flush() first."
                 )
             self._follow(change)
-        for number in list(self._open):
-            try:
-                self._wait(number)
-            except RankFailure:  # it will never arrive, and what was sent with it counts as not sent
-                continue
+        self._settle()
         return {
             "num_votes": self._num_votes,
             "open": {number: this.state_dict() for number, this in self._open.items()},
             "fragments": [fragment.state_dict() for fragment in self.replica.fragments],
         }
+
+    def _settle(self) -> None:
+        """Wait for all that is under way; what will never arrive, and was sent with it, counts as not sent."""
+        for number in list(self._open):
+            with suppress(RankFailure):
+                self._wait(number)
 
     def reset(self) -> None:
         """Begin anew with the local weights."""
@@ -292,9 +319,9 @@ class Rounds:
             fragment.load_state_dict(saved)
         self._num_votes = state["num_votes"]
         for number, saved in state["open"].items():
-            fragment, members, ballot = self.replica.fragments[number], self._members[saved["level"]], saved["ballot"]
-            row = (Ballot(**ballot), saved["step"], saved["level"], saved["claimed_weight"])
-            self._open[number] = OpenRound(fragment, members, self._in_round, self._recipe, *row)
+            fragment, ballot = self.replica.fragments[number], Ballot(**saved["ballot"])
+            row = (ballot, saved["step"], saved["level"], saved["claimed_weight"])
+            self._open[number] = OpenRound(fragment, self.epoch, self._recipe, *row)
             self._open[number].load_state_dict(saved)
 
     def _wait(self, number: int) -> float:
@@ -313,9 +340,14 @@ class Rounds:
             self._open.pop(number).abort()
             raise
 
+    @property
+    def group(self) -> Group:
+        """All who are there now."""
+        return self.epoch.group
+
     def _after(self, number: int, this: OpenRound) -> None:
         """See to what depends on a round that was applied."""
-        fragment, group = self.replica.fragments[number], self._members[this.level].group
+        fragment, group = self.replica.fragments[number], this.group
         if this.level == 0:
             fragment.note_round(self._recipe.agrees and self.group.size > 1)
         if self._recipe.inner != KeepState():
@@ -325,9 +357,10 @@ class Rounds:
     def _warn(self, this: OpenRound) -> None:
         if not self._warned:
             self._warned = True
-            where = numbered(self._beside.noun, this.decision.unfit)
+            noun = self.epoch.beside.noun
+            where = numbered(noun, this.decision.unfit)
             warnings.warn(
-                f"{self._beside.noun.capitalize()} {self.group.rank}: a round was dropped, as the weights of {where} "
+                f"{noun.capitalize()} {self.group.rank}: a round was dropped, as the weights of {where} "
                 f"are not finite, too large for {self._recipe.codec}, or all unusual. All ranks go on with their own "
                 "weights. Further dropped rounds are only counted, in stats().dropped_rounds.",
                 RuntimeWarning,
@@ -343,6 +376,6 @@ class Rounds:
         if this.tally is None or this.is_empty:
             return
         record = this.record(number, None if this.job is None else waited, hidden)
-        self._meter.note(record, self._members[this.level].group.rank)
+        self._meter.note(record, this.group.rank)
         for listener in self._listeners:
             listener(record)

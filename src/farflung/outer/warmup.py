@@ -10,7 +10,7 @@ from farflung.base.errors import CollectiveMismatch
 from farflung.comm.group import Group
 from farflung.outer.agreement import average
 from farflung.outer.stats import Meter
-from farflung.outer.vote import in_proportion
+from farflung.outer.weighting import in_proportion
 
 _HALF = 2**24  # whole numbers below this are exact in fp32
 

@@ -1,16 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that look at norms: how much each replica counts in a round, and who is left out."""
+"""Policies: how much each replica counts in a round, and who is left out."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, Protocol
 
 from farflung.base.checks import check_number, check_whole
-from farflung.outer.vote import Decision, Norm, NormHistory, in_proportion, not_finite
+
+Norm = Literal["none", "local", "sent"]
+
+
+@dataclass
+class NormHistory:
+    """What a policy remembers of the replicas' norms, by rank.
+
+    Args:
+        seen: count, mean and mean square of those it took for sound, and how many it has refused since the last one.
+    """
+
+    seen: dict[int, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Factors by rank, what their sum of values is divided by, and the ranks whose values nobody can use."""
+
+    factors: tuple[float, ...]
+    total: float
+    unfit: tuple[int, ...] = ()
+
+
+class Policy(Protocol):
+    """From the ballots of a round to factors: the same on every rank, as all of them have the same ballots.
+
+    Under any policy but `ByWork()` nothing is sent before the votes are in.
+    """
+
+    @property
+    def norm(self) -> Norm:
+        """Which norms it looks at: of what the replicas moved by, or of what is left of that on the wire."""
+
+    @property
+    def max_norm(self) -> float:
+        """The largest norm that the aggregate may have; it is scaled down to that."""
+
+    def __call__(self, weights: Sequence[float], norms: Sequence[float], history: NormHistory) -> Decision:
+        """Decide.
+
+        Args:
+            weights: what each rank has done since the last round, as a part of what a full round has.
+            norms: of each rank; one that is not finite means that its values aren't.
+        """
+
+
+@dataclass(frozen=True)
+class ByWork:
+    """Each replica counts by what it has done; one with values that are not finite makes everyone drop the round."""
+
+    norm: ClassVar[Norm] = "none"
+    max_norm: ClassVar[float] = math.inf
+
+    def __call__(self, weights: Sequence[float], norms: Sequence[float], history: NormHistory) -> Decision:
+        """Take the weights as factors."""
+        return in_proportion(weights, not_finite(norms))
+
+
+def in_proportion(weights: Sequence[float], unfit: tuple[int, ...] = ()) -> Decision:
+    """Let each rank count by its weight. Equal weights become 1, so that sums of exact values stay exact."""
+    scale = max(weights) if len(set(weights) - {0}) == 1 else 1.0
+    return Decision(tuple(weight / scale for weight in weights), float(sum(weights)) / scale, unfit)
+
+
+def not_finite(norms: Sequence[float]) -> tuple[int, ...]:
+    """Return the ranks whose norms say that their values are not finite."""
+    return tuple(rank for rank, norm in enumerate(norms) if not math.isfinite(norm))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from farflung.base.checks import check_number, check_whole, wrong_type
 from farflung.base.errors import ConfigError, RankFailure
+from farflung.comm.group import SoloGroup
 from farflung.outer.engine import OuterLoop
+from farflung.outer.membership import Epoch, Needs, open_epoch
 from farflung.outer.named import OuterConfig, chosen_recipe
 from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import post_local_sgd
@@ -135,10 +137,9 @@ def simulate(
     bytes as in the cost model (`farflung.cost.model`); codecs take no time. Rounds among neighbours alone, those of
     `hierarchical`, only wait for each other, as they do not leave a machine.
 
-    A replica that is lost leaves after its step without a word. The others hear of it in the next round, save the state
-    of their outer loop, and go on as a smaller group from there; no step of theirs is lost (one whose gradients were
-    being averaged is done again), and what was under way counts as not sent. This is what a job does that is started
-    again without that machine.
+    A replica that is lost leaves after its step without a word. The others hear of it in the next round and go on as a
+    smaller group from there (`farflung.outer.membership`); no step of theirs is lost, and what was under way counts as
+    not sent.
 
     The same arguments give the same result bit by bit, as replicas take turns and draw from generators of their own
     (torch's; `random` and numpy are shared). Each replica needs the memory of a training of its own.
@@ -232,7 +233,6 @@ class _Replica:
         self._task = task
         self._bar = bar
         self._rank = group.rank
-        self._group = group
         torch.manual_seed(task.seed)
         self.model = task.model()
         torch.manual_seed((task.seed << 20) + group.rank + 1)  # from here on each replica draws for itself
@@ -246,36 +246,39 @@ class _Replica:
         self.losses: list[Tensor] = []
         self.evaluations: list[Evaluation] = []
         self.rounds: list[Round] = []
-        self.failures: list[str] = []
         self._aloft = 0.0  # when the line is done with what flies while training goes on
         self._arrivals: dict[int, float] = {}  # of what was sent after a step
         self._landed = 0.0
-        self.outer = self._loop()
+        self._members = _Members(group, task, self.clock)
+        with self._members.group.for_free():
+            self.outer = OuterLoop(
+                self.model,
+                task.recipe,
+                membership=self._members,
+                inner=self._optimizer,
+                clock=lambda: self.clock.now,
+            )
+        self.outer.listeners.append(self._note)
+
+    @property
+    def failures(self) -> list[str]:
+        """What this replica was told each time that others had been lost."""
+        return self._members.failures
 
     def play(self) -> None:
         """Train to the end, or until this replica is lost."""
-        while True:
-            try:
-                self.is_lost = self._train()
-                return
-            except RankFailure as failure:
-                self._regroup(failure)
-
-    def _train(self) -> bool:
-        """Do what is left to do; return whether this replica was lost meanwhile."""
         task = self._task
         while self._done < task.steps and self.clock.now < task.seconds:
             if self._done >= task.lost.get(self._rank, math.inf):
                 task.gone.add(self._rank)
-                self._group.leave(f"lost after step {self._done}")
-                return True
+                self._members.group.leave(f"lost after step {self._done}")
+                self.is_lost = True
+                return
             self._evaluate_if_due()
             self._step()
             self._bar.show(self._done)
         self._close()
-        if self._group.rank == 0 and task.evaluate is not None:
-            self._judge()
-        return False
+        self._judge_if_first()
 
     def _step(self) -> None:
         task = self._task
@@ -326,50 +329,58 @@ class _Replica:
         if self._task.evaluate is None or every is None or self._done % every or self._evaluated == self._done:
             return
         now = self.clock.now
-        with self._timed.for_free(), self.outer.synced():
-            if self._group.rank == 0:
-                self._judge()
+        with self._members.group.for_free(), self.outer.synced():
+            self._judge_if_first()
         self.clock.now = now
         self._evaluated = self._done
 
-    def _judge(self) -> None:
-        assert self._task.evaluate is not None
+    def _judge_if_first(self) -> None:
+        if self._task.evaluate is None or self._members.group.rank > 0:
+            return
         self.model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             value = float(self._task.evaluate(self.model))
         self.model.train()
         self.evaluations.append(Evaluation(self._done, self.clock.now, self.outer.stats().bytes_sent, value))
 
-    def _loop(self) -> OuterLoop:
-        self._timed = TimedGroup(self._group, self._task.network, self.clock)
-        with self._timed.for_free():
-            outer = OuterLoop(
-                self.model, self._task.recipe, self._timed, inner=self._optimizer, clock=lambda: self.clock.now
-            )
-        outer.listeners.append(self._note)
-        return outer
 
-    def _regroup(self, failure: RankFailure) -> None:
-        """Go on with those that are left, from where each of them stands.
+class _Members:
+    """The replicas that are still there: a membership that gets smaller."""
+
+    is_fixed = False
+    island = SoloGroup()
+
+    def __init__(self, group: SimGroup, task: SimulateArguments, clock: Clock) -> None:
+        self.most = group.size
+        self.failures: list[str] = []
+        self._task, self._clock = task, clock
+        self._number = 0
+        self._epoch: Epoch | None = None
+        self._meet(group)
+
+    def _meet(self, group: SimGroup) -> None:
+        self._plain, self.group = group, TimedGroup(group, self._task.network, self._clock)
+
+    def enter(self, needs: Needs) -> Epoch:
+        """Return the epoch of those that are there."""
+        if self._epoch is None:
+            with self.group.for_free():
+                self._epoch = open_epoch(self._number, self.group.members, self.group, self.island, needs)
+        return self._epoch
+
+    def lost(self, failure: RankFailure) -> None:
+        """Wait for those that are left.
 
         Raises:
             RankFailure: the same one, if more is wrong than that a replica was lost on purpose.
         """
-        state = self.outer.state_dict()
-        self.outer.__exit__(type(failure), failure, None)
-        members = self._group.members
-        self._group = self._group.regroup()
-        missing = set(members) - set(self._group.members)
+        before = set(self._plain.members)
+        self._meet(self._plain.regroup())
+        missing = before - set(self._plain.members)
         if not missing or not missing <= self._task.gone:
             raise failure
-        for part in state["rounds"]["fragments"]:  # what a rule remembers of ranks, which have other numbers now
-            seen = part["history"]["seen"]
-            old = [members.index(member) for member in self._group.members]
-            part["history"]["seen"] = {rank: seen[before] for rank, before in enumerate(old) if before in seen}
         self.failures.append(str(failure))
-        self._optimizer.zero_grad()  # of a step that ended while gradients were averaged
-        self.outer = self._loop()
-        self.outer.load_state_dict(state)
+        self._number, self._epoch = self._number + 1, None
 
 
 def _endless(batches: Iterable[Any]) -> Iterator[Any]:

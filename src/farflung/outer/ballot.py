@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is in a round, and how much each replica counts: one tiny vote, and what follows from it."""
+"""The tiny vote of a round: what each rank says of itself, and what all of them make of it."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -77,8 +76,8 @@ class Tally:
         return tuple(weight * sound for weight, sound in zip(self.weights, self.sound, strict=True))
 
 
-class FixedMembership:
-    """The ranks of one group, all of them in every round.
+class Voters:
+    """The ranks of one group, which vote before anything that they agreed on is changed.
 
     Args:
         description: what must be the same on all ranks: recipe, shapes, cut.
@@ -150,129 +149,6 @@ class FixedMembership:
         longest = 1 + int(self.group.all_gather_small(torch.tensor([float(len(mine))])).max())
         rows = self.group.all_gather_small(torch.tensor([float(byte) for byte in mine.ljust(longest)]))
         return [bytes(map(int, row)).decode(errors="replace").rstrip() for row in rows.tolist()]
-
-
-class Island:
-    """The ranks that train one replica together: the same for all, or each its shards.
-
-    In a round each of them meets the same rank of the other islands, so all must make the same of what they hear there.
-    That needs no more than that all ranks of an island cast the same ballot.
-
-        norm = sqrt(sum of the shards' squared norms);  largest = max;  sound, finished = and;  weight = mean
-
-    Args:
-        group: those ranks; of one alone nothing is sent.
-        is_sharded: each holds another part of every weight.
-        description, tensors: see `FixedMembership`.
-
-    Attributes:
-        shard: which of them this rank holds; 0 where there are none.
-    """
-
-    def __init__(self, group: Group, is_sharded: bool, description: str, tensors: Sequence[str]) -> None:
-        self.members = FixedMembership(group, description, tensors, "island rank")
-        self.size = group.size
-        self.shard = group.rank if is_sharded else 0
-        self._is_sharded = is_sharded
-
-    def ballot(self, mine: Ballot) -> Ballot:
-        """Return what the island says, where this rank says `mine`: a collective."""
-        if self.size == 1:
-            return mine
-        tally = self.members.begin(mine)()
-        weight = torch.tensor(math.fsum(tally.weights) / self.size, dtype=torch.float32).item()
-        norm = math.sqrt(self._of_all([norm * norm for norm in tally.norms]))
-        said = replace(mine, weight=weight, norm=norm, largest=max(tally.largest), sound=all(tally.sound))
-        return replace(said, finished=tally.finished, position=tally.position)
-
-    def square(self, mine: float) -> float:
-        """Return the square of a norm of which this rank's values make up `mine`: a collective."""
-        return mine if self.size == 1 else self._of_all(self._gathered(mine))
-
-    def agrees(self, flag: bool) -> bool:
-        """Return whether all ranks say so: a collective."""
-        return flag if self.size == 1 else all(self._gathered(flag))
-
-    def longest(self, seconds: float) -> float:
-        """Return the largest number of all ranks: a collective."""
-        return seconds if self.size == 1 else max(self._gathered(seconds))
-
-    def _gathered(self, value: float) -> list[float]:
-        rows = self.members.group.all_gather_small(torch.tensor([value], dtype=torch.float64))
-        return [float(value) for value in rows.flatten()]
-
-    def _of_all(self, squares: Sequence[float]) -> float:
-        """Add up what shards have; of equal ones take the mean, which lets no NaN through unseen."""
-        return math.fsum(squares) / (1 if self._is_sharded else self.size)
-
-
-Norm = Literal["none", "local", "sent"]
-
-
-@dataclass
-class NormHistory:
-    """What a policy remembers of the replicas' norms, by rank.
-
-    Args:
-        seen: count, mean and mean square of those it took for sound, and how many it has refused since the last one.
-    """
-
-    seen: dict[int, list[float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Factors by rank, what their sum of values is divided by, and the ranks whose values nobody can use."""
-
-    factors: tuple[float, ...]
-    total: float
-    unfit: tuple[int, ...] = ()
-
-
-class Policy(Protocol):
-    """From the ballots of a round to factors: the same on every rank, as all of them have the same ballots.
-
-    Under any policy but `ByWork()` nothing is sent before the votes are in.
-    """
-
-    @property
-    def norm(self) -> Norm:
-        """Which norms it looks at: of what the replicas moved by, or of what is left of that on the wire."""
-
-    @property
-    def max_norm(self) -> float:
-        """The largest norm that the aggregate may have; it is scaled down to that."""
-
-    def __call__(self, weights: Sequence[float], norms: Sequence[float], history: NormHistory) -> Decision:
-        """Decide.
-
-        Args:
-            weights: what each rank has done since the last round, as a part of what a full round has.
-            norms: of each rank; one that is not finite means that its values aren't.
-        """
-
-
-@dataclass(frozen=True)
-class ByWork:
-    """Each replica counts by what it has done; one with values that are not finite makes everyone drop the round."""
-
-    norm: ClassVar[Norm] = "none"
-    max_norm: ClassVar[float] = math.inf
-
-    def __call__(self, weights: Sequence[float], norms: Sequence[float], history: NormHistory) -> Decision:
-        """Take the weights as factors."""
-        return in_proportion(weights, not_finite(norms))
-
-
-def in_proportion(weights: Sequence[float], unfit: tuple[int, ...] = ()) -> Decision:
-    """Let each rank count by its weight. Equal weights become 1, so that sums of exact values stay exact."""
-    scale = max(weights) if len(set(weights) - {0}) == 1 else 1.0
-    return Decision(tuple(weight / scale for weight in weights), float(sum(weights)) / scale, unfit)
-
-
-def not_finite(norms: Sequence[float]) -> tuple[int, ...]:
-    """Return the ranks whose norms say that their values are not finite."""
-    return tuple(rank for rank, norm in enumerate(norms) if not math.isfinite(norm))
 
 
 def _halves(number: int) -> tuple[float, float]:

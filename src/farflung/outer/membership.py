@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who takes part in rounds: epochs, between which replicas may come and go, and the membership that never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch.distributed as dist
+
+from farflung.base.errors import ConfigError, RankFailure
+from farflung.comm.group import Group, SoloGroup
+from farflung.comm.torch_group import TorchGroup
+from farflung.outer.ballot import Ballot, Voters
+from farflung.outer.island import Island
+
+_BESIDE = "an average beside rounds of "
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an outer loop needs of those that it meets.
+
+    Attributes:
+        levels: the number of ranks in a group of each level but the last, which is all of them.
+        overlaps: rounds go on beside training.
+        is_sharded: the ranks of an island hold each another part of every weight.
+        description, tensors: see `Voters`.
+        num_votes: the number of this rank's next vote.
+    """
+
+    levels: tuple[int, ...]
+    overlaps: bool
+    is_sharded: bool
+    description: str
+    tensors: Sequence[str]
+    num_votes: int
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Who is there, and all that depends on it. A round keeps the epoch in which it was opened.
+
+    Attributes:
+        number: 0 for the first one.
+        ids: of the members, by rank: the same replica keeps its id.
+        beside: all members, who vote on what goes on beside rounds.
+        levels: who votes in a round, by level; all members on the first.
+        island, in_round: the ranks that train this replica, as they meet beside rounds and in them.
+        num_votes: the number of the members' next vote.
+    """
+
+    number: int
+    ids: tuple[int, ...]
+    beside: Voters
+    levels: tuple[Voters, ...]
+    island: Island
+    in_round: Island
+    num_votes: int
+
+    @property
+    def group(self) -> Group:
+        """All members."""
+        return self.beside.group
+
+    @cached_property
+    def background(self) -> Group | None:
+        """All members, for a thread that rounds go on in; None: they go on where they are launched."""
+        return None if self.levels[0].group is self.group else self.levels[0].group
+
+    def describe(self, description: str, tensors: Sequence[str]) -> None:
+        """Say in the next votes that this rank is as described now."""
+        for voters in (*self.levels, self.island.voters, self.in_round.voters):
+            voters.describe(description, tensors)
+        self.beside.describe(_BESIDE + description, tensors)
+
+    def leave(self, reason: str) -> None:
+        """Tell those that wait in any of the groups that this rank will not come."""
+        for group in (self.group, *(voters.group for voters in self.levels[1:])):
+            group.leave(reason)
+
+    def free(self, reusable: bool) -> None:
+        """Give the groups back. They are `reusable` if nothing is under way on any rank."""
+        voters = (self.beside, *self.levels, self.island.voters, self.in_round.voters)
+        for group in {id(one.group): one.group for one in voters}.values():
+            group.free(reusable)
+
+
+def open_epoch(number: int, ids: Sequence[int], group: Group, island: Group, needs: Needs) -> Epoch:
+    """Make the groups of an epoch, in orders of their own: a collective of all members.
+
+    Args:
+        group: the members that have the same values as this rank; it is not used up.
+        island: the ranks that train this replica.
+
+    Raises:
+        CollectiveMismatch: they need different things.
+    """
+    said, noun = (needs.description, needs.tensors), "rank" if island.size == 1 else "island"
+    # Who meets on a thread of its own must not get into the order of what the training itself sends.
+    overlaps = needs.overlaps and group.is_concurrent and group.size > 1
+    beside = group.duplicate()  # nor may a round meet what the script or another loop sends
+    background = group.duplicate(in_background=True) if overlaps else beside
+    alone = Island(island.duplicate(), needs.is_sharded, *said)
+    in_round = Island(island.duplicate(in_background=True), needs.is_sharded, *said) if overlaps else alone
+    voters = Voters(beside, *said, noun)
+    # Before anything else is sent, as ranks that differ would differ in that too.
+    tally = voters.begin(alone.ballot(Ballot(0, 1.0, position=needs.num_votes)))()
+    levels = [background, *(group.split(size) for size in needs.levels)]
+    by_level = tuple(Voters(one, *said, noun) for one in levels)
+    epoch = Epoch(number, tuple(ids), voters, by_level, alone, in_round, tally.position)
+    epoch.describe(*said)
+    return epoch
+
+
+class Membership(Protocol):
+    """Who takes part, from epoch to epoch."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a lost rank ends the loop."""
+
+    @property
+    def most(self) -> int:
+        """How many there will be at most."""
+
+    @property
+    def island(self) -> Group:
+        """The ranks that train this replica."""
+
+    def enter(self, needs: Needs) -> Epoch:
+        """Return the epoch of now: a collective of its members where it is a new one. Called before each vote."""
+
+    def lost(self, failure: RankFailure) -> None:
+        """Take note that the epoch is over, as ranks were lost; the next one is without them.
+
+        Raises:
+            RankFailure: the same, where nothing can go on.
+        """
+
+
+class FixedMembership:
+    """The same ranks in every round.
+
+    Args:
+        group, island: see `OuterLoop`.
+    """
+
+    is_fixed = True
+
+    def __init__(self, group: Group, island: Group) -> None:
+        self.most, self.island = group.size, island
+        self._group = group
+        self._epoch: Epoch | None = None
+
+    def enter(self, needs: Needs) -> Epoch:
+        """Return the one epoch."""
+        if self._epoch is None:
+            self._epoch = open_epoch(0, range(self.most), self._group, self.island, needs)
+        return self._epoch
+
+    def lost(self, failure: RankFailure) -> None:
+        """Go on with nobody."""
+        raise failure
+
+
+def fixed_membership(group: Group | None, island: Group | None, on_cpu: bool) -> FixedMembership:
+    """Return the membership of ranks that are told, or of all ranks of `torch.distributed`.
+
+    Args:
+        on_cpu: what they send is on the CPU.
+
+    Raises:
+        ConfigError: their group can't send that.
+    """
+    group = group or (TorchGroup() if dist.is_available() and dist.is_initialized() else SoloGroup())
+    island = island or SoloGroup()
+    if island.size > 1 and isinstance(group, TorchGroup) and isinstance(island, TorchGroup):
+        everyone = TorchGroup()
+        group, island = everyone.within(group.pg), everyone.within(island.pg)  # a rank that leaves one leaves both
+    if on_cpu and not group.supports("cpu"):
+        raise ConfigError(
+            "The model is on the CPU, but its group can't send CPU tensors (NCCL alone can't). Move the model to "
+            'the GPU, or initialize torch.distributed with the backend "cpu:gloo,cuda:nccl".'
+        )
+    return FixedMembership(group, island)
