@@ -53,7 +53,7 @@ def survive(variables, name, phase, folder):
             if step == LAST and rank == 1:
                 die_in(phase, outer)
             if step == LAST and rank == 2 and phase == "unevenly":
-                go_deaf(outer._rounds._members[0].group)
+                go_deaf(outer._rounds.epoch.levels[0].group)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(2.0**rank)
@@ -81,7 +81,7 @@ def die(*_):
 
 
 def die_in(phase, outer):
-    group, lane = outer._rounds._members[0].group, outer._rounds.replica.fragments[0].weights
+    group, lane = outer._rounds.epoch.levels[0].group, outer._rounds.replica.fragments[0].weights
     if phase == "local phase":
         die()
     elif phase == "encode":

@@ -220,6 +220,13 @@ class Averaged:
     def continue_from(self, other: Averaged) -> None:
         """Take over what another agreement keeps that is not of single elements."""
 
+    def replicated(self) -> Any:
+        """Return the part of the state that all replicas have in common, which a newcomer gets; None: there is none."""
+        return None
+
+    def join(self, replicated: Any) -> None:
+        """Take over what `replicated` returned on another rank, the weights too."""
+
     def state_dict(self) -> dict[str, Any] | None:
         """Return copies of what is kept between rounds."""
         return None
@@ -369,6 +376,15 @@ class Anchored(Averaged):
         """Take over the outer optimizer's settings."""
         assert isinstance(other, Anchored)
         self._anchor.go_on_like(other._anchor)
+
+    def replicated(self) -> Any:
+        """Return copies of the anchor and its optimizer's state."""
+        return self._anchor.state_dict()
+
+    def join(self, replicated: Any) -> None:
+        """Begin at the anchor."""
+        self._anchor.load_state_dict(replicated)
+        self.adopt()
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return copies of the anchor and the residuals."""

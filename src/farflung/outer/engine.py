@@ -127,6 +127,10 @@ class OuterLoop:
         with torch.no_grad():
             self._rounds = Rounds(model, recipe, membership, cap_bytes, self._meter, self.listeners)
         self._know(inner)
+        if self._rounds.joined is not None:  # in the middle of the members' step, whose rounds begin now
+            self._position, self._began = self._rounds.joined["position"], self._rounds.joined["began"]
+            self._synced = self._position - 1
+            self._sync()
 
     def count(self, done: bool = True, items: float = 0) -> None:
         """Count one attempted optimizer step, without communication.
@@ -163,6 +167,10 @@ class OuterLoop:
             StateError: the loop has ended.
         """
         self._check_open()
+        self._sync({"position": self._position, "began": self._began})
+
+    def _sync(self, common: dict[str, Any] | None = None) -> None:
+        """Run what is due, with those who are there now; None: they have just met."""
         due: list[Action] = []
         for step in range(self._synced + 1, self._position + 1):
             due += self._due(step, self._seconds())
@@ -170,12 +178,16 @@ class OuterLoop:
         if due:
             with self._meter.timed("exposed"), torch.no_grad():
                 try:
+                    if common is not None:
+                        self._rounds.enter(common)
                     for action in due:
                         if isinstance(action, Launch):
                             self._rounds.launch(action, self._position, finished=False)
                         else:
                             self._rounds.apply(action.fragment)
                 except RankFailure as failure:
+                    if self._rounds.is_fixed:
+                        raise
                     self._rounds.survive(failure)
             if any(isinstance(action, Launch) for action in due):
                 self._began_at = self._clock()  # not before the wait for slower ranks, which would grow with each round
@@ -235,6 +247,11 @@ class OuterLoop:
         self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
         self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.step()))
         return self
+
+    @property
+    def position(self) -> int:
+        """Number of attempted steps since the loop began; a replica that came later counts those of the others."""
+        return self._position
 
     @property
     def steps_since_sync(self) -> int:

@@ -29,6 +29,7 @@ class Needs:
         is_sharded: the ranks of an island hold each another part of every weight.
         description, tensors: see `Voters`.
         num_votes: the number of this rank's next vote.
+        admits: it is between rounds, so newcomers may come in.
     """
 
     levels: tuple[int, ...]
@@ -37,6 +38,7 @@ class Needs:
     description: str
     tensors: Sequence[str]
     num_votes: int
+    admits: bool
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Epoch:
         levels: who votes in a round, by level; all members on the first.
         island, in_round: the ranks that train this replica, as they meet beside rounds and in them.
         num_votes: the number of the members' next vote.
+        newcomers: the ranks that were not there before; the others hand over to them what all have in common.
     """
 
     number: int
@@ -59,6 +62,12 @@ class Epoch:
     island: Island
     in_round: Island
     num_votes: int
+    newcomers: tuple[int, ...] = ()
+
+    @property
+    def joins(self) -> bool:
+        """Whether this rank is a newcomer."""
+        return self.group.rank in self.newcomers
 
     @property
     def group(self) -> Group:
@@ -88,12 +97,15 @@ class Epoch:
             group.free(reusable)
 
 
-def open_epoch(number: int, ids: Sequence[int], group: Group, island: Group, needs: Needs) -> Epoch:
+def open_epoch(
+    number: int, ids: Sequence[int], group: Group, island: Group, needs: Needs, newcomers: Sequence[int] = ()
+) -> Epoch:
     """Make the groups of an epoch, in orders of their own: a collective of all members.
 
     Args:
         group: the members that have the same values as this rank; it is not used up.
         island: the ranks that train this replica.
+        newcomers: see `Epoch`.
 
     Raises:
         CollectiveMismatch: they need different things.
@@ -110,7 +122,7 @@ def open_epoch(number: int, ids: Sequence[int], group: Group, island: Group, nee
     tally = voters.begin(alone.ballot(Ballot(0, 1.0, position=needs.num_votes)))()
     levels = [background, *(group.split(size) for size in needs.levels)]
     by_level = tuple(Voters(one, *said, noun) for one in levels)
-    epoch = Epoch(number, tuple(ids), voters, by_level, alone, in_round, tally.position)
+    epoch = Epoch(number, tuple(ids), voters, by_level, alone, in_round, tally.position, tuple(newcomers))
     epoch.describe(*said)
     return epoch
 
@@ -131,7 +143,7 @@ class Membership(Protocol):
         """The ranks that train this replica."""
 
     def enter(self, needs: Needs) -> Epoch:
-        """Return the epoch of now: a collective of its members where it is a new one. Called before each vote."""
+        """Return the epoch of now: a collective of its members where it is a new one. Called between rounds."""
 
     def lost(self, failure: RankFailure) -> None:
         """Take note that the epoch is over, as ranks were lost; the next one is without them.

@@ -90,6 +90,18 @@ class BoundFragment:
         if isinstance(self.weights, Eager):
             self.weights.num_ranks = len(ids)
 
+    def replicated(self) -> dict[str, Any]:
+        """Return what all replicas have in common between rounds."""
+        common = {"history": asdict(self.history), "num_rounds": self.num_rounds, "digest": self.digest}
+        return {**common, "agreed": self.weights.replicated()}
+
+    def join(self, replicated: dict[str, Any]) -> None:
+        """Take over what `replicated` returned on another rank, the weights too."""
+        self.history = NormHistory(**replicated["history"])
+        self.num_rounds, self.digest = replicated["num_rounds"], replicated["digest"]
+        if replicated["agreed"] is not None:
+            self.weights.join(replicated["agreed"])
+
     def rebind(self) -> None:
         """Find tensors again that were moved since the last round, in a model that has the same ones still.
 

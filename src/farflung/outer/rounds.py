@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 
 from farflung.base.errors import RankFailure, StateError
 from farflung.base.words import numbered
-from farflung.comm.group import Group
+from farflung.comm.collectives import broadcast_object_list
+from farflung.comm.exchange import Exchange
+from farflung.comm.group import Group, SoloGroup
 from farflung.comm.lost import explained
 from farflung.comm.shards import local, model_has_dtensor
 from farflung.outer.agreement import average, take_largest
@@ -38,6 +40,9 @@ class Rounds:
         membership: who takes part.
         meter: counts what the rounds cost.
         listeners: called with every round that has ended.
+
+    Attributes:
+        joined: what the members told this rank of the loop when it came in; None: it was there from the beginning.
     """
 
     def __init__(
@@ -62,41 +67,77 @@ class Rounds:
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._is_sharded = model_has_dtensor(model)
         self._num_votes = 1
-        self.epoch = membership.enter(self._needs())
-        self._begin(self.epoch)
-        self.replica.bind(self.epoch.group)
+        self.epoch = epoch = membership.enter(self._needs(admits=True))
+        self._begin()
+        self.replica.bind(SoloGroup() if epoch.joins else epoch.group)
+        self.joined: dict[str, Any] | None = None
+        if epoch.joins:
+            self.replica.enter(epoch.group, epoch.ids, epoch.ids)
+            self.joined = self._hand_over({})
 
-    def _needs(self) -> Needs:
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a lost rank ends the loop."""
+        return self._membership.is_fixed
+
+    def _needs(self, admits: bool) -> Needs:
         levels, overlaps = self._recipe.levels, self._recipe.schedule.delay > 0
         said = (self.replica.description, self.replica.tensors)
-        return Needs(levels, overlaps, self._is_sharded, *said, self._num_votes)
+        return Needs(levels, overlaps, self._is_sharded, *said, self._num_votes, admits)
 
-    def _begin(self, epoch: Epoch) -> None:
+    def _begin(self) -> None:
+        """Begin to meet the members of a new epoch."""
         self._count_votes()
-        self._worker = BackgroundWorker(self._device, epoch.background) if self._recipe.schedule.delay > 0 else None
+        self._num_votes = self.epoch.num_votes
+        has_delay = self._recipe.schedule.delay > 0
+        self._worker = BackgroundWorker(self._device, self.epoch.background) if has_delay else None
 
-    def _enter(self) -> Epoch:
-        """Return the epoch of now: a collective where it is a new one. What depends on who is there follows it."""
-        before, self.epoch = self.epoch, self._membership.enter(self._needs())
-        if self.epoch is not before:
-            self._begin(self.epoch)
-            self.replica.enter(self.group, before.ids, self.epoch.ids)
-            self._num_votes = self.epoch.num_votes
-        return self.epoch
+    def enter(self, common: dict[str, Any]) -> None:
+        """Meet those who are there now: a collective where that has changed, between rounds.
+
+        Args:
+            common: what newcomers have to know of the loop.
+        """
+        epoch = self._membership.enter(self._needs(admits=True))
+        if epoch is not self.epoch:
+            self.apply_all()  # among those who began it
+            self.free(reusable=True)
+            self._go_over(epoch)
+            if epoch.newcomers:
+                self._hand_over(common)
+
+    def _go_over(self, epoch: Epoch) -> None:
+        before, self.epoch = self.epoch, epoch
+        self._begin()
+        self.replica.enter(epoch.group, before.ids, epoch.ids)
+
+    def _hand_over(self, common: dict[str, Any]) -> dict[str, Any]:
+        """Give newcomers what all have in common between rounds: a collective. Returns `common` of a member."""
+        epoch, fragments = self.epoch, self.replica.fragments
+        giver = next(rank for rank in range(epoch.group.size) if rank not in epoch.newcomers)
+        said = [{"common": common, "fragments": [one.replicated() for one in fragments]}] if not epoch.joins else [None]
+        (given,) = broadcast_object_list(Exchange(epoch.group), said, giver)
+        for fragment, replicated in zip(fragments, given["fragments"], strict=True) if epoch.joins else ():
+            fragment.join(replicated)
+        found: dict[str, Any] = given["common"]
+        return found
 
     def survive(self, failure: RankFailure) -> None:
         """Go on without ranks that were lost. What was under way and can't arrive any more counts as not sent.
 
         Raises:
-            RankFailure: the same, where the membership is fixed, or more is wrong.
+            RankFailure: the same, where more is wrong than that.
         """
-        if self._membership.is_fixed:
-            raise failure
         self._settle()
         self.leave(f"it goes on without lost ranks: {failure}")
         self.free(reusable=False)
-        self._membership.lost(failure)
-        self._enter()
+        while True:
+            self._membership.lost(failure)
+            try:
+                self._go_over(self._membership.enter(self._needs(admits=False)))
+                return
+            except RankFailure as another:  # the next one is lost while those that are left meet
+                failure = another
 
     def in_spite_of_losses(self, act: Callable[[], object]) -> None:
         """Do something that all members do together, again where some are lost meanwhile."""
@@ -105,15 +146,16 @@ class Rounds:
                 act()
                 return
             except RankFailure as failure:
+                if self.is_fixed:
+                    raise  # not by name: it would hold the frame that holds it, and so all groups
                 self.survive(failure)
 
     def launch(self, action: Launch, position: int, finished: bool) -> None:
-        """Send a fragment off, as it is now, to those who are there now.
+        """Send a fragment off, as it is now.
 
         Raises:
             CollectiveMismatch: the model has changed since the last round, and not on all ranks alike.
         """
-        self._enter()
         number = action.fragment
         assert number not in self._open, "a fragment is in one round at a time"
         change = self.replica.change()
@@ -213,7 +255,6 @@ class Rounds:
 
     def agree_on_changes(self) -> None:
         """Go on with what the model is made of now, as a round would: a collective beside all that is under way."""
-        self._enter()
         change = self.replica.change()
         if change is not None:
             if change.must_agree:

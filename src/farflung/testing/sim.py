@@ -85,6 +85,8 @@ class _Stage:
         self.departures: list[list[str]] = [[] for _ in range(size)]  # reasons, by rank
         self.regroups = [0] * size
         self.exited: set[int] = set()
+        self.waiting_to_join: list[int] = []
+        self.admitted: dict[int, tuple[tuple[int, ...], list[int]]] = {}  # members and newcomers, by newcomer
         self._turns = [threading.Semaphore(int(rank == 0)) for rank in range(size)]
         self._waiting: dict[int, Callable[[], bool]] = {}
         self._draws: list[Tensor] = []  # states of the default generator, by rank
@@ -316,6 +318,38 @@ class SimGroup:
         ):
             raise RankFailure(f"Rank {self.rank} is blocked by {numbered('rank', absent)}, waiting for something else.")
         return SimGroup(stage, self._me, tuple(rank for rank in self.members if stage.regroups[rank] >= age))
+
+    def join(self) -> tuple[SimGroup, list[int]]:
+        """Wait until the members of another group admit this replica.
+
+        Returns:
+            that group, with this replica in it, and the ranks of the newcomers.
+
+        Raises:
+            RankFailure: nobody does, as all wait for something else or have ended.
+        """
+        stage = self._stage
+        stage.waiting_to_join.append(self._me)
+        if not stage.wait_until(self._me, lambda: self._me in stage.admitted):
+            raise RankFailure(f"Replica {self._me} waits to join, but nobody is left who could admit it.")
+        members, newcomers = stage.admitted.pop(self._me)
+        return SimGroup(stage, self._me, members), [members.index(one) for one in newcomers]
+
+    def admit(self) -> tuple[SimGroup, list[int]]:
+        """Return the group with those that wait to join, or this one, and the ranks of the newcomers: a collective."""
+        stage = self._stage
+        mine = torch.tensor([float(one in stage.waiting_to_join) for one in range(stage.size)])
+        newcomers = [one for one, waits in enumerate(self.all_gather_small(mine)[0]) if waits]  # as the first sees it
+        if not newcomers:
+            return self, []
+        members = tuple(sorted({*self.members, *newcomers}))
+        stage.regroups[self._me] += 1
+        for one in set(newcomers).intersection(stage.waiting_to_join):  # the first member to come here lets it in
+            stage.waiting_to_join.remove(one)
+            stage.admitted[one] = members, newcomers
+            stage.regroups[one] = stage.regroups[self._me]
+            stage.departures[one] = list(stage.departures[self._me])
+        return SimGroup(stage, self._me, members), [members.index(one) for one in newcomers]
 
     def agree_min(self, number: int, name: str) -> int:
         """Return `number`: what one replica got all have got."""

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam for membership: replicas leave at every phase of a round, and come, with the values of a plain reference.
+
+Replica i moves its weights by -(i + 1) in each step, so that a reference needs no gradients and no network.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from farflung.comm.group import SoloGroup
+from farflung.outer import OuterLoop, diloco, eager_diloco, edit, gossip, local_sgd, quadratic, streaming_diloco
+from farflung.outer.membership import open_epoch
+from farflung.testing.sim import SimGroup, run_replicas
+
+EVERY, LR, MOMENTUM, STEPS = 3, 0.5, 0.5, 12
+IN_FLUSH = 1  # collectives of a last flush to which nobody brings anything
+DILOCO = diloco(EVERY, lr=LR, momentum=MOMENTUM)
+STREAMING = streaming_diloco(4, 2, delay=1, lr=LR, momentum=MOMENTUM)
+
+
+class Death(Exception):
+    """A replica is lost."""
+
+
+class Mortal(SimGroup):
+    """A group in which a replica dies at one of its collectives, counted from 1 over all groups that it is in."""
+
+    def __init__(self, group, dies_at, calls):
+        super().__init__(group._stage, group._me, group.members)
+        self.dies_at, self.calls = dies_at, calls
+
+    def _join(self, *arguments, **options):
+        self.calls.append(arguments[0])
+        if len(self.calls) == self.dies_at:
+            self.leave("it died")
+            raise Death
+        return super()._join(*arguments, **options)
+
+
+class Company:
+    """Replicas of which some are lost and others come.
+
+    Args:
+        group: of all that there will ever be.
+        first: those that begin.
+        dies_at: the number of this replica's collective at which it dies.
+    """
+
+    is_fixed, island = False, SoloGroup()
+
+    def __init__(self, group, first, dies_at=None):
+        self.most, self.dies_at, self.calls, self.number, self.epoch = group.size, dies_at, [], 0, None
+        self.is_new = group.rank not in first
+        self.group = group if self.is_new else self.mortal(SimGroup(group._stage, group.rank, tuple(first)))
+
+    def mortal(self, group):
+        return Mortal(group, self.dies_at, self.calls)
+
+    def enter(self, needs):
+        group, newcomers = self.group, []
+        if self.is_new:
+            group, newcomers = group.join()
+            self.is_new = False
+        elif self.epoch is not None and needs.admits:
+            group, newcomers = group.admit()
+        if self.epoch is None or newcomers:
+            self.group, self.number = self.mortal(group), self.number + 1
+            self.epoch = open_epoch(self.number, group.members, self.group, self.island, needs, newcomers)
+        return self.epoch
+
+    def lost(self, failure):
+        self.group, self.epoch = self.mortal(self.group.regroup()), None
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.other = (nn.Parameter(torch.tensor([64.0])) for _ in range(2))
+
+
+def train(group, first, recipe, dies_at, dying, steps):
+    """Train one replica; return its weight after each step, and what it died in."""
+    me, model, path = group.rank, Two(), []
+    company = Company(group, first, dies_at if me == dying else None)
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # whose rate a schedule may read
+        outer = OuterLoop(model, recipe, membership=company, inner=optimizer)
+        while outer.position < steps:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= me + 1
+            outer.step()
+            path.append((outer.position, model.weight.item()))
+        outer.close()
+    except Death:
+        return path, company.calls[-1]
+    return [*path, (steps, model.weight.item())], len(company.calls)
+
+
+def anchors_of(members):
+    """The anchor after each round and after the last flush, where `members(n, pending)` says who brings how many steps.
+
+    It changes `pending`, the steps of each replica that nobody has seen yet; None: the round came to nothing.
+    """
+    anchor, velocity, anchors, pending = 64.0, 0.0, [], dict.fromkeys(range(4), 0)
+    for number in range(STEPS // EVERY + 1):
+        brought = members(number, pending)
+        done = np.array([] if brought is None else [pending.pop(one) for one in brought], dtype=float)
+        if done.sum():
+            delta = (done * done * (np.array(brought) + 1)).sum() / done.sum()
+            velocity = MOMENTUM * velocity + delta
+            anchor -= LR * (delta + MOMENTUM * velocity)
+            pending.update(dict.fromkeys(brought, 0))
+        anchors.append(anchor)
+    return anchors
+
+
+def without(dead, in_round, applied):
+    """The anchors of three replicas of which one is lost in a round, which the others have applied or not."""
+
+    def members(number, pending):
+        there = [one for one in range(3) if one != dead or number <= in_round]
+        for one in there:
+            pending[one] += EVERY if number < STEPS // EVERY else 0
+        if number == in_round and not applied:
+            return None
+        return there
+
+    return anchors_of(members)
+
+
+def seen_of(path, but=-1):
+    """What a replica has after each round but one, and at the end."""
+    rounds = [weight for step, weight in path[:-1] if step % EVERY == 0 and step != EVERY * (but + 1)]
+    return [*rounds, path[-1][1]]
+
+
+@pytest.mark.parametrize("dying", [0, 1, 2])
+def test_a_replica_may_be_lost_at_any_collective(dying):
+    """Before the vote, in it, in the middle of what is sent, before all know that it arrived, and in the last flush."""
+    calls = run_replicas(train, 3, range(3), DILOCO, None, dying, STEPS)[dying][1]
+    begun = run_replicas(train, 3, range(3), DILOCO, None, dying, 0)[dying][1] - IN_FLUSH
+    phases = set()
+    for at in range(begun + 1, calls + 1):
+        found = run_replicas(train, 3, range(3), DILOCO, at, dying, STEPS)
+        path, died_in = found.pop(dying)
+        in_round = len(path) // EVERY
+        phases.add(died_in)
+        survivors = [seen_of(path, in_round) for path, _ in found]
+        assert survivors[0] == survivors[1]
+        outcomes = [without(dying, in_round, applied) for applied in (False, True)]
+        outcomes = [[each for n, each in enumerate(one) if n != in_round or n == STEPS // EVERY] for one in outcomes]
+        assert survivors[0] in outcomes, at
+    assert phases == {"all_gather", "all_reduce(sum)"}
+
+
+@pytest.mark.parametrize("first", [[0, 1], [1, 2], [0, 3]])
+def test_replicas_come_between_rounds_with_the_anchor_and_count_from_the_next_one(first):
+    def members(number, pending):
+        for one in range(4):
+            pending[one] += EVERY if number < STEPS // EVERY and (one in first or number) else 0
+        return list(range(4))
+
+    anchors = anchors_of(members)
+    for rank, (path, _) in enumerate(run_replicas(train, 4, first, DILOCO, None, 0, STEPS)):
+        assert seen_of(path) == pytest.approx(anchors if rank in first else anchors[1:])
+
+
+OTHERS = {
+    "local_sgd": local_sgd(3),
+    "streaming without delay": streaming_diloco(4, 2, delay=0, lr=LR, momentum=MOMENTUM),
+    "quadratic": quadratic(2, alpha=0.5),
+    "gossip": gossip(2),
+    "edit": edit(2, lr=LR, momentum=MOMENTUM),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_replicas_come_and_go_under_other_recipes(name):
+    """One comes, another one is lost at some of its collectives; those that stay end with the same weights."""
+    for at in range(16, 32, 3):  # after the other one was let in
+        found = run_replicas(train, 4, [0, 1, 2], OTHERS[name], at, 1, 2 * STEPS)
+        ends = [path[-1] for rank, (path, _) in enumerate(found) if rank != 1]
+        assert len(set(ends)) == 1, (at, ends)
+
+
+@pytest.mark.parametrize("recipe", [STREAMING, eager_diloco(3, lr=LR, momentum=MOMENTUM)], ids=["streaming", "eager"])
+def test_replicas_come_while_rounds_are_under_way(recipe):
+    ends = [path[-1] for path, _ in run_replicas(train, 4, [0, 1, 2], recipe, None, 0, 2 * STEPS)]
+    assert len(set(ends)) == 1
