@@ -24,9 +24,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from farflung.base.checks import check_type
-from farflung.base.errors import ConfigError, RankFailure, StateError, Unsupported
+from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.base.sizes import bucket_bytes_for
-from farflung.base.words import counted
 from farflung.comm.group import Group
 from farflung.comm.shards import model_has_dtensor, reshard
 from farflung.outer.asked import check_same, check_shard, check_state, checked, one_number
@@ -37,7 +36,7 @@ from farflung.outer.recipe import Recipe
 from farflung.outer.rounds import Rounds
 from farflung.outer.schedule import Action, Apply, Clock, Launch
 from farflung.outer.stats import Meter, Round, Stats
-from farflung.outer.warmup import average_gradients
+from farflung.outer.warmup import Warmup
 
 
 class OuterLoop:
@@ -113,8 +112,6 @@ class OuterLoop:
         self._meter = Meter()
         self._position = 0  # attempts since the loop began
         self._synced = 0  # the position up to which all that was due has been done
-        self._averaged = 0  # the position up to which gradients have been averaged, in a warm-up
-        self._are_alike = True  # the weights of all ranks, in a warm-up; not if one had no more data
         self._began = 0  # the position when the latest round was launched
         self._clock = clock
         self._began_at = clock()
@@ -126,6 +123,7 @@ class OuterLoop:
             self._model = model = self._ddp.module
         with torch.no_grad():
             self._rounds = Rounds(model, recipe, membership, cap_bytes, self._meter, self.listeners)
+            self._warmup = Warmup(recipe.warmup, model, self._rounds, self._meter, self._ddp is not None)
         self._know(inner)
         if self._rounds.joined is not None:  # in the middle of the members' step, whose rounds begin now
             self._position, self._began = self._rounds.joined["position"], self._rounds.joined["began"]
@@ -149,15 +147,15 @@ class OuterLoop:
         if self._recipe.weigh_by == "items" and done and not items > 0:
             raise ConfigError(f"items is {items!r}; the recipe weighs by items, so each step done must say how many.")
         if self._hooks and not done:
-            self._check_averaged()
-        is_shared = self.is_warming and self._are_alike  # all replicas have made this step, with the same gradients
+            self._warmup.check_averaged(self._position)
+        is_shared = self._warmup.makes_alike(self._position)
         self._position += 1
         self._meter.add("attempts")
         if done:
             if not is_shared:
                 self._rounds.replica.count(items if self._recipe.weigh_by == "items" else 1)
             self._meter.add("steps")
-        if self._position == self._recipe.warmup and self._are_alike:
+        if self._position == self._warmup.steps and self._warmup.are_alike:
             self.reset_anchor()
 
     def sync_if_due(self) -> None:
@@ -199,14 +197,14 @@ class OuterLoop:
             StateError: the recipe averages gradients in its first steps, but those of this step were not averaged: call
                 `average_gradients` before `optimizer.step()`, or `attach` the optimizer.
         """
-        self._check_averaged()
+        self._warmup.check_averaged(self._position)
         self.count(items=items)
         self.sync_if_due()
 
     @property
     def is_warming(self) -> bool:
         """Whether the next step belongs to the warm-up, in which gradients are averaged and weights are not."""
-        return self._position < self._recipe.warmup
+        return self._warmup.is_on(self._position)
 
     def average_gradients(self) -> None:
         """In a warm-up, average the gradients of all ranks in place (a collective), once a step; later do nothing.
@@ -215,10 +213,7 @@ class OuterLoop:
             StateError: the loop has ended.
         """
         self._check_open()
-        if self.is_warming and self._averaged <= self._position:
-            self._averaged = self._position + 1
-            if self._ddp is None:  # which has averaged them in the backward pass
-                self._rounds.in_spite_of_losses(lambda: self._warm(finished=False))
+        self._warmup.average(self._position)
 
     def attach(self, optimizer: Optimizer) -> OuterLoop:
         """Call `step` automatically after each step of `optimizer`, until the loop ends. Returns the loop.
@@ -285,11 +280,9 @@ class OuterLoop:
         self._rounds.in_spite_of_losses(self._flush)
 
     def _flush(self) -> None:
-        for _ in range(self._position, self._recipe.warmup):
-            if not self._warm(finished=True):
-                break
+        self._warmup.stay(self._position)
         with self._meter.timed("exposed"), torch.no_grad():
-            if 0 < self._position <= self._recipe.warmup and self._are_alike:
+            if 0 < self._position <= self._warmup.steps and self._warmup.are_alike:
                 self._rounds.replica.reset_anchor()
             last = self._walk_on()
             are_dropped = [last in self._rounds.apply_all()]
@@ -304,7 +297,7 @@ class OuterLoop:
                 self._rounds.replica.reset()
         self._synced = self._began = self._position
         self._began_at = self._clock()
-        self._are_alike = self._are_alike or not self.is_warming  # optimizers of ranks without data stay behind
+        self._warmup.are_alike |= not self.is_warming  # optimizers of ranks without data stay behind
 
     @property
     def has_anchor(self) -> bool:
@@ -319,7 +312,7 @@ class OuterLoop:
         an anchor, or with one per replica, average the weights of all ranks for this: a collective.
         """
         self._check_open()
-        is_common = self.is_warming and self._are_alike
+        is_common = self._warmup.makes_alike(self._position)
         must_average = not (is_common or self.has_anchor) and self._rounds.group.size > 1
         with torch.no_grad():
             if must_average:
@@ -368,7 +361,7 @@ class OuterLoop:
             "position": self._position,
             "synced": self._synced,
             "began": self._began,
-            "are_alike": self._are_alike,
+            "are_alike": self._warmup.are_alike,
             "seconds": self._clock() - self._began_at,
             "shard": self._rounds.epoch.island.shard,
             "lr": self._lr,
@@ -390,7 +383,7 @@ class OuterLoop:
         reshard(self._model.modules())
         self._rounds.load_state_dict(state["rounds"])
         self._position, self._synced, self._began = state["position"], state["synced"], state["began"]
-        self._are_alike = state.get("are_alike", True)
+        self._warmup.are_alike = state.get("are_alike", True)
         self._began_at = self._clock() - state["seconds"]
         self._lr = state["lr"]
         self._meter.load(state["stats"])
@@ -416,21 +409,8 @@ class OuterLoop:
 
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Average the gradients of a warm-up; `arguments` begin with the optimizer."""
-        closure = options.get("closure", *arguments[1:2])
-        if self.is_warming and closure is not None:
-            raise Unsupported(
-                f"In the warm-up of this recipe ({counted(self._recipe.warmup, 'step')}) an attached optimizer can't "
-                "take a closure: it computes gradients after they were averaged. Use a recipe without a warm-up."
-            )
+        self._warmup.check_closure(self._position, options.get("closure", *arguments[1:2]))
         self.average_gradients()
-
-    def _check_averaged(self) -> None:
-        if self.is_warming and self._averaged <= self._position and self._rounds.group.size > 1:
-            raise StateError(
-                f"This recipe averages gradients in the first {counted(self._recipe.warmup, 'step')}, and this is step "
-                f"{self._position + 1}. Call outer.average_gradients() before optimizer.step(), or attach it; with a "
-                "GradScaler call it before scaler.step(optimizer)."
-            )
 
     def _know(self, inner: Optimizer | None) -> None:
         self._rounds.inner = inner
@@ -452,12 +432,6 @@ class OuterLoop:
             self._began = step
             self._know(self._rounds.inner)
         return due
-
-    def _warm(self, finished: bool) -> bool:
-        """Average the gradients of all ranks that still have data; return False where none has."""
-        goes_on, by_all = average_gradients(self._model, self._rounds.group, self._meter, finished)
-        self._are_alike = self._are_alike and (by_all or not goes_on)
-        return goes_on
 
     def _walk_on(self) -> int:
         """Go on along the schedule without training until all ranks do so; return the fragment then under way.

@@ -6,13 +6,76 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from farflung.base.errors import CollectiveMismatch
+from farflung.base.errors import CollectiveMismatch, StateError, Unsupported
+from farflung.base.words import counted
 from farflung.comm.group import Group
 from farflung.outer.agreement import average
+from farflung.outer.rounds import Rounds
 from farflung.outer.stats import Meter
 from farflung.outer.weighting import in_proportion
 
 _HALF = 2**24  # whole numbers below this are exact in fp32
+
+
+class Warmup:
+    """The first steps of a recipe, which all replicas make with the same gradients.
+
+    Args:
+        steps: how many there are.
+        is_done_by_ddp: torch's DDP averages gradients, in the backward pass.
+
+    Attributes:
+        are_alike: the weights of all replicas; not if one had no more data.
+    """
+
+    def __init__(self, steps: int, model: nn.Module, rounds: Rounds, meter: Meter, is_done_by_ddp: bool) -> None:
+        self.steps, self.are_alike = steps, True
+        self._model, self._rounds, self._meter = model, rounds, meter
+        self._is_done_by_ddp = is_done_by_ddp
+        self._averaged = 0  # the position up to which gradients have been averaged
+
+    def is_on(self, position: int) -> bool:
+        """Whether the next step, after so many, belongs to it."""
+        return position < self.steps
+
+    def makes_alike(self, position: int) -> bool:
+        """Whether all replicas make the next step, with the same gradients."""
+        return self.is_on(position) and self.are_alike
+
+    def average(self, position: int) -> None:
+        """Average the gradients of the next step, once."""
+        if self.is_on(position) and self._averaged <= position:
+            self._averaged = position + 1
+            if not self._is_done_by_ddp:
+                self._rounds.in_spite_of_losses(lambda: self._meet(finished=False))
+
+    def stay(self, position: int) -> None:
+        """Stay without data until all ranks have done the steps that are left, or have no more data either."""
+        for _ in range(position, self.steps):
+            if not self._meet(finished=True):
+                break
+
+    def _meet(self, finished: bool) -> bool:
+        goes_on, by_all = average_gradients(self._model, self._rounds.group, self._meter, finished)
+        self.are_alike = self.are_alike and (by_all or not goes_on)
+        return goes_on
+
+    def check_averaged(self, position: int) -> None:
+        """Raise StateError unless the gradients of the next step have been averaged."""
+        if self.is_on(position) and self._averaged <= position and self._rounds.group.size > 1:
+            raise StateError(
+                f"This recipe averages gradients in the first {counted(self.steps, 'step')}, and this is step "
+                f"{position + 1}. Call outer.average_gradients() before optimizer.step(), or attach it; with a "
+                "GradScaler call it before scaler.step(optimizer)."
+            )
+
+    def check_closure(self, position: int, closure: object) -> None:
+        """Raise Unsupported for an optimizer's step with a closure: it computes gradients after they were averaged."""
+        if self.is_on(position) and closure is not None:
+            raise Unsupported(
+                f"In the warm-up of this recipe ({counted(self.steps, 'step')}) an attached optimizer can't "
+                "take a closure: it computes gradients after they were averaged. Use a recipe without a warm-up."
+            )
 
 
 def average_gradients(model: nn.Module, group: Group, meter: Meter, finished: bool) -> tuple[bool, bool]:
