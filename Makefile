@@ -15,7 +15,7 @@ demo: $(DEMO_READY)
 	$(BIN)/farflung demo
 
 test: $(DEV_READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-fast: $(DEV_READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ranks and not slow"

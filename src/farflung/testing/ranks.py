@@ -21,6 +21,11 @@ from farflung.base.words import numbered
 from farflung.config import environ
 from farflung.testing.patience import patience
 
+# What the server has in memory, so that each rank starts with it: torch, and what ranks seldom do without of Farflung.
+_PRELOADED = ["torch", "torch.distributed", "farflung.testing.preload"]
+_PRELOADED += [f"farflung.{name}" for name in ("accelerator.accelerator", "accelerator.checkpointer", "outer")]
+_PRELOADED += [f"farflung.{name}" for name in ("checkpoint.sharded", "outer.merge_states", "strategy.sharded", "utils")]
+
 
 def run_ranks(
     function: Callable[..., Any],
@@ -32,8 +37,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function(*args)` on `num_ranks` fresh processes, joined by gloo on loopback; return their values by rank.
 
-    The processes are forked from a server that has torch loaded, so that starting them costs milliseconds. Each sees
-    the variables that torchrun would set (`RANK`, `WORLD_SIZE`, `MASTER_ADDR` ...) and computes on one thread.
+    The processes are forked from a server that has torch and Farflung loaded, so that starting them costs milliseconds.
+    Each sees the variables that torchrun would set (`RANK`, `WORLD_SIZE`, `MASTER_ADDR` ...) and computes on one thread.
 
     Args:
         function: picklable, so defined at the top of a module; its values must be picklable too.
@@ -47,7 +52,7 @@ def run_ranks(
         RankFailure: a rank raised (the message holds its traceback), died, or was not done in time.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "farflung.testing.preload"])
+    context.set_forkserver_preload(_PRELOADED)
     store = serve_store("127.0.0.1", 0, wait_for_workers=False)
     workers: list[BaseProcess] = []
     pipes: list[Connection] = []
