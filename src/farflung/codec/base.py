@@ -65,19 +65,15 @@ class Identity:
     limit: ClassVar[float] = float("inf")
 
     def encode(self, x: Tensor) -> Tensor:
-        """Return `x` itself."""
         return x
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
-        """Copy, unless `out` is what was encoded."""
         return out if wire is out else out.copy_(_typed(wire, out.dtype))
 
     def add(self, wire: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
-        """Add."""
         return _add(_typed(wire, out.dtype), out, factor)
 
     def wire_bytes(self, n: int) -> int:
-        """Four bytes a value."""
         return 4 * n
 
 
@@ -107,15 +103,12 @@ class Cast:
 
     @property
     def limit(self) -> float:
-        """The largest number of the dtype."""
         return float(torch.finfo(_CASTS[self.dtype]).max)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Round to nearest."""
         return x.to(_CASTS[self.dtype])
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
-        """Widen again, exactly."""
         return out.copy_(_typed(wire, _CASTS[self.dtype]))
 
     def add(self, wire: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
@@ -123,7 +116,6 @@ class Cast:
         return _add(_typed(wire, _CASTS[self.dtype]), out, factor)
 
     def wire_bytes(self, n: int) -> int:
-        """Two bytes a value."""
         return 2 * n
 
 

@@ -115,7 +115,6 @@ class _Blockwise(ABC):
         return out
 
     def wire_bytes(self, n: int) -> int:
-        """Four bytes a block, and the codes."""
         return blockwise_bytes(n, self.bits, self.block)
 
     def _decoded(self, wire: Tensor, out: Tensor, in_place: bool) -> Iterator[tuple[Tensor, Tensor]]:

@@ -78,5 +78,4 @@ class ErrorFeedback:
         return self.codec.add(wire, out, factor)
 
     def wire_bytes(self, n: int) -> int:
-        """As of the wrapped codec."""
         return self.codec.wire_bytes(n)

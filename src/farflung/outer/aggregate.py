@@ -27,11 +27,9 @@ class GatherMean:
     agrees: ClassVar[bool] = True
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        """Encode."""
         return _encoded(x, codec, residual)
 
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
-        """All-gather."""
 
         def decode(wires: list[Tensor], decision: Decision) -> tuple[Tensor, float]:
             out = payload.out.zero_()
@@ -116,7 +114,6 @@ class TrimmedMean:
         check_whole("TrimmedMean: trim", self.trim, least=1)
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        """Encode."""
         return _encoded(x, codec, residual)
 
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
@@ -164,7 +161,6 @@ class Gossip:
         return Payload(x, codec.encode(x), x)
 
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
-        """Send to one, receive from one."""
         assert payload.wire is not None
         wire = payload.wire if payload.wire is not payload.values else payload.wire.clone()
         step = 1 << number % max(1, (group.size - 1).bit_length())

@@ -105,7 +105,6 @@ class Mean:
         return Payload(x, None, x)
 
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
-        """Scale, encode and all-reduce."""
         wire = codec.encode(_scaled(payload.values, payload.weight))
         return _all_reduced(wire, group, "sum", lambda decision: (codec.decode(wire, payload.out), decision.total))
 
@@ -117,11 +116,9 @@ class Max:
     agrees: ClassVar[bool] = True
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        """Leave it as it is."""
         return Payload(x, x, x)
 
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
-        """All-reduce."""
         return _all_reduced(payload.values, group, "max", lambda decision: (payload.values, 1))
 
 
@@ -356,7 +353,6 @@ class Anchored(Averaged):
         return self._anchor.views(k)
 
     def adopt(self) -> None:
-        """local <- anchor."""
         for k in range(len(self.buckets)):
             foreach_copy_(self.buckets.pieces(k), self._anchor.views(k))
 
@@ -391,7 +387,6 @@ class Anchored(Averaged):
         return {"anchor": self._anchor.state_dict(), "residuals": [residual.clone() for residual in self._residuals]}
 
     def load_state_dict(self, state: Any) -> None:
-        """Take over what `state_dict` returned."""
         self._anchor.load_state_dict(state["anchor"])
         for residual, saved in zip(self._residuals, state["residuals"], strict=True):
             residual.copy_(saved)

@@ -106,12 +106,10 @@ class Eager(Anchored):
             sent.zero_()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return copies, with what is under way."""
         state = super().state_dict() or {}
         return state | {"sent": [sent.clone() for sent in self._sent], "share": self._share}
 
     def load_state_dict(self, state: Any) -> None:
-        """Take over what `state_dict` returned."""
         super().load_state_dict(state)
         self._share = state["share"]
         for sent, saved in zip(self._sent, state["sent"], strict=True):

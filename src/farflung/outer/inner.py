@@ -43,7 +43,6 @@ class KeepState:
     def __call__(
         self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, decision: Decision
     ) -> int:
-        """Do nothing."""
         return 0
 
 
@@ -56,7 +55,6 @@ class ResetState:
     def __call__(
         self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, decision: Decision
     ) -> int:
-        """Remove the state of each parameter."""
         assert optimizer is not None
         for parameter in parameters:
             optimizer.state.pop(parameter, None)

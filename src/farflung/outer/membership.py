@@ -168,13 +168,11 @@ class FixedMembership:
         self._epoch: Epoch | None = None
 
     def enter(self, needs: Needs) -> Epoch:
-        """Return the one epoch."""
         if self._epoch is None:
             self._epoch = open_epoch(0, range(self.most), self._group, self.island, needs)
         return self._epoch
 
     def lost(self, failure: RankFailure) -> None:
-        """Go on with nobody."""
         raise failure
 
 

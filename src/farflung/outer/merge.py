@@ -25,7 +25,6 @@ class Replace:
     """local <- anchor."""
 
     def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
-        """Copy."""
         foreach_copy_(local, anchor)
 
 

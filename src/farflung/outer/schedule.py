@@ -78,12 +78,10 @@ class _AtOnce:
 
     @property
     def fragments(self) -> int:
-        """One: the whole model."""
         return 1
 
     @property
     def delay(self) -> int:
-        """None."""
         return 0
 
 
@@ -168,12 +166,10 @@ class Warmup:
 
     @property
     def fragments(self) -> int:
-        """Those of the schedule that follows."""
         return self.then.fragments
 
     @property
     def delay(self) -> int:
-        """That of the schedule that follows."""
         return self.then.delay
 
     def __call__(self, now: Clock) -> Sequence[Action]:

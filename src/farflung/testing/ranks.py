@@ -38,7 +38,7 @@ def run_ranks(
     """Call `function(*args)` on `num_ranks` fresh processes, joined by gloo on loopback; return their values by rank.
 
     The processes are forked from a server that has torch and Farflung loaded, so that starting them costs milliseconds.
-    Each sees the variables that torchrun would set (`RANK`, `WORLD_SIZE`, `MASTER_ADDR` ...) and computes on one thread.
+    Each sees the variables that torchrun would set (`RANK`, `MASTER_ADDR` ...) and computes on one thread.
 
     Args:
         function: picklable, so defined at the top of a module; its values must be picklable too.

@@ -184,11 +184,9 @@ class SimGroup:
         self._number = 0
 
     def supports(self, device: str) -> bool:
-        """Every device will do."""
         return True
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
-        """Reduce in place."""
 
         def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
             total = _reduced(xs, op)
@@ -198,7 +196,6 @@ class SimGroup:
         return self._join(f"all_reduce({op})", x, x, finish)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        """Concatenate."""
 
         def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
             everything = torch.cat([x.reshape(-1) for x in xs])
@@ -208,7 +205,6 @@ class SimGroup:
         return self._join("all_gather", out, x, finish)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
-        """Reduce, and keep this rank's part."""
 
         def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
             for part, mine in zip(_reduced(xs, op).view(-1).chunk(self.size), outs, strict=True):
@@ -217,7 +213,6 @@ class SimGroup:
         return self._join(f"reduce_scatter({op})", out, x, finish)
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        """Transpose the parts."""
 
         def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
             parts = [x.view(-1).chunk(self.size) for x in xs]
@@ -227,7 +222,6 @@ class SimGroup:
         return self._join("all_to_all", out, x, finish)
 
     def broadcast(self, x: Tensor, src: int) -> Work:
-        """Copy from one."""
 
         def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
             for mine in outs:
@@ -236,7 +230,6 @@ class SimGroup:
         return self._join(f"broadcast({src})", x, x, finish)
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
-        """Copy one part each."""
 
         def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
             for part, mine in zip(xs[src].view(self.size, -1), outs, strict=True):
@@ -246,12 +239,10 @@ class SimGroup:
         return self._join(f"scatter({src})", out, sent, finish, alike=False)
 
     def barrier(self) -> None:
-        """Wait for all."""
         nothing = torch.empty(0)
         self._join("barrier", nothing, nothing, lambda xs, outs: None).wait()
 
     def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
-        """Copy from one to one."""
         step = (to - self.rank) % self.size
         if (self.rank - source) % self.size != step:
             raise Unsupported("swap needs a ring: every replica must send to the rank at the same distance.")
@@ -263,11 +254,9 @@ class SimGroup:
         return self._join(f"swap({step})", out, x, finish)
 
     def all_gather_small(self, x: Tensor) -> Tensor:
-        """Gather `[n]` as `[size, n]`."""
         return self.begin_all_gather_small(x)()
 
     def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin to gather."""
         everyone = x.new_empty(self.size, x.numel())
         work = self.all_gather(everyone, x)
 
@@ -289,7 +278,6 @@ class SimGroup:
         return lambda future: None
 
     def split(self, size: int) -> SimGroup:
-        """Return the block of neighbours."""
         if self.size == 1:
             return self
         check_blocks(self.size, size)

@@ -96,27 +96,22 @@ class TimedGroup(SimGroup):
             self._is_free = False
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
-        """Reduce in place."""
         sent = copies("reduced", self.size) * x.nbytes
         return self._under_way(super().all_reduce(x, op), sent, hops("reduced", self.size))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        """Concatenate."""
         sent = copies("gathered", self.size) * x.nbytes
         return self._under_way(super().all_gather(out, x), sent, hops("gathered", self.size))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
-        """Reduce, and keep this rank's part."""
         sent = copies("reduced", self.size) / 2 * x.nbytes
         return self._under_way(super().reduce_scatter(out, x, op), sent, self.size - 1)
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        """Transpose the parts."""
         sent = copies("reduced", self.size) / 2 * x.nbytes
         return self._under_way(super().all_to_all(out, x), sent, int(self.size > 1))
 
     def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
-        """Copy from one to one."""
         sent = copies("paired", self.size) * x.nbytes
         return self._under_way(super().swap(out, x, to, source), sent, hops("paired", self.size))
 
