@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from farflung.checkpoint import rng
-from farflung.data import workers
-from farflung.data.workers import RecordingCollate, WorkerHistory, WorkerPlan, can_record
+from farflung.data.resume import workers
+from farflung.data.resume.workers import RecordingCollate, WorkerHistory, WorkerPlan, can_record
 
 
 def draw(samples):

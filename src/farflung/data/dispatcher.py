@@ -14,17 +14,19 @@ from farflung.base.errors import ConfigError
 from farflung.comm.group import Group
 from farflung.comm.scatter import Scatter
 from farflung.data.batches import BatchView, concatenated, extended, length_of
-from farflung.data.iteration import NOTHING, Iteration
 from farflung.data.loader import PreparedLoader
-from farflung.data.position import plain_or_none, replay
+from farflung.data.resume.iteration import NOTHING, Iteration, pack_rounds, unpack_rounds
+from farflung.data.resume.progress import Progress
+from farflung.data.resume.reading import opened, replay
 from farflung.data.samplers import check_split, filled
 from farflung.data.torch_loaders import keeper_of, made_loader, reads_indices, refuse_mesh, without_first
 from farflung.process.bootstrap import join_world
 
 SliceFn: TypeAlias = Callable[..., Any]
-_Round: TypeAlias = tuple[list[Any], int]  # the parts by rank; how many samples are no padding (0: all, -1: not known)
+_Round: TypeAlias = tuple[
+    list[Any], int
+]  # the parts by rank, NOTHING where one gets none; how many samples are no padding (0: all, -1: not known)
 
-_NOTHING = object()  # the part of a rank that gets none
 _NO_PART, _PART, _LAST_PART = range(3)
 
 
@@ -44,6 +46,13 @@ class DataLoaderDispatcher(PreparedLoader):
         iteration: the number of the first epoch.
         kwargs: those of torch's `DataLoader`.
     """
+
+    split_batches: bool
+    even_batches: bool
+    slice_fn: SliceFn | None
+    _group: Group
+    _scatter: Scatter
+    _drop_last: bool
 
     def __init__(
         self,
@@ -70,7 +79,7 @@ class DataLoaderDispatcher(PreparedLoader):
         common["stateful"] = use_stateful_dataloader
         self._share_out(base, world.group, split_batches, drop_last=_drop_last, slice_fn=slice_fn, state=None, **common)
         self.skip_batches = skip_batches
-        self._epochs.choose(iteration)
+        self._progress.choose(iteration)
 
     @classmethod
     def over(
@@ -108,6 +117,7 @@ class DataLoaderDispatcher(PreparedLoader):
             even_batches=even_batches,
             _drop_last=drop_last,
             slice_fn=slice_fn,
+            progress=Progress(reads=group.rank == 0, pack=pack_rounds),
             **common,
         )
 
@@ -125,8 +135,8 @@ class DataLoaderDispatcher(PreparedLoader):
         # A loader draws its workers' seed when its iteration starts: draw it here too, so that ranks whose random
         # numbers are alike stay alike.
         torch.empty((), dtype=torch.int64).random_(generator=self.base_dataloader.generator)
-        if one.resumption is not None:
-            one.resumption.arrive()
+        if one.resumed_at is not None:
+            one.arrive()
         more = True
         while more:
             more, kind, part, real = self._scatter.receive()
@@ -143,12 +153,12 @@ class DataLoaderDispatcher(PreparedLoader):
                 following = self._guarded(next, rounds, None)
                 at_end = following is None
                 prefetched += [] if following is None else [following]
-            parts, real = prefetched.pop(0) if prefetched else ([_NOTHING for _ in ranks], 0)
+            parts, real = prefetched.pop(0) if prefetched else ([NOTHING for _ in ranks], 0)
             more = bool(prefetched)
             words = []
             for rank, part in enumerate(parts):
                 kind = _PART if _gets_part(rank, prefetched) else _LAST_PART
-                words.append((more, _NO_PART, None, 0) if part is _NOTHING else (more, kind, part, real))
+                words.append((more, _NO_PART, None, 0) if part is NOTHING else (more, kind, part, real))
             _, kind, part, real = self._scatter.send(words)  # it leaves while the next round is read
             if not more:
                 self._scatter.flush()
@@ -156,26 +166,14 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _begun_rounds(self, one: Iteration) -> tuple[Iterator[_Round], list[_Round]]:
         """Start reading, and return with it the rounds that have been read but not handed out, where it goes on."""
-        if one.resumption is None:
-            return self._rounds(one), []
-        position = one.resumption.position
-        rounds = self._rounds(one)
+        rounds, position = self._rounds(one), one.resumed_at
+        if position is None:
+            return rounds, []
         prefetched = list(islice(rounds, 0 if position.dataset is not None else max(1, position.num_prefetched)))
         if position.prefetched is not None:
-            prefetched = [
-                ([_NOTHING if part is None else part[0] for part in parts], real) for parts, real in position.prefetched
-            ]
-        base = self.base_dataloader
-        one.resumption.arrive(None if reads_indices(base) else base)
+            prefetched = unpack_rounds(position.prefetched)
+        one.arrive()
         return rounds, prefetched
-
-    def _keeper(self) -> Any:
-        return super()._keeper() if self._group.rank == 0 else None
-
-    def _prefetched(self, one: Iteration) -> tuple[int, Any]:
-        rounds = [] if one.prefetched is NOTHING else one.prefetched
-        parts = [([None if part is _NOTHING else [part] for part in parts], real) for parts, real in rounds]
-        return len(rounds), plain_or_none(parts)
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call what reads; where it fails, the other ranks, which are waiting or will be, hear of it."""
@@ -188,8 +186,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _rounds(self, one: Iteration) -> Iterator[_Round]:
         """Start to read; the iterator that comes back shares out all rounds but those that are skipped."""
         per_round, drop = self._per_round, one.skip
-        base = self.base_dataloader
-        position = None if one.resumption is None else one.resumption.position
+        base, position = self.base_dataloader, one.resumed_at
         first: list[Any] | None = None
         if position is not None and position.dataset is not None:
             drop, first = 0, position.first
@@ -199,7 +196,7 @@ class DataLoaderDispatcher(PreparedLoader):
         elif drop and reads_indices(base):
             drop = 1 if self._needs_first else 0  # the first round is read for its padding
             base = without_first(base, one.skip * per_round, keep=drop * per_round)
-        one.source = batches = self._opened(base, one)
+        one.source = batches = opened(one, base)
         if position is not None and drop > 1:
             first = list(islice(batches, per_round))
             replay(batches, (drop - 1) * per_round, to_the_end=position.ended)
@@ -251,7 +248,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if missing == 0:
             return group, 0
         if not self.even_batches:
-            return group + [_NOTHING] * missing, 0
+            return group + [NOTHING] * missing, 0
         # An item of unknown length is one sample where the loader makes no batches.
         is_known = None not in lengths or self.base_dataloader.batch_sampler is None
         real = sum(1 if length is None else length for length in lengths) if is_known else -1
@@ -273,11 +270,11 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _taken(self, batch: BatchView, cut: slice, rank: int) -> Any:
         if cut.start >= cut.stop:
-            return _NOTHING
+            return NOTHING
         if self.slice_fn is None:
             return batch.cut(cut)
         return self.slice_fn(batch.whole(), cut, process_index=rank, num_processes=self._group.size)
 
 
 def _gets_part(rank: int, rounds: list[_Round]) -> bool:
-    return any(parts[rank] is not _NOTHING for parts, _ in rounds)
+    return any(parts[rank] is not NOTHING for parts, _ in rounds)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset, default_convert
 
 from farflung.base.tree import batch_size_of
-from farflung.data.position import plain_or_none, state_of
+from farflung.data.resume.plain import plain_or_none, state_of
 from farflung.data.samplers import check_split, rounds
 
 

@@ -17,7 +17,6 @@ from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.torch_internals import copied_loader, expect_batches
 from farflung.base.tree import send_to_device
 from farflung.data.iterable import IterableDatasetShard
-from farflung.data.position import samplers_of
 from farflung.data.samplers import SeedableRandomSampler, SkipBatchSampler
 from farflung.loop.state import LoopState
 from farflung.loop.view import LoopView
@@ -171,6 +170,18 @@ def with_indices(loader: DataLoader[Any], source: Iterable[Any], **attributes: A
 def without_first(loader: DataLoader[Any], num_batches: int, keep: int = 0) -> DataLoader[Any]:
     """Return a copy of a loader that does not read its first batches, but for the first `keep` of those."""
     return with_indices(loader, SkipBatchSampler(index_source(loader), num_batches, keep=keep))
+
+
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """Return the samplers of a loader and those inside them."""
+    found: list[Any] = []
+    waiting: list[Any] = [loader.batch_sampler, loader.sampler]
+    while waiting:
+        sampler = waiting.pop()
+        if sampler is not None and not any(sampler is other for other in found):
+            found.append(sampler)
+            waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
+    return found
 
 
 def announce(epoch: int, loader: DataLoader[Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, get_worker_info
 
+from farflung.base.torch_internals import has_live_workers
 from farflung.checkpoint import rng
 from farflung.data.torch_loaders import reads_indices
 
@@ -105,7 +106,7 @@ class WorkerPlan:
 
     def to_dict(self) -> dict[str, Any] | None:
         """Return it as plain data, None where states are not known."""
-        states = plain([states for _, states in self.workers])
+        states = known([states for _, states in self.workers])
         if states is None:
             return None
         return {
@@ -155,13 +156,42 @@ class WorkerHistory:
         return (batch - self._begun.start) % self._number
 
 
+class Workers:
+    """What is known of a loader's workers from one of its iterations to the next.
+
+    Attributes:
+        were_started: persistent ones were, so that starting them draws no seed any more.
+        states: the random states with which they begin the next iteration; None: as they start by themselves.
+        is_loaded: a state was loaded, and workers that are there know nothing of it.
+    """
+
+    def __init__(self) -> None:
+        self.were_started = False
+        self.states: list[States] | None = None
+        self.is_loaded = False
+
+    def are_there(self, base: DataLoader[Any]) -> bool:
+        """Whether persistent workers are there, or would be had the run not been interrupted."""
+        return bool(base.persistent_workers and (has_live_workers(base) or self.were_started))
+
+    def plan(self, base: DataLoader[Any], skip: int, saved: dict[str, Any] | None) -> WorkerPlan:
+        """Return where the workers of an iteration begin that skips so many batches, or goes on with a saved plan."""
+        number = base.num_workers
+        if saved is not None and len(saved["workers"]) == number:
+            return WorkerPlan.from_dict(saved)
+        if has_live_workers(base):
+            return WorkerPlan.begun(number, skip, self.states or [None] * number)
+        states = known(self.states) or []
+        return WorkerPlan.begun(number, skip, states if len(states) == number else None)
+
+
 def can_record(loader: DataLoader[Any]) -> bool:
     """Say whether the batches of a loader come from workers that take turns, and through torch's own iterator."""
     is_plain = type(loader).__iter__ is DataLoader.__iter__
     return reads_indices(loader) and loader.num_workers > 0 and loader.in_order and is_plain
 
 
-def plain(states: list[States] | None) -> list[Any] | None:
+def known(states: list[States] | None) -> list[Any] | None:
     """Return the states of workers as plain data, None where those of one are not known."""
     if states is None or None in states:
         return None
@@ -169,7 +199,7 @@ def plain(states: list[States] | None) -> list[Any] | None:
 
 
 def checked(states: list[States] | None) -> list[States] | None:
-    """Return what `plain` returned; KeyError, TypeError or ValueError where it is something else."""
+    """Return what `known` returned; KeyError, TypeError or ValueError where it is something else."""
     for one in states or []:
         if one != _FRESH:
             rng.check(one)  # type: ignore[arg-type]

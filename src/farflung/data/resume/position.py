@@ -8,26 +8,16 @@ what had been prefetched is taken from the checkpoint, since it was made with ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from farflung.base.errors import ConfigError
-from farflung.base.words import counted
 from farflung.checkpoint import rng
-from farflung.process import world as slot
-
-_BETWEEN_UPDATES = 500  # batches read again between two looks at the progress bar, which costs as much as some of them
-
-
-class NotPlain(Exception):
-    """Something that a checkpoint can't hold."""
+from farflung.data.torch_loaders import samplers_of
 
 
 @dataclass(frozen=True)
@@ -120,8 +110,9 @@ class Position:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "start"}
-        return {**own, "host": self.start.host, "generators": self.start.generators}
+        own = dict(vars(self))
+        start = own.pop("start")
+        return {**own, **vars(start)}
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Position:
@@ -134,47 +125,6 @@ class Position:
     def moved(self, batches: int) -> Position:
         """Return the position after `batches` of the same iteration, of which nothing has been read."""
         return replace(self, batches=batches, **NOTHING_READ)
-
-
-@dataclass
-class Resumption:
-    """A position where the next iteration goes on.
-
-    Attributes:
-        now: the random states with which training goes on, once the position is reached.
-    """
-
-    position: Position
-    now: RandomStates | None = field(default=None)
-
-    def begin(self, loader: DataLoader[Any]) -> None:
-        """Go back to the random states of the iteration's start."""
-        self.now = RandomStates.of(loader)
-        self.position.start.restore(loader)
-
-    def arrive(self, stream: DataLoader[Any] | None = None) -> None:
-        """Go on with the random states of the training; the generators of the loader stay as the start left them.
-
-        Args:
-            stream: a loader of a stream, whose generators go on too where its data set's state was loaded: that does
-                not draw again what it drew before.
-        """
-        assert self.now is not None
-        rng.write(self.now.host)
-        if stream is not None and self.position.dataset is not None:
-            set_generators(stream, self.now.generators)
-
-
-def samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """Return the samplers of a loader and those inside them."""
-    found: list[Any] = []
-    waiting: list[Any] = [loader.batch_sampler, loader.sampler]
-    while waiting:
-        sampler = waiting.pop()
-        if sampler is not None and not any(sampler is other for other in found):
-            found.append(sampler)
-            waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
-    return found
 
 
 def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
@@ -199,77 +149,3 @@ def set_generators(loader: DataLoader[Any], states: list[Tensor]) -> None:
     if len(own) == len(states):
         for generator, state in zip(own, states, strict=True):
             generator.set_state(state)
-
-
-def plain(node: Any) -> Any:
-    """Return a batch as plain data on the CPU, which a checkpoint can hold.
-
-    Raises:
-        NotPlain: it is made of something else too, such as a class of the script's.
-    """
-    kind = type(node)
-    if kind is Tensor:
-        return node.detach().cpu()
-    if kind is dict:
-        return {plain(key): plain(value) for key, value in node.items()}
-    if kind is list or kind is tuple:
-        return kind([plain(value) for value in node])
-    if node is None or kind in (int, float, bool, str, bytes, complex):
-        return node
-    if kind is np.ndarray and node.dtype.kind in "biufc":
-        return node
-    raise NotPlain(kind.__name__)
-
-
-def plain_or_none(node: Any) -> Any:
-    """Return a batch as plain data, None where it is none."""
-    try:
-        return plain(node)
-    except NotPlain:
-        return None
-
-
-def state_of(keeper: Any) -> Any:
-    """Return the state of a data set, None where it keeps none that a checkpoint can hold."""
-    if not (hasattr(keeper, "state_dict") and hasattr(keeper, "load_state_dict")):
-        return None
-    return plain_or_none(keeper.state_dict())
-
-
-def replay(batches: Iterator[Any], number: int, to_the_end: bool = False) -> None:
-    """Read the first batches of data that can only be read from its beginning, with a word about it.
-
-    Args:
-        to_the_end: there may be fewer, in a last round that was not whole.
-
-    Raises:
-        ConfigError: there are fewer.
-    """
-    world = slot.current()
-    if number == 0:
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    restore = "all batches" if to_the_end else counted(number, "batch")
-    console = Console(stderr=True, quiet=world is not None and not world.is_main)
-    console.print(
-        f"farflung: reading {restore} again to go on behind, as the data set has no state_dict.",
-        highlight=False,
-        soft_wrap=True,
-    )
-    done = 0
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("reading again", total=number)
-        while done < number:
-            piece = min(_BETWEEN_UPDATES, number - done)
-            count = sum(1 for _ in islice(batches, piece))
-            done += count
-            progress.update(task, completed=done)
-            if count < piece:
-                break
-    if done < number and not to_the_end:
-        raise ConfigError(
-            f"The data had {counted(number, 'batch')} when the checkpoint was written, and {done} now. "
-            "Check that it is the same dataset."
-        )

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prepared loader asks about its iterations: where they stand, and where the next one begins or goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from farflung.base.torch_internals import is_exhausted
+from farflung.base.words import counted
+from farflung.data.resume.iteration import Iteration, pack_batch
+from farflung.data.resume.plain import plain_or_none, state_of
+from farflung.data.resume.position import (
+    Position,
+    RandomStates,
+    generators_of,
+    set_generators,
+    with_present_keys,
+)
+from farflung.data.resume.reading import batches_of
+from farflung.data.resume.workers import WorkerPlan, Workers, checked, known
+from farflung.data.torch_loaders import announce, keeper_of, seeded_samplers
+
+
+class Progress:
+    """Where the iterations of a loader, and of its copies that skip batches, stand.
+
+    Args:
+        reads: this rank reads the data.
+        pack: returns how much an iteration has prefetched, and that as plain data, None where it is none.
+
+    Attributes:
+        number: the epoch of the iteration that is under way, or of the next one when none is.
+        under_way: an iteration of epoch `number` has begun; it may have been broken off.
+        position: where the next iteration goes on, once a state was loaded.
+        chosen: the epoch that was chosen for it, where nothing is left of the one of `position`.
+        newest: the iteration that began last.
+        run_number: of the loader among those of its run; None: it is in none.
+    """
+
+    def __init__(self, reads: bool = True, pack: Callable[[Any], tuple[int, Any]] = pack_batch) -> None:
+        self._reads = reads
+        self._pack = pack
+        self._workers = Workers()
+        self._passes = 0
+        self.number = 0
+        self.under_way = False
+        self.position: Position | None = None
+        self.chosen: int | None = None
+        self.newest: Iteration | None = None
+        self.run_number: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "run_number": None, "newest": None}  # the copy is in no run and in no iteration
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that is under way, or of the next one when none is."""
+        return self.number if self.chosen is None else self.chosen
+
+    def choose(self, number: int) -> None:
+        """Let the next iteration be epoch `number`. A position to go on from stays if it is in that one."""
+        if self.position is not None and number != self.number:
+            if self.position.ended:
+                self.chosen = number
+                return
+            self.position = None
+        self.chosen = None
+        self.number = number
+        self.under_way = False
+
+    def begin(self, loader: Any, agree: Callable[[], None] | None) -> Iteration:
+        """Start an iteration, or go on with the one whose position was loaded.
+
+        Args:
+            agree: makes ranks draw the same random order.
+        """
+        base, skip, exactly = loader.base_dataloader, loader.skip_batches, loader.skips_exactly
+        position, self.position = self.position, None
+        is_passed = self.chosen is not None or (exactly and position is not None and skip < position.batches)
+        if position is not None and position.ended and is_passed:
+            self._run_out(loader, position)
+            position = None
+        now = RandomStates.of(base)
+        if position is not None:
+            skip = skip if exactly else position.batches
+            position = position if skip == position.batches else position.moved(skip)
+            position.start.restore(base)
+        if agree is not None:
+            agree()
+        if self.under_way and position is None:
+            self.number += 1
+        self.under_way = True
+        announce(self.number, base)
+        self._passes += 1
+        name = None if self.run_number is None else f"{self.run_number}/{self._passes}"
+        start, has_workers = now, self._workers.are_there(base)
+        if position is not None:
+            start, has_workers = position.start, position.has_workers
+        self.newest = Iteration(loader, self.number, skip, start, has_workers, name, position, now)
+        return self.newest
+
+    def _run_out(self, loader: Any, position: Position) -> None:
+        """Come to the end of an iteration of which nothing is left, so that its generators are where it leaves them."""
+        chosen, self.chosen = self.chosen, None
+        self.position = position
+        whole: Any = copy.copy(loader)
+        whole.__dict__.update(skip_batches=0, skips_exactly=False)
+        for _ in whole:
+            raise AssertionError("an iteration that had ended went on")
+        if chosen is not None:
+            self.choose(chosen)
+
+    def batches(self, one: Iteration) -> Iterator[Any]:
+        """Start to read the batches of an iteration of a loader that this rank reads for itself."""
+        return batches_of(one, self._workers)
+
+    def finish(self, one: Iteration) -> None:
+        """Note that an iteration came to its end."""
+        if self.under_way and one.epoch == self.number and self.position is None:
+            self.choose(one.epoch + 1)
+
+    def leave(self, one: Iteration) -> None:
+        """Forget an iteration that came to its end, was broken off or thrown away. Its workers end with it."""
+        one.prefetched = one.source = None
+        if self.newest is one:
+            self.newest = None  # it knows the loader, which is freed at once when nobody else holds it
+
+    def state_dict(self, loader: Any, live: Sequence[Any]) -> dict[str, Any]:
+        """Return the state of a loader; see `PreparedLoader`.
+
+        Args:
+            live: the iterations that are under way.
+        """
+        base, one, position = loader.base_dataloader, self.newest, self.position
+        if one is not None and position is None and any(one is other for other in live):
+            position = self._position_of(one, base)
+        return {
+            "epoch": self.number,
+            "under_way": self.under_way,
+            "position": None if position is None else position.to_dict(),
+            "generators": [generator.get_state() for generator in generators_of(base)],
+            "seeds": [sampler.initial_seed for sampler in seeded_samplers(base)],
+            "has_workers": self._workers.are_there(base),
+            "worker_states": known(self._workers.states),
+            "total_batch_size": loader.total_batch_size,
+        }
+
+    def _position_of(self, one: Iteration, base: DataLoader[Any]) -> Position:
+        batches = one.skip + one.num_batches
+        num_prefetched, prefetched = self._pack(one.prefetched)
+        keeper = keeper_of(base) if self._reads else None
+        first, dataset = None, None
+        if keeper is not None and (num_prefetched == 0 or prefetched is not None):
+            first = plain_or_none(one.first)
+            dataset = state_of(keeper) if one.first is None or first is not None else None
+        return Position(
+            batches=batches,
+            ended=one.end_of_dataloader,
+            start=one.start,
+            num_prefetched=num_prefetched,
+            prefetched=prefetched,
+            first=first,
+            dataset=dataset,
+            has_workers=one.has_workers,
+            worker_plan=None if one.history is None else one.history.worker_plan(batches).to_dict(),
+            exhausted=is_exhausted(one.source),
+        )
+
+    def load_state_dict(self, base: DataLoader[Any], state_dict: dict[str, Any]) -> None:
+        """Let the next iteration go on where `state_dict` stood; where it is no such state, nothing is changed."""
+        saved = with_present_keys(state_dict)
+        position = None if saved["position"] is None else Position.from_dict(saved["position"])
+        if position is not None and position.worker_plan is not None:
+            WorkerPlan.from_dict(position.worker_plan)
+        number, under_way, were_started = int(saved["epoch"]), bool(saved["under_way"]), bool(saved["has_workers"])
+        states = checked(saved.get("worker_states"))
+        samplers = seeded_samplers(base)
+        set_generators(base, saved["generators"])
+        for sampler, seed in zip(samplers, saved["seeds"], strict=False):
+            sampler.initial_seed = seed
+        self.number, self.under_way, self.position, self.chosen = number, under_way, position, None
+        workers = self._workers
+        workers.were_started, workers.states, workers.is_loaded = were_started, states, True
+
+    def keep(self, base: DataLoader[Any]) -> Callable[[], None]:
+        """Return what undoes a `load_state_dict` that comes now."""
+        own, workers = dict(self.__dict__), dict(self._workers.__dict__)
+        generators = [(generator, generator.get_state()) for generator in generators_of(base)]
+        samplers = [(sampler, sampler.initial_seed) for sampler in seeded_samplers(base)]
+
+        def undo() -> None:
+            self.__dict__.update(own)
+            self._workers.__dict__.update(workers)
+            for generator, state in generators:
+                generator.set_state(state)
+            for sampler, seed in samplers:
+                sampler.initial_seed = seed
+
+        return undo
+
+    def describe(self, loader: Any) -> str:
+        """Say in a few words where the next iteration goes on."""
+        position, epoch = self.position, self.number
+        if position is None:
+            return f"starts epoch {epoch + self.under_way}"
+        try:
+            total = f" of {len(loader)}"
+        except TypeError:  # a stream that does not know its length
+            total = ""
+        if position.ended:
+            return f"continues after the last batch of epoch {epoch}: the first loop over it ends immediately"
+        where = f"continues after batch {position.batches}{total} of epoch {epoch}"
+        now = loader.base_dataloader.num_workers
+        then = 0 if position.worker_plan is None else len(position.worker_plan["workers"])
+        if then and then != now:
+            where += f", with {counted(now, 'worker')} instead of {then}, which draw different random numbers"
+        return where
