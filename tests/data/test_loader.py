@@ -20,7 +20,7 @@ from farflung.data.dispatcher import DataLoaderDispatcher
 from farflung.data.loader import DataLoaderShard
 from farflung.data.prepare import prepare_data_loader, prepare_loader, skip_first_batches
 from farflung.data.samplers import BatchSamplerShard
-from farflung.data.torch_loaders import SkipDataLoader
+from farflung.data.torch_loaders import LoaderView, SkipDataLoader
 from farflung.loop.state import LoopState
 from tests.data.support import Seat, SizedStream, Stream, gathered, prepared, values, walk
 
@@ -287,6 +287,11 @@ def test_a_prepared_loader_is_a_loader_with_the_settings_of_the_users_own():
         with pytest.raises(AttributeError, match="nonsense"):
             _ = loader.nonsense
     assert isinstance(prepared(raw, Seat(0, 2)).batch_sampler, BatchSamplerShard)
+
+
+def test_a_view_declares_what_torchs_loader_has():
+    names = {"multiprocessing_context", *(name for name in vars(DataLoader(range(2))) if name[0] != "_")}
+    assert names <= vars(LoaderView).keys()
 
 
 def test_what_is_set_on_a_prepared_loader_takes_effect():

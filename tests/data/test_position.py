@@ -284,6 +284,28 @@ def test_workers_that_are_there_when_a_state_is_loaded_do_not_draw_for_it(persis
     run_ranks(check_loading_in_between, 1, persistent, timeout_s=90)
 
 
+def check_a_second_interruption():
+    """Workers are there when the state of a run that had started none is loaded, and it is interrupted once more."""
+
+    def make():
+        return prepared(DataLoader(Noisy(7), 2, shuffle=True, num_workers=1, persistent_workers=True))
+
+    seen, states = in_one_go(make, epochs=1)
+    loader = make()
+    list(loader)
+    loader.load_state_dict(states[0][-1][0])
+    rng.write(states[0][-1][1])
+    for batch in loader:
+        assert step(batch, loader) == seen[0][0]
+        state = through_a_file([loader.state_dict(), rng.read()])
+        break
+    assert gone_on(make, state, 0, epochs=1) == [seen[0][1:]]
+
+
+def test_workers_that_are_there_when_a_state_is_loaded_are_not_taken_for_that_runs():
+    run_ranks(check_a_second_interruption, 1, timeout_s=90)
+
+
 def check_after_a_break(persistent):
     """Nobody knows what persistent workers drew for batches that were thrown away, until each has made another one."""
 
@@ -401,6 +423,14 @@ def test_a_state_of_something_else_changes_nothing():
         with pytest.raises((KeyError, TypeError)):
             loader.load_state_dict(bad)
     assert str(loader.state_dict()) == str(before)
+
+
+def test_a_state_replaces_another_that_was_loaded_before():
+    _, states = in_one_go(lambda: prepared(shuffled()))
+    loader = prepared(shuffled())
+    for epoch, done in ((0, 6), (2, 3)):  # nothing is left of the first one
+        loader.load_state_dict(next(state[0] for *at, _, state in states if at == [epoch, done]))
+        assert loader.describe_position().split(":")[0].endswith(f"of epoch {epoch}")
 
 
 KINDS = ["sharded", "dispatched", "stream", "stateful stream", "dispatched stream", "dispatched stateful stream"]

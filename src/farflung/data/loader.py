@@ -61,7 +61,6 @@ class PreparedLoader(LoaderView):
     total_batch_size: int | None
     may_be_uneven: bool
     ends_apart: bool
-    _state: LoopState
     _is_free: bool
     _move: Callable[[Any], Any] | None
     _agree: Callable[[], None] | None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import islice
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -29,6 +29,7 @@ class LoaderView(DataLoader[Any]):
 
     Args:
         stateful: be an instance of torchdata's `StatefulDataLoader` too, where that is installed.
+        own: attributes that are this loader's own.
 
     Attributes:
         base_dataloader: the loader behind.
@@ -37,16 +38,19 @@ class LoaderView(DataLoader[Any]):
 
     base_dataloader: DataLoader[Any]
     use_stateful_dataloader: bool
+    _state: LoopState
 
     def __init__(self, base: DataLoader[Any], *, stateful: bool = False, **own: Any) -> None:
         self.__dict__.update(own, base_dataloader=base, use_stateful_dataloader=stateful)
         if stateful and _torchdata_loader() is not None:
             object.__setattr__(self, "__class__", _stateful_kind(cast(Any, type(self))))
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "base_dataloader":  # not there yet: this is a copy in the making
-            raise AttributeError(name)
-        return getattr(self.base_dataloader, name)
+    if not TYPE_CHECKING:  # what the class of the script's loader has beyond torch's, and torch's private attributes
+
+        def __getattr__(self, name):
+            if name == "base_dataloader":  # not there yet: this is a copy in the making
+                raise AttributeError(name)
+            return getattr(self.base_dataloader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_own = name in self.__dict__ or hasattr(type(self), name)
@@ -62,6 +66,23 @@ class LoaderView(DataLoader[Any]):
     def gradient_state(self) -> LoopView:
         """Where the training loop stands that this loader reports to; each look is a view of its own."""
         return LoopView(self._state)
+
+
+def _of_base(name: str) -> Any:
+    """Return the attribute of a view that is read from, and set on, the loader behind."""
+    return property(
+        lambda view: getattr(view.base_dataloader, name),
+        lambda view, value: setattr(view.base_dataloader, name, value),
+    )
+
+
+# What torch's loader declares, with the types that it gives them.
+_DECLARED = """
+    dataset sampler batch_sampler batch_size drop_last collate_fn generator in_order timeout prefetch_factor
+    num_workers worker_init_fn persistent_workers multiprocessing_context pin_memory pin_memory_device
+"""
+for _name in _DECLARED.split():
+    setattr(LoaderView, _name, _of_base(_name))
 
 
 class SkipDataLoader(LoaderView):
@@ -119,10 +140,6 @@ def _stateful_kind(kind: Any) -> Any:
     own["__reduce__"] = lambda view: (_unpickled, (kind,), view.__dict__)
     bases: tuple[Any, ...] = (kind, _torchdata_loader())
     return type(kind.__name__, bases, {**own, "__module__": kind.__module__})
-
-
-def _of_base(name: str) -> Any:
-    return property(lambda view: getattr(view.base_dataloader, name))
 
 
 def _unpickled(kind: Any) -> Any:
