@@ -47,13 +47,6 @@ class DataLoaderDispatcher(PreparedLoader):
         kwargs: those of torch's `DataLoader`.
     """
 
-    split_batches: bool
-    even_batches: bool
-    slice_fn: SliceFn | None
-    _group: Group
-    _scatter: Scatter
-    _drop_last: bool
-
     def __init__(
         self,
         dataset: Any,
@@ -109,17 +102,13 @@ class DataLoaderDispatcher(PreparedLoader):
         slice_fn: SliceFn | None = None,
         **common: Any,
     ) -> None:
-        super().__init__(
-            base,
-            _group=group,
-            _scatter=Scatter(group),
-            split_batches=split_batches,
-            even_batches=even_batches,
-            _drop_last=drop_last,
-            slice_fn=slice_fn,
-            progress=Progress(reads=group.rank == 0, pack=pack_rounds),
-            **common,
-        )
+        self._group = group
+        self._scatter = Scatter(group)
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self._drop_last = drop_last
+        self.slice_fn = slice_fn
+        super().__init__(base, progress=Progress(reads=group.rank == 0, pack=pack_rounds), **common)
 
     def __len__(self) -> int:
         whole, left = divmod(len(self.base_dataloader), self._per_round)

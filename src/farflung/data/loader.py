@@ -45,6 +45,7 @@ class PreparedLoader(LoaderView):
         may_be_uneven: ranks may get different numbers of batches.
         ends_apart: and these may differ by more than one.
         progress: of another kind than that of a loader that each rank reads for itself.
+        stateful: see `LoaderView`.
 
     Attributes:
         end_of_dataloader: the batch handed out last was the final one of its iteration.
@@ -52,19 +53,6 @@ class PreparedLoader(LoaderView):
         skip_batches: batches left out at the beginning of each iteration.
         skips_exactly: these, whatever position was loaded: `skip_first_batches` said so.
     """
-
-    end_of_dataloader: bool
-    remainder: int
-    skip_batches: int
-    skips_exactly: bool
-    device: torch.device | None
-    total_batch_size: int | None
-    may_be_uneven: bool
-    ends_apart: bool
-    _is_free: bool
-    _move: Callable[[Any], Any] | None
-    _agree: Callable[[], None] | None
-    _progress: Progress
 
     def __init__(
         self,
@@ -78,25 +66,22 @@ class PreparedLoader(LoaderView):
         may_be_uneven: bool = False,
         ends_apart: bool = False,
         progress: Progress | None = None,
-        **own: Any,
+        stateful: bool = False,
     ) -> None:
-        super().__init__(
-            base,
-            end_of_dataloader=False,
-            remainder=-1,
-            skip_batches=0,
-            skips_exactly=False,
-            device=device,
-            total_batch_size=total_batch_size,
-            may_be_uneven=may_be_uneven,
-            ends_apart=ends_apart,
-            _state=LoopState() if state is None else state,
-            _is_free=state is None,
-            _move=mover(device, non_blocking),
-            _agree=agree,
-            _progress=progress or Progress(),
-            **own,
-        )
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.skip_batches = 0
+        self.skips_exactly = False
+        self.device = device
+        self.total_batch_size = total_batch_size
+        self.may_be_uneven = may_be_uneven
+        self.ends_apart = ends_apart
+        self._state = LoopState() if state is None else state
+        self._is_free = state is None
+        self._move = mover(device, non_blocking)
+        self._agree = agree
+        self._progress = progress or Progress()
+        super().__init__(base, stateful=stateful)
 
     def report_to(self, state: LoopState) -> None:
         """Report to `state` from now on, unless this loader was given one already."""
@@ -212,9 +197,6 @@ class DataLoaderShard(PreparedLoader):
         kwargs: those of torch's `DataLoader`.
     """
 
-    _count: Callable[[Any], int] | None
-    _marked: bool
-
     def __init__(
         self,
         dataset: Any,
@@ -232,6 +214,8 @@ class DataLoaderShard(PreparedLoader):
         refuse_mesh(torch_device_mesh)
         base = made_loader(dataset, use_stateful_dataloader, kwargs)
         agree = None if not rng_types else partial(synchronize_rng_states, rng_types, synchronized_generator)
+        self._count: Callable[[Any], int] | None = None
+        self._marked = False
         super().__init__(
             base,
             state=None,
@@ -240,8 +224,6 @@ class DataLoaderShard(PreparedLoader):
             agree=agree,
             total_batch_size=base.batch_size,
             stateful=use_stateful_dataloader,
-            _count=None,
-            _marked=False,
         )
         self.skip_batches = skip_batches
         self._progress.choose(iteration)
@@ -259,7 +241,8 @@ class DataLoaderShard(PreparedLoader):
             common: see `PreparedLoader`.
         """
         made = cls.__new__(cls)
-        PreparedLoader.__init__(made, base, _count=count, _marked=marked, **common)
+        made._count, made._marked = count, marked
+        PreparedLoader.__init__(made, base, **common)
         return made
 
     def __len__(self) -> int:

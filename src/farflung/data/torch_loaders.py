@@ -27,21 +27,21 @@ _DATA_AXES = {"dp", "fsdp", "dp_replicate", "dp_shard"}  # mesh axes along which
 class LoaderView(DataLoader[Any]):
     """A loader that stands before another one and looks like it: attributes are read from, and set on, that one.
 
+    A subclass sets its own attributes before it calls this constructor.
+
     Args:
         stateful: be an instance of torchdata's `StatefulDataLoader` too, where that is installed.
-        own: attributes that are this loader's own.
 
     Attributes:
         base_dataloader: the loader behind.
         use_stateful_dataloader: `stateful`.
     """
 
-    base_dataloader: DataLoader[Any]
-    use_stateful_dataloader: bool
     _state: LoopState
 
-    def __init__(self, base: DataLoader[Any], *, stateful: bool = False, **own: Any) -> None:
-        self.__dict__.update(own, base_dataloader=base, use_stateful_dataloader=stateful)
+    def __init__(self, base: DataLoader[Any], *, stateful: bool = False) -> None:
+        self.use_stateful_dataloader = stateful
+        self.base_dataloader = base
         if stateful and _torchdata_loader() is not None:
             object.__setattr__(self, "__class__", _stateful_kind(cast(Any, type(self))))
 
@@ -53,11 +53,11 @@ class LoaderView(DataLoader[Any]):
             return getattr(self.base_dataloader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_own = name in self.__dict__ or hasattr(type(self), name)
-        if is_own or not hasattr(self.base_dataloader, name):
+        base = self.__dict__.get("base_dataloader")  # None: this one is in the making
+        if name in self.__dict__ or hasattr(type(self), name) or base is None or not hasattr(base, name):
             object.__setattr__(self, name, value)
         else:
-            setattr(self.base_dataloader, name, value)
+            setattr(base, name, value)
 
     def __len__(self) -> int:
         return len(self.base_dataloader)
@@ -95,19 +95,19 @@ class SkipDataLoader(LoaderView):
         kwargs: those of torch's `DataLoader`.
     """
 
-    skip_batches: int
-
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
         base = made_loader(dataset, use_stateful_dataloader, kwargs)
-        super().__init__(base, stateful=use_stateful_dataloader, skip_batches=skip_batches, _state=LoopState())
+        self.skip_batches, self._state = skip_batches, LoopState()
+        super().__init__(base, stateful=use_stateful_dataloader)
 
     @classmethod
     def over(cls, loader: DataLoader[Any], skip_batches: int) -> SkipDataLoader:
         """Leave out the first batches of a loader that is there already."""
         view = cls.__new__(cls)
-        LoaderView.__init__(view, loader, skip_batches=skip_batches, _state=LoopState())
+        view.skip_batches, view._state = skip_batches, LoopState()
+        LoaderView.__init__(view, loader)
         return view
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

@@ -142,8 +142,7 @@ class Progress:
             "epoch": self.number,
             "under_way": self.under_way,
             "position": None if position is None else position.to_dict(),
-            "generators": [generator.get_state() for generator in generators_of(base)],
-            "seeds": [sampler.initial_seed for sampler in seeded_samplers(base)],
+            **_orders_of(base),
             "has_workers": self._workers.are_there(base),
             "worker_states": known(self._workers.states),
             "total_batch_size": loader.total_batch_size,
@@ -178,27 +177,19 @@ class Progress:
             WorkerPlan.from_dict(position.worker_plan)
         number, under_way, were_started = int(saved["epoch"]), bool(saved["under_way"]), bool(saved["has_workers"])
         states = checked(saved.get("worker_states"))
-        samplers = seeded_samplers(base)
-        set_generators(base, saved["generators"])
-        for sampler, seed in zip(samplers, saved["seeds"], strict=False):
-            sampler.initial_seed = seed
+        _set_orders(base, saved["generators"], saved["seeds"])
         self.number, self.under_way, self.position, self.chosen = number, under_way, position, None
         workers = self._workers
         workers.were_started, workers.states, workers.is_loaded = were_started, states, True
 
     def keep(self, base: DataLoader[Any]) -> Callable[[], None]:
         """Return what undoes a `load_state_dict` that comes now."""
-        own, workers = dict(self.__dict__), dict(self._workers.__dict__)
-        generators = [(generator, generator.get_state()) for generator in generators_of(base)]
-        samplers = [(sampler, sampler.initial_seed) for sampler in seeded_samplers(base)]
+        own, workers, orders = dict(vars(self)), dict(vars(self._workers)), _orders_of(base)
 
         def undo() -> None:
-            self.__dict__.update(own)
-            self._workers.__dict__.update(workers)
-            for generator, state in generators:
-                generator.set_state(state)
-            for sampler, seed in samplers:
-                sampler.initial_seed = seed
+            vars(self).update(own)
+            vars(self._workers).update(workers)
+            _set_orders(base, **orders)
 
         return undo
 
@@ -219,3 +210,15 @@ class Progress:
         if then and then != now:
             where += f", with {counted(now, 'worker')} instead of {then}, which draw different random numbers"
         return where
+
+
+def _orders_of(base: DataLoader[Any]) -> dict[str, Any]:
+    """Return what the order of the data depends on."""
+    generators = [generator.get_state() for generator in generators_of(base)]
+    return {"generators": generators, "seeds": [sampler.initial_seed for sampler in seeded_samplers(base)]}
+
+
+def _set_orders(base: DataLoader[Any], generators: list[Any], seeds: list[int]) -> None:
+    set_generators(base, generators)
+    for sampler, seed in zip(seeded_samplers(base), seeds, strict=False):
+        sampler.initial_seed = seed

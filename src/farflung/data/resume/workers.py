@@ -156,6 +156,7 @@ class WorkerHistory:
         return (batch - self._begun.start) % self._number
 
 
+@dataclass
 class Workers:
     """What is known of a loader's workers from one of its iterations to the next.
 
@@ -165,10 +166,9 @@ class Workers:
         is_loaded: a state was loaded, and workers that are there know nothing of it.
     """
 
-    def __init__(self) -> None:
-        self.were_started = False
-        self.states: list[States] | None = None
-        self.is_loaded = False
+    were_started: bool = False
+    states: list[States] | None = None
+    is_loaded: bool = False
 
     def are_there(self, base: DataLoader[Any]) -> bool:
         """Whether persistent workers are there, or would be had the run not been interrupted."""
