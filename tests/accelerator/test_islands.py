@@ -2,19 +2,18 @@
 """Outer loops of an Accelerator whose ranks form islands: by FSDP, or by DDP with `island_size`."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from farflung import Accelerator
-from farflung.accelerator.outer import replicas_here
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm.shards import full
 from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.local_sgd import LocalSGD
 from farflung.outer import diloco, post_local_sgd, streaming_diloco
+from farflung.process.mesh import replicas_here
 from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
 from tests.outer.islands import Uneven
@@ -164,5 +163,4 @@ def test_a_rank_that_fails_ends_the_waits_of_its_island_and_of_all_others():
 
 @pytest.mark.parametrize(("local_size", "island_size", "replicas"), [(8, 1, 8), (8, 2, 4), (8, 8, 1), (4, 8, 1)])
 def test_the_level_of_a_machine_counts_the_islands_on_it(local_size, island_size, replicas):
-    mesh = SimpleNamespace(island=SimpleNamespace(size=island_size))
-    assert replicas_here(SimpleNamespace(local_size=local_size), SimpleNamespace(mesh=mesh)) == replicas
+    assert replicas_here(local_size, island_size) == replicas

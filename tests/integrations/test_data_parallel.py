@@ -24,12 +24,14 @@ from farflung.integrations.data_parallel import DDPTakeover
 from farflung.outer import OuterLoop
 from farflung.outer.named import OuterConfig, recipe_of
 from farflung.testing.ranks import run_ranks
+from tests.outer.islands import Grid
 from tests.outer.replicas import same
 
 RECIPES = {
     "diloco": OuterConfig("diloco", every=3),
     "local_sgd": OuterConfig("local_sgd", every=2),
     "streaming_diloco": OuterConfig("streaming_diloco", every=4, fragments=2, delay=1),
+    "post_local_sgd": OuterConfig("post_local_sgd", warmup=3, every=2),
 }
 OVERFLOWS = 5  # a step at which rank 1's gradients are not finite
 
@@ -99,11 +101,22 @@ class Step:
         self.optimizer.zero_grad()
 
 
-def by_hand(config, make=net, **options):
-    """The same with a loop by hand that begins at the same point, before the first step."""
-    model = make()
-    step = Step(model.parameters(), **options)
-    loops = []
+def by_hand(config, make=net, stepping=None, grid=None, **options):
+    """The same with a loop by hand that begins at the same point, before the first step.
+
+    Args:
+        options: of DDP, which is over the ranks of an island, if there is a grid of them; else there is no DDP.
+    """
+    model = wrapped = make()
+    recipe, groups, loops = recipe_of(config, 1), {}, []
+    if grid is not None:
+        wrapped = DistributedDataParallel(model, process_group=grid.island.pg, **options)
+        groups = {"group": grid.column, "island": grid.island}
+        if recipe.warmup:
+            everyone = dist.group.WORLD
+            ranks = lambda: everyone if not loops or loops[0].is_warming else grid.island.pg  # noqa: E731
+            wrapped.register_comm_hook(None, average_hook(ranks))
+    step = Step(model.parameters(), **stepping or {})
 
     def flush():
         loops[0].flush()
@@ -112,52 +125,59 @@ def by_hand(config, make=net, **options):
         loops[0].count(done)
         loops[0].sync_if_due()
 
-    step.before = lambda: loops or loops.append(OuterLoop(model, recipe_of(config, 1), inner=step.optimizer))
+    step.before = lambda: loops or loops.append(OuterLoop(model, recipe, inner=step.optimizer, **groups))
     step.after = count
-    epochs(model, step, on_epoch=flush)
+    epochs(wrapped, step, on_epoch=flush)
     loops[0].close()
     return dict(model.state_dict())
 
 
-def taken_over(config, wrap=DistributedDataParallel, make=net, **options):
+def taken_over(config, make=net, stepping=None, **options):
     takeover = DDPTakeover(config)
     takeover.install()
-    wrapped = wrap(make())
-    step = Step(wrapped.parameters(), **options)
+    wrapped = DistributedDataParallel(make(), **options)
+    step = Step(wrapped.parameters(), **stepping or {})
     epochs(wrapped, step)
     takeover.close()
     return {name.replace("module.", "").replace("_orig_mod.", ""): one for name, one in wrapped.state_dict().items()}
 
 
-def find_unused(model):
-    return DistributedDataParallel(model, find_unused_parameters=True)
-
-
 WAYS = {
     "plain": {},
-    "scaler": {"has_scaler": True},
-    "flag": {"sets_flag": True},
-    "unused": {"wrap": find_unused, "make": one_sided},
-    "flag, unused": {"wrap": find_unused, "make": one_sided, "sets_flag": True},
-    "static": {"wrap": lambda model: DistributedDataParallel(model, static_graph=True)},
-    "view": {"wrap": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True)},
+    "scaler": {"stepping": {"has_scaler": True}},
+    "flag": {"stepping": {"sets_flag": True}},
+    "unused": {"find_unused_parameters": True, "make": one_sided},
+    "flag, unused": {"find_unused_parameters": True, "make": one_sided, "stepping": {"sets_flag": True}},
+    "static": {"static_graph": True},
+    "view": {"gradient_as_bucket_view": True},
 }
 
 
-def equal_to_a_loop_by_hand(way, recipe):
-    options = WAYS[way]
-    wanted = by_hand(RECIPES[recipe], **{name: value for name, value in options.items() if name != "wrap"})
-    mine = taken_over(RECIPES[recipe], **options)
-    everyone = [None, None]
+def equal_to_a_loop_by_hand(way, recipe, island_size):
+    grid = None
+    if island_size > 1:
+        grid = Grid()
+        environ.export({"FARFLUNG_ISLAND_SIZE": str(island_size)})
+    wanted = by_hand(RECIPES[recipe], grid=grid, **WAYS[way])
+    mine = taken_over(RECIPES[recipe], **WAYS[way])
+    everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, {name: one.tolist() for name, one in mine.items()})
-    return everyone[0] == everyone[1], same(mine, wanted)
+    return all(each == everyone[0] for each in everyone), same(mine, wanted)
 
 
 @pytest.mark.parametrize(
     ("way", "recipe"), [("plain", "local_sgd"), *((way, "diloco") for way in WAYS), ("plain", "streaming_diloco")]
 )
 def test_a_ddp_script_ends_with_the_bits_of_a_loop_by_hand(way, recipe):
-    assert run_ranks(equal_to_a_loop_by_hand, 2, way, recipe) == [(True, True)] * 2
+    assert run_ranks(equal_to_a_loop_by_hand, 2, way, recipe, 1) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("way", "recipe"),
+    [("plain", "post_local_sgd"), ("plain", "streaming_diloco"), *((way, "diloco") for way in WAYS)],
+)
+def test_within_islands_a_ddp_script_averages_as_ddp_over_their_ranks_does(way, recipe):
+    assert run_ranks(equal_to_a_loop_by_hand, 4, way, recipe, 2) == [(True, True)] * 4
 
 
 def in_code(recipe, find_unused_parameters):
@@ -216,8 +236,9 @@ def test_compiled_models_are_followed():
     assert run_ranks(compiled, 2) == [True, True]
 
 
-def adversaries():
+def adversaries(island_size):
     """Two models with optimizers of their own, one of which steps twice as often."""
+    environ.export({"FARFLUNG_ISLAND_SIZE": str(island_size)})
     takeover = DDPTakeover(RECIPES["diloco"])
     takeover.install()
     models = [DistributedDataParallel(net()), DistributedDataParallel(net(2))]
@@ -232,13 +253,49 @@ def adversaries():
                 optimizer.zero_grad()
     attempts = [one.attempts for one in takeover._followed]
     takeover.close()
-    ends = [None, None]
-    dist.all_gather_object(ends, [one.tolist() for model in models for one in model.parameters()])
-    return attempts, ends[0] == ends[1]
+    ends = [None] * dist.get_world_size()
+    dist.all_gather_object(ends, [one.tolist() for model in models for one in model.state_dict().values()])
+    return attempts, all(each == ends[0] for each in ends)
 
 
-def test_two_models_with_optimizers_of_their_own_have_a_loop_each():
-    assert run_ranks(adversaries, 2) == [([8, 4], True)] * 2
+@pytest.mark.parametrize("island_size", [1, 2])
+def test_two_models_with_optimizers_of_their_own_have_a_loop_each(island_size):
+    assert run_ranks(adversaries, 2 * island_size, island_size) == [([8, 4], True)] * 2 * island_size
+
+
+def over_which_ranks():
+    """DDP models over other ranks than those of an island, and over these, with weights of each rank's own."""
+    grid, rank = Grid(), dist.get_rank()
+    everyone = DistributedDataParallel(net())
+    with pytest.raises(ConfigError, match=r"over ranks 0, 1, 2 and 3, .* are ranks [02] and [13]\. Make it over them"):
+        OuterLoop(everyone, "diloco", grid.column, island=grid.island)
+    environ.export({"FARFLUNG_ISLAND_SIZE": "2"})
+    DDPTakeover(RECIPES["diloco"]).install()
+    torch.manual_seed(rank)
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    for model, options in zip(models, ({}, {"process_group": grid.island.pg}), strict=True):
+        ddp = DistributedDataParallel(model, **options)
+        ddp(torch.full((1, 3), float(rank))).sum().backward()
+    with pytest.raises(ConfigError, match=r"over ranks \d and \d, .*process_group=island\.pg.*leave process_group out"):
+        DistributedDataParallel(net(), process_group=grid.column.pg)
+    return [model.weight.tolist() for model in models], [model.weight.grad.unique().item() for model in models]
+
+
+def test_a_ddp_model_is_made_over_an_island_with_the_weights_of_rank_0():
+    ranks = run_ranks(over_which_ranks, 4)
+    assert all(weights == ranks[0][0] for weights, _ in ranks)
+    assert [gradients for _, gradients in ranks] == [[0.5, 0.5]] * 2 + [[2.5, 2.5]] * 2
+
+
+def one_island():
+    environ.export({"FARFLUNG_ISLAND_SIZE": "2"})
+    DDPTakeover(RECIPES["diloco"]).install()
+    with pytest.raises(ConfigError, match="all 2 processes share one"):
+        DistributedDataParallel(net())
+
+
+def test_one_island_has_nothing_to_average():
+    run_ranks(one_island, 2)
 
 
 def held_by(model):
@@ -248,7 +305,7 @@ def held_by(model):
 def saved_by_rank_0():
     takeover = DDPTakeover(RECIPES["diloco"])
     takeover.install()
-    model = find_unused(net())
+    model = DistributedDataParallel(net(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
 
@@ -321,12 +378,6 @@ def power_sgd():
     DistributedDataParallel(net()).register_comm_hook(PowerSGDState(None), powerSGD_hook)
 
 
-def islands():
-    environ.export({"FARFLUNG_ISLAND_SIZE": "2"})
-    model = DistributedDataParallel(net())
-    step_once(model.parameters())
-
-
 def deepspeed():
     sys.modules["deepspeed"] = sys
     try:
@@ -349,7 +400,6 @@ REFUSED = {
     zero: "ZeroRedundancyOptimizer sends all parameters in each step",
     bf16_hook: "bf16_compress_hook would have nothing to compress",
     power_sgd: "powerSGD_hook would have nothing to compress",
-    islands: "--island_size needs an Accelerator",
     deepspeed: "deepspeed averages gradients by itself",
     megatron: "megatron averages gradients by itself",
 }
@@ -364,7 +414,6 @@ def refusals():
             attempt()
         except (ConfigError, Unsupported) as error:
             said.append(str(error))
-        environ.remove("FARFLUNG_ISLAND_SIZE")
         takeover._followed.clear()
     return said
 

@@ -188,21 +188,25 @@ torch.save([one.tolist() for one in model.parameters()], f"rank{os.environ['RANK
 
 
 @pytest.mark.parametrize(
-    "script", [PLAIN.replace("END", "dist.destroy_process_group()"), HUGGING], ids=["plain", "accelerate"]
+    ("script", "ranks"),
+    [(DESTROYS := PLAIN.replace("END", "dist.destroy_process_group()"), 2), (HUGGING, 2), (DESTROYS, 4)],
+    ids=["plain", "accelerate", "islands"],
 )
-def test_scripts_that_know_nothing_of_farflung_train_with_an_outer_loop(script, farflung, home):
+def test_scripts_that_know_nothing_of_farflung_train_with_an_outer_loop(script, ranks, farflung, home):
     (home / "train.py").write_text(script)
     flags = ["--outer", "diloco", "--outer-every", "4", "--outer-log", "rounds.jsonl"]
-    done = farflung("launch", "--cpu", "--num_processes", "2", *flags, "train.py")
+    flags += ["--island_size", "2"] if ranks > 2 else []
+    done = farflung("launch", "--cpu", "--num_processes", str(ranks), *flags, "train.py")
     assert done.returncode == 0, done.stderr
-    assert "farflung: diloco over 2 replicas of a DDP model with 10 parameters: Every(every=4)" in done.stderr
+    each = ", each on 2 ranks," if ranks > 2 else ""
+    assert f"farflung: diloco over 2 replicas{each} of a DDP model with 10 parameters: Every(every=4)" in done.stderr
     rounds = [json.loads(line) for line in (home / "rounds.jsonl").read_text().splitlines()]
     assert [one["step"] for one in rounds] == [4, 6]
     lines = [line for line in done.stderr.splitlines() if line.startswith("farflung: round")]
     assert [line.split(":")[1] for line in lines] == [" round 1, step 4", " round 2, step 6"]  # there is no terminal
     assert done.stderr.count("farflung: as the learning rate schedule has it, 6 steps make 1 round of 4.") == 1
-    first, second = (torch.load(home / f"rank{rank}.pt") for rank in (0, 1))
-    assert first == second
+    first, *others = (torch.load(home / f"rank{rank}.pt") for rank in range(ranks))
+    assert all(other == first for other in others)
 
 
 def test_the_end_of_a_script_flushes_and_an_error_in_it_is_told_to_the_other_ranks(farflung, home):

@@ -21,7 +21,7 @@ from farflung.accelerator.checkpoints import Checkpointing
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController
 from farflung.accelerator.engines import Axes
-from farflung.accelerator.layout import IslandSize, check_layout, resolve_layout
+from farflung.accelerator.layout import check_layout, resolve_layout
 from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics
 from farflung.accelerator.outer import OpenLoops, OuterMethods
 from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
@@ -66,6 +66,7 @@ from farflung.loop.accumulation import Accumulate, explain_loss, weighed
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks
 from farflung.process.bootstrap import join_world
+from farflung.process.mesh import IslandSize
 from farflung.resume.run import Run
 from farflung.strategy.choose import choose_strategy
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from farflung.accelerator import lazy
 from farflung.accelerator.epoch_tracker import EpochTracker
-from farflung.accelerator.outer import AttachedLoop, OpenLoops, replicas_here
+from farflung.accelerator.outer import AttachedLoop, OpenLoops
 from farflung.accelerator.prepare import Registry
 from farflung.integrations.rounds import RoundOutputs
 from farflung.loop.state import ActiveLoader, LoopState
 from farflung.process import world as slot
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, leave_note
 from farflung.process.log import get_logger
+from farflung.process.mesh import replicas_here
 from farflung.process.world import World
 from farflung.strategy.base import Strategy
 
@@ -48,7 +49,7 @@ class OuterController:
         self._attached: dict[AttachedLoop, EpochTracker] = {}
         if config is None:
             return
-        self._recipe = lazy.recipe_of(config, replicas_here(world, strategy))
+        self._recipe = lazy.recipe_of(config, replicas_here(world.local_size, strategy.mesh.island.size))
         leave_note(OUTER_ASKED)
         self._outputs = RoundOutputs(config, world.rank)
         loop.keeps_loss = loop.keeps_loss or self._outputs.reports

@@ -3,23 +3,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from farflung.accelerator import lazy
 from farflung.accelerator.session import Layout, Session
 from farflung.base.checks import check_type, check_whole, shown
 from farflung.base.errors import ConfigError
 from farflung.config import environ
-from farflung.process.mesh import make_mesh, require_replicas
+from farflung.process.mesh import IslandSize, make_mesh, require_replicas, stated_island_size
 from farflung.process.world import World
 
 if TYPE_CHECKING:
     from farflung.config.parallelism import ParallelismConfig
     from farflung.config.sharding import FullyShardedDataParallelPlugin
-
-IslandSize = int | Literal["host"]
 
 
 def check_layout(fsdp_plugin: Any, parallelism_config: Any, island_size: Any) -> None:
@@ -84,13 +80,13 @@ def _settled(
         parallelism_config = lazy.parallelism_from_environment()
     if fsdp_plugin is None and parallelism_config is not None and parallelism_config.dp_shard_size > 1:
         fsdp_plugin = lazy.FullyShardedDataParallelPlugin()
-    islands = _island_size(world, island_size)
+    islands = stated_island_size(world.local_size, island_size, world.group)
     device_mesh = None
     if parallelism_config is not None:
         parallelism_config.check(world.size)
         device_mesh = parallelism_config.get_device_mesh(world.device.type)
     if fsdp_plugin is None:
-        return Layout(make_mesh(world, islands or 1), None, parallelism_config)
+        return Layout(make_mesh(world.group, islands or 1, world.device.type), None, parallelism_config)
     if islands is not None:
         raise ConfigError(
             f"island_size={shown(island_size)} and FSDP were both asked for. The ranks that share one sharded model "
@@ -105,29 +101,7 @@ def _settled(
                 f"FSDP was asked for, and ParallelismConfig(dp_replicate_size={parallelism_config.dp_replicate_size}, "
                 "dp_shard_size=1), which cuts nothing. Give a dp_shard_size above 1, or leave the plugin out for DDP."
             )
-    return Layout(make_mesh(world, shards, device_mesh), fsdp_plugin, parallelism_config)
-
-
-def _island_size(world: World, asked: IslandSize | None) -> int | None:
-    """Return how many ranks average their gradients in every step; None: nobody has said."""
-    size: Any = environ.text("FARFLUNG_ISLAND_SIZE") if asked is None else asked
-    if size is None or size == "":
-        return None
-    if size == "host":
-        sizes = world.group.all_gather_small(torch.tensor([float(world.local_size)])).flatten().tolist()
-        if len(set(sizes)) > 1:
-            raise ConfigError(
-                "island_size='host', but the machines have different numbers of processes: "
-                f"{sorted(set(map(int, sizes)))}. Start equally many on each, or give a number."
-            )
-        size = world.local_size
-    size = int(size) if isinstance(size, str) and size.isdigit() else size
-    check_whole("island_size", size, least=1)
-    if world.size % size:
-        raise ConfigError(
-            f"island_size={size} does not divide the {world.size} processes. Use a divisor, so that islands are alike."
-        )
-    return int(size)
+    return Layout(make_mesh(world.group, shards, world.device.type, device_mesh), fsdp_plugin, parallelism_config)
 
 
 def _check_same(

@@ -22,7 +22,7 @@ from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import planned_updates
 from farflung.loop.state import ActiveLoader, Trace
 from farflung.process.log import get_logger
-from farflung.process.mesh import require_replicas
+from farflung.process.mesh import replicas_here, require_replicas
 from farflung.process.world import World
 from farflung.strategy.base import Strategy
 
@@ -287,9 +287,8 @@ class OuterMethods:
             ConfigError: no optimizer has parameters of the model, or the model already has an outer loop.
         """
         lazy.check_model(model)
-        return self._outer(
-            model, lazy.chosen_recipe(recipe, replicas_here(self._joined, self._strategy)), each_step=True
-        )
+        here = replicas_here(self._joined.local_size, self._strategy.mesh.island.size)
+        return self._outer(model, lazy.chosen_recipe(recipe, here), each_step=True)
 
     def _outer(
         self, model: nn.Module, recipe: Recipe, each_step: bool
@@ -320,11 +319,6 @@ class OuterMethods:
     def outer_loops(self) -> list[OuterLoop]:
         """The outer loops that are open, in the order of their opening."""
         return self._open_loops.live
-
-
-def replicas_here(world: World, strategy: Strategy) -> int:
-    """Return how many replicas this machine has; 1 where one takes several machines."""
-    return max(1, world.local_size // strategy.mesh.island.size)
 
 
 def driver(model: nn.Module, optimizers: Sequence[AcceleratedOptimizer]) -> AcceleratedOptimizer:

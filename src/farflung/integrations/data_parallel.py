@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An outer loop around scripts that know nothing of it: `--outer` takes over torch's DDP, whoever made it.
 
-    DDP(model)               its gradients and buffers stay on their rank
+    DDP(model)               its gradients and buffers stay on their rank, or in its island
     first optimizer step     opens the loop over each DDP model that the optimizer trains: a collective
     optimizer step           counts, also one that a GradScaler skips, and runs the rounds that are due
     sampler.set_epoch()      one flush for each epoch
@@ -15,6 +15,7 @@ dicts, and five functions that are called as before.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -33,7 +34,9 @@ from torch.utils.data.distributed import DistributedSampler
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.torch_internals import is_flattened
 from farflung.base.words import counted
+from farflung.comm.bucket import broadcast_values
 from farflung.comm.shards import is_sharded
+from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.launch import launched_outer
 from farflung.integrations.rounds import RoundOutputs
@@ -43,6 +46,7 @@ from farflung.outer.engine import OuterLoop
 from farflung.outer.named import OuterConfig, recipe_of
 from farflung.process import world as slot
 from farflung.process.failure import OUTER_ATTACHED, leave_note
+from farflung.process.mesh import Mesh, make_mesh, replicas_here, require_replicas, stated_island_size
 
 
 class FollowedModel:
@@ -53,11 +57,12 @@ class FollowedModel:
         attempts: how many there were.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, has_warmup: bool) -> None:
+    def __init__(self, ddp: DistributedDataParallel, has_warmup: bool, mesh: Mesh) -> None:
         self._averages_without_loop = has_warmup
+        self.mesh = mesh
         self.loop: OuterLoop | None = None
         self.attempts = 0
-        self.local = LocalDDP(ddp, self._averages)
+        self.local = LocalDDP(ddp, self._averages, mesh.island)
         ddp.register_comm_hook = _no_second_hook  # type: ignore[method-assign]
 
     def _averages(self) -> bool:
@@ -89,7 +94,10 @@ class DDPTakeover:
 
     def __init__(self, config: OuterConfig) -> None:
         self._config = config
-        self._recipe = recipe_of(config, environ.integer("LOCAL_WORLD_SIZE") or 1)
+        self._local_size = environ.integer("LOCAL_WORLD_SIZE") or 1
+        here = replicas_here(self._local_size, stated_island_size(self._local_size) or 1)
+        self._recipe = recipe_of(config, here)
+        self._mesh: Mesh | None = None
         self._outputs = RoundOutputs(config, environ.integer("RANK") or 0)
         self._followed: list[FollowedModel] = []
         self._driven: weakref.WeakKeyDictionary[Optimizer, list[FollowedModel]] = weakref.WeakKeyDictionary()
@@ -101,10 +109,10 @@ class DDPTakeover:
         """Begin: before the script is loaded, as it may import the functions that are wrapped."""
         register_optimizer_step_pre_hook(lambda optimizer, args, options: self._about_to_step(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, args, options: self._stepped(optimizer))
-        _wrap(DistributedDataParallel, "__init__", after=lambda ddp, *args, **options: self._made(ddp))
         _wrap(LRScheduler, "__init__", after=lambda scheduler, *args, **options: self._schedulers.add(scheduler))
         _wrap(DistributedSampler, "set_epoch", before=lambda *args, **options: self._flush())
         _wrap(dist, "destroy_process_group", before=self._group_ends)
+        self._wrap_ddp()
         self._wrap_scaler()
 
     def close(self) -> None:
@@ -123,6 +131,7 @@ class DDPTakeover:
         """Let all DDP models send again, and return their loops."""
         followed, self._followed, self._has_ended = self._followed, [], True
         self._driven.clear()
+        self._mesh = None
         loops = [one.end() for one in followed]
         return [loop for loop in loops if loop is not None and dist.is_initialized()]
 
@@ -134,9 +143,43 @@ class DDPTakeover:
         finally:
             self._is_in_round = False
 
-    def _made(self, ddp: DistributedDataParallel) -> None:
-        if slot.current() is None:  # else an Accelerator of ours made it, and opens loops itself
-            self._followed.append(FollowedModel(ddp, self._recipe.warmup > 0))
+    def _wrap_ddp(self) -> None:
+        """Follow each DDP model that a script makes; if there are islands, make it over this rank's."""
+        make: Any = DistributedDataParallel.__init__
+        signature = inspect.signature(make)
+
+        @functools.wraps(make)
+        def make_followed(*args: Any, **options: Any) -> None:
+            if slot.current() is not None or not dist.is_initialized():
+                make(*args, **options)  # an Accelerator of ours calls, and opens loops itself; or torch raises an error
+                return
+            given = signature.bind(*args, **options)
+            mesh = self._islands(given.arguments["module"])
+            own = given.arguments.get("process_group"), given.arguments.get("device_mesh")
+            if mesh.device_mesh is not None and own in ((None, None), (dist.group.WORLD, None)):
+                given.arguments["process_group"] = mesh.row.get_group()
+            make(*given.args, **given.kwargs)
+            ddp = given.arguments["self"]
+            self._followed.append(FollowedModel(ddp, self._recipe.warmup > 0, mesh))
+            if mesh.device_mesh is not None:  # DDP has let the ranks of each island begin alike
+                broadcast_values([*ddp.module.parameters(), *ddp.module.buffers()], mesh.replicas)
+
+        setattr(DistributedDataParallel, "__init__", make_followed)  # noqa: B010  its type is another one
+
+    def _islands(self, module: nn.Module) -> Mesh:
+        """Return which ranks train a replica together: at the first call a collective.
+
+        Raises:
+            ConfigError: their number does not fit that of all, or they are all of them.
+        """
+        if self._mesh is None:
+            everyone = TorchGroup()
+            size = stated_island_size(self._local_size, everyone=everyone) or 1
+            device = next(module.parameters(), torch.empty(0)).device
+            mesh = make_mesh(everyone, size, device.type)
+            require_replicas(mesh)
+            self._mesh = mesh
+        return self._mesh
 
     def _about_to_step(self, optimizer: Optimizer) -> None:
         """Open the loops over the models that `optimizer` trains, if this is its first step.
@@ -174,10 +217,6 @@ class DDPTakeover:
             )
         if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
             raise ConfigError(f"{asked}: ZeroRedundancyOptimizer sends all parameters in each step. Use a plain one.")
-        if environ.text("FARFLUNG_ISLAND_SIZE"):
-            raise ConfigError(
-                f"{asked}: --island_size needs an Accelerator; plain DDP averages over all ranks or none."
-            )
         if has_models:
             return
         if engine is not None:
@@ -190,18 +229,21 @@ class DDPTakeover:
 
     def _open(self, one: FollowedModel, optimizer: Optimizer) -> None:
         """Open the loop over a model: a collective."""
-        module = one.local.module
+        module, mesh = one.local.module, one.mesh
         with self._in_round():
-            one.loop = OuterLoop(module, self._recipe, inner=optimizer)
+            one.loop = OuterLoop(module, self._recipe, mesh.replicas, island=mesh.island, inner=optimizer)
         self._outputs.listen(one.loop, self._followed.index(one))
         hooks: Any = module  # whose types are not complete in torch
         hooks.register_state_dict_post_hook(functools.partial(_put_agreed, weakref.ref(one)))
         hooks.register_load_state_dict_post_hook(functools.partial(_begin_anew, weakref.ref(one)))
         leave_note(OUTER_ATTACHED)
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        each, where = "", "on their rank"
+        if mesh.island.size > 1:
+            each, where = f", each on {mesh.island.size} ranks,", "within their replica"
         self._say(
-            f"farflung: {self._config.recipe} over {dist.get_world_size()} replicas of a DDP model with {trained:,} "
-            f"parameters: {self._recipe.schedule}; its gradients stay on their rank"
+            f"farflung: {self._config.recipe} over {mesh.replicas.size} replicas{each} of a DDP model with {trained:,} "
+            f"parameters: {self._recipe.schedule}; its gradients stay {where}"
         )
 
     def _stepped(self, optimizer: Optimizer, done: bool = True) -> None:
@@ -248,8 +290,8 @@ class DDPTakeover:
 
 def _no_second_hook(state: object, hook: Callable[..., object]) -> None:
     raise Unsupported(
-        f"--outer sends no gradients, so {getattr(hook, '__name__', hook)} would have nothing to compress. Remove "
-        "register_comm_hook, and choose with --outer-codec how weights are compressed."
+        f"--outer keeps gradients where they are, so {getattr(hook, '__name__', hook)} would have nothing to compress. "
+        "Remove register_comm_hook, and choose with --outer-codec how weights are compressed."
     )
 
 

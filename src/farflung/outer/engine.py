@@ -29,7 +29,7 @@ from farflung.base.sizes import bucket_bytes_for
 from farflung.comm.group import Group
 from farflung.comm.shards import model_has_dtensor, reshard
 from farflung.outer.asked import check_same, check_shard, check_state, checked, one_number
-from farflung.outer.data_parallel import LocalDDP
+from farflung.outer.data_parallel import LocalDDP, check_ranks
 from farflung.outer.membership import Membership, fixed_membership
 from farflung.outer.named import OuterConfig
 from farflung.outer.recipe import Recipe
@@ -117,7 +117,9 @@ class OuterLoop:
         self._began_at = clock()
         self._hooks: list[RemovableHandle] = []
         self._open = True
-        if isinstance(model, DistributedDataParallel) and island.size == 1:
+        if isinstance(model, DistributedDataParallel) and island.size > 1:
+            check_ranks(model, island)
+        elif isinstance(model, DistributedDataParallel):
             this = weakref.ref(self)
             self._ddp = LocalDDP(model, lambda: (loop := this()) is None or not loop._open or loop.is_warming)
             self._model = model = self._ddp.module
@@ -295,6 +297,7 @@ class OuterLoop:
             if any(are_dropped) or not self._recipe.agrees:
                 self._rounds.average()
                 self._rounds.replica.reset()
+            self._rounds.share_buffers()
         self._synced = self._began = self._position
         self._began_at = self._clock()
         self._warmup.are_alike |= not self.is_warming  # optimizers of ranks without data stay behind

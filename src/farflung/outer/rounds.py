@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from farflung.base.errors import RankFailure, StateError
 from farflung.base.words import numbered
+from farflung.comm.bucket import broadcast_values
 from farflung.comm.collectives import broadcast_object_list
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
@@ -276,6 +277,12 @@ class Rounds:
         if counters:
             everyone = Decision((1.0,) * self.group.size, float(self.group.size))
             self._count_bytes(take_largest(counters, self.group, everyone, self._cap_bytes))
+
+    def share_buffers(self) -> None:
+        """Give all ranks of the island the buffers of its first one: each has averaged its own with its column."""
+        if self.epoch.island.size > 1:
+            kinds = [kind for fragment in self.replica.fragments for kind in fragment.buffer_tensors()]
+            broadcast_values([tensor for kind in kinds for tensor in kind], self.epoch.island.voters.group)
 
     def _count_bytes(self, sent: int) -> None:
         self._meter.add("bytes_sent", sent)

@@ -8,14 +8,18 @@ the columns; where they train in step, gradients are averaged along them too.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from farflung.base.checks import check_whole
 from farflung.base.errors import ConfigError
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
-from farflung.process.world import World
+from farflung.config import environ
 
+IslandSize = int | Literal["host"]
 AXES = ("dp_replicate", "dp_shard")
 
 
@@ -42,18 +46,58 @@ class Mesh:
         return self.device_mesh[AXES[1]]
 
 
-def make_mesh(world: World, island_size: int, device_mesh: DeviceMesh | None = None) -> Mesh:
+def stated_island_size(local_size: int, asked: IslandSize | None = None, everyone: Group | None = None) -> int | None:
+    """Return how many ranks average their gradients in every step; None: nobody has said.
+
+    Args:
+        local_size: number of ranks on this machine.
+        asked: what the script says; None: what the launcher says counts.
+        everyone: all ranks. With them the number is checked against theirs: for `host`, a collective.
+
+    Raises:
+        ConfigError: it is no number, or islands would be of different sizes.
+    """
+    size: Any = environ.text("FARFLUNG_ISLAND_SIZE") if asked is None else asked
+    if size is None or size == "":
+        return None
+    if size == "host":
+        if everyone is not None:
+            sizes = everyone.all_gather_small(torch.tensor([float(local_size)])).flatten().tolist()
+            if len(set(sizes)) > 1:
+                raise ConfigError(
+                    "island_size='host', but the machines have different numbers of processes: "
+                    f"{sorted(set(map(int, sizes)))}. Start equally many on each, or give a number."
+                )
+        return local_size
+    size = int(size) if isinstance(size, str) and size.isdigit() else size
+    check_whole("island_size", size, least=1)
+    if everyone is not None and everyone.size % size:
+        raise ConfigError(
+            f"island_size={size} does not divide the {everyone.size} processes. Use a divisor, so that islands are of "
+            "equal size."
+        )
+    return int(size)
+
+
+def replicas_here(local_size: int, island_size: int) -> int:
+    """Return how many replicas a machine with so many ranks has; 1 where a replica takes several machines."""
+    return max(1, local_size // island_size)
+
+
+def make_mesh(everyone: Group, island_size: int, device_type: str, device_mesh: DeviceMesh | None = None) -> Mesh:
     """Arrange the ranks in rows of `island_size` neighbours: a collective, where that is more than one.
 
     Args:
-        island_size: a divisor of the number of ranks.
+        everyone: all ranks.
+        island_size: a divisor of their number.
+        device_type: where the values are that they exchange.
         device_mesh: the script's own of these sizes, whose groups are used; it may lack an axis of one rank.
     """
     if island_size == 1:
-        return Mesh(world.group, SoloGroup(), world.group)
-    everyone, rows = world.group, world.size // island_size
+        return Mesh(everyone, SoloGroup(), everyone)
     assert isinstance(everyone, TorchGroup), "there are several ranks"
-    device_mesh = device_mesh or init_device_mesh(world.device.type, (rows, island_size), mesh_dim_names=AXES)
+    rows = everyone.size // island_size
+    device_mesh = device_mesh or init_device_mesh(device_type, (rows, island_size), mesh_dim_names=AXES)
     island = everyone.within(device_mesh.get_group(AXES[1]))
     replicas = everyone.within(device_mesh.get_group(AXES[0])) if rows > 1 else SoloGroup()
     return Mesh(everyone, island if rows > 1 else everyone, replicas, device_mesh)
