@@ -276,6 +276,16 @@ def test_a_script_and_a_launcher_that_want_different_loops_are_told_so():
             resolve_outer(OuterConfig("diloco", every=32))
 
 
+def test_what_one_of_them_writes_about_the_same_loop_is_no_difference():
+    quiet = {"FARFLUNG_OUTER_RECIPE": "diloco", "FARFLUNG_OUTER_EVERY": "8", "FARFLUNG_OUTER_REPORT": "off"}
+    with environ.patched(quiet):
+        for outputs in ({}, {"log": "rounds.jsonl"}):
+            said = OuterConfig("diloco", every=8, **outputs)
+            assert resolve_outer(said) == OuterConfig("diloco", every=8, report="off", **outputs)
+        with pytest.raises(ConfigError, match=r"'report': 'round'.*'report': 'off'"):
+            resolve_outer(OuterConfig("diloco", every=8, report="round"))
+
+
 def test_how_much_is_sent_at_a_time_reaches_the_loop():
     accelerator = Accelerator(cpu=True, outer=OuterConfig("local_sgd", every=2, bucket_bytes=1024))
     model = torch.nn.Linear(2, 1)

@@ -149,7 +149,8 @@ def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
     """Return the outer loop that the script or the launcher asks for, None where neither does.
 
     Args:
-        outer: the script's; a recipe's name stands for that recipe with its defaults.
+        outer: the script's; a recipe's name stands for that recipe with its defaults. Where both ask for the same, what
+            one of them alone says about its log and report counts.
 
     Raises:
         ConfigError: both ask, for different ones; or one that can't be is asked for.
@@ -157,12 +158,16 @@ def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
     launched = _launched()
     if outer is not None:
         outer = lazy.named_outer("outer", outer)
-    if outer is not None and launched is not None and outer != launched:
+    if outer is None or launched is None:
+        return outer or launched
+    ours, theirs = outer.given(), launched.given()
+    outputs = {name: value for name, value in (theirs | ours).items() if name in ("log", "report")}
+    if (outer.recipe, outputs | ours) != (launched.recipe, outputs | theirs):
         raise ConfigError(
-            f"The script asks for {outer.recipe} with {outer.given()} (Accelerator(outer=)), the launcher for "
-            f"{launched.recipe} with {launched.given()} (--outer, FARFLUNG_OUTER_*). Leave one of them out."
+            f"The script asks for {outer.recipe} with {ours} (Accelerator(outer=)), the launcher for "
+            f"{launched.recipe} with {theirs} (--outer, FARFLUNG_OUTER_*). Leave one of them out."
         )
-    return outer or launched
+    return lazy.OuterConfig(outer.recipe, **outputs | ours)
 
 
 def _launched() -> OuterConfig | None:
