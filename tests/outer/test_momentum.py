@@ -72,7 +72,7 @@ def test_a_run_of_fewer_steps_than_a_round_is_refused():
 
 
 def test_a_run_of_few_rounds_is_warned_of_and_a_longer_one_is_not():
-    with pytest.warns(UserWarning, match="319 steps make 9 rounds of 32.* every=15 makes twenty rounds"):
+    with pytest.warns(UserWarning, match="319 steps make 9 rounds of 32.* rounds of 15 make twenty"):
         made("diloco", steps=319)
     with pytest.warns(UserWarning, match="needs hundreds of rounds"):
         made("diloco", steps=32 * 30, momentum=0.9)

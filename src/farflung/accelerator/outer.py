@@ -77,7 +77,6 @@ class AttachedLoop:
         whole = strategy.unwrap(model)
         self.loop = lazy.OuterLoop(whole, recipe, group=mesh.replicas, island=mesh.island, inner=bare)
         self.epochs: EpochTracker | None = None
-        self._is_new = True
         self._attempts = 0
         self._hook: RemovableHandle = bare.register_step_pre_hook(lambda *_: self._begin_where_it_is())
         self.optimizer.attached.append(self)
@@ -166,10 +165,8 @@ class AttachedLoop:
 
     def _begin_where_it_is(self) -> None:
         """Before the very first step: weights may have been loaded into the model after it was prepared."""
-        if self._is_new:
-            self._is_new = False
-            if self.loop.stats().attempts == 0:
-                self.loop.reset_anchor()
+        if self._attempts == self.loop.stats().attempts == 0:
+            self.loop.reset_anchor()
 
     def _choose_who_averages(self) -> None:
         """Let gradients be averaged as long as the recipe says so, and stay at home from then on."""

@@ -167,7 +167,7 @@ class Recipe:
             return ""
         return (
             f"{counted(steps, 'step')} make {counted(trained // self.every, 'round')} of {self.every}. Replicas that "
-            f"meet so seldom hardly train together: every={max(1, trained // (2 * FEW_ROUNDS))} makes twenty rounds."
+            f"meet so seldom hardly train together: rounds of {max(1, trained // (2 * FEW_ROUNDS))} make twenty."
         )
 
     @property
