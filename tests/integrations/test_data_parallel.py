@@ -5,6 +5,7 @@ import copy
 import sys
 import warnings
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -332,6 +333,36 @@ def saved_by_rank_0():
 
 def test_one_rank_alone_saves_the_agreed_weights_and_all_go_on_from_what_they_load():
     run_ranks(saved_by_rank_0, 2)
+
+
+class Trainer:
+    """What is called of transformers' Trainer."""
+
+    def __init__(self):
+        self.history = []
+
+    def log(self, logs, start_time=None):
+        self.history.append(logs)
+
+
+def trained_by_a_trainer():
+    sys.modules["transformers.trainer"] = SimpleNamespace(Trainer=Trainer)
+    takeover = DDPTakeover(RECIPES["diloco"])
+    takeover.install()
+    model, trainer = DistributedDataParallel(net()), Trainer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        model(torch.randn(4, 4)).square().mean().backward()
+        optimizer.step()
+        trainer.log({"step": step}, start_time=None)
+    takeover.close()
+    return [set(logs) for logs in trainer.history]
+
+
+def test_the_log_of_a_trainer_has_the_figures_of_the_rounds():
+    for first, second, third, fourth in run_ranks(trained_by_a_trainer, 2):
+        assert first == second == fourth == {"step"}
+        assert {"step", "outer/round", "outer/bytes_sent", "outer/waiting"} < third
 
 
 def step_once(parameters):

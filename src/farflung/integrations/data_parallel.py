@@ -39,7 +39,7 @@ from farflung.comm.shards import is_sharded
 from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.launch import launched_outer
-from farflung.integrations.rounds import RoundOutputs
+from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.loop.scheduler import planned_updates
 from farflung.outer.data_parallel import LocalDDP
 from farflung.outer.engine import OuterLoop
@@ -233,6 +233,7 @@ class DDPTakeover:
         with self._in_round():
             one.loop = OuterLoop(module, self._recipe, mesh.replicas, island=mesh.island, inner=optimizer)
         self._outputs.listen(one.loop, self._followed.index(one))
+        self._show_trainer(RoundFigures(one.loop, self._followed.index(one)))
         hooks: Any = module  # whose types are not complete in torch
         hooks.register_state_dict_post_hook(functools.partial(_put_agreed, weakref.ref(one)))
         hooks.register_load_state_dict_post_hook(functools.partial(_begin_anew, weakref.ref(one)))
@@ -245,6 +246,12 @@ class DDPTakeover:
             f"farflung: {self._config.recipe} over {mesh.replicas.size} replicas{each} of a DDP model with {trained:,} "
             f"parameters: {self._recipe.schedule}; its gradients stay {where}"
         )
+
+    def _show_trainer(self, figures: RoundFigures) -> None:
+        """Add the figures of rounds to what transformers' Trainer logs, if the script has loaded it."""
+        trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+        if trainer is not None:
+            _wrap(trainer, "log", before=lambda trainer, logs, *args, **options: logs.update(figures.take()))
 
     def _stepped(self, optimizer: Optimizer, done: bool = True) -> None:
         for one in () if self._is_in_round else self._driven.get(optimizer, ()):
