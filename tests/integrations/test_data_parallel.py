@@ -181,12 +181,13 @@ def test_within_islands_a_ddp_script_averages_as_ddp_over_their_ranks_does(way, 
     assert run_ranks(equal_to_a_loop_by_hand, 4, way, recipe, 2) == [(True, True)] * 4
 
 
-def in_code(recipe, find_unused_parameters):
+def in_code(recipe, find_unused_parameters, is_compiled):
     """A loop around the bare model and one around DDP, neither in a block; then DDP without a loop again."""
     ends = []
     for options in (None, {"find_unused_parameters": find_unused_parameters}):
         model = net()
         wrapped = model if options is None else DistributedDataParallel(model, **options)
+        wrapped = torch.compile(wrapped, backend="eager") if is_compiled else wrapped
         step = Step(wrapped.parameters())
         outer = OuterLoop(wrapped, recipe_of(RECIPES[recipe], 1)).attach(step.optimizer)
         epochs(wrapped, step)
@@ -200,9 +201,12 @@ def in_code(recipe, find_unused_parameters):
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
-@pytest.mark.parametrize(("recipe", "unused"), [("diloco", True), ("streaming_diloco", False)])
-def test_a_loop_around_ddp_is_one_around_its_model_until_it_ends(recipe, unused):
-    assert run_ranks(in_code, 2, recipe, unused) == [(True, True)] * 2
+@pytest.mark.parametrize(
+    ("recipe", "unused", "is_compiled"),
+    [("diloco", True, False), ("streaming_diloco", False, False), ("diloco", False, True)],
+)
+def test_a_loop_around_ddp_is_one_around_its_model_until_it_ends(recipe, unused, is_compiled):
+    assert run_ranks(in_code, 2, recipe, unused, is_compiled) == [(True, True)] * 2
 
 
 def refused_in_code():

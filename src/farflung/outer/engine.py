@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from farflung.base.checks import check_type
 from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.base.sizes import bucket_bytes_for
+from farflung.base.torch_internals import COMPILED_FROM
 from farflung.comm.group import Group
 from farflung.comm.shards import model_has_dtensor, reshard
 from farflung.outer.asked import check_same, check_shard, check_state, checked, one_number
@@ -117,11 +118,12 @@ class OuterLoop:
         self._began_at = clock()
         self._hooks: list[RemovableHandle] = []
         self._open = True
-        if isinstance(model, DistributedDataParallel) and island.size > 1:
-            check_ranks(model, island)
-        elif isinstance(model, DistributedDataParallel):
+        ddp = getattr(model, COMPILED_FROM, model)
+        if isinstance(ddp, DistributedDataParallel) and island.size > 1:
+            check_ranks(ddp, island)
+        elif isinstance(ddp, DistributedDataParallel):
             this = weakref.ref(self)
-            self._ddp = LocalDDP(model, lambda: (loop := this()) is None or not loop._open or loop.is_warming)
+            self._ddp = LocalDDP(ddp, lambda: (loop := this()) is None or not loop._open or loop.is_warming)
             self._model = model = self._ddp.module
         with torch.no_grad():
             self._rounds = Rounds(model, recipe, membership, cap_bytes, self._meter, self.listeners)
