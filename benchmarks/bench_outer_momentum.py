@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which outer momentum suits a run of so many steps? diloco(32) with constant ones, and with the default, which grows.
 
-python benchmarks/bench_outer_momentum.py [--steps 200 500 2000] [--schedules falling constant] [--write] [--summary]
+python benchmarks/bench_outer_momentum.py [--steps 200 500 2000] [--schedules falling constant] [--rates 0.7]
+                                          [--write] [--summary]
 
 The model, the text and the inner optimizer are the demo's; two simulated replicas. Each run is a line of its own in
 results/outer_momentum.jsonl; with --write, runs that are in it already are not done again.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ FILE = "outer_momentum.jsonl"
 GROWS = "grows"
 MOMENTA = ("0.0", "0.3", "0.5", "0.6", "0.7", "0.8", "0.9", GROWS)
 EVERY = 32
+RATE = 0.7  # the outer learning rate of lines that have none
 
 
 def main() -> None:
@@ -31,6 +34,7 @@ def main() -> None:
     parser.add_argument("--momenta", nargs="*", default=MOMENTA, metavar="MOMENTUM", help=f"or {GROWS}, the default")
     parser.add_argument("--steps", nargs="*", type=int, default=[200, 500, 2000])
     parser.add_argument("--schedules", nargs="*", default=["falling", "constant"], choices=["falling", "constant"])
+    parser.add_argument("--rates", nargs="*", type=float, default=[RATE], help="outer learning rates")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--write", action="store_true", help=f"append to results/{FILE} what is not in it")
     parser.add_argument("--summary", action="store_true", help="print a table of what is in that file, and run nothing")
@@ -39,25 +43,29 @@ def main() -> None:
         print(summary())
         return
     torch.set_num_threads(1)
-    known = {(run["momentum"], run["schedule"], run["steps"], run["seed"]) for run in read()} if chosen.write else set()
-    for seed in chosen.seeds:
-        for steps in chosen.steps:
-            for schedule in chosen.schedules:
-                lab = Lab(steps, falls=schedule == "falling")
-                for momentum in chosen.momenta:
-                    if (momentum, schedule, steps, seed) in known:
-                        continue
-                    ended = lab.run(diloco(EVERY, momentum=None if momentum == GROWS else float(momentum)), seed)
-                    report(
-                        QUESTION,
-                        {"validation_loss": round(ended.value, 4)},
-                        seed=seed,
-                        write_to=FILE if chosen.write else None,
-                        momentum=momentum,
-                        schedule=schedule,
-                        steps=steps,
-                        every=EVERY,
-                    )
+    known = [place(run) for run in read()] if chosen.write else []
+    for seed, steps, schedule in product(chosen.seeds, chosen.steps, chosen.schedules):
+        lab = Lab(steps, falls=schedule == "falling")
+        for momentum, rate in product(chosen.momenta, chosen.rates):
+            if (steps, schedule, rate, seed, momentum) in known:
+                continue
+            ended = lab.run(diloco(EVERY, lr=rate, momentum=None if momentum == GROWS else float(momentum)), seed)
+            report(
+                QUESTION,
+                {"validation_loss": round(ended.value, 4)},
+                seed=seed,
+                write_to=FILE if chosen.write else None,
+                momentum=momentum,
+                rate=rate,
+                schedule=schedule,
+                steps=steps,
+                every=EVERY,
+            )
+
+
+def place(run: dict[str, Any]) -> tuple[int, str, float, int, str]:
+    """Return where on the grid a line of the results is."""
+    return run["steps"], run["schedule"], run.get("rate", RATE), run["seed"], run["momentum"]
 
 
 def read() -> list[dict[str, Any]]:
@@ -66,15 +74,17 @@ def read() -> list[dict[str, Any]]:
 
 
 def summary() -> str:
-    """A row for each length and schedule, of seed 0."""
-    losses: dict[tuple[int, str], dict[str, float]] = {}
+    """A row for each length, schedule and outer learning rate, of seed 0."""
+    losses: dict[tuple[int, str, float], dict[str, float]] = {}
     for run in read():
-        if run["seed"] == 0:
-            losses.setdefault((run["steps"], run["schedule"]), {})[run["momentum"]] = run["figures"]["validation_loss"]
-    lines = [f"| steps | rounds | learning rate | {' | '.join(MOMENTA)} |", "|" + "---|" * (len(MOMENTA) + 3)]
-    for (steps, schedule), found in sorted(losses.items()):
+        steps, schedule, rate, seed, momentum = place(run)
+        if seed == 0:
+            losses.setdefault((steps, schedule, rate), {})[momentum] = run["figures"]["validation_loss"]
+    head = f"| steps | rounds | learning rate | outer rate | {' | '.join(MOMENTA)} |"
+    lines = [head, "|" + "---|" * (len(MOMENTA) + 4)]
+    for (steps, schedule, rate), found in sorted(losses.items()):
         cells = [f"{found[momentum]:.3f}" if momentum in found else "" for momentum in MOMENTA]
-        lines.append(f"| {steps} | {steps // EVERY} | {schedule} | {' | '.join(cells)} |")
+        lines.append(f"| {steps} | {steps // EVERY} | {schedule} | {rate} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

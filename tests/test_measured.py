@@ -45,11 +45,11 @@ def test_the_page_of_recipes_has_the_losses_by_momentum_of_which_the_default_is_
         assert line in PAGE, line
     by_run = {}
     for run in module.read():
-        key = run["steps"], run["schedule"], run["seed"]
-        by_run.setdefault(key, {})[run["momentum"]] = run["figures"]["validation_loss"]
+        steps, schedule, rate, seed, momentum = module.place(run)
+        by_run.setdefault((steps, schedule, seed), {})[momentum, rate] = run["figures"]["validation_loss"]
     assert {steps for steps, _, _ in by_run} == {200, 500, 2000}
     for losses in by_run.values():
-        assert losses[module.GROWS] <= 1.01 * min(losses.values())
+        assert losses[module.GROWS, module.RATE] <= 1.01 * min(losses.values())
 
 
 def test_the_page_of_recipes_has_the_times_over_a_slow_line():
