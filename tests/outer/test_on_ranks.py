@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from farflung.base.errors import CollectiveMismatch, RankFailure
+from farflung.base.errors import CollectiveMismatch, RankFailure, Unsupported
 from farflung.base.torch_internals import default_store, num_groups
 from farflung.config import environ
 from farflung.outer import Cast, OuterLoop, diloco, local_sgd, streaming_diloco
@@ -152,6 +152,16 @@ def all_leave_and_begin_anew():
 
 def test_ranks_that_all_left_can_begin_anew():
     assert run_ranks(all_leave_and_begin_anew, 2) == [1, 1]
+
+
+def with_synced_statistics():
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    with pytest.raises(Unsupported, match="1 is a SyncBatchNorm, which averages statistics over other ranks"):
+        OuterLoop(model, local_sgd(2))
+
+
+def test_statistics_that_are_sent_in_each_pass_are_refused():
+    run_ranks(with_synced_statistics, 2)
 
 
 def leave_again_and_again(by_all, recipe):

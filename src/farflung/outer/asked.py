@@ -66,6 +66,7 @@ def checked(
             "island", island, ("rank", "size", "all_reduce", "supports"), wanted.replace("all ranks", "none")
         )
     _check_shards_are_of_island(model, island or SoloGroup())
+    _check_statistics(model, island)
     if inner is not None:
         check_type("inner", inner, Optimizer, "the torch optimizer that trains the model")
     if bucket_bytes is not None:
@@ -94,6 +95,20 @@ def _check_shards_are_of_island(model: nn.Module, island: Group) -> None:
             f"{whole[0]} is not sharded, though other parameters that are trained are, so nothing averages its "
             "gradients within an island. Shard it too (fully_shard of the whole model), or freeze it."
         )
+
+
+def _check_statistics(model: nn.Module, island: Group | None) -> None:
+    """Raise Unsupported for a SyncBatchNorm over other ranks than the island's: it sends in each forward pass."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    own = island.pg if isinstance(island, TorchGroup) else None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and (module.process_group is None or module.process_group is not own):
+            raise Unsupported(
+                f"{name} is a SyncBatchNorm, which averages statistics over other ranks in each forward pass, so "
+                "replicas could not train independently. Use BatchNorm, whose statistics each round averages, or give "
+                "convert_sync_batchnorm the process group of the ranks that train this replica."
+            )
 
 
 def one_number(name: str, value: object) -> float:

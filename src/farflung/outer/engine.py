@@ -208,7 +208,7 @@ class OuterLoop:
     @property
     def is_warming(self) -> bool:
         """Whether the next step belongs to the warm-up, in which gradients are averaged and weights are not."""
-        return self._warmup.is_on(self._position)
+        return self._position < self._recipe.warmup
 
     def average_gradients(self) -> None:
         """In a warm-up, average the gradients of all ranks in place (a collective), once a step; later do nothing.
