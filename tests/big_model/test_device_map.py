@@ -75,6 +75,11 @@ def test_a_map_covers_buffers_beside_modules_that_were_split():
     found = ours.infer_auto_device_map(model, {0: 165, "cpu": 10_000})
     assert found == {"inner.first": 0, "inner.second": 0, "inner.mean": "cpu"}
     ours.check_device_map(model, found)
+    model.last = nn.Linear(4, 4, bias=False)
+    limits = {0: 165, 1: 150, "cpu": 10_000}
+    maps = [one.infer_auto_device_map(model, dict(limits)) for one in (theirs, ours)]
+    assert maps[0] == {"inner.first": 0, "inner.second": 1, "last": 1}
+    assert maps[1] == {"inner.first": 0, "inner.second": 1, "inner.mean": 1, "last": "cpu"}
 
 
 def test_a_name_that_ends_like_another_is_not_taken_for_it():
@@ -83,6 +88,16 @@ def test_a_name_that_ends_like_another_is_not_taken_for_it():
     model.block.lin = nn.Linear(4, 4, bias=False)
     model.block.lin.weight = model.lin.weight
     assert ours.infer_auto_device_map(model, {0: 200, "cpu": 1000}) == {"": 0}
+
+    model = nn.Module()
+    model.lin, model.last = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.block = nn.ModuleDict({"lin": nn.Linear(4, 4, bias=False), "other": nn.Linear(4, 4, bias=False)})
+    model.block.other.weight = model.block.lin.weight
+    maps = [
+        one.infer_auto_device_map(model, {0: 190, 1: 1000}, no_split_module_classes="ModuleDict")
+        for one in (theirs, ours)
+    ]
+    assert maps == [{"": 1}, {"lin": 0, "last": 1, "block": 1}]
 
 
 def test_sizes_of_dtypes_are_those_of_torch_and_of_quantized_weights():
