@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, metadata
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,236 +44,103 @@ def is_installed(module: str, *packages: str) -> bool:
     return False
 
 
-def _is_version(library: str, operation: str, version: str) -> bool:
-    return is_installed(library) and compare_versions(library, operation, version)
-
-
 def is_torch_version(operation: str, version: str) -> bool:
     """Say whether torch's version stands in the relation `operation` (`>=`, `<` ...) to `version`."""
     return compare_versions("torch", operation, version)
 
 
-def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Say whether numpy is installed, and not older than `min_version`."""
-    return _is_version("numpy", ">=", min_version)
+def _probe(what: str, answer: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a probe: a function that gives `answer()`, with a docstring that says `what` it asks."""
+
+    def probe() -> bool:
+        return answer()
+
+    probe.__doc__ = f"Say whether {what}."
+    return probe
 
 
-def is_torch_distributed_available() -> bool:
-    """Say whether torch was built with `torch.distributed`."""
-    return dist.is_available()
+def _library(module: str, *packages: str, version: str = "", is_used: bool = True) -> Callable[[], bool]:
+    """Return the probe of a library, and of a `version` of it where that is given (`>= 0.8.0`)."""
+    words = version.split()
+    what = (
+        f"{module} is installed"
+        + (f", {version}" if version else "")
+        + ("" if is_used else "; Farflung does not use it")
+    )
+    return _probe(what, lambda: is_installed(module, *packages) and (not words or compare_versions(module, *words)))
 
 
-def is_xccl_available() -> bool:
-    """Say whether torch was built with the collectives of Intel's GPUs."""
-    return bool(getattr(dist.distributed_c10d, "is_xccl_available", bool)())
-
-
-def is_weights_only_available() -> bool:
-    """Say whether `torch.load` takes `weights_only`: yes, with each torch that Farflung runs on."""
-    return True
-
+is_torch_distributed_available = _probe("torch was built with `torch.distributed`", dist.is_available)
+is_xccl_available = _probe(
+    "torch was built with the collectives of Intel's GPUs",
+    lambda: bool(getattr(dist.distributed_c10d, "is_xccl_available", bool)()),
+)
+is_weights_only_available = _probe("`torch.load` takes `weights_only`: with each torch we run on", lambda: True)
 
 # ---- libraries
 
-
-def is_aim_available() -> bool:
-    """Say whether aim is installed, older than 4.0."""
-    return _is_version("aim", "<", "4.0.0")
-
-
-def is_amdsmi_available() -> bool:
-    """Say whether amdsmi is installed."""
-    return is_installed("amdsmi")
-
-
-def is_boto3_available() -> bool:
-    """Say whether boto3 is installed."""
-    return is_installed("boto3")
-
-
-def is_clearml_available() -> bool:
-    """Say whether clearml is installed."""
-    return is_installed("clearml")
-
-
-def is_comet_ml_available() -> bool:
-    """Say whether comet_ml is installed."""
-    return is_installed("comet_ml")
-
-
-def is_datasets_available() -> bool:
-    """Say whether datasets is installed."""
-    return is_installed("datasets")
-
-
-def is_deepspeed_available() -> bool:
-    """Say whether deepspeed is installed. Farflung does not use it."""
-    return is_installed("deepspeed")
-
-
-def is_dvclive_available() -> bool:
-    """Say whether dvclive is installed."""
-    return is_installed("dvclive")
-
-
-def is_import_timer_available() -> bool:
-    """Say whether import_timer is installed."""
-    return is_installed("import_timer")
-
-
-def is_lomo_available() -> bool:
-    """Say whether lomo_optim is installed."""
-    return is_installed("lomo_optim")
-
-
-def is_matplotlib_available() -> bool:
-    """Say whether matplotlib is installed."""
-    return is_installed("matplotlib")
-
-
-def is_megatron_lm_available() -> bool:
-    """Say whether Farflung trains with Megatron-LM: it never does."""
-    return False
-
-
-def is_mlflow_available() -> bool:
-    """Say whether mlflow, or its skinny form, is installed."""
-    return is_installed("mlflow", "mlflow", "mlflow-skinny")
-
-
-def is_msamp_available() -> bool:
-    """Say whether MS-AMP is installed. Farflung does not use it."""
-    return is_installed("msamp", "ms-amp")
-
-
-def is_pandas_available() -> bool:
-    """Say whether pandas is installed."""
-    return is_installed("pandas")
-
-
-def is_peft_available() -> bool:
-    """Say whether peft is installed."""
-    return is_installed("peft")
-
-
-def is_pippy_available() -> bool:
-    """Say whether torch has pipelines of its own: from 2.4 on. Farflung does not use them."""
-    return is_torch_version(">=", "2.4.0")
-
-
-def is_pynvml_available() -> bool:
-    """Say whether pynvml is installed."""
-    return is_installed("pynvml", "pynvml", "nvidia-ml-py")
-
-
-def is_pytest_available() -> bool:
-    """Say whether pytest is installed."""
-    return is_installed("pytest")
-
-
-def is_sagemaker_available() -> bool:
-    """Say whether sagemaker is installed. Farflung does not use it."""
-    return is_installed("sagemaker")
-
-
-def is_schedulefree_available() -> bool:
-    """Say whether schedulefree is installed."""
-    return is_installed("schedulefree")
-
-
-def is_swanlab_available() -> bool:
-    """Say whether swanlab is installed."""
-    return is_installed("swanlab")
-
-
-def is_tensorboard_available() -> bool:
-    """Say whether tensorboard or tensorboardX is installed."""
-    return is_installed("tensorboard") or is_installed("tensorboardX")
-
-
-def is_timm_available() -> bool:
-    """Say whether timm is installed."""
-    return is_installed("timm")
-
-
-def is_torchao_available() -> bool:
-    """Say whether torchao is installed, 0.6.1 or newer."""
-    return _is_version("torchao", ">=", "0.6.1")
-
-
-def is_torchdata_available() -> bool:
-    """Say whether torchdata is installed."""
-    return is_installed("torchdata")
-
-
-def is_torchdata_stateful_dataloader_available() -> bool:
-    """Say whether torchdata is installed, with its stateful loader: 0.8 or newer."""
-    return _is_version("torchdata", ">=", "0.8.0")
-
-
-def is_torchvision_available() -> bool:
-    """Say whether torchvision is installed."""
-    return is_installed("torchvision")
-
-
-def is_tqdm_available() -> bool:
-    """Say whether tqdm is installed."""
-    return is_installed("tqdm")
-
-
-def is_trackio_available() -> bool:
-    """Say whether trackio is installed."""
-    return is_installed("trackio")
-
-
-def is_transformer_engine_available() -> bool:
-    """Say whether TransformerEngine is installed. Farflung does not use it."""
-    return is_installed("transformer_engine", "transformer-engine")
-
-
-def is_transformer_engine_mxfp8_available() -> bool:
-    """Say whether Farflung trains in TransformerEngine's MXFP8: it never does."""
-    return False
-
-
-def is_transformers_available() -> bool:
-    """Say whether transformers is installed."""
-    return is_installed("transformers")
-
-
-def is_triton_available() -> bool:
-    """Say whether triton is installed."""
-    return is_installed("triton", "triton-xpu") if is_xpu_available() else is_installed("triton")
-
-
-def is_wandb_available() -> bool:
-    """Say whether wandb is installed."""
-    return is_installed("wandb")
+is_aim_available = _library("aim", version="< 4.0.0")
+is_amdsmi_available = _library("amdsmi")
+is_boto3_available = _library("boto3")
+is_clearml_available = _library("clearml")
+is_comet_ml_available = _library("comet_ml")
+is_datasets_available = _library("datasets")
+is_deepspeed_available = _library("deepspeed", is_used=False)
+is_dvclive_available = _library("dvclive")
+is_import_timer_available = _library("import_timer")
+is_lomo_available = _library("lomo_optim")
+is_matplotlib_available = _library("matplotlib")
+is_megatron_lm_available = _probe("Farflung trains with Megatron-LM: it never does", lambda: False)
+is_mlflow_available = _library("mlflow", "mlflow", "mlflow-skinny")
+is_msamp_available = _library("msamp", "ms-amp", is_used=False)
+is_pandas_available = _library("pandas")
+is_peft_available = _library("peft")
+is_pippy_available = _probe(
+    "torch has pipelines of its own: from 2.4 on; Farflung does not use them", lambda: is_torch_version(">=", "2.4.0")
+)
+is_pynvml_available = _library("pynvml", "pynvml", "nvidia-ml-py")
+is_pytest_available = _library("pytest")
+is_sagemaker_available = _library("sagemaker", is_used=False)
+is_schedulefree_available = _library("schedulefree")
+is_swanlab_available = _library("swanlab")
+is_tensorboard_available = _probe(
+    "tensorboard or tensorboardX is installed", lambda: is_installed("tensorboard") or is_installed("tensorboardX")
+)
+is_timm_available = _library("timm")
+is_torchao_available = _library("torchao", version=">= 0.6.1")
+is_torchdata_available = _library("torchdata")
+is_torchdata_stateful_dataloader_available = _library("torchdata", version=">= 0.8.0")
+is_torchvision_available = _library("torchvision")
+is_tqdm_available = _library("tqdm")
+is_trackio_available = _library("trackio")
+is_transformer_engine_available = _library("transformer_engine", "transformer-engine", is_used=False)
+is_transformer_engine_mxfp8_available = _probe(
+    "Farflung trains in TransformerEngine's MXFP8: it never does", lambda: False
+)
+is_transformers_available = _library("transformers")
+is_triton_available = _probe(
+    "triton is installed", lambda: is_installed("triton", *(["triton", "triton-xpu"] if is_xpu_available() else []))
+)
+is_wandb_available = _library("wandb")
+
+
+def is_numpy_available(min_version: str = "1.25.0") -> bool:
+    """Say whether numpy is installed, and not older than `min_version`."""
+    return is_installed("numpy") and compare_versions("numpy", ">=", min_version)
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
     """Say whether bitsandbytes is installed, and not older than `min_version`."""
-    return is_installed("bitsandbytes") if min_version is None else _is_version("bitsandbytes", ">=", min_version)
+    return is_installed("bitsandbytes") and compare_versions("bitsandbytes", ">=", min_version or "0")
 
 
-def is_4bit_bnb_available() -> bool:
-    """Say whether bitsandbytes is installed, with 4-bit layers: 0.39 or newer."""
-    return is_bnb_available("0.39.0")
-
-
-def is_8bit_bnb_available() -> bool:
-    """Say whether bitsandbytes is installed, with 8-bit layers: 0.37.2 or newer."""
-    return is_bnb_available("0.37.2")
-
-
-def is_bitsandbytes_multi_backend_available() -> bool:
-    """Say whether bitsandbytes is installed, for devices of several vendors: 0.46 or newer."""
-    return is_bnb_available("0.46.0")
-
-
-def is_fp8_available() -> bool:
-    """Say whether a library for fp8 is installed: MS-AMP, TransformerEngine or torchao."""
-    return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
+is_4bit_bnb_available = _library("bitsandbytes", version=">= 0.39.0")
+is_8bit_bnb_available = _library("bitsandbytes", version=">= 0.37.2")
+is_bitsandbytes_multi_backend_available = _library("bitsandbytes", version=">= 0.46.0")
+is_fp8_available = _probe(
+    "a library for fp8 is installed: MS-AMP, TransformerEngine or torchao",
+    lambda: is_msamp_available() or is_transformer_engine_available() or is_torchao_available(),
+)
 
 
 def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -300,14 +167,20 @@ def _has_device(kind: str) -> bool:
         return False
 
 
-def is_cuda_available() -> bool:
-    """Say whether there is an NVIDIA or AMD GPU."""
-    return torch.cuda.is_available()
+class _DeviceProbe(Protocol):
+    def __call__(self, check_device: bool = False) -> bool: ...
 
 
-def is_rocm_available() -> bool:
-    """Say whether there is an AMD GPU."""
-    return torch.version.hip is not None and torch.cuda.is_available()
+def _device(kind: str, what: str) -> _DeviceProbe:
+    def probe(check_device: bool = False) -> bool:
+        return _has_device(kind)
+
+    probe.__doc__ = f"Say whether there is {what}."
+    return probe
+
+
+is_cuda_available = _probe("there is an NVIDIA or AMD GPU", lambda: torch.cuda.is_available())
+is_rocm_available = _probe("there is an AMD GPU", lambda: torch.version.hip is not None and torch.cuda.is_available())
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
@@ -325,34 +198,13 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
     return _has_device("hpu")
 
 
-def is_mlu_available(check_device: bool = False) -> bool:
-    """Say whether there is a Cambricon accelerator."""
-    return _has_device("mlu")
-
-
-def is_musa_available(check_device: bool = False) -> bool:
-    """Say whether there is a Moore Threads GPU."""
-    return _has_device("musa")
-
-
-def is_neuron_available(check_device: bool = False) -> bool:
-    """Say whether there is a Trainium or Inferentia accelerator."""
-    return _has_device("neuron")
-
-
-def is_npu_available(check_device: bool = False) -> bool:
-    """Say whether there is an Ascend accelerator."""
-    return _has_device("npu")
-
-
-def is_sdaa_available(check_device: bool = False) -> bool:
-    """Say whether there is a Tecorigin accelerator."""
-    return _has_device("sdaa")
-
-
-def is_habana_gaudi1() -> bool:
-    """Say whether the accelerator is a Gaudi of the first generation, which Farflung can't tell: no."""
-    return False
+is_mlu_available = _device("mlu", "a Cambricon accelerator")
+is_musa_available = _device("musa", "a Moore Threads GPU")
+is_neuron_available = _device("neuron", "a Trainium or Inferentia accelerator")
+is_npu_available = _device("npu", "an Ascend accelerator")
+is_sdaa_available = _device("sdaa", "a Tecorigin accelerator")
+is_habana_gaudi1 = _probe("the accelerator is a Gaudi of the first generation: Farflung can't tell", lambda: False)
+is_fp16_available = _probe("fp16 can be trained in: always", lambda: True)
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
@@ -366,11 +218,6 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
         if is_there():
             return bool(getattr(torch, kind).is_bf16_supported())
     return not is_mps_available() or torch.backends.mps.is_macos_or_newer(14, 0)
-
-
-def is_fp16_available() -> bool:
-    """Say whether fp16 can be trained in: always."""
-    return True
 
 
 def get_current_device_type() -> tuple[str, str]:
@@ -387,3 +234,7 @@ def get_current_device_type() -> tuple[str, str]:
 def are_libraries_initialized(*library_names: str) -> list[str]:
     """Return those of `library_names` that this process has imported."""
     return [name for name in library_names if name in sys.modules]
+
+
+for _name in [name for name in globals() if name.startswith("is_")]:  # so that `help` and pickle find each by its name
+    globals()[_name].__name__ = globals()[_name].__qualname__ = _name
