@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
-from farflung.base.errors import ConfigError
+from farflung.base.sizes import num_bytes
 
 _STEPS = ("bytes", "KB", "MB", "GB", "TB")
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG])(i?)([Bb])\s*", re.IGNORECASE)
 
 
 def convert_bytes(size: float) -> str:
@@ -24,20 +22,8 @@ def convert_bytes(size: float) -> str:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Return a size in bytes: `5GB` is 5 * 10**9, `5GiB` is 5 * 2**30; a small b counts bits, 8 of them a byte.
-
-    Raises:
-        ConfigError: it is none, or without a unit.
-    """
-    if isinstance(size, int) and size >= 0:
-        return size
-    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    if match is None:
-        raise ConfigError(f"The size {size!r} is none; give bytes as a number, or a text such as '5GB' or '5GiB'.")
-    number, power, binary, last = float(match[1]), "KMG".index(match[2].upper()) + 1, bool(match[3]), match[4]
-    if binary:
-        return int(number * 1024**power)
-    return int(number * 1000**power) // (8 if last == "b" else 1)
+    """Return a size in bytes; see `num_bytes`."""
+    return num_bytes(size, "size", least=0)
 
 
 def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much travels at a time, and how many bytes values take on the wire: arithmetic that needs no torch."""
+"""Sizes in bytes: as people write them, how much travels at a time, and what values take on the wire."""
 
 from __future__ import annotations
 
 import math
+import re
+
+from farflung.base.errors import ConfigError
 
 CAP_BYTES = 25 * 2**19  # two of them, one copied and one on the wire, are 25 MB
 _LEAST_BYTES = 4 * 2**20  # they stay in a cache between copy and wire
@@ -11,6 +14,28 @@ _LEAST_BYTES = 4 * 2**20  # they stay in a cache between copy and wire
 _SCALE_BYTES = 4  # fp32
 _VALUE_BYTES = 4
 _LEVELS_BYTES = 2 * 2  # two levels a chunk, bf16
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)(B)\s*", re.IGNORECASE)
+
+
+def num_bytes(size: int | str, called: str, least: int = 1) -> int:
+    """Return a size in bytes: `5GB` is 5 * 10**9, `5GiB` is 5 * 2**30; a small b counts bits, 8 of them a byte.
+
+    Args:
+        size: a number of bytes, or a text with a unit.
+        called: what the user calls the size, for the error.
+
+    Raises:
+        ConfigError: it is none, less than `least`, or a text without a unit.
+    """
+    count = -1
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+        count = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+        count //= 8 if match[4] == "b" and not match[3] else 1
+    elif isinstance(size, int):
+        count = size
+    if count < least:
+        raise ConfigError(f"{called} is {size!r}; it must be a size with its unit, such as 25MiB or 4MB.")
+    return count
 
 
 def bucket_bytes_for(trained_bytes: int) -> int:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from farflung.base.environments import CustomDtype
 from farflung.base.errors import ConfigError
+from farflung.base.sizes import num_bytes
 from farflung.big_model.tensors import as_dtype, named_module_tensors
-from farflung.checkpoint.export import num_bytes
 
 Part: TypeAlias = "tuple[str, nn.Module | Tensor]"  # a module, parameter or buffer, with its name
 

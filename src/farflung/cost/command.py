@@ -9,9 +9,10 @@ import click
 
 from farflung.base.errors import ConfigError
 from farflung.base.optional import is_available
+from farflung.base.sizes import num_bytes
 from farflung.config.spelling import BOTH_SPELLINGS
 from farflung.cost.forecast import Forecast
-from farflung.cost.units import parse_bytes, parse_count, parse_rate, parse_seconds
+from farflung.cost.units import parse_count, parse_rate, parse_seconds
 
 
 @click.command(context_settings=BOTH_SPELLINGS)
@@ -69,7 +70,7 @@ def plan(
         "bandwidth_bps": parse_rate(bandwidth, "--bandwidth"),
         "latency_s": parse_seconds(latency, "--latency"),
     }
-    bucket_bytes = None if bucket is None else parse_bytes(bucket, "--bucket")
+    bucket_bytes = None if bucket is None else num_bytes(bucket, "--bucket")
     forecast = Forecast.of(settings, parse_count(steps, "--steps"), bucket_bytes, utilization)
     forecast.show(as_json)
     if picture is not None:

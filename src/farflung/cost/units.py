@@ -13,7 +13,6 @@ _STEPS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 _RATE = re.compile(r"([kmgt]?)(?:(?:[bB]its?|b)|([bB]ytes?|B))(?:/s|ps)")
-_SIZE = re.compile(r"([kmgt]?)(i?)(?:[bB]ytes?|B)")
 
 
 def parse_count(text: str, called: str) -> int:
@@ -63,21 +62,6 @@ def parse_seconds(text: str, called: str, *, bare: bool = False) -> float:
     if scale is None or not number >= 0:
         raise ConfigError(f"{called} is {text!r}; it must be a time with its unit, such as 50ms, 200us or 1.5s.")
     return number * scale
-
-
-def parse_bytes(text: str, called: str) -> int:
-    """Parse an amount of memory: `25MiB`, `4 MB`.
-
-    Raises:
-        ConfigError: it is not an amount, or its unit is missing.
-    """
-    number, unit = _split(text)
-    found = _SIZE.fullmatch(_lowered(unit))
-    base = 1024 if found is not None and found[2] else 1000
-    count = math.nan if found is None else number * base ** list(_STEPS).index(found[1])
-    if not count >= 1:
-        raise ConfigError(f"{called} is {text!r}; it must be a size with its unit, such as 25MiB or 4MB.")
-    return round(count)
 
 
 def _split(text: str) -> tuple[float, str]:

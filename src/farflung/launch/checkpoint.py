@@ -17,7 +17,7 @@ from torch import Tensor
 
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.tree import flatten
-from farflung.base.words import counted
+from farflung.base.words import counted, in_bytes
 from farflung.checkpoint import atomic, layout
 from farflung.checkpoint.checkpoint import Checkpoint, candidates, is_checkpoint
 from farflung.checkpoint.checksum import sums_of
@@ -43,7 +43,7 @@ def ls(folder: Path) -> None:
     atomic.finish(folder)
     sizes = _sizes(folder)
     for name, size in sorted(sizes.items()):
-        click.echo(f"{_short(size):>9}  {name}")
+        click.echo(f"{in_bytes(size):>9}  {name}")
     if not _has_model(folder):
         click.echo(_NO_MODEL)
 
@@ -120,7 +120,7 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
         found.check_unchanged()
         target.parent.mkdir(parents=True, exist_ok=True)
         save_object(weights, target, safe_serialization=target.suffix == ".safetensors")
-        click.echo(f"Written to {target}: {counted(len(weights), 'tensor')}, {_short(target.stat().st_size)}.")
+        click.echo(f"Written to {target}: {counted(len(weights), 'tensor')}, {in_bytes(target.stat().st_size)}.")
         return
     there = _sizes(source)
     names = [name for name in there if name not in layout.MANIFESTS and is_file(source / name)]
@@ -135,7 +135,7 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
         staged.discard()
         raise
     written = _sizes(target)
-    click.echo(f"Written to {target}: {', '.join(sorted(written))} ({_short(sum(written.values()))}).")
+    click.echo(f"Written to {target}: {', '.join(sorted(written))} ({in_bytes(sum(written.values()))}).")
     if left_out := sorted(there.keys() - written.keys()):
         click.echo(f"Left out: {', '.join(left_out)}.")
 
@@ -248,10 +248,10 @@ def _line(path: Path) -> str:
         return f"{path.name}: NOT COMPLETE: {problem}"
     facts = [] if _has_model(path) else [_NO_MODEL]
     if manifest is None:
-        facts += ["without a manifest", _short(sum(sizes.values()))]
+        facts += ["without a manifest", in_bytes(sum(sizes.values()))]
     else:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.written_at))
-        facts += [_step(manifest), counted(manifest.world_size, "process"), _short(manifest.num_bytes), when]
+        facts += [_step(manifest), counted(manifest.world_size, "process"), in_bytes(manifest.num_bytes), when]
     return f"{path.name}: {', '.join(facts)}"
 
 
@@ -281,11 +281,3 @@ def _sizes(folder: Path) -> dict[str, int]:
         raise CheckpointError(
             f"{error.filename} can't be read: {error.strerror}. Remove it, or copy it again."
         ) from error
-
-
-def _short(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"
