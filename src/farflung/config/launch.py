@@ -15,7 +15,7 @@ from farflung.base.enums import DynamoBackend
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.config import environ
-from farflung.config.layout import LayoutSettings, check_layout
+from farflung.config.layout import GRID, LayoutSettings, check_layout
 from farflung.config.outer import OPTIONS, Option, OuterSettings, outer_config, renamed
 from farflung.config.recipes import RECIPES
 from farflung.config.rendezvous import check_rendezvous
@@ -51,7 +51,6 @@ class LaunchSettings(LayoutSettings):
         False,
         "Train on the CPU, even if accelerators are available.",
         variable="ACCELERATE_USE_CPU",
-        told=True,
         flags=("--cpu", "--use_cpu"),
         question="Train on the CPU, even if there is an accelerator?",
     )
@@ -94,7 +93,6 @@ class LaunchSettings(LayoutSettings):
         "no",
         "Mixed precision: compute in this half-precision type where that is safe.",
         variable="ACCELERATE_MIXED_PRECISION",
-        told=True,
         choices=("no", "fp16", "bf16"),
         refused={"fp8": "Use bf16."},
         question="Mixed precision?",
@@ -103,51 +101,43 @@ class LaunchSettings(LayoutSettings):
         None,
         "Micro-batches per optimizer step. [the script's value]",
         variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        told=True,
     )
     gradient_clipping: float | None = setting(
         None,
         "Maximum gradient norm, for scripts that read it. [the script's value]",
         variable="ACCELERATE_GRADIENT_CLIPPING",
-        told=True,
     )
     dynamo_backend: str = setting(
         "no",
         "Compile models in `prepare` with this torch.compile backend, such as inductor.",
         variable="ACCELERATE_DYNAMO_BACKEND",
-        told=True,
         choices=tuple(str(word).lower() for word in DynamoBackend),
     )
     dynamo_mode: str | None = setting(
         None,
         "torch.compile's mode. [the script's value]",
         variable="ACCELERATE_DYNAMO_MODE",
-        told=True,
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     )
     dynamo_use_fullgraph: bool | None = setting(
         None,
         "Treat graph breaks as errors. [the script's value]",
         variable="ACCELERATE_DYNAMO_USE_FULLGRAPH",
-        told=True,
     )
     dynamo_use_dynamic: bool | None = setting(
         None,
         "Compile for dynamic shapes. [the script's value, or else once a shape has changed]",
         variable="ACCELERATE_DYNAMO_USE_DYNAMIC",
-        told=True,
     )
     dynamo_use_regional_compilation: bool | None = setting(
         None,
         "Compile repeated blocks separately, and identical blocks only once. [the script's value]",
         variable="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
-        told=True,
     )
     num_cpu_threads_per_process: int | None = setting(
         None,
         "CPU threads per process. [cores / processes on this machine; torch's default for one process]",
         variable="OMP_NUM_THREADS",
-        told=True,
     )
     hang_timeout_s: float = setting(
         600.0,
@@ -168,7 +158,6 @@ class LaunchSettings(LayoutSettings):
         False,
         "Check that all ranks call matching collectives, and show the launcher's log.",
         variable="ACCELERATE_DEBUG_MODE",
-        told=True,
         question="Check during training that all ranks call matching collectives (slower)?",
     )
     module: bool = setting(
@@ -327,11 +316,13 @@ def _listed() -> Iterator[Field]:
             continue
         said = dict(attribute.metadata)
         told = said.pop("told")
-        said["variable"] = said["variable"] or f"{_PREFIX}{attribute.name.upper()}"
-        said["flags"] = said["flags"] or (f"--{attribute.name}",)
-        hint = hints[attribute.name]
+        name, hint = attribute.name, hints[attribute.name]
+        own = name if name.startswith(("fsdp_", GRID)) else f"{_PREFIX}{name}"  # Accelerate's go by their names
+        said["variable"] = said["variable"] or own.upper()
+        said["flags"] = said["flags"] or (f"--{name}",)
         kind = next((part for part in get_args(hint) if part is not type(None)), hint)
-        yield Field(name=attribute.name, kind=kind, told_as=said["variable"] if told else None, **said)
+        says_word = kind is bool and name.startswith("fsdp_")
+        yield Field(name, kind, told_as=said["variable"] if told else None, says_word=says_word, **said)
 
 
 def _outer_field(option: Option) -> Field:

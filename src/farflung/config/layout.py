@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from farflung.base.errors import ConfigError, FarflungError, Unsupported
 from farflung.base.words import counted
@@ -19,7 +20,7 @@ _PLUGIN = FullyShardedDataParallelPlugin.__name__
 # The plugin's arguments that the launch settings call otherwise.
 _ARGUMENTS = {"offload_params": "cpu_offload", "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap"}
 _OTHER_AXES = {"tp_size": "tensor", "cp_size": "context", "sp_size": "sequence"}
-_GRID = "parallelism_config_"
+GRID = "parallelism_config_"
 
 
 def _several(answers: Mapping[str, Value]) -> bool:
@@ -39,176 +40,91 @@ def _by_size(answers: Mapping[str, Value]) -> bool:
     return _sharded(answers) and answers["fsdp_auto_wrap_policy"] == "size_based_wrap"
 
 
+def _told(help: str, **more: Any) -> Any:
+    return setting(None, help, told=True, **more)
+
+
 @dataclass(frozen=True)
 class LayoutSettings:
     """How ranks share models; `check_layout` says what goes together."""
 
-    use_fsdp: bool | None = setting(
-        None,
+    use_fsdp: bool | None = _told(
         "Shard models over the processes (FSDP2). The --fsdp flags set how. [the script's plugin, if any]",
         variable="ACCELERATE_USE_FSDP",
-        told=True,
         question="Shard each model over the processes (FSDP), for models that are too large for one?",
         asked_when=_several,
     )
-    fsdp_version: int | None = setting(
-        None,
-        "2; with 1, the settings of FSDP version 1 are translated. [2]",
-        variable="FSDP_VERSION",
-        told=True,
-    )
-    fsdp_reshard_after_forward: str | None = setting(
-        None,
+    fsdp_version: int | None = _told("2; with 1, the settings of FSDP version 1 are translated. [2]")
+    fsdp_reshard_after_forward: str | None = _told(
         "Free gathered parameters between forward and backward: true, false, or over how many ranks to keep them "
         "sharded. [true]",
-        variable="FSDP_RESHARD_AFTER_FORWARD",
-        told=True,
     )
-    fsdp_auto_wrap_policy: str | None = setting(
-        None,
+    fsdp_auto_wrap_policy: str | None = _told(
         "Which modules are gathered one by one. [no_wrap]",
-        variable="FSDP_AUTO_WRAP_POLICY",
-        told=True,
         choices=("transformer_based_wrap", "size_based_wrap", "no_wrap"),
         question="Which modules are gathered one by one?",
         asked_when=_sharded,
     )
-    fsdp_transformer_layer_cls_to_wrap: str | None = setting(
-        None,
+    fsdp_transformer_layer_cls_to_wrap: str | None = _told(
         "Class names for transformer_based_wrap, separated by commas. [those that the model names]",
         variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
-        told=True,
         question="Class names of the model's layers, separated by commas (empty: those that the model names)?",
         asked_when=_by_class,
     )
-    fsdp_min_num_params: int | None = setting(
-        None,
+    fsdp_min_num_params: int | None = _told(
         "Number of parameters from which size_based_wrap takes a module. [100000000]",
-        variable="FSDP_MIN_NUM_PARAMS",
-        told=True,
         question="From how many parameters on is a module gathered by itself (empty: 100 million)?",
         asked_when=_by_size,
     )
-    fsdp_offload_params: bool | None = setting(
-        None,
+    fsdp_offload_params: bool | None = _told(
         "Keep parameters, gradients and optimizer states in host memory. [false]",
-        variable="FSDP_OFFLOAD_PARAMS",
-        told=True,
-        says_word=True,
         question="Keep parameters, gradients and optimizer states in host memory (slow)?",
         asked_when=_sharded,
     )
-    fsdp_activation_checkpointing: bool | None = setting(
-        None,
+    fsdp_activation_checkpointing: bool | None = _told(
         "Recompute activations in the backward pass. [false]",
-        variable="FSDP_ACTIVATION_CHECKPOINTING",
-        told=True,
-        says_word=True,
         question="Recompute activations in the backward pass, to save memory?",
         asked_when=_sharded,
     )
-    fsdp_activation_checkpointing_offload: bool | None = setting(
-        None,
-        "Keep what activations are recomputed from in host memory. [false]",
-        variable="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
-        told=True,
-        says_word=True,
+    fsdp_activation_checkpointing_offload: bool | None = _told(
+        "Keep what activations are recomputed from in host memory. [false]"
     )
-    fsdp_cpu_ram_efficient_loading: bool | None = setting(
-        None,
-        "Let transformers leave out values on other ranks, and hand out those of rank 0. [false]",
-        variable="FSDP_CPU_RAM_EFFICIENT_LOADING",
-        told=True,
-        says_word=True,
+    fsdp_cpu_ram_efficient_loading: bool | None = _told(
+        "Let transformers leave out values on other ranks, and hand out those of rank 0. [false]"
     )
-    fsdp_state_dict_type: str | None = setting(
-        None,
+    fsdp_state_dict_type: str | None = _told(
         "What save_state writes: each rank its shards, or rank 0 the whole. [sharded_state_dict]",
-        variable="FSDP_STATE_DICT_TYPE",
-        told=True,
         choices=("sharded_state_dict", "full_state_dict"),
         refused={"local_state_dict": "Use sharded_state_dict."},
     )
-    fsdp_ignored_modules: str | None = setting(
-        None,
-        "Regular expression of the names of modules that stay whole.",
-        variable="FSDP_IGNORED_MODULES",
-        told=True,
+    fsdp_ignored_modules: str | None = _told("Regular expression of the names of modules that stay whole.")
+    fsdp_sharding_strategy: str | None = _told(
+        "Version 1's fsdp_reshard_after_forward: FULL_SHARD is true, SHARD_GRAD_OP false."
     )
-    fsdp_sharding_strategy: str | None = setting(
-        None,
-        "Version 1's fsdp_reshard_after_forward: FULL_SHARD is true, SHARD_GRAD_OP false.",
-        variable="FSDP_SHARDING_STRATEGY",
-        told=True,
+    fsdp_backward_prefetch: str | None = _told("Version 1's; BACKWARD_PRE, which FSDP2 always does, or NO_PREFETCH.")
+    fsdp_forward_prefetch: bool | None = _told("Version 1's; only false is supported.")
+    fsdp_use_orig_params: bool | None = _told(
+        "Version 1's. It changes nothing: FSDP2 always has the original parameters."
     )
-    fsdp_backward_prefetch: str | None = setting(
-        None,
-        "Version 1's; BACKWARD_PRE, which FSDP2 always does, or NO_PREFETCH.",
-        variable="FSDP_BACKWARD_PREFETCH",
-        told=True,
+    fsdp_sync_module_states: bool | None = _told(
+        "Version 1's. It changes nothing: all ranks always start from the values of rank 0."
     )
-    fsdp_forward_prefetch: bool | None = setting(
-        None,
-        "Version 1's; only false is supported.",
-        variable="FSDP_FORWARD_PREFETCH",
-        told=True,
-        says_word=True,
-    )
-    fsdp_use_orig_params: bool | None = setting(
-        None,
-        "Version 1's. It changes nothing: FSDP2 always has the original parameters.",
-        variable="FSDP_USE_ORIG_PARAMS",
-        told=True,
-        says_word=True,
-    )
-    fsdp_sync_module_states: bool | None = setting(
-        None,
-        "Version 1's. It changes nothing: all ranks always start from the values of rank 0.",
-        variable="FSDP_SYNC_MODULE_STATES",
-        told=True,
-        says_word=True,
-    )
-    use_parallelism_config: bool | None = setting(
-        None,
+    use_parallelism_config: bool | None = _told(
         "Arrange the processes as a grid, whose sizes the --parallelism_config flags set. [the script's, if any]",
         variable="ACCELERATE_USE_PARALLELISM_CONFIG",
-        told=True,
     )
-    parallelism_config_dp_replicate_size: int | None = setting(
-        None,
-        "How many copies of a model there are: rows of the grid. [1]",
-        variable="PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
-        told=True,
+    parallelism_config_dp_replicate_size: int | None = _told(
+        "How many copies of a model there are: rows of the grid. [1]"
     )
-    parallelism_config_dp_shard_size: int | None = setting(
-        None,
-        "Over how many processes one copy is sharded: columns of the grid. [1]",
-        variable="PARALLELISM_CONFIG_DP_SHARD_SIZE",
-        told=True,
+    parallelism_config_dp_shard_size: int | None = _told(
+        "Over how many processes one copy is sharded: columns of the grid. [1]"
     )
-    parallelism_config_tp_size: int | None = setting(
-        None,
-        "Tensor parallelism; only 1 is supported.",
-        variable="PARALLELISM_CONFIG_TP_SIZE",
-        told=True,
-    )
-    parallelism_config_cp_size: int | None = setting(
-        None,
-        "Context parallelism; only 1 is supported.",
-        variable="PARALLELISM_CONFIG_CP_SIZE",
-        told=True,
-    )
-    parallelism_config_sp_size: int | None = setting(
-        None,
-        "Sequence parallelism; only 1 is supported.",
-        variable="PARALLELISM_CONFIG_SP_SIZE",
-        told=True,
-    )
-    island_size: str | None = setting(
-        None,
+    parallelism_config_tp_size: int | None = _told("Tensor parallelism; only 1 is supported.")
+    parallelism_config_cp_size: int | None = _told("Context parallelism; only 1 is supported.")
+    parallelism_config_sp_size: int | None = _told("Sequence parallelism; only 1 is supported.")
+    island_size: str | None = _told(
         "With --outer: how many neighbouring processes average gradients in every step; `host` for those of one "
         "machine. [1]",
-        told=True,
     )
 
     @property
@@ -250,24 +166,24 @@ def check_layout(said: LayoutSettings, num_processes: int | None, num_machines: 
 
 def _check_grid(said: LayoutSettings, num_processes: int | None) -> None:
     for name in ("dp_replicate_size", "dp_shard_size", *_OTHER_AXES):
-        size = getattr(said, _GRID + name)
+        size = getattr(said, GRID + name)
         if size is not None and size < 1:
-            raise ConfigError(f"{_GRID}{name} is {size}; it must be at least 1.")
+            raise ConfigError(f"{GRID}{name} is {size}; it must be at least 1.")
         if name in _OTHER_AXES and (size or 1) > 1:
             raise Unsupported(
-                f"{_GRID}{name} is {size}: {_OTHER_AXES[name]} parallelism is not supported yet. Leave it out, and "
-                f"shard the model over more processes with {_GRID}dp_shard_size."
+                f"{GRID}{name} is {size}: {_OTHER_AXES[name]} parallelism is not supported yet. Leave it out, and "
+                f"shard the model over more processes with {GRID}dp_shard_size."
             )
     if not said.use_parallelism_config or num_processes == 1 == said.num_replicas * said.num_shards:
         return
     if said.use_fsdp and said.num_shards == 1:
         raise ConfigError(
-            f"{_GRID}dp_shard_size is 1, so FSDP has nothing to shard over. Set it above 1, or leave out use_fsdp."
+            f"{GRID}dp_shard_size is 1, so FSDP has nothing to shard over. Set it above 1, or leave out use_fsdp."
         )
     product = said.num_replicas * said.num_shards
     if num_processes is not None and product not in (1, num_processes):
         raise ConfigError(
-            f"{_GRID}dp_replicate_size ({said.num_replicas}) times {_GRID}dp_shard_size ({said.num_shards}) is "
+            f"{GRID}dp_replicate_size ({said.num_replicas}) times {GRID}dp_shard_size ({said.num_shards}) is "
             f"{product}, but there {'is' if num_processes == 1 else 'are'} {counted(num_processes, 'process')}. The "
             "product must be the number of processes on all machines."
         )
@@ -297,7 +213,7 @@ def _check_islands(
     if is_sharded:
         raise ConfigError(
             f"island_size is {size}, but with FSDP the processes that share a sharded model are an island. Set "
-            f"{_GRID}dp_shard_size to their number instead."
+            f"{GRID}dp_shard_size to their number instead."
         )
     if outer_recipe is None:
         raise ConfigError(

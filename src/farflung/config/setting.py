@@ -108,7 +108,6 @@ def setting(
     told: bool = False,
     flags: tuple[str, ...] = (),
     in_file: bool = True,
-    says_word: bool = False,
     choices: tuple[str, ...] = (),
     refused: Mapping[str, str] | None = None,
     question: Question | None = None,
@@ -116,17 +115,16 @@ def setting(
 ) -> Any:
     """Declare one attribute of `LaunchSettings`; see `Field` for the arguments.
 
-    Without `variable` it is `FARFLUNG_` and the name; without `flags`, `--` and the name. `told`: the ranks find it in
-    its variable.
+    Without `variable` it is the name for `fsdp_` and `parallelism_config_`, else `FARFLUNG_` and the name; without
+    `flags`, `--` and the name. `told`: the ranks find it in its variable, as they do in each `variable` that is named.
     """
     metadata = {
         "default": default,
         "help": help,
         "variable": variable,
-        "told": told,
+        "told": told or bool(variable),
         "flags": flags,
         "in_file": in_file,
-        "says_word": says_word,
         "choices": choices,
         "refused": refused or {},
         "question": question,
