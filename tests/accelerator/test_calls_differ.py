@@ -31,7 +31,7 @@ class Script:
         data = torch.arange(24.0).reshape(8, 3)
         self.shuffled = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
         self.dispatched = prepare_data_loader(DataLoader(data, batch_size=2), dispatch_batches=True)
-        group = accelerator._joined.group
+        group = accelerator._world.group
         self.loops = {
             "round": OuterLoop(nn.Linear(3, 2), local_sgd(1), group),
             "round of two": OuterLoop(nn.Linear(5, 4), local_sgd(1), group),
@@ -68,7 +68,7 @@ CALLS = {
     "start of a shuffled pass": lambda script: next(iter(script.shuffled)),
     "dispatched batch": lambda script: next(iter(script.dispatched)),
     "random states": lambda script: synchronize_rng_states(["torch"]),
-    "opening a loop": lambda script: OuterLoop(nn.Linear(3, 2), local_sgd(1), script.accelerator._joined.group),
+    "opening a loop": lambda script: OuterLoop(nn.Linear(3, 2), local_sgd(1), script.accelerator._world.group),
     "LocalSGD": Script.trains,
     "lending": Script.lends,
     "flush": lambda script: script.loops["anchored round"].flush(),

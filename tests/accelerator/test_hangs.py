@@ -60,7 +60,7 @@ def loads(run):
 
 
 def averages(run):
-    OuterLoop(nn.Linear(2, 1), local_sgd(1), group=run.accelerator._joined.group)
+    OuterLoop(nn.Linear(2, 1), local_sgd(1), group=run.accelerator._world.group)
 
 
 def learns(run):
@@ -209,7 +209,7 @@ def loses_the_store(path):
     run = started(timeout_s=0.5)
     if run.rank == LATE:
         time.sleep(60)
-    run.accelerator._joined.watchdog._presence.asked = lambda: time.sleep(60)  # a line that was cut
+    run.accelerator._world.watchdog._presence.asked = lambda: time.sleep(60)  # a line that was cut
     gathers(run)
 
 
@@ -225,10 +225,10 @@ def test_a_rank_whose_store_answers_no_more_ends_and_says_where_it_waited(tmp_pa
 def takes_the_launchers_time_until_told_otherwise():
     with environ.patched({"FARFLUNG_HANG_TIMEOUT_S": "600"}):
         first = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=1))])
-        seen = [first._joined.watchdog._timeout_s]
+        seen = [first._world.watchdog._timeout_s]
         Accelerator(kwargs_handlers=[WatchdogKwargs(20)])
         Accelerator()
-        return [*seen, first._joined.watchdog._timeout_s]
+        return [*seen, first._world.watchdog._timeout_s]
 
 
 def test_the_script_counts_before_the_launcher():
@@ -254,7 +254,7 @@ def is_slow():
     for _ in range(3):
         time.sleep(0.3 * accelerator.process_index)
         accelerator.gather(torch.ones(2))
-    group = accelerator._joined.group
+    group = accelerator._world.group
     (name, number), *_ = group.waits.entered.items()
     group.waits.waiting[threading.get_ident()] = Wait(name, number, "")  # takes long, but every rank has entered it
     time.sleep(2.5)
@@ -331,7 +331,7 @@ def watches_by_environment():
     with environ.patched({"FARFLUNG_HANG_TIMEOUT_S": "20.5"}):
         accelerator = Accelerator(cpu=True)
     accelerator.wait_for_everyone()  # or one rank ends while the other one still connects
-    return threads(), accelerator._joined.watchdog._timeout_s
+    return threads(), accelerator._world.watchdog._timeout_s
 
 
 def test_the_environment_can_ask_for_it():
@@ -343,7 +343,7 @@ def test_nothing_is_started_in_one_process():
     accelerator = Accelerator(cpu=True, kwargs_handlers=[WatchdogKwargs(1)])
     assert threads() == []
     assert sys.excepthook is hook
-    assert accelerator._joined.watchdog is None
+    assert accelerator._world.watchdog is None
 
 
 def test_a_time_that_cannot_be_is_refused():

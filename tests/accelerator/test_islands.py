@@ -139,7 +139,7 @@ def left_for_good():
         with accelerator.outer(model, diloco(2)):
             for step in range(4):
                 if step == 3 and accelerator.process_index == 3:
-                    accelerator._joined.group.leave("ValueError: bad sample", for_good=True)  # as an uncaught error
+                    accelerator._world.group.leave("ValueError: bad sample", for_good=True)  # as an uncaught error
                     time.sleep(5)
                     raise ValueError("bad sample")
                 began = time.monotonic()
@@ -147,7 +147,7 @@ def left_for_good():
                 optimizer.step()
                 optimizer.zero_grad()
     except RankFailure as error:
-        accelerator._joined.group.leave("RankFailure", for_good=True)
+        accelerator._world.group.leave("RankFailure", for_good=True)
         return str(error), time.monotonic() - began
     except ValueError:
         return "left", 0.0

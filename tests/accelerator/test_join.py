@@ -157,10 +157,10 @@ def epochs(num_steps):
         mine = torch.cat([bare.weight.detach().view(-1), bare.bias.detach(), state["exp_avg"].view(-1), numbers])
         everyone = accelerator.gather(mine.unsqueeze(0))
         drift.append((everyone - everyone[0]).abs().max().item())
-    before = accelerator._joined.group.pg._get_sequence_number_for_group()
+    before = accelerator._world.group.pg._get_sequence_number_for_group()
     with accelerator.no_sync(model):
         model(tokens(0, 0, 1))
-    after = accelerator._joined.group.pg._get_sequence_number_for_group()
+    after = accelerator._world.group.pg._get_sequence_number_for_group()
     return drift, state["step"].item(), after - before
 
 

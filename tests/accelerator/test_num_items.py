@@ -60,7 +60,7 @@ def gradients(shares, precision, clip):
     )
     model = accelerator.prepare(network())
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
-    group = accelerator._joined.group
+    group = accelerator._world.group
     before = entered(group)
     for number, count in enumerate(sizes):
         with accelerator.accumulate(model):

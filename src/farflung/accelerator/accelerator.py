@@ -145,23 +145,23 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
             self.project_configuration.set_directories(os.fspath(project_dir))
         self._tracking = None if log_with is None else lazy.Tracking(log_with, self.logging_dir)
         self.dataloader_config = resolve_data(dataloader_config, split_batches)
-        self._joined = join_world(cpu, self.init_handler, handlers.get(WatchdogKwargs))
-        session = slot.open_or_join(self._joined, mixed_precision, accumulation, compiling)
+        self._world = join_world(cpu, self.init_handler, handlers.get(WatchdogKwargs))
+        session = slot.open_or_join(self._world, mixed_precision, accumulation, compiling)
         with slot.settling(session):
-            self._precision = resolve_precision(session.mixed_precision, self._joined.device, handlers)
-            self._settled = layout = resolve_layout(
+            self._precision = resolve_precision(session.mixed_precision, self._world.device, handlers)
+            self._layout = layout = resolve_layout(
                 session, fsdp_plugin, parallelism_config, island_size, asked is not None
             )
         self._loop = session.loop
         ddp = handlers.get(DistributedDataParallelKwargs)
-        self._strategy = choose_strategy(self._joined, layout.mesh, ddp, layout.fsdp, self._precision.dtype)
-        self._distributed = self._joined.size > 1
+        self._strategy = choose_strategy(self._world, layout.mesh, ddp, layout.fsdp, self._precision.dtype)
+        self._distributed = self._world.size > 1
         self._registry = Registry()
         self._open_loops = loops = OpenLoops()
-        self._controller = OuterController(asked, self._joined, self._strategy, self._loop, self._registry, loops)
+        self._controller = OuterController(asked, self._world, self._strategy, self._loop, self._registry, loops)
         slot.flush_with(self._controller)
         self._preparer = Preparer(
-            world=self._joined,
+            world=self._world,
             strategy=self._strategy,
             precision=self._precision,
             compiling=compiling,
@@ -174,7 +174,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
             scheduler_ticks=scheduler_ticks,
         )
         self._run = Run(
-            self._joined, self._loop, self._precision, self._strategy, self._registry, loops, [], layout.fsdp
+            self._world, self._loop, self._precision, self._strategy, self._registry, loops, [], layout.fsdp
         )
         self.flag_tensor: Tensor | None = None
 
@@ -275,10 +275,10 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
             if self._loop.keeps_loss:
                 self._loop.loss = given.detach(), 1 if num_items is None else num_items
         except (RuntimeError, AttributeError, TypeError) as error:
-            known = explained(error, self._joined.group)  # which names the rank, where torch speaks of a connection
+            known = explained(error, self._world.group)  # which names the rank, where torch speaks of a connection
             if known is not error:
                 raise known from error
-            self._joined.group.raise_if_broken()
+            self._world.group.raise_if_broken()
             explain_loss(given, kwargs, error)
             raise
 
@@ -339,7 +339,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         return lazy.join_uneven_inputs(
             joinables,
             even_batches,
-            self._joined,
+            self._world,
             self._loop,
             self._registry,
             self._precision.scaler,
@@ -361,7 +361,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         """
         check_type("profile_handler", profile_handler, (ProfileKwargs, NoneType), "a ProfileKwargs(activities=...)")
         handler = profile_handler or self.profile_handler or ProfileKwargs()
-        with lazy.profile(handler, self._joined.rank) as profiler:
+        with lazy.profile(handler, self._world.rank) as profiler:
             yield profiler
         if handler.output_trace_dir is not None:
             self.wait_for_everyone()
@@ -374,7 +374,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         Raises:
             CollectiveMismatch: on every rank, when structures, shapes or dtypes differ.
         """
-        return collectives.gather(slot.flushed(self._joined.exchange), tensor)
+        return collectives.gather(slot.flushed(self._world.exchange), tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, then drop the padding of the batch that was yielded last.
@@ -386,7 +386,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         Raises:
             StateError: nothing in the last batches says how many samples they have, and some are padding.
         """
-        loop, exchange = self._loop, slot.flushed(self._joined.exchange)
+        loop, exchange = self._loop, slot.flushed(self._world.exchange)
         if loop.loaders and loop.remainder < 0:
             raise StateError(
                 "gather_for_metrics: the last round was completed with batches of the first, but nothing in them says "
@@ -397,11 +397,11 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or average each tensor of a tree over all processes, and multiply by `scale`."""
-        return collectives.reduce(slot.flushed(self._joined.exchange), tensor, reduction, scale)
+        return collectives.reduce(slot.flushed(self._world.exchange), tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad each tensor of a tree along `dim` to the longest of all processes."""
-        exchange = slot.flushed(self._joined.exchange)
+        exchange = slot.flushed(self._world.exchange)
         return collectives.pad_across_processes(exchange, tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
@@ -411,7 +411,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
     def check_trigger(self) -> bool:
         """Whether any process has called `set_trigger` since the last True; every process must ask."""
         mine = self.flag_tensor if self.flag_tensor is not None else torch.zeros(1)
-        if collectives.reduce(slot.flushed(self._joined.exchange), mine, "sum").item() < 1:
+        if collectives.reduce(slot.flushed(self._world.exchange), mine, "sum").item() < 1:
             return False
         self.flag_tensor = None
         return True

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,9 +24,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class ProcessControl:
     """Accelerate's words for a process's place in its world; `PartialState` and `Accelerator` share them."""
 
-    @property
-    def _world(self) -> World:
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        @property
+        def _world(self) -> World: ...
 
     @property
     def device(self) -> torch.device:

@@ -50,7 +50,7 @@ def resolve_layout(
         ConfigError: sizes that don't fit the number of processes, or each other, or the session's layout; or one
             island, where an outer loop would have nothing to average.
     """
-    layout = session.layout or _settled(session, fsdp_plugin, parallelism_config, island_size)
+    layout = session.layout or _resolved(session, fsdp_plugin, parallelism_config, island_size)
     _check_same(layout, session.world, fsdp_plugin, parallelism_config, island_size)
     if has_outer:
         require_replicas(layout.mesh)
@@ -67,7 +67,7 @@ def _announce_loading() -> tuple[str, ...]:
     return tuple(unset)
 
 
-def _settled(
+def _resolved(
     session: Session,
     fsdp_plugin: FullyShardedDataParallelPlugin | None,
     parallelism_config: ParallelismConfig | None,

@@ -260,7 +260,7 @@ class OpenLoops:
 class OuterMethods:
     """The methods of an Accelerator that open outer loops."""
 
-    _joined: World
+    _world: World
     _strategy: Strategy
     _registry: Registry
     _open_loops: OpenLoops
@@ -284,7 +284,7 @@ class OuterMethods:
             ConfigError: no optimizer has parameters of the model, or the model already has an outer loop.
         """
         lazy.check_model(model)
-        here = replicas_here(self._joined.local_size, self._strategy.mesh.island.size)
+        here = replicas_here(self._world.local_size, self._strategy.mesh.island.size)
         return self._outer(model, lazy.chosen_recipe(recipe, here), each_step=True)
 
     def _outer(

@@ -32,21 +32,13 @@ class AcceleratorProperties:
 
     dataloader_config: DataLoaderConfiguration
     project_configuration: ProjectConfiguration
-    _joined: World
+    _layout: Layout
     _loop: LoopState
     _precision: Precision
     _preparer: Preparer
     _registry: Registry
-    _settled: Layout
     _strategy: Strategy
-
-    @property
-    def _world(self) -> World:
-        return self._joined
-
-    @property
-    def _layout(self) -> Layout:
-        return self._settled
+    _world: World
 
     @property
     def state(self) -> AcceleratorState:
@@ -107,7 +99,7 @@ class AcceleratorProperties:
     @property
     def multi_device(self) -> bool:
         """Whether several processes train together, each on an accelerator of its own."""
-        return self._joined.size > 1 and self._joined.device.type != "cpu"
+        return self._world.size > 1 and self._world.device.type != "cpu"
 
     # ---- where the loop stands
 
