@@ -32,11 +32,11 @@ from farflung import (
     WatchdogKwargs,
     debug_launcher,
     notebook_launcher,
+    outer as o,
     skip_first_batches,
     synchronize_rng_states,
     utils,
 )
-from farflung import outer as o
 from farflung.base.errors import FarflungError
 from farflung.data_loader import prepare_data_loader
 from farflung.logging import get_logger

@@ -14,33 +14,36 @@ if TYPE_CHECKING:
     from farflung.accelerator.accelerator import Accelerator as Accelerator
     from farflung.accelerator.local_sgd import LocalSGD as LocalSGD
     from farflung.accelerator.views import PartialState as PartialState
-    from farflung.base.absent import DeepSpeedPlugin as DeepSpeedPlugin
-    from farflung.base.absent import prepare_pippy as prepare_pippy
-    from farflung.base.enums import DDPCommunicationHookType as DDPCommunicationHookType
-    from farflung.base.enums import DistributedType as DistributedType
+    from farflung.base.absent import DeepSpeedPlugin as DeepSpeedPlugin, prepare_pippy as prepare_pippy
+    from farflung.base.enums import (
+        DDPCommunicationHookType as DDPCommunicationHookType,
+        DistributedType as DistributedType,
+    )
     from farflung.big_model.device_map import infer_auto_device_map as infer_auto_device_map
-    from farflung.big_model.dispatch import cpu_offload as cpu_offload
-    from farflung.big_model.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
-    from farflung.big_model.dispatch import disk_offload as disk_offload
-    from farflung.big_model.dispatch import dispatch_model as dispatch_model
-    from farflung.big_model.dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+    from farflung.big_model.dispatch import (
+        cpu_offload as cpu_offload,
+        cpu_offload_with_hook as cpu_offload_with_hook,
+        disk_offload as disk_offload,
+        dispatch_model as dispatch_model,
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+    )
     from farflung.big_model.load import load_checkpoint_in_model as load_checkpoint_in_model
-    from farflung.big_model.tensors import init_empty_weights as init_empty_weights
-    from farflung.big_model.tensors import init_on_device as init_on_device
-    from farflung.config.handlers import AutocastKwargs as AutocastKwargs
-    from farflung.config.handlers import DataLoaderConfiguration as DataLoaderConfiguration
-    from farflung.config.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-    from farflung.config.handlers import GradScalerKwargs as GradScalerKwargs
-    from farflung.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
-    from farflung.config.handlers import ProfileKwargs as ProfileKwargs
-    from farflung.config.handlers import WatchdogKwargs as WatchdogKwargs
+    from farflung.big_model.tensors import init_empty_weights as init_empty_weights, init_on_device as init_on_device
+    from farflung.config.handlers import (
+        AutocastKwargs as AutocastKwargs,
+        DataLoaderConfiguration as DataLoaderConfiguration,
+        DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+        GradScalerKwargs as GradScalerKwargs,
+        InitProcessGroupKwargs as InitProcessGroupKwargs,
+        ProfileKwargs as ProfileKwargs,
+        WatchdogKwargs as WatchdogKwargs,
+    )
     from farflung.config.parallelism import ParallelismConfig as ParallelismConfig
     from farflung.config.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from farflung.config.variables import is_rich_available as is_rich_available
     from farflung.data.prepare import skip_first_batches as skip_first_batches
     from farflung.integrations.as_accelerate import install_as_accelerate as install_as_accelerate
-    from farflung.launch.notebook import debug_launcher as debug_launcher
-    from farflung.launch.notebook import notebook_launcher as notebook_launcher
+    from farflung.launch.notebook import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
     from farflung.outer.named import OuterConfig as OuterConfig
     from farflung.process.seed import synchronize_rng_states as synchronize_rng_states
     from farflung.tools.memory import find_executable_batch_size as find_executable_batch_size

@@ -5,12 +5,10 @@ from farflung.accelerator.operations import prepare_data_loader
 from farflung.base.absent import get_sampler
 from farflung.data.dispatcher import DataLoaderDispatcher
 from farflung.data.iterable import IterableDatasetShard
-from farflung.data.loader import DataLoaderShard
-from farflung.data.loader import PreparedLoader as DataLoaderStateMixin
+from farflung.data.loader import DataLoaderShard, PreparedLoader as DataLoaderStateMixin
 from farflung.data.prepare import skip_first_batches
 from farflung.data.samplers import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
-from farflung.data.torch_loaders import LoaderView as DataLoaderAdapter
-from farflung.data.torch_loaders import SkipDataLoader
+from farflung.data.torch_loaders import LoaderView as DataLoaderAdapter, SkipDataLoader
 
 __all__ = [
     "BatchSamplerShard",

@@ -2,11 +2,9 @@
 """Door: pipeline parallelism for inference, which is not there."""
 
 from farflung.base.absent import (
-    build_pipeline,
-    find_pippy_batch_size,
-    generate_device_map,
-    pippy_forward,
-    prepare_pippy,
+    build_pipeline as build_pipeline,
+    find_pippy_batch_size as find_pippy_batch_size,
+    generate_device_map as generate_device_map,
+    pippy_forward as pippy_forward,
+    prepare_pippy as prepare_pippy,
 )
-
-__all__ = ["build_pipeline", "find_pippy_batch_size", "generate_device_map", "pippy_forward", "prepare_pippy"]

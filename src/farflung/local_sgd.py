@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: where scripts look for `LocalSGD`."""
 
-from farflung.accelerator.local_sgd import LocalSGD
-
-__all__ = ["LocalSGD"]
+from farflung.accelerator.local_sgd import LocalSGD as LocalSGD

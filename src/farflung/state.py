@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: where scripts look for the state classes."""
 
-from farflung.accelerator.views import AcceleratorState, GradientState, PartialState, is_initialized
-from farflung.base.absent import ThreadLocalSharedDict, do_nothing
-from farflung.base.enums import DistributedType
-
-__all__ = [
-    "AcceleratorState",
-    "DistributedType",
-    "GradientState",
-    "PartialState",
-    "ThreadLocalSharedDict",
-    "do_nothing",
-    "is_initialized",
-]
+from farflung.accelerator.views import (
+    AcceleratorState as AcceleratorState,
+    GradientState as GradientState,
+    PartialState as PartialState,
+    is_initialized as is_initialized,
+)
+from farflung.base.absent import ThreadLocalSharedDict as ThreadLocalSharedDict, do_nothing as do_nothing
+from farflung.base.enums import DistributedType as DistributedType

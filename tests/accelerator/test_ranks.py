@@ -8,8 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
-from farflung import Accelerator
-from farflung import DDPCommunicationHookType as Hook
+from farflung import Accelerator, DDPCommunicationHookType as Hook
 from farflung.base.errors import ConfigError
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks

@@ -9,8 +9,7 @@ import stat
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
 from farflung.base.errors import CheckpointError, ConfigError

@@ -9,8 +9,7 @@ import sys
 import zlib
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from farflung.checkpoint import writer
 from farflung.checkpoint.checksum import sums_of

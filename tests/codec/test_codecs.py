@@ -9,8 +9,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farflung.base.errors import ConfigError

@@ -4,8 +4,7 @@
 from itertools import pairwise
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from farflung.base.tree import flatten
 from farflung.comm.packet import ALIGN, Header, Headers, PayloadLayout, encode_header

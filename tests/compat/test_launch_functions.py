@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate.big_modeling import _refuse_recurrent_layers_under_sequence_parallelism as their_refuse
-from accelerate.commands.launch import _validate_launch_command as their_validate
-from accelerate.commands.launch import launch_command_parser as their_parser
-from accelerate.utils.launch import PrepareForLaunch as TheirPrepare
-from accelerate.utils.launch import _filter_args as their_filter
-from accelerate.utils.launch import prepare_extend_env_parallelism_config as their_extend
-from accelerate.utils.launch import prepare_multi_gpu_env as their_multi_env
-from accelerate.utils.launch import prepare_simple_launcher_cmd_env as their_simple
+from accelerate.commands.launch import _validate_launch_command as their_validate, launch_command_parser as their_parser
+from accelerate.utils.launch import (
+    PrepareForLaunch as TheirPrepare,
+    _filter_args as their_filter,
+    prepare_extend_env_parallelism_config as their_extend,
+    prepare_multi_gpu_env as their_multi_env,
+    prepare_simple_launcher_cmd_env as their_simple,
+)
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.big_modeling import _refuse_recurrent_layers_under_sequence_parallelism

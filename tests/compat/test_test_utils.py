@@ -11,8 +11,7 @@ import accelerate
 import accelerate.test_utils.testing as theirs
 import pytest
 import torch
-from accelerate.test_utils.training import RegressionDataset as TheirDataset
-from accelerate.test_utils.training import RegressionModel as TheirModel
+from accelerate.test_utils.training import RegressionDataset as TheirDataset, RegressionModel as TheirModel
 
 import farflung
 import farflung.test_utils.testing as ours

@@ -7,8 +7,7 @@ import dataclasses
 
 import pytest
 from accelerate.utils import TorchDynamoPlugin as TheirPlugin
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from farflung.accelerator.settings import resolve_compile
 from farflung.base.enums import DynamoBackend

@@ -28,8 +28,8 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.config import environ
-from farflung.config.sharding import FullyShardedDataParallelPlugin as Plugin
 from farflung.config.sharding import (
+    FullyShardedDataParallelPlugin as Plugin,
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,
     fsdp_from_environment,

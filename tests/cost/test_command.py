@@ -8,8 +8,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from farflung.base.errors import ConfigError
 from farflung.base.sizes import num_bytes

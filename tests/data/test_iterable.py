@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate.data_loader import IterableDatasetShard as PeerShard
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from farflung.base.errors import ConfigError

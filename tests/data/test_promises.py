@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, RandomSampler
 
 from farflung.data.prepare import skip_first_batches

@@ -12,8 +12,7 @@ import pytest
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.optimizer import AcceleratedOptimizer as TheirOptimizer
-from accelerate.utils import DataLoaderConfiguration as TheirLoading
-from accelerate.utils import gather_object as their_gather_object
+from accelerate.utils import DataLoaderConfiguration as TheirLoading, gather_object as their_gather_object
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -26,8 +25,7 @@ from farflung.loop.optimizer import AcceleratedOptimizer as OurOptimizer
 from farflung.loop.state import LoopState
 from farflung.precision.amp import ScaledFp16
 from farflung.testing.ranks import run_ranks
-from farflung.utils import DataLoaderConfiguration as OurLoading
-from farflung.utils import gather_object as our_gather_object
+from farflung.utils import DataLoaderConfiguration as OurLoading, gather_object as our_gather_object
 
 
 def both(program, *args):

@@ -10,8 +10,7 @@ import pytest
 
 from farflung.config import environ
 from farflung.demo import command as demo
-from farflung.launch import main as command
-from farflung.launch import plan, run
+from farflung.launch import main as command, plan, run
 
 FILES = {
     "train.py": "import farflung\n",

@@ -9,8 +9,7 @@ from torch import nn
 
 from farflung import Accelerator, OuterConfig
 from farflung.base.errors import ConfigError
-from farflung.codec.named import CODECS as MADE
-from farflung.codec.named import codec_of
+from farflung.codec.named import CODECS as MADE, codec_of
 from farflung.config.outer import CODECS
 from farflung.outer import ErrorFeedback, OuterLoop, diloco
 from farflung.outer.named import MAKERS, chosen_recipe, recipe_of

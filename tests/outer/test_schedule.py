@@ -6,8 +6,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from farflung.base.errors import ConfigError
 from farflung.outer import ByTime, Every, Levels, Quadratic, Streaming, Warmup

@@ -9,9 +9,11 @@ import shutil
 
 import pytest
 import torch
-from accelerate.utils import TorchDynamoPlugin as TheirPlugin
-from accelerate.utils import compile_regions as their_regions
-from accelerate.utils import extract_model_from_parallel as their_extract
+from accelerate.utils import (
+    TorchDynamoPlugin as TheirPlugin,
+    compile_regions as their_regions,
+    extract_model_from_parallel as their_extract,
+)
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel

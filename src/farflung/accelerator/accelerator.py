@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from farflung.accelerator import lazy
-from farflung.accelerator import session as slot
+from farflung.accelerator import lazy, session as slot
 from farflung.accelerator.checkpoints import Checkpointing
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController

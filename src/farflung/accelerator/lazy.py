@@ -15,24 +15,31 @@ if TYPE_CHECKING:
     from farflung.checkpoint.export import save_sharded as save_sharded
     from farflung.checkpoint.manager import CheckpointGroup as CheckpointGroup
     from farflung.checkpoint.save import save_object as save_object
-    from farflung.checkpoint.sharded import ShardPlanner as ShardPlanner
-    from farflung.checkpoint.sharded import ShardReader as ShardReader
-    from farflung.checkpoint.sharded import merge_shards as merge_shards
+    from farflung.checkpoint.sharded import (
+        ShardPlanner as ShardPlanner,
+        ShardReader as ShardReader,
+        merge_shards as merge_shards,
+    )
     from farflung.config.fp8 import AORecipeKwargs as AORecipeKwargs
-    from farflung.config.launch import launched_outer as launched_outer
-    from farflung.config.launch import outer_variables as outer_variables
+    from farflung.config.launch import launched_outer as launched_outer, outer_variables as outer_variables
     from farflung.config.outer import renamed as renamed
-    from farflung.config.parallelism import ParallelismConfig as ParallelismConfig
-    from farflung.config.parallelism import parallelism_from_environment as parallelism_from_environment
-    from farflung.config.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-    from farflung.config.sharding import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
-    from farflung.config.sharding import fsdp_from_environment as fsdp_from_environment
+    from farflung.config.parallelism import (
+        ParallelismConfig as ParallelismConfig,
+        parallelism_from_environment as parallelism_from_environment,
+    )
+    from farflung.config.sharding import (
+        FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+        enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
+        fsdp_from_environment as fsdp_from_environment,
+    )
     from farflung.outer.asked import check_model as check_model
     from farflung.outer.engine import OuterLoop as OuterLoop
-    from farflung.outer.named import OuterConfig as OuterConfig
-    from farflung.outer.named import chosen_recipe as chosen_recipe
-    from farflung.outer.named import named_outer as named_outer
-    from farflung.outer.named import recipe_of as recipe_of
+    from farflung.outer.named import (
+        OuterConfig as OuterConfig,
+        chosen_recipe as chosen_recipe,
+        named_outer as named_outer,
+        recipe_of as recipe_of,
+    )
     from farflung.outer.recipes import local_sgd as local_sgd
     from farflung.precision.fp8 import Float8 as Float8
     from farflung.tools.memory import release_memory as release_memory

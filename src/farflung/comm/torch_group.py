@@ -8,8 +8,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future, wait as wait_for
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta

@@ -9,9 +9,13 @@ from farflung.base.absent import (
     tpu_launcher,
     tpu_pod_launcher,
 )
-from farflung.launch.functions import launch_command, launch_command_parser, main
-from farflung.launch.functions import launch_command as multi_gpu_launcher
-from farflung.launch.functions import launch_command as simple_launcher
+from farflung.launch.functions import (
+    launch_command,
+    launch_command as multi_gpu_launcher,
+    launch_command as simple_launcher,
+    launch_command_parser,
+    main,
+)
 from farflung.launch.private_names import _validate_launch_command
 
 __all__ = [

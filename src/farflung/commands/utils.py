@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: parsers of commands."""
 
-from farflung.base.absent import CustomArgumentGroup, CustomArgumentParser
-
-__all__ = ["CustomArgumentGroup", "CustomArgumentParser"]
+from farflung.base.absent import (
+    CustomArgumentGroup as CustomArgumentGroup,
+    CustomArgumentParser as CustomArgumentParser,
+)

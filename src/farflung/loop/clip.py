@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
-from torch.nn.utils import clip_grad_value_ as torch_clip_grad_value_
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import (
+    clip_grad_norm_ as torch_clip_grad_norm_,
+    clip_grad_value_ as torch_clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+)
 
 from farflung.base.checks import check_number, wrong_type
 from farflung.base.errors import ConfigError

@@ -7,11 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from farflung.checkpoint.sharded import ShardPlanner as ShardPlanner
-    from farflung.checkpoint.sharded import ShardReader as ShardReader
-    from farflung.checkpoint.sharded import nested as nested
-    from farflung.outer.merge_states import MergedState as MergedState
-    from farflung.outer.merge_states import merge_states as merge_states
+    from farflung.checkpoint.sharded import ShardPlanner as ShardPlanner, ShardReader as ShardReader, nested as nested
+    from farflung.outer.merge_states import MergedState as MergedState, merge_states as merge_states
 
 
 def __getattr__(name: str) -> Any:

@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from farflung.base.enums import DDPCommunicationHookType as Hook
-from farflung.base.enums import DistributedType
+from farflung.base.enums import DDPCommunicationHookType as Hook, DistributedType
 from farflung.base.errors import ConfigError
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.ddp_hook import average_hook

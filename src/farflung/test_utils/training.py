@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: a small task for tests."""
 
-from farflung.base.absent import mocked_dataloaders, mocked_dataloaders_for_autoregressive_models
-from farflung.testing.regression import RegressionDataset, RegressionModel
-
-__all__ = ["RegressionDataset", "RegressionModel", "mocked_dataloaders", "mocked_dataloaders_for_autoregressive_models"]
+from farflung.base.absent import (
+    mocked_dataloaders as mocked_dataloaders,
+    mocked_dataloaders_for_autoregressive_models as mocked_dataloaders_for_autoregressive_models,
+)
+from farflung.testing.regression import RegressionDataset as RegressionDataset, RegressionModel as RegressionModel

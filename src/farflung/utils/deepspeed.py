@@ -2,23 +2,12 @@
 """Door: DeepSpeed, which is not there."""
 
 from farflung.base.absent import (
-    DeepSpeedEngineWrapper,
-    DeepSpeedOptimizerWrapper,
-    DeepSpeedSchedulerWrapper,
-    DummyOptim,
-    DummyScheduler,
-    HfDeepSpeedConfig,
-    get_active_deepspeed_plugin,
-    map_pytorch_optim_to_deepspeed,
+    DeepSpeedEngineWrapper as DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
+    DummyOptim as DummyOptim,
+    DummyScheduler as DummyScheduler,
+    HfDeepSpeedConfig as HfDeepSpeedConfig,
+    get_active_deepspeed_plugin as get_active_deepspeed_plugin,
+    map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
 )
-
-__all__ = [
-    "DeepSpeedEngineWrapper",
-    "DeepSpeedOptimizerWrapper",
-    "DeepSpeedSchedulerWrapper",
-    "DummyOptim",
-    "DummyScheduler",
-    "HfDeepSpeedConfig",
-    "get_active_deepspeed_plugin",
-    "map_pytorch_optim_to_deepspeed",
-]

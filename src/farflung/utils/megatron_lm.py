@@ -14,13 +14,13 @@ from farflung.base.absent import (
     avg_losses_across_data_parallel_group,
     finish_mpu_init,
     gather_across_data_parallel_groups,
+    megatron_lm_initialize as initialize,
+    megatron_lm_prepare_data_loader as prepare_data_loader,
+    megatron_lm_prepare_model_optimizer_scheduler as prepare_model_optimizer_scheduler,
+    megatron_lm_prepare_optimizer as prepare_optimizer,
+    megatron_lm_prepare_scheduler as prepare_scheduler,
     model_provider_func,
 )
-from farflung.base.absent import megatron_lm_initialize as initialize
-from farflung.base.absent import megatron_lm_prepare_data_loader as prepare_data_loader
-from farflung.base.absent import megatron_lm_prepare_model_optimizer_scheduler as prepare_model_optimizer_scheduler
-from farflung.base.absent import megatron_lm_prepare_optimizer as prepare_optimizer
-from farflung.base.absent import megatron_lm_prepare_scheduler as prepare_scheduler
 
 __all__ = [
     "AbstractTrainStep",

@@ -1,47 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: models taken out of their wrappers, compiling by regions, files, names and sizes."""
 
-from farflung.accelerator.helpers import save
-from farflung.accelerator.operations import extract_model_from_parallel, wait_for_everyone
-from farflung.base.absent import compile_regions_deepspeed, compile_regions_fsdp2
-from farflung.base.modules import get_model_tp_size, get_module_children_bottom_up
-from farflung.base.plain import convert_bytes, get_pretty_name, merge_dicts, recursive_getattr
-from farflung.checkpoint.clean import clean_state_dict_for_safetensors
-from farflung.checkpoint.reader import load
-from farflung.comm.shards import model_has_dtensor
-from farflung.launch.ask import write_basic_config
-from farflung.launch.network import get_free_port, is_port_in_use
-from farflung.strategy.compile import (
-    compile_regions,
-    has_compiled_regions,
-    has_repeated_blocks,
-    is_compiled_module,
-    is_repeated_blocks,
+from farflung.accelerator.helpers import save as save
+from farflung.accelerator.operations import (
+    extract_model_from_parallel as extract_model_from_parallel,
+    wait_for_everyone as wait_for_everyone,
 )
-from farflung.tools.hardware import check_os_kernel
-
-__all__ = [
-    "check_os_kernel",
-    "clean_state_dict_for_safetensors",
-    "compile_regions",
-    "compile_regions_deepspeed",
-    "compile_regions_fsdp2",
-    "convert_bytes",
-    "extract_model_from_parallel",
-    "get_free_port",
-    "get_model_tp_size",
-    "get_module_children_bottom_up",
-    "get_pretty_name",
-    "has_compiled_regions",
-    "has_repeated_blocks",
-    "is_compiled_module",
-    "is_port_in_use",
-    "is_repeated_blocks",
-    "load",
-    "merge_dicts",
-    "model_has_dtensor",
-    "recursive_getattr",
-    "save",
-    "wait_for_everyone",
-    "write_basic_config",
-]
+from farflung.base.absent import (
+    compile_regions_deepspeed as compile_regions_deepspeed,
+    compile_regions_fsdp2 as compile_regions_fsdp2,
+)
+from farflung.base.modules import (
+    get_model_tp_size as get_model_tp_size,
+    get_module_children_bottom_up as get_module_children_bottom_up,
+)
+from farflung.base.plain import (
+    convert_bytes as convert_bytes,
+    get_pretty_name as get_pretty_name,
+    merge_dicts as merge_dicts,
+    recursive_getattr as recursive_getattr,
+)
+from farflung.checkpoint.clean import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
+from farflung.checkpoint.reader import load as load
+from farflung.comm.shards import model_has_dtensor as model_has_dtensor
+from farflung.launch.ask import write_basic_config as write_basic_config
+from farflung.launch.network import get_free_port as get_free_port, is_port_in_use as is_port_in_use
+from farflung.strategy.compile import (
+    compile_regions as compile_regions,
+    has_compiled_regions as has_compiled_regions,
+    has_repeated_blocks as has_repeated_blocks,
+    is_compiled_module as is_compiled_module,
+    is_repeated_blocks as is_repeated_blocks,
+)
+from farflung.tools.hardware import check_os_kernel as check_os_kernel

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: the progress bar that knows its rank."""
 
-from farflung.accelerator.operations import tqdm
-
-__all__ = ["tqdm"]
+from farflung.accelerator.operations import tqdm as tqdm

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: versions of libraries."""
 
-from farflung.base.optional import compare_versions
-from farflung.base.probes import is_torch_version
-
-__all__ = ["compare_versions", "is_torch_version"]
+from farflung.base.optional import compare_versions as compare_versions
+from farflung.base.probes import is_torch_version as is_torch_version

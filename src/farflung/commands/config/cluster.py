@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: questions, which `farflung config` asks."""
 
-from farflung.base.absent import get_cluster_input
-
-__all__ = ["get_cluster_input"]
+from farflung.base.absent import get_cluster_input as get_cluster_input

@@ -1,24 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: configuration files as objects."""
 
-from farflung.base.absent import SageMakerConfig
+from farflung.base.absent import SageMakerConfig as SageMakerConfig
 from farflung.config.cluster import (
-    BaseConfig,
-    ClusterConfig,
-    cache_dir,
-    default_config_file,
-    default_json_config_file,
-    default_yaml_config_file,
-    load_config_from_file,
+    BaseConfig as BaseConfig,
+    ClusterConfig as ClusterConfig,
+    cache_dir as cache_dir,
+    default_config_file as default_config_file,
+    default_json_config_file as default_json_config_file,
+    default_yaml_config_file as default_yaml_config_file,
+    load_config_from_file as load_config_from_file,
 )
-
-__all__ = [
-    "BaseConfig",
-    "ClusterConfig",
-    "SageMakerConfig",
-    "cache_dir",
-    "default_config_file",
-    "default_json_config_file",
-    "default_yaml_config_file",
-    "load_config_from_file",
-]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: writing a configuration file."""
 
-from farflung.base.absent import default_command_parser, default_config_command
-from farflung.config.cluster import default_json_config_file
-from farflung.launch.ask import write_basic_config
-
-__all__ = ["default_command_parser", "default_config_command", "default_json_config_file", "write_basic_config"]
+from farflung.base.absent import (
+    default_command_parser as default_command_parser,
+    default_config_command as default_config_command,
+)
+from farflung.config.cluster import default_json_config_file as default_json_config_file
+from farflung.launch.ask import write_basic_config as write_basic_config

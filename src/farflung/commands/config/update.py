@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: rewriting a configuration file, which Farflung does not do."""
 
-from farflung.base.absent import update_command_parser, update_config, update_config_command
-
-__all__ = ["update_command_parser", "update_config", "update_config_command"]
+from farflung.base.absent import (
+    update_command_parser as update_command_parser,
+    update_config as update_config,
+    update_config_command as update_config_command,
+)
