@@ -14,9 +14,9 @@ from farflung.accelerator.layout import check_layout, resolve_layout
 from farflung.accelerator.session import Layout
 from farflung.accelerator.settings import check_init, refuse_engines, resolve_compile
 from farflung.base.checks import check_flag, check_type, check_word
+from farflung.base.devices import current_accelerator
 from farflung.base.enums import DistributedType, PrecisionType
 from farflung.base.errors import StateReset, Unsupported
-from farflung.base.probes import current_accelerator
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, metadata, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,6 +26,25 @@ STR_OPERATION_TO_FUNC = {
 def is_available(module: str) -> bool:
     """Say whether the top-level module `module` can be imported."""
     return find_spec(module) is not None
+
+
+def is_installed(module: str, *packages: str) -> bool:
+    """Say whether `module` can be imported and one of `packages` (by default, one of its name) has it.
+
+    A folder that happens to bear the name of a library belongs to no package.
+    """
+    try:
+        if find_spec(module) is None:
+            return False
+    except (ImportError, ValueError):  # the parent of a submodule is missing, or a module without a spec was put there
+        return False
+    for package in packages or (module,):
+        try:
+            metadata(package)
+            return True
+        except PackageNotFoundError:
+            continue
+    return False
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:

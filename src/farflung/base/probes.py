@@ -10,38 +10,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, metadata
-from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from farflung.base.optional import compare_versions
-
-
-def current_accelerator() -> torch.device | None:
-    """Return the kind of accelerator that this machine has, or None; torch before 2.7 also names one that is absent."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-
-
-def is_installed(module: str, *packages: str) -> bool:
-    """Say whether `module` can be imported and one of `packages` (by default, one of its name) has it.
-
-    A folder that happens to bear the name of a library belongs to no package.
-    """
-    try:
-        if find_spec(module) is None:
-            return False
-    except (ImportError, ValueError):  # the parent of a submodule is missing, or a module without a spec was put there
-        return False
-    for package in packages or (module,):
-        try:
-            metadata(package)
-            return True
-        except PackageNotFoundError:
-            continue
-    return False
+from farflung.base.devices import has_device
+from farflung.base.optional import compare_versions, is_installed
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -158,22 +133,13 @@ def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
 # ---- devices
 
 
-def _has_device(kind: str) -> bool:
-    """Say whether torch has devices of this kind, which a library of their vendor may have brought it."""
-    module = getattr(torch, kind, None)
-    try:
-        return module is not None and bool(module.is_available())
-    except (AttributeError, RuntimeError):  # a driver that finds no device may raise instead
-        return False
-
-
 class _DeviceProbe(Protocol):
     def __call__(self, check_device: bool = False) -> bool: ...
 
 
 def _device(kind: str, what: str) -> _DeviceProbe:
     def probe(check_device: bool = False) -> bool:
-        return _has_device(kind)
+        return has_device(kind)
 
     probe.__doc__ = f"Say whether there is {what}."
     return probe
@@ -190,12 +156,12 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 def is_xpu_available(check_device: bool = False) -> bool:
     """Say whether there is an Intel GPU, and a torch that trains on it: 2.7 or newer."""
-    return is_torch_version(">", "2.6") and _has_device("xpu")
+    return is_torch_version(">", "2.6") and has_device("xpu")
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
     """Say whether there is a Gaudi accelerator (`init_hccl` is unused)."""
-    return _has_device("hpu")
+    return has_device("hpu")
 
 
 is_mlu_available = _device("mlu", "a Cambricon accelerator")
@@ -218,17 +184,6 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
         if is_there():
             return bool(getattr(torch, kind).is_bf16_supported())
     return not is_mps_available() or torch.backends.mps.is_macos_or_newer(14, 0)
-
-
-def get_current_device_type() -> tuple[str, str]:
-    """Return the kind of this machine's accelerators and the word for several of them, without touching any.
-
-    Where there is none, they are `cuda` and `MULTI_GPU`.
-    """
-    for kind in ("mlu", "sdaa", "musa", "npu", "hpu", "xpu", "neuron"):
-        if _has_device(kind):
-            return kind, f"MULTI_{kind.upper()}"
-    return "cuda", "MULTI_GPU"
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from farflung.base.devices import current_accelerator
 from farflung.base.errors import ConfigError, StateError
-from farflung.base.probes import current_accelerator
 from farflung.base.torch_internals import own_buffers, own_parameters
 from farflung.base.tree import find_device, send_to_device
 from farflung.big_model.tensors import (

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from farflung.base.probes import is_installed
+from farflung.base.optional import is_installed
 from farflung.config import environ
 
 _OURS = "ACCELERATE_"

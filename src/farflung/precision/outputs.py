@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from farflung.base.devices import current_accelerator
 from farflung.base.enums import DistributedType
-from farflung.base.probes import current_accelerator
 from farflung.base.tree import convert_to_fp32
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from farflung.base import probes
+from farflung.base.devices import current_accelerator
 from farflung.config.variables import parse_flag_from_env
 
 _TRACKERS = (
@@ -35,7 +36,7 @@ def get_backend() -> tuple[str, int, Callable[[], int]]:
 
     Without accelerators they are `cpu`, 1 and a function that returns 0.
     """
-    device = probes.current_accelerator()
+    device = current_accelerator()
     if device is None:
         return "cpu", 1, _nothing
     module: Any = torch.get_device_module(device)

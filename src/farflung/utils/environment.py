@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: environment variables, and what this machine has."""
 
-from farflung.base.probes import (
-    are_libraries_initialized as are_libraries_initialized,
-    get_current_device_type as get_current_device_type,
-)
+from farflung.base.devices import get_current_device_type as get_current_device_type
+from farflung.base.probes import are_libraries_initialized as are_libraries_initialized
 from farflung.config.variables import (
     CPUInformation as CPUInformation,
     clear_environment as clear_environment,
