@@ -51,39 +51,31 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
-    "Accelerator": "farflung.accelerator.accelerator",
-    "LocalSGD": "farflung.accelerator.local_sgd",
-    "PartialState": "farflung.accelerator.views",
-    "DDPCommunicationHookType": "farflung.base.enums",
-    "DistributedType": "farflung.base.enums",
-    "infer_auto_device_map": "farflung.big_model.device_map",
-    "cpu_offload": "farflung.big_model.dispatch",
-    "cpu_offload_with_hook": "farflung.big_model.dispatch",
-    "disk_offload": "farflung.big_model.dispatch",
-    "dispatch_model": "farflung.big_model.dispatch",
-    "load_checkpoint_and_dispatch": "farflung.big_model.dispatch",
-    "load_checkpoint_in_model": "farflung.big_model.load",
-    "init_empty_weights": "farflung.big_model.tensors",
-    "init_on_device": "farflung.big_model.tensors",
-    "AutocastKwargs": "farflung.config.handlers",
-    "DataLoaderConfiguration": "farflung.config.handlers",
-    "DistributedDataParallelKwargs": "farflung.config.handlers",
-    "GradScalerKwargs": "farflung.config.handlers",
-    "InitProcessGroupKwargs": "farflung.config.handlers",
-    "ProfileKwargs": "farflung.config.handlers",
-    "WatchdogKwargs": "farflung.config.handlers",
-    "OuterConfig": "farflung.outer.named",
-    "skip_first_batches": "farflung.data.prepare",
-    "install_as_accelerate": "farflung.integrations.as_accelerate",
-    "debug_launcher": "farflung.launch.notebook",
-    "notebook_launcher": "farflung.launch.notebook",
-    "synchronize_rng_states": "farflung.process.seed",
-    "DeepSpeedPlugin": "farflung.base.absent",
-    "prepare_pippy": "farflung.base.absent",
-    "ParallelismConfig": "farflung.config.parallelism",
-    "FullyShardedDataParallelPlugin": "farflung.config.sharding",
-    "is_rich_available": "farflung.config.variables",
-    "find_executable_batch_size": "farflung.tools.memory",
+    name: f"farflung.{module}"
+    for module, names in {
+        "accelerator.accelerator": "Accelerator",
+        "accelerator.local_sgd": "LocalSGD",
+        "accelerator.views": "PartialState",
+        "base.absent": "DeepSpeedPlugin prepare_pippy",
+        "base.enums": "DDPCommunicationHookType DistributedType",
+        "big_model.device_map": "infer_auto_device_map",
+        "big_model.dispatch": "cpu_offload cpu_offload_with_hook disk_offload dispatch_model "
+        "load_checkpoint_and_dispatch",
+        "big_model.load": "load_checkpoint_in_model",
+        "big_model.tensors": "init_empty_weights init_on_device",
+        "config.handlers": "AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs "
+        "InitProcessGroupKwargs ProfileKwargs WatchdogKwargs",
+        "config.parallelism": "ParallelismConfig",
+        "config.sharding": "FullyShardedDataParallelPlugin",
+        "config.variables": "is_rich_available",
+        "data.prepare": "skip_first_batches",
+        "integrations.as_accelerate": "install_as_accelerate",
+        "launch.notebook": "debug_launcher notebook_launcher",
+        "outer.named": "OuterConfig",
+        "process.seed": "synchronize_rng_states",
+        "tools.memory": "find_executable_batch_size",
+    }.items()
+    for name in names.split()
 }
 
 __all__ = [*_WHERE, "__version__"]
