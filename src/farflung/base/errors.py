@@ -11,6 +11,8 @@ FarflungError
 |-- CollectiveMismatch (RuntimeError)    ranks brought different things to one collective
 |-- RankFailure (RuntimeError)           another rank failed or left; the message names it
 `-- CheckpointError (RuntimeError)       a checkpoint that could not be written, or is not whole; nothing else is hurt
+
+Accelerate's name for CollectiveMismatch is DistributedOperationException.
 """
 
 from __future__ import annotations
@@ -59,6 +61,9 @@ class Unsupported(FarflungError, NotImplementedError):
 
 class CollectiveMismatch(FarflungError, RuntimeError):
     """Ranks brought different things to one collective; the same error is raised on each of them."""
+
+
+DistributedOperationException = CollectiveMismatch
 
 
 class RankFailure(FarflungError, RuntimeError):

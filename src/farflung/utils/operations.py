@@ -1,80 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: operations over nested data and over processes."""
 
-from farflung.accelerator.helpers import GatheredParameters, copy_tensor_to_devices
+from farflung.accelerator.helpers import (
+    GatheredParameters as GatheredParameters,
+    copy_tensor_to_devices as copy_tensor_to_devices,
+)
 from farflung.accelerator.operations import (
-    broadcast,
-    broadcast_object_list,
-    gather,
-    gather_object,
-    pad_across_processes,
-    reduce,
+    broadcast as broadcast,
+    broadcast_object_list as broadcast_object_list,
+    gather as gather,
+    gather_object as gather_object,
+    pad_across_processes as pad_across_processes,
+    reduce as reduce,
 )
 from farflung.base.absent import (
-    chained_operation,
-    gather_tensor_shape,
-    is_torch_xpu_tensor,
-    pad_input_tensors,
-    verify_operation,
+    chained_operation as chained_operation,
+    gather_tensor_shape as gather_tensor_shape,
+    is_torch_xpu_tensor as is_torch_xpu_tensor,
+    pad_input_tensors as pad_input_tensors,
+    verify_operation as verify_operation,
 )
-from farflung.base.errors import CollectiveMismatch as DistributedOperationException
+from farflung.base.errors import DistributedOperationException as DistributedOperationException
 from farflung.base.forms import (
-    CannotPadNestedTensorWarning,
-    TensorInformation,
-    find_batch_size,
-    get_data_structure,
-    get_shape,
-    ignorant_find_batch_size,
-    initialize_tensors,
-    is_tensor_information,
+    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
+    TensorInformation as TensorInformation,
+    find_batch_size as find_batch_size,
+    get_data_structure as get_data_structure,
+    get_shape as get_shape,
+    ignorant_find_batch_size as ignorant_find_batch_size,
+    initialize_tensors as initialize_tensors,
+    is_tensor_information as is_tensor_information,
 )
 from farflung.base.tree import (
-    concatenate,
-    convert_to_fp32,
-    find_device,
-    honor_type,
-    is_namedtuple,
-    is_torch_tensor,
-    listify,
-    recursively_apply,
-    send_to_device,
-    slice_tensors,
+    concatenate as concatenate,
+    convert_to_fp32 as convert_to_fp32,
+    find_device as find_device,
+    honor_type as honor_type,
+    is_namedtuple as is_namedtuple,
+    is_torch_tensor as is_torch_tensor,
+    listify as listify,
+    recursively_apply as recursively_apply,
+    send_to_device as send_to_device,
+    slice_tensors as slice_tensors,
 )
-from farflung.precision.outputs import ConvertOutputsToFp32, convert_outputs_to_fp32
-
-__all__ = [
-    "CannotPadNestedTensorWarning",
-    "ConvertOutputsToFp32",
-    "DistributedOperationException",
-    "GatheredParameters",
-    "TensorInformation",
-    "broadcast",
-    "broadcast_object_list",
-    "chained_operation",
-    "concatenate",
-    "convert_outputs_to_fp32",
-    "convert_to_fp32",
-    "copy_tensor_to_devices",
-    "find_batch_size",
-    "find_device",
-    "gather",
-    "gather_object",
-    "gather_tensor_shape",
-    "get_data_structure",
-    "get_shape",
-    "honor_type",
-    "ignorant_find_batch_size",
-    "initialize_tensors",
-    "is_namedtuple",
-    "is_tensor_information",
-    "is_torch_tensor",
-    "is_torch_xpu_tensor",
-    "listify",
-    "pad_across_processes",
-    "pad_input_tensors",
-    "recursively_apply",
-    "reduce",
-    "send_to_device",
-    "slice_tensors",
-    "verify_operation",
-]
+from farflung.precision.outputs import (
+    ConvertOutputsToFp32 as ConvertOutputsToFp32,
+    convert_outputs_to_fp32 as convert_outputs_to_fp32,
+)
