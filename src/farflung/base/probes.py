@@ -50,7 +50,9 @@ is_xccl_available = _probe(
     "torch was built with the collectives of Intel's GPUs",
     lambda: bool(getattr(dist.distributed_c10d, "is_xccl_available", bool)()),
 )
-is_weights_only_available = _probe("`torch.load` takes `weights_only`: with each torch we run on", lambda: True)
+is_weights_only_available = _probe(
+    "`torch.load` takes `weights_only`: with each torch that Farflung runs on", lambda: True
+)
 
 # ---- libraries
 
