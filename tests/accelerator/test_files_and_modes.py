@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from farflung import Accelerator
 from farflung.base.errors import CheckpointError
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.launch.main import checkpoint
 from farflung.state import AcceleratorState
 
@@ -35,7 +35,7 @@ def device(path):
 
 
 ODD = {"a named pipe": pipe, "a socket": bound_socket, "a device": device, "a folder": os.mkdir}
-NAMES = ("model.safetensors", "optimizer.bin", "random_states_0.pkl", "loop_state/rank_0.bin", layout.MANIFEST)
+NAMES = ("model.safetensors", "optimizer.bin", "random_states_0.pkl", "loop_state/rank_0.bin", paths.MANIFEST)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def saved(tmp_path, monkeypatch):
 def test_no_other_kind_of_file_is_opened(kind, saved):
     """Each file in turn, with the manifest that names it and, as in a checkpoint of Accelerate's, without one."""
     accelerator, folder = saved
-    manifest = folder / layout.MANIFEST
+    manifest = folder / paths.MANIFEST
     for name in NAMES:
         for is_listed in (True, False):
             kept = {path: path.read_bytes() for path in {folder / name, manifest}}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.big_model.offload import OffloadedWeightsLoader, offload_state_dict
-from farflung.checkpoint import layout, rng
+from farflung.checkpoint import paths, rng
 from farflung.checkpoint.checksum import sums_of
 from farflung.checkpoint.clean import clean_state_dict_for_safetensors
 from farflung.checkpoint.entries import Entry, Staging, write
@@ -160,7 +160,7 @@ def a_manifest(folder, names=("model.safetensors", "deep/er.bin")):
         path.write_bytes(name.encode() * 50)
         entries[name] = FileRecord(*sums_of(path))
     manifest = Manifest(entries, step=3, iteration=2, world_size=4, written_at=1.25, versions={"farflung": "0"})
-    manifest.write(folder / layout.MANIFEST)
+    manifest.write(folder / paths.MANIFEST)
     return manifest
 
 
@@ -176,7 +176,7 @@ def test_a_manifest_comes_back_and_says_that_all_is_there(tmp_path):
 def test_any_flipped_bit_and_any_missing_byte_is_noticed(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bits")
     manifest = a_manifest(folder)
-    name = data.draw(st.sampled_from([*manifest.files, layout.MANIFEST]))
+    name = data.draw(st.sampled_from([*manifest.files, paths.MANIFEST]))
     content = bytearray((folder / name).read_bytes())
     if data.draw(st.booleans()):
         content = content[: data.draw(st.integers(0, len(content) - 1))]
@@ -186,9 +186,9 @@ def test_any_flipped_bit_and_any_missing_byte_is_noticed(data, tmp_path_factory)
     try:
         read = Manifest.read(folder)
     except CheckpointError as error:
-        assert layout.MANIFEST in str(error)  # noqa: PT017  a bit in white space does no harm
+        assert paths.MANIFEST in str(error)  # noqa: PT017  a bit in white space does no harm
     else:
-        assert read == manifest if name == layout.MANIFEST else name in (read.misfits(folder) or read.damage(folder))
+        assert read == manifest if name == paths.MANIFEST else name in (read.misfits(folder) or read.damage(folder))
 
 
 def test_swapped_and_missing_files_are_named(tmp_path):
@@ -203,7 +203,7 @@ def test_swapped_and_missing_files_are_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", "a//b", "./a", "a\\b", "a\0b"])
 def test_a_path_that_climbs_out_is_an_error(name, tmp_path):
-    Manifest({name: FileRecord(1, 1)}).write(tmp_path / layout.MANIFEST)
+    Manifest({name: FileRecord(1, 1)}).write(tmp_path / paths.MANIFEST)
     with pytest.raises(CheckpointError, match="outside of its folder"):
         Manifest.read(tmp_path)
 
@@ -226,11 +226,11 @@ def test_a_copy_is_not_changed_by_training_and_uses_its_memory_again():
 def test_names_are_those_of_accelerate():
     from accelerate.utils import constants as theirs
 
-    assert layout.model(0) == theirs.SAFE_WEIGHTS_NAME
-    assert layout.model(0, safe=False) == theirs.WEIGHTS_NAME
-    assert layout.model(2) == f"{theirs.SAFE_MODEL_NAME}_2.safetensors"
-    assert layout.model_index() == theirs.SAFE_WEIGHTS_INDEX_NAME
-    assert layout.optimizer(1) == f"{theirs.OPTIMIZER_NAME}_1.bin"
-    assert layout.scheduler(0) == f"{theirs.SCHEDULER_NAME}.bin"
-    assert theirs.SCALER_NAME == layout.SCALER
-    assert layout.random_states(3) == f"{theirs.RNG_STATE_NAME}_3.pkl"
+    assert paths.model(0) == theirs.SAFE_WEIGHTS_NAME
+    assert paths.model(0, safe=False) == theirs.WEIGHTS_NAME
+    assert paths.model(2) == f"{theirs.SAFE_MODEL_NAME}_2.safetensors"
+    assert paths.model_index() == theirs.SAFE_WEIGHTS_INDEX_NAME
+    assert paths.optimizer(1) == f"{theirs.OPTIMIZER_NAME}_1.bin"
+    assert paths.scheduler(0) == f"{theirs.SCHEDULER_NAME}.bin"
+    assert theirs.SCALER_NAME == paths.SCALER
+    assert paths.random_states(3) == f"{theirs.RNG_STATE_NAME}_3.pkl"

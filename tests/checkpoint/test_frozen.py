@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from farflung.base.former_name import FORMER_NAME
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.testing.ranks import run_ranks
 from tests.checkpoint.frozen_runs import EXPECTED, FROZEN, loaded, names_for
 
@@ -26,6 +26,6 @@ def test_a_checkpoint_of_before_is_gone_on_from_as_before(ranks):
 
 def test_a_checkpoint_of_the_former_name_is_gone_on_from(tmp_path, capsys):
     shutil.copytree(FROZEN / "epoch", tmp_path / "epoch")
-    (tmp_path / "epoch" / layout.MANIFEST).rename(tmp_path / "epoch" / layout.FORMER_MANIFEST)
+    (tmp_path / "epoch" / paths.MANIFEST).rename(tmp_path / "epoch" / paths.FORMER_MANIFEST)
     assert [loaded(["epoch"], 1, tmp_path)["epoch"]] == expected(["epoch"], 1)["epoch"]
     assert f"when this package was called {FORMER_NAME}" in capsys.readouterr().err

@@ -15,8 +15,8 @@ from farflung.base.errors import ConfigError, Unsupported
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.files import write_file
+from farflung.config.grid import LayoutSettings
 from farflung.config.launch import FIELDS, LaunchSettings, field_named, rank_variables
-from farflung.config.layout import LayoutSettings
 from farflung.config.outer import OPTIONS
 from farflung.config.resolve import resolve
 

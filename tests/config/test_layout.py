@@ -10,8 +10,8 @@ import pytest
 from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.files import write_file
+from farflung.config.grid import LayoutSettings
 from farflung.config.launch import FIELDS, LaunchSettings, rank_variables
-from farflung.config.layout import LayoutSettings
 from farflung.config.parallelism import ParallelismConfig, parallelism_from_environment
 from farflung.config.resolve import resolve
 from farflung.config.sharding import FullyShardedDataParallelPlugin, fsdp_from_environment

@@ -256,7 +256,7 @@ def test_parameters_are_found_by_modules_and_by_their_names():
 
 def test_the_settings_alone_load_no_torch():
     code = (
-        "import sys; from farflung.config.layout import *; LayoutSettings(use_fsdp=True); print('torch' in sys.modules)"
+        "import sys; from farflung.config.grid import *; LayoutSettings(use_fsdp=True); print('torch' in sys.modules)"
     )
     code += "; from farflung.config.sharding import *; FullyShardedDataParallelPlugin(cpu_offload=True)"
     done = subprocess.run(

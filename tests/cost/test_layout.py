@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from farflung.base.errors import ConfigError
-from farflung.cost.layout import ModelSize, RankLayout, estimate
+from farflung.cost.memory import ModelSize, RankLayout, estimate
 from farflung.cost.model import Method, Run, cost_of
 from farflung.cost.modules import size_of
 from farflung.demo.gpt import GPT

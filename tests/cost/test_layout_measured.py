@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from farflung import Accelerator
 from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
-from farflung.cost.layout import RankLayout, estimate
+from farflung.cost.memory import RankLayout, estimate
 from farflung.cost.modules import size_of
 from farflung.cost.recipes import method_of
 from farflung.demo.gpt import GPT

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farflung.base.words import in_bytes
-from farflung.cost.layout import ModelSize, RankLayout, estimate
+from farflung.cost.memory import ModelSize, RankLayout, estimate
 from farflung.cost.recipes import method_of
 from farflung.outer import diloco
 

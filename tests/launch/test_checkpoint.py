@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from farflung import Accelerator
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.former_name import FORMER_NAME
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.checkpoint.manifest import Manifest
 from farflung.checkpoint.sharded import ShardPlanner
 from farflung.launch.main import checkpoint, main
@@ -79,10 +79,10 @@ def test_the_step_is_that_of_the_optimizer_and_goes_on_over_a_resume(tmp_path):
     assert [line.split(",")[0] for line in lines] == ["checkpoint_1: step 4", "checkpoint_0: step 3"]
     one = tmp_path / "checkpoint_0"
     before = Manifest.read(one)
-    content = json.loads((one / layout.MANIFEST).read_bytes())
+    content = json.loads((one / paths.MANIFEST).read_bytes())
     del content["optimizer_steps"], content["crc32"]  # as it was written before optimizer steps were counted
     content["crc32"] = f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
-    (one / layout.MANIFEST).write_text(json.dumps(content))
+    (one / paths.MANIFEST).write_text(json.dumps(content))
     assert Manifest.read(one) == replace(before, optimizer_steps=None)
     trained(tmp_path / "checkpoint_2", 1, resume=one)
     steps = {line.split(":")[0]: line.split(": ")[1].split(",")[0] for line in said("ls", tmp_path).splitlines()}
@@ -247,7 +247,7 @@ def test_the_shards_of_a_model_are_a_checkpoint_until_it_is_saved_with_the_rest(
 
 def test_all_that_can_not_be_read_is_named(folder):
     for number in range(2):
-        (folder / f"checkpoint_{number}" / layout.MANIFEST).unlink()
+        (folder / f"checkpoint_{number}" / paths.MANIFEST).unlink()
         (folder / f"checkpoint_{number}" / "model.safetensors").write_bytes(b"x")
     said("convert", folder / "checkpoint_0", folder / "checkpoint_2", "--to", "farflung")
     result = CliRunner().invoke(checkpoint, ["verify", str(folder)])
@@ -277,7 +277,7 @@ def test_a_sharded_checkpoint_is_compared_and_becomes_one_file(tmp_path):
     for number in range(2):
         weights = {"weight": torch.full((2,), float(number)), "unset": torch.full((2,), torch.nan)}
         folder = tmp_path / f"checkpoint_{number}"
-        Manifest(write_shards(folder, "pytorch_model_fsdp_0", **weights)).write(folder / layout.MANIFEST)
+        Manifest(write_shards(folder, "pytorch_model_fsdp_0", **weights)).write(folder / paths.MANIFEST)
     one, other = tmp_path / "checkpoint_0", tmp_path / "checkpoint_1"
     assert run("diff", one, one)[1] == 0
     told, code = run("diff", one, other)
@@ -304,7 +304,7 @@ def test_what_is_no_file_is_never_opened_and_nothing_is_left(folder):
 def test_a_checkpoint_under_the_former_name_is_verified_loaded_and_replaced(folder, capsys):
     """Its manifest counts as ever; the next save into the same folder leaves no trace of the old one."""
     one = folder / "checkpoint_1"
-    (one / layout.MANIFEST).rename(one / layout.FORMER_MANIFEST)
+    (one / paths.MANIFEST).rename(one / paths.FORMER_MANIFEST)
     assert ": complete" in said("verify", one)
     assert "1 process" in said("ls", folder)
     accelerator = Accelerator(cpu=True)
@@ -313,9 +313,9 @@ def test_a_checkpoint_under_the_former_name_is_verified_loaded_and_replaced(fold
     assert torch.equal(model.weight, torch.ones(1, 2))
     assert capsys.readouterr().err.count(f"called {FORMER_NAME}") == 1
     accelerator.save_state(one)
-    assert (one / layout.MANIFEST).is_file()
-    assert not (one / layout.FORMER_MANIFEST).exists()
-    (one / layout.MANIFEST).rename(one / layout.FORMER_MANIFEST)
+    assert (one / paths.MANIFEST).is_file()
+    assert not (one / paths.FORMER_MANIFEST).exists()
+    (one / paths.MANIFEST).rename(one / paths.FORMER_MANIFEST)
     (one / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         accelerator.load_state(one)

@@ -7,7 +7,7 @@ from torch import nn
 
 from farflung import Accelerator
 from farflung.base.errors import CheckpointError
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.outer import local_sgd
 from farflung.resume.part import Part
 from farflung.resume.table import PARTS
@@ -20,7 +20,7 @@ class Marks(Part):
     here = 0
 
     def per_rank(self, saving):
-        return {layout.loop_state(self.run.world.rank): {"mark": Marks.here}}
+        return {paths.loop_state(self.run.world.rank): {"mark": Marks.here}}
 
     def read(self, source):
         self.mark = sum(own["mark"] for own in source.owns) if source.is_other else source.own["mark"]

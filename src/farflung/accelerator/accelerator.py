@@ -20,7 +20,7 @@ from farflung.accelerator.checkpoints import Checkpointing
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController
 from farflung.accelerator.engines import Axes
-from farflung.accelerator.layout import check_layout, resolve_layout
+from farflung.accelerator.grid import check_layout, resolve_layout
 from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics
 from farflung.accelerator.outer import OpenLoops, OuterMethods
 from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry

@@ -17,7 +17,7 @@ from farflung.accelerator.session import flushed
 from farflung.base.errors import CheckpointError, ConfigError, FarflungError
 from farflung.base.former_name import FORMER_NAME
 from farflung.base.optional import installed_version
-from farflung.checkpoint import atomic, layout
+from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.checkpoint import Checkpoint, newest, resolve
 from farflung.checkpoint.manager import Busy, CheckpointGroup, Saver, SaveRequest
 from farflung.config.handlers import ProjectConfiguration
@@ -56,7 +56,7 @@ class Checkpointer:
             raise ConfigError(
                 "automatic_checkpoint_naming=True needs a project_dir. Set it in the ProjectConfiguration."
             )
-        return Path(self._project.project_dir) / layout.CHECKPOINTS
+        return Path(self._project.project_dir) / paths.CHECKPOINTS
 
     def settle(self) -> None:
         """Wait for the checkpoint that is being written in the background; raise if it could not be."""
@@ -89,7 +89,7 @@ class Checkpointer:
     def _folder(self, output_dir: Path_ | None) -> Path:
         """Return where the next checkpoint goes, in the words of the script."""
         if self.automatic is not None:
-            return self.automatic / layout.checkpoint(self._project.iteration)
+            return self.automatic / paths.checkpoint(self._project.iteration)
         if output_dir is None:
             raise ConfigError(
                 "save_state() without a folder needs automatic_checkpoint_naming=True. Name a folder, or set it."
@@ -142,7 +142,7 @@ class Checkpointer:
         """
         run, leader = self._run, self.saver.group.leader
         helpers = 1 if run.replicas_differ or run.custom else run.world.local_size
-        big = {layout.optimizer(k): (1 + k) % helpers for k in range(len(run.registry.optimizers))}
+        big = {paths.optimizer(k): (1 + k) % helpers for k in range(len(run.registry.optimizers))}
         return leader + big.get(name, 0) == run.world.rank
 
     # ---- loading
@@ -188,7 +188,7 @@ class Checkpointer:
         if (
             automatic is not None
             and folder.resolve().parent == automatic.resolve()
-            and layout.NAMED.fullmatch(folder.name)
+            and paths.NAMED.fullmatch(folder.name)
         ):
             self._project.iteration = max([self._project.iteration, *(1 + _number(n) for n in _numbered(automatic))])
 
@@ -222,11 +222,11 @@ def _explained(look: Callable[[Any], T], at: Any) -> T:
 def _numbered(folder: Path) -> set[Path]:
     if not folder.is_dir():
         return set()
-    return {path for path in folder.iterdir() if layout.NAMED.fullmatch(path.name) and path.is_dir()}
+    return {path for path in folder.iterdir() if paths.NAMED.fullmatch(path.name) and path.is_dir()}
 
 
 def _number(checkpoint: Path) -> int:
-    return int(checkpoint.name[len(layout.PREFIX) :])
+    return int(checkpoint.name[len(paths.PREFIX) :])
 
 
 def _aside(automatic: Path) -> Path:

@@ -13,7 +13,7 @@ from torch import nn
 from farflung.accelerator import lazy
 from farflung.accelerator.operations import extract_model_from_parallel, is_peft_model
 from farflung.base.errors import CheckpointError, Unsupported
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.manager import CheckpointGroup, Saver, SaveRequest
 from farflung.checkpoint.reader import read_torch
@@ -54,9 +54,9 @@ def save_fsdp_model(
     _only_dcp(use_dcp)
     bare = extract_model_from_parallel(model)
     state = _adapter(bare) if adapter_only and is_peft_model(bare) else models.model_shards(bare)
-    name = layout.gathered_model(model_index)
+    name = paths.gathered_model(model_index)
     if not _gathers(fsdp_plugin):
-        _write_shards(accelerator, Path(output_dir) / layout.model_shards(model_index), {"model": state})
+        _write_shards(accelerator, Path(output_dir) / paths.model_shards(model_index), {"model": state})
         return
     whole = models.gathered_model(bare, state, accelerator.is_main_process)
     _write_whole(accelerator, Path(output_dir) / name, whole)
@@ -84,7 +84,7 @@ def load_fsdp_model(
         Unsupported: `adapter_only` of prompts that an encoder computes, as in P-tuning.
     """
     _only_dcp(use_dcp)
-    folder = _parent_of(Path(input_dir), layout.model_shards(model_index))
+    folder = _parent_of(Path(input_dir), paths.model_shards(model_index))
     bare = extract_model_from_parallel(model)
     read: list[Any] = []
     if adapter_only and is_peft_model(bare):
@@ -118,12 +118,12 @@ def save_fsdp_optimizer(
     if not _gathers(fsdp_plugin):
         state = optimizers.by_name(optimizer.state_dict(), names)
         _write_shards(
-            accelerator, Path(output_dir) / layout.optimizer_shards(optimizer_index), optimizers.for_shards(state)
+            accelerator, Path(output_dir) / paths.optimizer_shards(optimizer_index), optimizers.for_shards(state)
         )
         return
     whole = optimizers.gathered_optimizer(optimizer, accelerator.is_main_process)
     _write_whole(
-        accelerator, Path(output_dir) / layout.optimizer(optimizer_index), whole and optimizers.by_name(whole, names)
+        accelerator, Path(output_dir) / paths.optimizer(optimizer_index), whole and optimizers.by_name(whole, names)
     )
 
 
@@ -147,7 +147,7 @@ def load_fsdp_optimizer(
         CheckpointError: there is none, it is damaged, or of another optimizer, which is as it was.
     """
     _only_dcp(use_dcp)
-    folder = _parent_of(Path(input_dir), layout.optimizer_shards(optimizer_index))
+    folder = _parent_of(Path(input_dir), paths.optimizer_shards(optimizer_index))
     bare = extract_model_from_parallel(model)
     read: list[Any] = []
 
@@ -266,14 +266,14 @@ def _load_adapter(model: Any, own: dict[str, Any], read: dict[str, Any]) -> Any:
 
 
 def _read_adapter(folder: Path, index: int, own: dict[str, Any]) -> dict[str, Any]:
-    path = folder / layout.gathered_model(index)
+    path = folder / paths.gathered_model(index)
     if path.exists():
         whole = read_torch(path)
         missing = own.keys() - whole.keys()
         if missing:
             raise CheckpointError(f"{path} lacks {len(missing)} weights of the adapter, such as {min(missing)}.")
         return {name: models.cut(whole[name], value) for name, value in own.items()}
-    stored = lazy.ShardReader(folder / layout.model_shards(index))
+    stored = lazy.ShardReader(folder / paths.model_shards(index))
     flat = {".".join(map(str, path[1:])): name for name, path in stored.paths.items()}
     missing = own.keys() - flat.keys()
     if missing:

@@ -10,7 +10,7 @@ import torch
 from farflung.accelerator import session as slot
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.engines import Engines
-from farflung.accelerator.layout import check_layout, resolve_layout
+from farflung.accelerator.grid import check_layout, resolve_layout
 from farflung.accelerator.session import Layout
 from farflung.accelerator.settings import check_init, refuse_engines, resolve_compile
 from farflung.base.checks import check_flag, check_type, check_word

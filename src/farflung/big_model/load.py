@@ -29,7 +29,7 @@ from farflung.big_model.tensors import (
     set_module_tensor_to_device,
     warn_if_untied,
 )
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.checkpoint.reader import DAMAGE, read_weights
 from farflung.checkpoint.regular import is_file
 
@@ -92,14 +92,14 @@ def _files_of(checkpoint: Path) -> tuple[list[_Source], set[str] | None]:
         CheckpointError: there are none, or more than one index.
     """
     if checkpoint.is_dir():
-        for name in (layout.model(0, safe=False), layout.model(0)):  # Accelerate's order
+        for name in (paths.model(0, safe=False), paths.model(0)):  # Accelerate's order
             if (checkpoint / name).is_file():
                 return [checkpoint / name], None
         found = sorted(checkpoint.glob("*.index.json"))
         if len(found) != 1:
             raise CheckpointError(
-                f"{checkpoint} has {len(found)} files *.index.json and no {layout.model(0)} or "
-                f"{layout.model(0, safe=False)}. Name the file with the weights, or the index."
+                f"{checkpoint} has {len(found)} files *.index.json and no {paths.model(0)} or "
+                f"{paths.model(0, safe=False)}. Name the file with the weights, or the index."
             )
         checkpoint = found[0]
     if not checkpoint.is_file():
@@ -109,7 +109,7 @@ def _files_of(checkpoint: Path) -> tuple[list[_Source], set[str] | None]:
     try:
         index = json.loads(checkpoint.read_text(encoding="utf-8"))
         weight_map: dict[str, str] = index.get("weight_map", index)
-        files: list[_Source] = [checkpoint.parent / layout.inside(name) for name in sorted(set(weight_map.values()))]
+        files: list[_Source] = [checkpoint.parent / paths.inside(name) for name in sorted(set(weight_map.values()))]
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{checkpoint} is no index of weights: {error}") from error
     return files, set(weight_map)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from farflung.base.errors import CheckpointError
 from farflung.base.files import WRITING
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.checkpoint.manifest import Manifest, manifest_path, names_of
 from farflung.checkpoint.writer import sync_folder
 
@@ -156,12 +156,12 @@ def _move_up(folder: Path, target: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, place)
     for inner in target.iterdir():
-        if layout.is_shards(inner.name) and inner.is_dir() and not any(inner.iterdir()):
+        if paths.is_shards(inner.name) and inner.is_dir() and not any(inner.iterdir()):
             inner.rmdir()  # it would be read in place of the new file
     for inner in {place.parent for place in (target / name for name in new.files)}:
         sync_folder(inner)
-    os.replace(manifest, target / layout.MANIFEST)
-    (target / layout.FORMER_MANIFEST).unlink(missing_ok=True)
+    os.replace(manifest, target / paths.MANIFEST)
+    (target / paths.FORMER_MANIFEST).unlink(missing_ok=True)
 
 
 def _belonging(target: Path) -> set[str]:
@@ -169,10 +169,10 @@ def _belonging(target: Path) -> set[str]:
 
     Weights that `save_model` may have written are among them only where the manifest names them.
     """
-    inner = [path for path in target.iterdir() if path.name in layout.FOLDERS or layout.is_shards(path.name)]
-    paths = [path for folder in [target, *inner] if folder.is_dir() for path in folder.iterdir()]  # not all in there
-    names = {path.relative_to(target).as_posix() for path in paths}
-    return {name for name in names if layout.is_known(name) and not layout.is_exported(name)} | names_of(target)
+    inner = [path for path in target.iterdir() if path.name in paths.FOLDERS or paths.is_shards(path.name)]
+    there = [path for folder in [target, *inner] if folder.is_dir() for path in folder.iterdir()]  # not all in there
+    names = {path.relative_to(target).as_posix() for path in there}
+    return {name for name in names if paths.is_known(name) and not paths.is_exported(name)} | names_of(target)
 
 
 def remove(folder: Path, aside: Path) -> None:
@@ -192,7 +192,7 @@ def remove(folder: Path, aside: Path) -> None:
 
 def sweep(aside: Path) -> None:
     """Take away what a process that was killed while it wrote or removed a numbered checkpoint has left."""
-    for path in aside.glob(f".{layout.PREFIX}*"):
+    for path in aside.glob(f".{paths.PREFIX}*"):
         if WRITING in path.name or _TRASH in path.name:
             shutil.rmtree(path, ignore_errors=True)  # it is out of the way already
 

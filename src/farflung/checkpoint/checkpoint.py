@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from farflung.base.errors import CheckpointError, ConfigError
-from farflung.checkpoint import atomic, layout
+from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.manifest import Manifest, manifest_path, names_of
 from farflung.checkpoint.reader import DAMAGE, read_torch
 from farflung.checkpoint.regular import is_file
@@ -86,7 +86,7 @@ class Checkpoint:
     @property
     def has_former_name(self) -> bool:
         """Whether it was written when this package had another name."""
-        return manifest_path(self.folder).name == layout.FORMER_MANIFEST
+        return manifest_path(self.folder).name == paths.FORMER_MANIFEST
 
     def has(self, name: str) -> bool:
         """Say whether there is a file of this name.
@@ -126,13 +126,13 @@ class Checkpoint:
         is_there = self._has_weights()
 
         def sharded(k: int) -> str | None:
-            return next(filter(is_there, (layout.model_shards(k), layout.gathered_model(k))), None)
+            return next(filter(is_there, (paths.model_shards(k), paths.gathered_model(k))), None)
 
         number = index - taken - sum(sharded(k) is not None for k in range(index))
-        names = [layout.model(number, safe) for safe in (True, False)]
+        names = [paths.model(number, safe) for safe in (True, False)]
         name = sharded(index) or next(filter(is_there, names), None)
         if name is None:
-            wanted = f"neither {names[0]} nor {names[1]} nor {layout.model_shards(index)}/"
+            wanted = f"neither {names[0]} nor {names[1]} nor {paths.model_shards(index)}/"
             raise CheckpointError(f"{self.folder} has no weights of model {index}: {wanted} is there.")
         return self.folder / name
 
@@ -142,22 +142,22 @@ class Checkpoint:
         The folder may hold other weights too, such as those of `save_model`.
         """
         named = names_of(self.folder)
-        if any(map(layout.is_model, named)):
+        if any(map(paths.is_model, named)):
             return {name.split("/")[0] for name in named}.__contains__
-        return lambda name: (self.folder / name).is_dir() if layout.is_shards(name) else self.has(name)
+        return lambda name: (self.folder / name).is_dir() if paths.is_shards(name) else self.has(name)
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Say whether a folder is a checkpoint, whole or not, and not a folder of checkpoints."""
     if manifest_path(folder).exists() or (folder / atomic.READY).is_dir():
         return True
-    return any(layout.is_known(path.name) or layout.is_shards(path.name) for path in folder.iterdir())
+    return any(paths.is_known(path.name) or paths.is_shards(path.name) for path in folder.iterdir())
 
 
 def candidates(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the newest first: by their numbers where all have one, else by their age."""
     found = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    found = [path for path in found if is_checkpoint(path) or path.name.startswith(layout.PREFIX)]
+    found = [path for path in found if is_checkpoint(path) or path.name.startswith(paths.PREFIX)]
     matches = [_NUMBER.match(path.name) for path in found]
     if len({match[1] for match in matches if match}) == 1 and all(matches):
         return sorted(found, key=lambda path: int(_NUMBER.match(path.name)[2]), reverse=True)  # type: ignore[index]

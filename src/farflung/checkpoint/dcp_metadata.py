@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from farflung.base.errors import CheckpointError
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.checkpoint.reader import DAMAGE
 from farflung.checkpoint.regular import is_file
 
@@ -40,7 +40,7 @@ def read_metadata(folder: Path) -> Metadata:
     Raises:
         CheckpointError: there is none, it is damaged, or it is something else.
     """
-    path = folder / layout.SHARDS_INDEX
+    path = folder / paths.SHARDS_INDEX
     if not is_file(path):
         raise CheckpointError(f"{path} does not exist: the checkpoint is not complete, or it is none of DCP.")
     try:
@@ -138,7 +138,7 @@ def _place(record: Any) -> SimpleNamespace:
     if said.get("transform_descriptors"):
         raise TypeError("its files are compressed")
     return SimpleNamespace(
-        relative_path=layout.inside(_text(said["relative_path"])),
+        relative_path=paths.inside(_text(said["relative_path"])),
         offset=_number(said["offset"]),
         length=_number(said["length"]),
         transform_descriptors=None,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from farflung.base.errors import ConfigError
 from farflung.base.files import WRITING
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.checkpoint.manifest import names_of
 from farflung.checkpoint.save import save_object
 from farflung.checkpoint.writer import FileWriter, without_aliases
@@ -48,13 +48,13 @@ def save_sharded(
     kept: dict[str, Any] = dict(without_aliases(state)) if safe else dict(state)
     shards = _shards(kept, limit)
     directory.mkdir(parents=True, exist_ok=True)
-    stem, ending = layout.model(0, safe).split(".")
+    stem, ending = paths.model(0, safe).split(".")
     names = [f"{stem}-{k + 1:05d}-of-{len(shards):05d}.{ending}" for k in range(len(shards))]
     if len(shards) == 1:
-        names = [layout.model(0, safe)]
+        names = [paths.model(0, safe)]
     for name, shard in zip(names, shards, strict=True):
         save_object(shard, directory / name, safe)
-    index = directory / layout.model_index(safe)
+    index = directory / paths.model_index(safe)
     if len(shards) > 1:
         where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         total = sum(_bytes_of(value) for value in kept.values())

@@ -19,7 +19,7 @@ from torch import Tensor
 from farflung.base.errors import CheckpointError, ConfigError, StateError, Unsupported
 from farflung.base.tree import leaves_of
 from farflung.base.words import in_bytes
-from farflung.checkpoint import atomic, entries, layout
+from farflung.checkpoint import atomic, entries, paths
 from farflung.checkpoint.atomic import StagedDir
 from farflung.checkpoint.checksum import sums_of
 from farflung.checkpoint.entries import Entry, FolderEntry, Staging
@@ -245,4 +245,4 @@ def _complete(folder: Path, written: dict[str, FileRecord], request: SaveRequest
             with open(folder / name, "rb") as file:
                 os.fsync(file.fileno())
         files[name] = record
-    Manifest(files=files, **request.facts).write(folder / layout.MANIFEST)
+    Manifest(files=files, **request.facts).write(folder / paths.MANIFEST)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from farflung.base.errors import CheckpointError
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.checkpoint.checksum import sums_of
 from farflung.checkpoint.regular import is_file, kind_of
 from farflung.checkpoint.writer import FileWriter
@@ -93,7 +93,7 @@ class Manifest:
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {str(error)[:200]}") from error
         for name in files:
-            layout.inside(name)
+            paths.inside(name)
         return found
 
     def misfits(self, folder: Path) -> str | None:
@@ -127,8 +127,8 @@ class Manifest:
 
 def manifest_path(folder: Path) -> Path:
     """Return where the manifest of a folder is: under the former name only where there is none of the present one."""
-    former = folder / layout.FORMER_MANIFEST
-    return former if former.exists() and not (folder / layout.MANIFEST).exists() else folder / layout.MANIFEST
+    former = folder / paths.FORMER_MANIFEST
+    return former if former.exists() and not (folder / paths.MANIFEST).exists() else folder / paths.MANIFEST
 
 
 def names_of(folder: Path) -> set[str]:

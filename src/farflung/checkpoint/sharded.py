@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 from torch.futures import Future
 
 from farflung.base.errors import CheckpointError, ConfigError
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.checkpoint.dcp_metadata import read_metadata
 from farflung.checkpoint.entries import FolderEntry
 from farflung.checkpoint.manifest import FileRecord
@@ -280,15 +280,15 @@ def merge_shards(folder: Path, target: Path, safe: bool = True, remove: bool = F
         ConfigError: there are no shards in `folder`.
         CheckpointError: they are damaged, or hold more than tensors and plain data.
     """
-    if not (folder / layout.SHARDS_INDEX).exists():
-        inner = [name for name in (layout.model_shards(0), layout.optimizer_shards(0)) if (folder / name).is_dir()]
+    if not (folder / paths.SHARDS_INDEX).exists():
+        inner = [name for name in (paths.model_shards(0), paths.optimizer_shards(0)) if (folder / name).is_dir()]
         where = f" Name {' or '.join(str(folder / name) for name in inner)} instead." if inner else ""
         raise ConfigError(f"There are no shards in {folder}.{where}")
     whole = ShardReader(folder).read_whole()
     if isinstance(whole, dict) and len(whole) == 1:  # {"model": {...}}
         whole = next(iter(whole.values()))
     target.mkdir(parents=True, exist_ok=True)
-    path = target / layout.model(0, safe)
+    path = target / paths.model(0, safe)
     save_object(whole, path, safe)
     if remove:
         shutil.rmtree(folder)
@@ -298,7 +298,7 @@ def merge_shards(folder: Path, target: Path, safe: bool = True, remove: bool = F
 class _Reader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
-            if not is_file(Path(self.path) / layout.inside(name)):
+            if not is_file(Path(self.path) / paths.inside(name)):
                 raise CheckpointError(f"{self.path} lacks the file {name}.")
         return super().read_data(plan, planner)
 

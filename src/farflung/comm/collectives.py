@@ -23,7 +23,7 @@ from farflung.base.errors import ConfigError, WrongType
 from farflung.base.forms import CannotPadNestedTensorWarning
 from farflung.base.torch_internals import foreach_add, foreach_add_, foreach_div_, foreach_maximum, foreach_mul_
 from farflung.base.tree import flatten, unflatten
-from farflung.comm import bulk
+from farflung.comm import payloads
 from farflung.comm.exchange import MAX_CAPACITY, Exchange, Packets
 from farflung.comm.group import Op
 from farflung.comm.mismatch import require_alike
@@ -87,7 +87,7 @@ def gather(exchange: Exchange, tree: Any, ragged: bool = False, at: str | None =
         require_alike(packets.headers, "Only first dimensions may differ here; use gather_object.", _beyond_first)
         return unflatten(spec, _joined_apart(exchange, packets, leaves))
     require_alike(packets.headers, "Use pad_across_processes(dim=0) or gather_object.")
-    return unflatten(spec, _joined(packets, leaves) if all(packets.arrived) else bulk.gather(exchange, leaves))
+    return unflatten(spec, _joined(packets, leaves) if all(packets.arrived) else payloads.gather(exchange, leaves))
 
 
 def gather_object(exchange: Exchange, objects: Any, at: str | None = None, name: str = "gather_object") -> Any:
@@ -143,9 +143,9 @@ def broadcast(exchange: Exchange, tree: Any, from_process: int = 0, within: str 
         packets.headers, "Every rank must pass tensors of the sender's shapes and dtypes, which are overwritten."
     )
     if not packets.arrived[from_process]:
-        bulk.broadcast(exchange, leaves, from_process)
+        payloads.broadcast(exchange, leaves, from_process)
     elif exchange.rank != from_process:
-        bulk.overwrite(leaves, packets.views(from_process))
+        payloads.overwrite(leaves, packets.views(from_process))
     return unflatten(spec, leaves)
 
 
@@ -172,7 +172,7 @@ def broadcast_object_list(exchange: Exchange, object_list: list[Any], from_proce
     if not packets.arrived[from_process]:
         (kind,) = packets.headers[from_process].kinds
         received = content if sends else torch.empty(kind[0], dtype=torch.uint8)
-        bulk.broadcast(exchange, [received], from_process)
+        payloads.broadcast(exchange, [received], from_process)
     else:
         (received,) = packets.views(from_process)
     if not sends:
@@ -222,7 +222,7 @@ def reduce(exchange: Exchange, tree: Any, reduction: str = "mean", scale: float 
     )
     op: Op = "max" if reduction == "max" else "sum"
     dtypes = [_COMPUTED_IN[x.dtype] for x in leaves]
-    reduced = _reduced(packets, dtypes, op) if all(packets.arrived) else bulk.reduce(exchange, leaves, dtypes, op)
+    reduced = _reduced(packets, dtypes, op) if all(packets.arrived) else payloads.reduce(exchange, leaves, dtypes, op)
     with torch.no_grad():
         if reduction == "mean" and reduced:
             foreach_div_(reduced, exchange.size)
@@ -295,7 +295,7 @@ def _apart(exchange: Exchange, packets: Packets, leaves: Sequence[Tensor]) -> li
     """Return each rank's leaves, by rank, as views of scratch."""
     if all(packets.arrived):
         return [packets.views(rank) for rank in range(exchange.size)]
-    return bulk.gather_apart(exchange, packets.headers, leaves)
+    return payloads.gather_apart(exchange, packets.headers, leaves)
 
 
 def _joined_apart(exchange: Exchange, packets: Packets, leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from farflung.base.enums import DynamoBackend
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.config import environ
-from farflung.config.layout import GRID, LayoutSettings, check_layout
+from farflung.config.grid import GRID, LayoutSettings, check_layout
 from farflung.config.outer import OPTIONS, Option, OuterSettings, outer_config, renamed
 from farflung.config.recipes import RECIPES
 from farflung.config.rendezvous import check_rendezvous

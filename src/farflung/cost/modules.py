@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from farflung.base.errors import ConfigError
-from farflung.cost.layout import ModelSize
+from farflung.cost.memory import ModelSize
 
 
 def size_of(model: nn.Module, classes: Iterable[str] | None = None, *, state_values: int = 2) -> ModelSize:

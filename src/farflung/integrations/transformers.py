@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from farflung.base.errors import CheckpointError, ConfigError, StateError
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.checkpoint.checksum import crc32
 from farflung.checkpoint.entries import Entry, write
 from farflung.checkpoint.reader import read_torch
@@ -117,7 +117,7 @@ class OuterCallback(TrainerCallback):
             "agreed": agreed,
         }
         write(
-            Entry(layout.outer_state(accelerator.process_index), content, origin="the outer loop"), _folder(args, state)
+            Entry(paths.outer_state(accelerator.process_index), content, origin="the outer loop"), _folder(args, state)
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -150,7 +150,7 @@ class OuterCallback(TrainerCallback):
                 f"OuterCallback: training resumes at step {state.global_step}, but there is no {folder}. Say where the "
                 "checkpoint is: TrainingArguments(resume_from_checkpoint=...)."
             )
-        path = folder / layout.outer_state(accelerator.process_index)
+        path = folder / paths.outer_state(accelerator.process_index)
         if not path.parent.is_dir():
             get_logger(__name__).warning(f"{folder} was written without an outer loop: it starts from its weights.")
             return

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from farflung.base.errors import ConfigError
-from farflung.config.layout import HOST
+from farflung.config.grid import HOST
 from farflung.config.setting import Value
 from farflung.cost.forecast import Forecast
 from farflung.cost.units import parse_count, parse_rate, parse_seconds

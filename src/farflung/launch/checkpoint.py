@@ -18,7 +18,7 @@ from torch import Tensor
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.tree import flatten
 from farflung.base.words import counted, in_bytes
-from farflung.checkpoint import atomic, layout
+from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.checkpoint import Checkpoint, candidates, is_checkpoint
 from farflung.checkpoint.checksum import sums_of
 from farflung.checkpoint.manifest import FileRecord, Manifest, manifest_path
@@ -85,10 +85,10 @@ def diff(ctx: click.Context, one: Path, other: Path) -> None:
     alone = sorted(mine ^ theirs)
     for name in alone:
         click.echo(f"{name}: only in {one if name in mine else other}")
-    both = sorted(mine & theirs - set(layout.MANIFESTS))
+    both = sorted(mine & theirs - set(paths.MANIFESTS))
     same = 0
     for name in both:
-        is_copy = not layout.is_shards(name) and sums_of(one / name) == sums_of(other / name)
+        is_copy = not paths.is_shards(name) and sums_of(one / name) == sums_of(other / name)
         lines = [] if is_copy else list(_differences(_read(one / name), _read(other / name)))
         same += not lines
         for line in lines[:_SHOWN]:
@@ -123,9 +123,9 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
         click.echo(f"Written to {target}: {counted(len(weights), 'tensor')}, {in_bytes(target.stat().st_size)}.")
         return
     there = _sizes(source)
-    names = [name for name in there if name not in layout.MANIFESTS and is_file(source / name)]
+    names = [name for name in there if name not in paths.MANIFESTS and is_file(source / name)]
     if form == "accelerate":
-        names = [name for name in names if name.split("/")[0] not in layout.FOLDERS]
+        names = [name for name in names if name.split("/")[0] not in paths.FOLDERS]
     staged = atomic.StagedDir(target, secrets.token_hex(4))
     staged.begin()
     try:
@@ -149,14 +149,14 @@ def _copy(names: list[str], found: Checkpoint, target: Path, with_manifest: bool
         files = {name: FileRecord(*sums_of(target / name)) for name in names}
         old = found.manifest or Manifest({}, world_size=sum(name.startswith("random_states_") for name in names))
         facts = {k: getattr(old, k) for k in ("step", "optimizer_steps", "iteration", "world_size", "versions")}
-        Manifest(files, written_at=time.time(), **facts).write(target / layout.MANIFEST)
+        Manifest(files, written_at=time.time(), **facts).write(target / paths.MANIFEST)
 
 
 def _weights(found: Checkpoint, index: int) -> dict[str, Any]:
     """Return a model's weights under the names of the bare model."""
-    is_model = found.folder.name == layout.model_shards(index)  # its shards alone
+    is_model = found.folder.name == paths.model_shards(index)  # its shards alone
     path = found.folder if is_model else found.model_path(index)
-    if layout.is_shards(path.name):
+    if paths.is_shards(path.name):
         state: dict[str, Any] = ShardReader(path).read_whole()["model"]
         return state
     weights = read_weights(path)
@@ -168,17 +168,17 @@ def _weights(found: Checkpoint, index: int) -> dict[str, Any]:
 def _units(folder: Path) -> set[str]:
     """Return the names of the files in a checkpoint; those of shards that belong together count as their folder."""
     names = ((name, name.split("/")[0]) for name in _sizes(folder))
-    return {first if layout.is_shards(first) else name for name, first in names}
+    return {first if paths.is_shards(first) else name for name, first in names}
 
 
 def _has_model(folder: Path) -> bool:
     """Say whether there are weights of a model in a folder, which may be that of its shards."""
-    return any(layout.is_model(name) or layout.is_model(f"{folder.name}/{name}") for name in _sizes(folder))
+    return any(paths.is_model(name) or paths.is_model(f"{folder.name}/{name}") for name in _sizes(folder))
 
 
 def _is_verified(path: Path) -> bool:
     """Read a file, or a folder of shards, and say whether there was a manifest to check it against."""
-    if layout.is_shards(path.name) and manifest_path(path).exists():
+    if paths.is_shards(path.name) and manifest_path(path).exists():
         Checkpoint.open(path).verify()
         return True
     _read(path)
@@ -186,11 +186,11 @@ def _is_verified(path: Path) -> bool:
 
 
 def _read(path: Path) -> Any:
-    if layout.is_shards(path.name):
+    if paths.is_shards(path.name):
         return ShardReader(path).read_whole()
     if path.suffix == ".safetensors":
         return read_weights(path)
-    if layout.is_torch(path.name):
+    if paths.is_torch(path.name):
         return read_torch(path)
     return path.read_bytes() if is_file(path) else b""
 
@@ -267,7 +267,7 @@ def _checkpoints(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: there are none.
     """
-    inner = folder / layout.CHECKPOINTS
+    inner = folder / paths.CHECKPOINTS
     found = candidates(folder) or (candidates(inner) if inner.is_dir() else [])
     if not found:
         raise CheckpointError(f"There is no checkpoint in {folder}. Name a checkpoint, or the folder of a project.")

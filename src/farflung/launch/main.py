@@ -31,7 +31,7 @@ CHECKPOINT = {
 # Accelerate's commands that have no counterpart of their name -> what to do instead.
 ELSEWHERE = {
     "test": "Try `farflung demo --steps 60 --size tiny`, which trains with two processes.",
-    "estimate-memory": "Use `farflung.cost.layout.estimate`, which says what a rank needs.",
+    "estimate-memory": "Use `farflung.cost.memory.estimate`, which says what a rank needs.",
     "merge-weights": "Use `farflung checkpoint convert --to state-dict`.",
     "to-fsdp2": "It is not needed: `farflung launch` reads files for FSDP version 1 as they are.",
     "tpu-config": "Use torch_xla's own launcher.",

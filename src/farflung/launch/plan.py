@@ -18,8 +18,8 @@ from uuid import uuid4
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted, plural
 from farflung.config import environ
+from farflung.config.grid import check_layout
 from farflung.config.launch import LaunchSettings, rank_variables
-from farflung.config.layout import check_layout
 from farflung.launch.network import (
     DEFAULT_PORT,
     Interface,

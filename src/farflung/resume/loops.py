@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from farflung.base.errors import CheckpointError
 from farflung.base.words import counted
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.resume import lazy, models
 from farflung.resume.part import Loading, Part, Saving
 from farflung.resume.run import Run
@@ -29,7 +29,7 @@ class OuterLoops(Part):
         loops = [*(loop.state_dict() for loop in outers.live), *outers.waiting]
         if not loops and (saving.leads or not self.run.replicas_differ):
             return {}
-        return {layout.outer_state(self.run.world.rank): {"loops": loops}}
+        return {paths.outer_state(self.run.world.rank): {"loops": loops}}
 
     def read(self, source: Loading) -> None:
         self._check_columns(source)
@@ -47,7 +47,7 @@ class OuterLoops(Part):
     def _check_columns(self, source: Loading) -> None:
         """Raise CheckpointError where outer loops were over other shards than those that are here."""
         rank = 0 if source.is_other else source.rank
-        if not source.checkpoint.has(layout.outer_state(rank)):
+        if not source.checkpoint.has(paths.outer_state(rank)):
             return
         before, here = _columns((source.first or {}).get("spread")), _columns(self.run.spread)
         if before != here:
@@ -62,7 +62,7 @@ class OuterLoops(Part):
         """Merge the loops of the ranks that held the same shards as this one does."""
         spread = self.run.spread
         column = 0 if spread is None else spread[0].index(source.rank)
-        names = [layout.outer_state(rank) for rank in range(column, source.old_size, _columns(spread))]
+        names = [paths.outer_state(rank) for rank in range(column, source.old_size, _columns(spread))]
         if not all(map(source.checkpoint.has, names)):
             return
         columns = zip(*(source.checkpoint.read(name)["loops"] for name in names), strict=True)

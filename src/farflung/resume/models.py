@@ -18,7 +18,7 @@ from farflung.base.errors import CheckpointError
 from farflung.base.forms import memory_of
 from farflung.base.torch_internals import COMPILED_FROM, changes_what_it_loads, passing_buffers
 from farflung.base.words import counted
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.reader import read_weights
@@ -40,7 +40,7 @@ class Models(Part):
 
     def gather(self, saving: Saving) -> None:
         self._gathered = {
-            k: gathered_model(model, model_shards(model), saving.writes(layout.model(k)))
+            k: gathered_model(model, model_shards(model), saving.writes(paths.model(k)))
             for k, model in enumerate(self.run.bare_models)
             if model_has_dtensor(model)
         }
@@ -58,13 +58,13 @@ class Models(Part):
             elif waiting and not model_has_dtensor(model):
                 whole.append(waiting.pop(0))
         entries = [
-            Entry(layout.model(k, saving.safe), state, saving.safe, f"model {k}") for k, state in enumerate(whole)
+            Entry(paths.model(k, saving.safe), state, saving.safe, f"model {k}") for k, state in enumerate(whole)
         ]
         return [entry for entry in entries if saving.writes(entry.name)]
 
     def sharded(self) -> Mapping[str, dict[str, Any]]:
         models = enumerate(self.run.bare_models)
-        return {layout.model_shards(k): {"model": model_shards(one)} for k, one in models if model_has_dtensor(one)}
+        return {paths.model_shards(k): {"model": model_shards(one)} for k, one in models if model_has_dtensor(one)}
 
     def begin(self, source: Loading) -> None:
         whole = [model for _, model in self._places if not model_has_dtensor(model)]
@@ -96,7 +96,7 @@ class OwnBuffers(Part):
             "buffers": [] if saving.leads else [saved_buffers(model) for model in models],
             "asks_for_buffers": [getattr(model, "require_forward_param_sync", None) for model in models],
         }
-        return {layout.loop_state(self.run.world.rank): state}
+        return {paths.loop_state(self.run.world.rank): state}
 
     def read(self, source: Loading) -> None:
         self._own = source.own
@@ -183,7 +183,7 @@ def read_model(model: nn.Module, checkpoint: Checkpoint, index: int, strict: boo
         CheckpointError: they are missing, damaged, or of another model.
     """
     path = checkpoint.model_path(index, taken)
-    if layout.is_shards(path.name):
+    if paths.is_shards(path.name):
         return _read_shards(model, path, strict)
     named = fitted(model, read_weights(path), path, strict)
     own = model.state_dict()

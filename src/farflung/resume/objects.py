@@ -16,7 +16,7 @@ from torch import Tensor
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.tree import leaves_of
 from farflung.base.words import counted
-from farflung.checkpoint import layout, rng
+from farflung.checkpoint import paths, rng
 from farflung.checkpoint.entries import Entry
 from farflung.comm.shards import is_sharded
 from farflung.data.resume.position import NOTHING_READ, with_present_keys
@@ -28,20 +28,20 @@ class Schedulers(Part):
 
     def replicated(self, saving: Saving) -> Iterable[Entry]:
         for k, one in enumerate(self.run.registry.schedulers):
-            if saving.writes(layout.scheduler(k)):
-                yield Entry(layout.scheduler(k), one.state_dict(), origin=type(one.scheduler).__name__)
+            if saving.writes(paths.scheduler(k)):
+                yield Entry(paths.scheduler(k), one.state_dict(), origin=type(one.scheduler).__name__)
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
         if saving.leads or not self.run.replicas_differ:
             return {}
         states = [one.state_dict() for one in self.run.registry.schedulers]
-        return {layout.outer_state(self.run.world.rank): {"schedulers": states}}
+        return {paths.outer_state(self.run.world.rank): {"schedulers": states}}
 
     def read(self, source: Loading) -> None:
         self._states = []
         for k, _ in enumerate(self.run.registry.schedulers):
             own = source.apart_of("schedulers", k)
-            self._states.append(source.checkpoint.read(layout.scheduler(k)) if own is None else own)
+            self._states.append(source.checkpoint.read(paths.scheduler(k)) if own is None else own)
 
     def load(self, undo: list[Undo]) -> None:
         for scheduler, state in zip(self.run.registry.schedulers, self._states, strict=True):
@@ -53,18 +53,18 @@ class Registered(Part):
 
     def replicated(self, saving: Saving) -> Iterable[Entry]:
         for k, one in enumerate(self.run.custom):
-            if saving.writes(layout.custom(k)):
-                yield Entry(layout.custom(k), _state_of(one), origin=f"the registered {type(one).__name__}")
+            if saving.writes(paths.custom(k)):
+                yield Entry(paths.custom(k), _state_of(one), origin=f"the registered {type(one).__name__}")
 
     def read(self, source: Loading) -> None:
-        saved, here = sum(map(layout.is_custom, source.checkpoint.names())), len(self.run.custom)
+        saved, here = sum(map(paths.is_custom, source.checkpoint.names())), len(self.run.custom)
         if saved != here:
             raise CheckpointError(
                 f"{source.checkpoint.folder} has the state of {counted(saved, 'registered object')}, but here there "
                 f"are {here}. Call register_for_checkpointing for the same objects, in the same order, before "
                 "load_state."
             )
-        self._states = [source.checkpoint.read(layout.custom(k)) for k in range(saved)]
+        self._states = [source.checkpoint.read(paths.custom(k)) for k in range(saved)]
 
     def load(self, undo: list[Undo]) -> None:
         for one, state in zip(self.run.custom, self._states, strict=True):
@@ -87,17 +87,17 @@ class Scaler(Part):
 
     def replicated(self, saving: Saving) -> Iterable[Entry]:
         precision = self.run.precision
-        if precision.scaler is not None and saving.writes(layout.SCALER):
-            yield Entry(layout.SCALER, precision.state_dict(self.run.bare_optimizers)["after_update"])
+        if precision.scaler is not None and saving.writes(paths.SCALER):
+            yield Entry(paths.SCALER, precision.state_dict(self.run.bare_optimizers)["after_update"])
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
         state = self.run.precision.state_dict(self.run.bare_optimizers)
-        return {layout.loop_state(self.run.world.rank): {"precision": state}}
+        return {paths.loop_state(self.run.world.rank): {"precision": state}}
 
     def read(self, source: Loading) -> None:
         self._state: dict[str, Any] | None = None
         if self.run.precision.scaler is not None:
-            whole = {"scaler": source.checkpoint.read(layout.SCALER)}
+            whole = {"scaler": source.checkpoint.read(paths.SCALER)}
             self._state = (None if source.first is None else source.first["precision"]) or whole
 
     def load(self, undo: list[Undo]) -> None:
@@ -113,14 +113,14 @@ class Loaders(Part):
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
         states = [loader.state_dict() for loader in self.run.registry.loaders]
-        return {layout.loop_state(self.run.world.rank): {"loaders": states}}
+        return {paths.loop_state(self.run.world.rank): {"loaders": states}}
 
     def read(self, source: Loading) -> None:
         loaders = self.run.registry.loaders
         own = source.first
         self._states: list[dict[str, Any]] = [] if own is None else list(own["loaders"])
         if own is None:
-            if any(source.checkpoint.folder.glob(layout.TORCHDATA_LOADERS)):
+            if any(source.checkpoint.folder.glob(paths.TORCHDATA_LOADERS)):
                 source.notes.append(
                     "what it says of loaders is torchdata's and is not read, so their data start over. Use "
                     "skip_first_batches"
@@ -170,11 +170,11 @@ class RandomStates(Part):
     """Each rank's own: rank r draws on where old rank r stood, and ranks that there were none of begin their own."""
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
-        return {layout.random_states(self.run.world.rank): {"step": self.run.loop.step, **rng.read()}}
+        return {paths.random_states(self.run.world.rank): {"step": self.run.loop.step, **rng.read()}}
 
     def read(self, source: Loading) -> None:
         self._has_own = source.is_other or source.own is not None
-        name = layout.random_states(source.rank % source.old_size)
+        name = paths.random_states(source.rank % source.old_size)
         self._states = source.checkpoint.read(name) if source.is_other else source.checkpoint.read_if_there(name)
         self._notes = source.notes
         if self._states is None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.tree import leaves_of, rebuilt
 from farflung.base.words import counted
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.reader import DAMAGE, read_torch
 from farflung.comm.shards import full, is_sharded, local, spread_like, with_local
@@ -41,21 +41,21 @@ class Optimizers(Part):
 
     def gather(self, saving: Saving) -> None:
         self._gathered = {
-            k: gathered_optimizer(one, saving.writes(layout.optimizer(k)))
+            k: gathered_optimizer(one, saving.writes(paths.optimizer(k)))
             for k, one in enumerate(self._optimizers)
             if has_shards(one)
         }
 
     def replicated(self, saving: Saving) -> Iterable[Entry]:
         for k, one in enumerate(self._optimizers):
-            name = layout.optimizer(k)
+            name = paths.optimizer(k)
             if saving.writes(name) and (k in self._gathered or not has_shards(one)):
                 yield Entry(name, self._gathered.get(k) or one.state_dict(), origin=type(one.optimizer).__name__)
 
     def sharded(self) -> Mapping[str, dict[str, Any]]:
         models = self.run.bare_models
         return {
-            layout.optimizer_shards(k): for_shards(by_name(one.state_dict(), parameter_names(models, one)))
+            paths.optimizer_shards(k): for_shards(by_name(one.state_dict(), parameter_names(models, one)))
             for k, one in enumerate(self._optimizers)
             if has_shards(one)
         }
@@ -64,7 +64,7 @@ class Optimizers(Part):
         if saving.leads or not self.run.replicas_differ:
             return {}
         states = [local_optimizer(one) if one.is_own else None for one in self._optimizers]
-        return {layout.outer_state(self.run.world.rank): {"optimizers": states}}
+        return {paths.outer_state(self.run.world.rank): {"optimizers": states}}
 
     def read(self, source: Loading) -> None:
         folder, manifest = source.checkpoint.folder, source.checkpoint.manifest
@@ -78,7 +78,7 @@ class Optimizers(Part):
                 state = read_optimizer(self.run.bare_models, one, folder, k)
             else:
                 state = from_local(own, one)
-            _check_groups(state, one, folder / layout.optimizer(k))
+            _check_groups(state, one, folder / paths.optimizer(k))
             self._states.append(state)
 
     def load(self, undo: list[Undo]) -> None:
@@ -265,8 +265,8 @@ def read_optimizer(models: Sequence[nn.Module], optimizer: Any, folder: Path, in
     Raises:
         CheckpointError: it is missing, damaged, or of another optimizer.
     """
-    shards = folder / layout.optimizer_shards(index)
-    path = shards if shards.is_dir() else folder / layout.optimizer(index)
+    shards = folder / paths.optimizer_shards(index)
+    path = shards if shards.is_dir() else folder / paths.optimizer(index)
     try:
         if shards.is_dir():
             return _read_optimizer_shards(models, optimizer, shards)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from farflung.base.words import counted, numbered
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.entries import Entry, Staging
 from farflung.resume.run import Run
@@ -65,12 +65,12 @@ class Loading:
     @cached_property
     def own(self) -> dict[str, Any] | None:
         """What this rank alone knew; None where another number of ranks, or another program, wrote the checkpoint."""
-        return None if self.is_other else self.checkpoint.read_if_there(layout.loop_state(self.rank))
+        return None if self.is_other else self.checkpoint.read_if_there(paths.loop_state(self.rank))
 
     @cached_property
     def owns(self) -> list[dict[str, Any]]:
         """What each of the ranks that wrote it knew."""
-        return [self.checkpoint.read(layout.loop_state(rank)) for rank in range(self.old_size)]
+        return [self.checkpoint.read(paths.loop_state(rank)) for rank in range(self.old_size)]
 
     @property
     def first(self) -> dict[str, Any] | None:
@@ -80,7 +80,7 @@ class Loading:
     @cached_property
     def apart(self) -> dict[str, Any]:
         """What this rank had of its own because replicas train apart: outer loops, and states that are usually one."""
-        found = None if self.is_other else self.checkpoint.read_if_there(layout.outer_state(self.rank))
+        found = None if self.is_other else self.checkpoint.read_if_there(paths.outer_state(self.rank))
         return found or {}
 
     def apart_of(self, kind: str, index: int) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from farflung.base.errors import CheckpointError
 from farflung.base.torch_internals import set_unreduced_gradient, sharded_parameters, unreduced_gradient
 from farflung.base.words import counted
-from farflung.checkpoint import layout
+from farflung.checkpoint import paths
 from farflung.comm.shards import is_sharded, local, sharded_parts, with_local
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.resume.optimizers import parameters
@@ -41,7 +41,7 @@ class Window(Part):
             "optimizers": [{"is_own": one.is_own, "was_skipped": one.step_was_skipped} for one in optimizers],
             **_gradients_of(run),
         }
-        return {layout.loop_state(run.world.rank): state}
+        return {paths.loop_state(run.world.rank): state}
 
     def read(self, source: Loading) -> None:
         own = _redistributed(source.owns, source.notes) if source.is_other else source.own
