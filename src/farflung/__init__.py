@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from farflung.data.prepare import skip_first_batches as skip_first_batches
     from farflung.integrations.as_accelerate import install_as_accelerate as install_as_accelerate
     from farflung.launch.notebook import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
-    from farflung.outer.named import OuterConfig as OuterConfig
+    from farflung.outer.arguments import OuterConfig as OuterConfig
     from farflung.process.seed import synchronize_rng_states as synchronize_rng_states
     from farflung.tools.memory import find_executable_batch_size as find_executable_batch_size
 
@@ -71,7 +71,7 @@ _WHERE = {
         "data.prepare": "skip_first_batches",
         "integrations.as_accelerate": "install_as_accelerate",
         "launch.notebook": "debug_launcher notebook_launcher",
-        "outer.named": "OuterConfig",
+        "outer.arguments": "OuterConfig",
         "process.seed": "synchronize_rng_states",
         "tools.memory": "find_executable_batch_size",
     }.items()

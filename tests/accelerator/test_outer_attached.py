@@ -13,7 +13,7 @@ from farflung import Accelerator, GradScalerKwargs, OuterConfig, utils
 from farflung.base.errors import ConfigError
 from farflung.comm import collectives
 from farflung.local_sgd import LocalSGD
-from farflung.outer.named import recipe_of
+from farflung.outer.arguments import recipe_of
 from farflung.process import world
 from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks

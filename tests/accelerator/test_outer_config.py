@@ -29,7 +29,7 @@ from farflung.outer import (
     quadratic,
     sparse_loco,
 )
-from farflung.outer.named import recipe_of
+from farflung.outer.arguments import recipe_of
 from farflung.state import AcceleratorState
 
 VALUES = {

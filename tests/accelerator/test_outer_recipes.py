@@ -2,7 +2,7 @@
 """`Accelerator(outer=...)` with every recipe, and from a checkpoint that was written in the middle of a round."""
 
 from farflung import OuterConfig
-from farflung.outer.named import MAKERS
+from farflung.outer.arguments import MAKERS
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from tests.accelerator.test_outer_attached import DILOCO, alike, one_epoch, one_step, prepared, weights

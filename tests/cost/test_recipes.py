@@ -39,7 +39,7 @@ from farflung.outer import (
     sparse_loco,
     streaming_diloco,
 )
-from farflung.outer.named import recipe_of
+from farflung.outer.arguments import recipe_of
 from farflung.state import AcceleratorState
 from farflung.testing.sim import run_replicas
 

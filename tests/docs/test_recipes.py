@@ -9,7 +9,7 @@ import pytest
 
 from farflung.config.recipes import RECIPES
 from farflung.outer import ByWork, ErrorFeedback, Recipe, Warmup, recipes
-from farflung.outer.named import OuterConfig, recipe_of
+from farflung.outer.arguments import OuterConfig, recipe_of
 from tests.accelerator.test_outer_recipes import EVERY_RECIPE
 
 DOCS = Path(__file__).parent.parent.parent / "docs"

@@ -23,7 +23,7 @@ from farflung.comm.ddp_hook import average_hook
 from farflung.config import environ
 from farflung.integrations.data_parallel import DDPTakeover
 from farflung.outer import OuterLoop
-from farflung.outer.named import OuterConfig, recipe_of
+from farflung.outer.arguments import OuterConfig, recipe_of
 from farflung.testing.ranks import run_ranks
 from tests.outer.islands import Grid
 from tests.outer.replicas import same

@@ -13,7 +13,7 @@ from farflung import Accelerator
 from farflung.base.errors import ConfigError
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.outer import OuterLoop, local_sgd
-from farflung.outer.named import OuterConfig
+from farflung.outer.arguments import OuterConfig
 from farflung.outer.stats import Stats
 from farflung.testing.ranks import run_ranks
 

@@ -12,8 +12,8 @@ from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
 from farflung.loop.scheduler import planned_updates
 from farflung.outer import OuterLoop, diloco, eager_diloco, edit, local_sgd, post_local_sgd, streaming_diloco
+from farflung.outer.arguments import OuterConfig, recipe_of
 from farflung.outer.momentum import GrowingMomentumSGD, momentum_of
-from farflung.outer.named import OuterConfig, recipe_of
 
 
 def test_the_momentum_of_a_round_is_what_the_page_says():

@@ -12,7 +12,7 @@ from farflung.base.errors import ConfigError
 from farflung.codec.named import CODECS as MADE, codec_of
 from farflung.config.outer import CODECS
 from farflung.outer import ErrorFeedback, OuterLoop, diloco
-from farflung.outer.named import MAKERS, chosen_recipe, recipe_of
+from farflung.outer.arguments import MAKERS, chosen_recipe, recipe_of
 from farflung.testing.simulate import simulate
 
 NEED_A_CHOICE = {"hierarchical": ({2: None},), "post_local_sgd": (1,), "quadratic": (2, 0.1)}

@@ -34,7 +34,7 @@ from farflung.outer import (
     sparse_loco,
     streaming_diloco,
 )
-from farflung.outer.named import OuterConfig
+from farflung.outer.arguments import OuterConfig
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 

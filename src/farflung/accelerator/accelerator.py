@@ -72,7 +72,7 @@ from farflung.strategy.choose import choose_strategy
 if TYPE_CHECKING:
     from farflung.config.parallelism import ParallelismConfig
     from farflung.config.sharding import FullyShardedDataParallelPlugin
-    from farflung.outer.named import OuterConfig
+    from farflung.outer.arguments import OuterConfig
 
 
 class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, TrackerMethods, ProcessControl):

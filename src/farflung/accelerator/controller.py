@@ -22,7 +22,7 @@ from farflung.process.world import World
 from farflung.strategy.base import Strategy
 
 if TYPE_CHECKING:
-    from farflung.outer.named import OuterConfig
+    from farflung.outer.arguments import OuterConfig
 
 
 class OuterController:

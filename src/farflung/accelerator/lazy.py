@@ -32,14 +32,14 @@ if TYPE_CHECKING:
         enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
         fsdp_from_environment as fsdp_from_environment,
     )
-    from farflung.outer.asked import check_model as check_model
-    from farflung.outer.engine import OuterLoop as OuterLoop
-    from farflung.outer.named import (
+    from farflung.outer.arguments import (
         OuterConfig as OuterConfig,
+        check_model as check_model,
         chosen_recipe as chosen_recipe,
         named_outer as named_outer,
         recipe_of as recipe_of,
     )
+    from farflung.outer.engine import OuterLoop as OuterLoop
     from farflung.outer.recipes import local_sgd as local_sgd
     from farflung.precision.fp8 import Float8 as Float8
     from farflung.tools.memory import release_memory as release_memory
@@ -61,9 +61,8 @@ _WHERE = {
         "config.outer": "renamed",
         "config.parallelism": "ParallelismConfig parallelism_from_environment",
         "config.sharding": "FullyShardedDataParallelPlugin enable_fsdp_ram_efficient_loading fsdp_from_environment",
-        "outer.asked": "check_model",
         "outer.engine": "OuterLoop",
-        "outer.named": "OuterConfig chosen_recipe named_outer recipe_of",
+        "outer.arguments": "OuterConfig check_model chosen_recipe named_outer recipe_of",
         "outer.recipes": "local_sgd",
         "precision.fp8": "Float8",
         "tools.memory": "release_memory",

@@ -27,8 +27,8 @@ from farflung.process.world import World
 from farflung.strategy.base import Strategy
 
 if TYPE_CHECKING:
+    from farflung.outer.arguments import OuterConfig
     from farflung.outer.engine import OuterLoop
-    from farflung.outer.named import OuterConfig
     from farflung.outer.recipe import Recipe
 
 

@@ -31,7 +31,7 @@ from farflung.precision.amp import choose_precision
 from farflung.precision.base import Precision
 
 if TYPE_CHECKING:
-    from farflung.outer.named import OuterConfig
+    from farflung.outer.arguments import OuterConfig
 
 _HANDLERS = (
     AutocastKwargs,

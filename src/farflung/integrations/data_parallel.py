@@ -41,9 +41,9 @@ from farflung.config import environ
 from farflung.config.launch import launched_outer
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.loop.scheduler import planned_updates
+from farflung.outer.arguments import OuterConfig, recipe_of
 from farflung.outer.data_parallel import LocalDDP
 from farflung.outer.engine import OuterLoop
-from farflung.outer.named import OuterConfig, recipe_of
 from farflung.process import world as slot
 from farflung.process.failure import OUTER_ATTACHED, leave_note
 from farflung.process.mesh import Mesh, make_mesh, replicas_here, require_replicas, stated_island_size

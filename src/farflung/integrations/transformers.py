@@ -18,8 +18,8 @@ from farflung.checkpoint.checksum import crc32
 from farflung.checkpoint.entries import Entry, write
 from farflung.checkpoint.reader import read_torch
 from farflung.integrations.rounds import RoundFigures
+from farflung.outer.arguments import OuterConfig, chosen_recipe
 from farflung.outer.engine import OuterLoop
-from farflung.outer.named import OuterConfig, chosen_recipe
 from farflung.outer.recipe import Recipe
 from farflung.process.log import get_logger
 

@@ -75,7 +75,7 @@ def _check_recipe(resolved: Resolved, plan: Plan) -> None:
     if config is None:
         return
     with torch_is_loaded(plan.variables):
-        named = import_module("farflung.outer.named")
+        named = import_module("farflung.outer.arguments")
     try:
         named.OuterConfig(config.recipe, **config.given())
     except ConfigError as error:

@@ -29,10 +29,9 @@ from farflung.base.sizes import bucket_bytes_for
 from farflung.base.torch_internals import COMPILED_FROM
 from farflung.comm.group import Group
 from farflung.comm.shards import model_has_dtensor, reshard
-from farflung.outer.asked import check_same, check_shard, check_state, checked, one_number
+from farflung.outer.arguments import OuterConfig, check_same, check_shard, check_state, checked, one_number
 from farflung.outer.data_parallel import LocalDDP, check_ranks
 from farflung.outer.membership import Membership, fixed_membership
-from farflung.outer.named import OuterConfig
 from farflung.outer.recipe import Recipe
 from farflung.outer.rounds import Rounds
 from farflung.outer.schedule import Action, Apply, Clock, Launch

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from farflung.base.checks import wrong_type
 from farflung.base.tree import flatten, unflatten
-from farflung.outer.asked import check_shard, check_state
+from farflung.outer.arguments import check_shard, check_state
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from farflung.base.checks import check_number, check_whole, wrong_type
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm.group import SoloGroup
+from farflung.outer.arguments import OuterConfig, chosen_recipe
 from farflung.outer.engine import OuterLoop
 from farflung.outer.membership import Epoch, Needs, open_epoch
-from farflung.outer.named import OuterConfig, chosen_recipe
 from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import post_local_sgd
 from farflung.outer.stats import Round, Stats

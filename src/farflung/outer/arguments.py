@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of an outer loop's arguments, made before anything is exchanged."""
+"""An outer loop's arguments: recipes by name, `OuterConfig`, and checks of all of them before anything is exchanged."""
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
-from typing import cast
+from dataclasses import replace
+from inspect import signature
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import farflung.outer.recipes as recipes
 from farflung.base.checks import (
     check_callable,
     check_number,
     check_protocol,
     check_type,
     check_whole,
+    check_word,
     shown,
     wrong_type,
 )
@@ -25,11 +30,139 @@ from farflung.base.words import counted, numbered
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import is_sharded, meshes
 from farflung.comm.torch_group import TorchGroup
-from farflung.outer.named import OuterConfig, chosen_recipe
+from farflung.config.outer import MACHINE, OuterSettings
+from farflung.outer.inner import AverageState, Inner, KeepState, ResetState
 from farflung.outer.recipe import Recipe
 
 _PARTS = re.compile(r"[;,] (?![^(]*\))")  # of a description: commas that are not within parentheses
 _STATE = ("description", "position", "synced", "began", "seconds", "lr", "stats", "rounds")
+MAKERS: Mapping[str, Callable[..., Recipe]] = {name: getattr(recipes, name) for name in recipes.__all__}
+_INNER: Mapping[str, Callable[[], Inner]] = {"keep": KeepState, "reset": ResetState, "average": AverageState}
+
+
+class OuterConfig(OuterSettings):
+    """An outer loop by the names of its recipe and options: `Accelerator(outer=OuterConfig("diloco", every=32))`.
+
+    Args:
+        recipe: the name of a recipe: that of its function in `farflung.outer`.
+        options: the arguments of that function as plain values, and those below. What is left out, or None, is left to
+            the recipe. `codec` is one of `none` (as it is), `bf16`, `fp16`, `int8`, `int4`, `fp8`, `e3m0` and `topk`.
+            `levels` of `hierarchical` may be a text, `4:machine,64:all`, and may say `machine` for the ranks of a
+            machine: `{4: "machine", 64: None}`.
+        weigh_by: weight replicas by their `steps`, or by the `items` in them: those passed to `backward(num_items=)`,
+            or else the samples of their batches.
+        anchor_on_cpu: keep the anchor and the outer optimizer's state in host memory.
+        inner: what a round does with the inner optimizer's state: `keep` (each rank its own), `reset`, `average`.
+        bucket_bytes: bucket size; see `OuterLoop`. Larger buckets pay off on fast links with high latency.
+        steps: optimizer steps of the whole run, if known: fewer than one round are refused, and fewer than ten rounds
+            get a warning.
+        log: a file to which the main process appends a line of JSON for each round; with `{rank}` in its name, one
+            file per rank.
+        report: when the main process prints a line about the rounds on stderr: `round` (after each), a number of
+            seconds, or `off`; `auto`, the default, is every 5 seconds on a terminal, else each round.
+
+    An option can be read as an attribute, `config.every`; it is None if it is left to the recipe.
+
+    Raises:
+        ConfigError: an unknown recipe, a missing or unknown option, or what the recipe refuses.
+    """
+
+    def __init__(self, recipe: str, **options: Any) -> None:
+        super().__init__(recipe, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the recipe warns when it is used
+            recipe_of(self, local_size=2)
+
+
+def named_outer(name: str, outer: OuterConfig | str) -> OuterConfig:
+    """Return `outer`, or the settings of the recipe that it names, with its defaults.
+
+    Args:
+        name: the argument's name, for the error.
+
+    Raises:
+        ConfigError: it is neither, or there is no such recipe.
+    """
+    if isinstance(outer, str):
+        check_word(name, outer, MAKERS)
+        return OuterConfig(outer)
+    if not isinstance(outer, OuterConfig):
+        called = getattr(outer, "__name__", None)
+        example = called if called in MAKERS else "diloco"
+        raise wrong_type(name, outer, f"an OuterConfig({example!r}, every=32) or a recipe's name, such as {example!r}")
+    return outer
+
+
+def chosen_recipe(recipe: Recipe | OuterConfig | str, local_size: int = 1) -> Recipe:
+    """Return `recipe`, or the one that a name or settings stand for.
+
+    Args:
+        local_size: number of ranks on this machine.
+
+    Raises:
+        ConfigError: it is none of the three, or there is no such recipe.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, (OuterConfig, str)):
+        return recipe_of(named_outer("recipe", recipe), local_size)
+    called = getattr(recipe, "__name__", None)
+    example = f"{called if called in MAKERS else 'diloco'}(every=32)"
+    raise wrong_type("recipe", recipe, f"a recipe, such as {example}, or the name of one, such as 'diloco'")
+
+
+def recipe_of(config: OuterSettings, local_size: int) -> Recipe:
+    """Return the recipe that `config` names, with its options.
+
+    Args:
+        local_size: number of ranks on this machine.
+
+    Raises:
+        ConfigError: a value is out of its range, or the parts do not go together.
+    """
+    options = config.given()
+    for about_output in ("log", "report"):
+        options.pop(about_output, None)
+    steps = options.pop("steps", None)
+    if "levels" in options:
+        options["levels"] = _resolved(options["levels"], local_size)
+    names = ("weigh_by", "anchor_on_cpu", "inner", "bucket_bytes")
+    parts = {name: options.pop(name) for name in names if name in options}
+    if "inner" in parts:
+        parts["inner"] = _INNER[parts["inner"]]()
+    make = MAKERS[config.recipe]
+    recipe = make(**options)
+    if steps is not None:
+        rounds = _rounds_in(steps, recipe)
+        if rounds is not None and "rounds" in signature(make).parameters:
+            recipe = make(**{"rounds": rounds} | options)
+    return replace(recipe, **parts) if parts else recipe
+
+
+def _rounds_in(steps: int, recipe: Recipe) -> int | None:
+    """Return how many rounds so many steps are, None if that depends on a clock; warn if they are few.
+
+    Raises:
+        ConfigError: they are no round.
+    """
+    check_whole("steps", steps, least=1)
+    every = recipe.every
+    if every is None:
+        return None
+    if steps - recipe.warmup < every:
+        warm = f" after a warm-up of {recipe.warmup}" if recipe.warmup else ""
+        raise ConfigError(f"steps is {steps}, and the first round comes after {every}{warm}. Choose a smaller every.")
+    said = recipe.few_rounds(steps)
+    if said:
+        warnings.warn(said, stacklevel=4)
+    return (steps - recipe.warmup) // every
+
+
+def _resolved(levels: Mapping[int, Any], local_size: int) -> dict[int, int | None]:
+    """Replace `machine` by the number of its ranks; a machine with one rank has no such level."""
+    if local_size == 1:
+        levels = {every: size for every, size in levels.items() if size != MACHINE}
+    return {every: local_size if size == MACHINE else size for every, size in levels.items()}
 
 
 def check_model(model: object) -> None:
