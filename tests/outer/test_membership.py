@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
 from farflung.outer import OuterLoop, diloco, eager_diloco, edit, gossip, local_sgd, quadratic, streaming_diloco
-from farflung.outer.membership import open_epoch
+from farflung.outer.membership import FixedMembership, open_epoch
 from farflung.testing.sim import SimGroup, run_replicas
 
 EVERY, LR, MOMENTUM, STEPS = 3, 0.5, 0.5, 12
@@ -190,3 +191,10 @@ def test_replicas_come_and_go_under_other_recipes(name):
 def test_replicas_come_while_rounds_are_under_way(recipe):
     ends = [path[-1] for path, _ in run_replicas(train, 4, [0, 1, 2], recipe, None, 0, 2 * STEPS)]
     assert len(set(ends)) == 1
+
+
+def test_who_takes_part_is_said_once():
+    with pytest.raises(ConfigError, match="takes no group and no island beside it"):
+        OuterLoop(Two(), DILOCO, SoloGroup(), membership=FixedMembership(SoloGroup(), SoloGroup()))
+    with pytest.raises(ConfigError, match="membership"):
+        OuterLoop(Two(), DILOCO, membership="all")

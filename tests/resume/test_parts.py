@@ -9,6 +9,7 @@ from farflung import Accelerator
 from farflung.base.errors import CheckpointError
 from farflung.checkpoint import paths
 from farflung.outer import local_sgd
+from farflung.resume import table
 from farflung.resume.part import Part
 from farflung.resume.table import PARTS
 from farflung.testing.ranks import run_ranks
@@ -42,7 +43,7 @@ class Failing(Part):
 
 def mark(folder, value):
     """Save with a mark of this rank's own, and load again with another one."""
-    PARTS.append(Marks)
+    table.PARTS = (*PARTS, Marks)
     accelerator = Accelerator(cpu=True)
     Marks.here = value + accelerator.process_index
     accelerator.save_state(folder)
@@ -51,8 +52,7 @@ def mark(folder, value):
 
 def marks(folder):
     """Load into a run without a mark; return the mark, or the error and the mark that stayed."""
-    if Marks not in PARTS:
-        PARTS.append(Marks)
+    table.PARTS = (*PARTS, Marks)
     Marks.here = 0
     try:
         Accelerator(cpu=True).load_state(folder)
@@ -73,12 +73,12 @@ def test_what_a_part_refuses_changes_nothing_on_any_rank(tmp_path):
 
 
 def test_what_was_loaded_is_undone_where_a_later_part_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr("farflung.resume.table.PARTS", [*PARTS, Marks])
+    monkeypatch.setattr(table, "PARTS", (*PARTS, Marks))
     accelerator = Accelerator(cpu=True)
     Marks.here = 7
     accelerator.save_state(tmp_path / "a")
     Marks.here = 1
-    monkeypatch.setattr("farflung.resume.table.PARTS", [*PARTS, Marks, Failing])
+    monkeypatch.setattr(table, "PARTS", (*PARTS, Marks, Failing))
     with pytest.raises(ValueError, match="after the marks were loaded"):
         accelerator.load_state(tmp_path / "a")
     assert Marks.here == 1

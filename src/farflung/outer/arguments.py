@@ -32,6 +32,7 @@ from farflung.comm.shards import is_sharded, meshes
 from farflung.comm.torch_group import TorchGroup
 from farflung.config.outer import MACHINE, OuterSettings
 from farflung.outer.inner import AverageState, Inner, KeepState, ResetState
+from farflung.outer.membership import Membership
 from farflung.outer.recipe import Recipe
 
 _PARTS = re.compile(r"[;,] (?![^(]*\))")  # of a description: commas that are not within parentheses
@@ -178,6 +179,7 @@ def checked(
     group: Group | None,
     inner: Optimizer | None,
     island: Group | None,
+    membership: Membership | None,
     bucket_bytes: int | None,
     clock: Callable[[], float],
 ) -> Recipe:
@@ -198,6 +200,12 @@ def checked(
         check_protocol(
             "island", island, ("rank", "size", "all_reduce", "supports"), wanted.replace("all ranks", "none")
         )
+    if membership is not None:
+        needed = ("is_fixed", "most", "island", "enter", "lost")
+        check_protocol("membership", membership, needed, "a membership, as farflung.outer.membership describes it")
+        if group is not None or island is not None:
+            raise ConfigError("A membership says who takes part, so OuterLoop takes no group and no island beside it.")
+        island = membership.island
     _check_shards_are_of_island(model, island or SoloGroup())
     _check_statistics(model, island)
     if inner is not None:

@@ -98,7 +98,7 @@ class OuterLoop:
         bucket_bytes: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        recipe = checked(model, recipe, group, inner, island, bucket_bytes, clock)
+        recipe = checked(model, recipe, group, inner, island, membership, bucket_bytes, clock)
         membership = membership or fixed_membership(group, island, all(one.is_cpu for one in model.parameters()))
         island = membership.island
         cap_bytes = bucket_bytes or recipe.bucket_bytes

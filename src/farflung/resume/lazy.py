@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from farflung.outer.merge_states import MergedState as MergedState, merge_states as merge_states
 
 
+_WHERE = {"merge_states": "farflung.outer.merge_states"}
+
+
 def __getattr__(name: str) -> Any:
-    rooms = ("farflung.checkpoint.sharded", "farflung.outer.merge_states")
-    return getattr(import_module(rooms["erge" in name]), name)
+    return getattr(import_module(_WHERE.get(name, "farflung.checkpoint.sharded")), name)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from farflung.checkpoint.sharded import ShardPlanner
 
 # In the order in which they are saved, read, loaded and filled.
-PARTS: list[type[Part]] = [
+PARTS: tuple[type[Part], ...] = (
     Models,
     OwnBuffers,
     Optimizers,
@@ -34,7 +34,7 @@ PARTS: list[type[Part]] = [
     Loaders,
     RandomStates,
     OuterLoops,
-]
+)
 _ORIGINS = {"loop_state": "the training loop", "outer_state": "the outer loop"}  # by folder, for errors
 
 
