@@ -7,7 +7,6 @@ local_k <- merge(local_k, anchor)
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,8 +33,9 @@ from farflung.outer.data_parallel import LocalDDP, check_ranks
 from farflung.outer.membership import Membership, fixed_membership
 from farflung.outer.recipe import Recipe
 from farflung.outer.rounds import Rounds
-from farflung.outer.schedule import Action, Apply, Clock, Launch
+from farflung.outer.schedule import Apply, Launch
 from farflung.outer.stats import Meter, Round, Stats
+from farflung.outer.timetable import Timetable
 from farflung.outer.warmup import Warmup
 
 
@@ -111,10 +111,6 @@ class OuterLoop:
         self._model = model
         self._meter = Meter()
         self._position = 0  # attempts since the loop began
-        self._synced = 0  # the position up to which all that was due has been done
-        self._began = 0  # the position when the latest round was launched
-        self._clock = clock
-        self._began_at = clock()
         self._hooks: list[RemovableHandle] = []
         self._open = True
         ddp = getattr(model, COMPILED_FROM, model)
@@ -127,10 +123,10 @@ class OuterLoop:
         with torch.no_grad():
             self._rounds = Rounds(model, recipe, membership, cap_bytes, self._meter, self.listeners)
             self._warmup = Warmup(recipe.warmup, model, self._rounds, self._meter, self._ddp is not None)
-        self._know(inner)
+        self._timetable = Timetable(recipe, self._rounds, clock, inner)
         if self._rounds.joined is not None:  # in the middle of the members' step, whose rounds begin now
-            self._position, self._began = self._rounds.joined["position"], self._rounds.joined["began"]
-            self._synced = self._position - 1
+            self._position = self._rounds.joined["position"]
+            self._timetable.synced, self._timetable.began = self._position - 1, self._rounds.joined["began"]
             self._sync()
 
     def count(self, done: bool = True, items: float = 0) -> None:
@@ -168,14 +164,11 @@ class OuterLoop:
             StateError: the loop has ended.
         """
         self._check_open()
-        self._sync({"position": self._position, "began": self._began})
+        self._sync({"position": self._position, "began": self._timetable.began})
 
     def _sync(self, common: dict[str, Any] | None = None) -> None:
         """Run what is due, with those who are there now; None: they have just met."""
-        due: list[Action] = []
-        for step in range(self._synced + 1, self._position + 1):
-            due += self._due(step, self._seconds())
-        self._synced = self._position
+        due = self._timetable.until(self._position)
         if due:
             with self._meter.timed("exposed"), torch.no_grad():
                 try:
@@ -191,7 +184,7 @@ class OuterLoop:
                         raise
                     self._rounds.survive(failure)
             if any(isinstance(action, Launch) for action in due):
-                self._began_at = self._clock()  # not before the wait for slower ranks, which would grow with each round
+                self._timetable.begin_round()  # not before the wait for slower ranks, which would grow with each round
 
     def step(self, items: float = 0) -> None:
         """Count one completed optimizer step and run what is due; call it after each `optimizer.step()`.
@@ -241,7 +234,7 @@ class OuterLoop:
             raise ConfigError(
                 "attach: the recipe weights replicas by items, which an optimizer doesn't count. Call step(items=n)."
             )
-        self._know(optimizer)
+        self._timetable.know(optimizer)
         self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
         self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.step()))
         return self
@@ -254,7 +247,7 @@ class OuterLoop:
     @property
     def steps_since_sync(self) -> int:
         """Number of attempted steps since the latest round was launched."""
-        return self._position - self._began
+        return self._position - self._timetable.began
 
     def reset_anchor(self) -> None:
         """Take the current weights as the new anchor, for example after loading weights. No collective.
@@ -299,8 +292,7 @@ class OuterLoop:
                 self._rounds.average()
                 self._rounds.replica.reset()
             self._rounds.share_buffers()
-        self._synced = self._began = self._position
-        self._began_at = self._clock()
+        self._timetable.begin_anew(self._position)
         self._warmup.are_alike |= not self.is_warming  # optimizers of ranks without data stay behind
 
     @property
@@ -363,12 +355,9 @@ class OuterLoop:
         return {
             "description": self._rounds.replica.description,
             "position": self._position,
-            "synced": self._synced,
-            "began": self._began,
+            **self._timetable.state_dict(),
             "are_alike": self._warmup.are_alike,
-            "seconds": self._clock() - self._began_at,
             "shard": self._rounds.epoch.island.shard,
-            "lr": self._lr,
             "stats": asdict(self.stats()),
             "rounds": self._rounds.state_dict(),
         }
@@ -386,10 +375,9 @@ class OuterLoop:
         check_shard(state.get("shard", 0), self._rounds.epoch.island.shard)
         reshard(self._model.modules())
         self._rounds.load_state_dict(state["rounds"])
-        self._position, self._synced, self._began = state["position"], state["synced"], state["began"]
+        self._position = state["position"]
+        self._timetable.load_state_dict(state)
         self._warmup.are_alike = state.get("are_alike", True)
-        self._began_at = self._clock() - state["seconds"]
-        self._lr = state["lr"]
         self._meter.load(state["stats"])
 
     def __enter__(self) -> OuterLoop:
@@ -416,44 +404,21 @@ class OuterLoop:
         self._warmup.check_closure(self._position, options.get("closure", *arguments[1:2]))
         self.average_gradients()
 
-    def _know(self, inner: Optimizer | None) -> None:
-        self._rounds.inner = inner
-        self._lr = None if inner is None else float(inner.param_groups[0]["lr"])
-
-    def _seconds(self) -> float:
-        """Return how long the current round has lasted; where that decides, all ranks of an island take the longest."""
-        seconds = self._clock() - self._began_at
-        return self._rounds.epoch.island.longest(seconds) if self._recipe.reads_clock else seconds
-
-    def _due(self, step: int, seconds: float) -> list[Action]:
-        """Ask the schedule; a round that is launched begins at this step."""
-        if self._lr is not None and self._rounds.inner is not None:
-            self._lr = max(self._lr, float(self._rounds.inner.param_groups[0]["lr"]))
-        due = list(self._recipe.schedule(Clock(step, self._began, seconds, self._lr)))
-        if self._recipe.inner.needs_optimizer and due and self._rounds.inner is None:
-            raise ConfigError(f"{self._recipe.inner} needs the inner optimizer: OuterLoop(..., inner=optimizer).")
-        if any(isinstance(action, Launch) for action in due):
-            self._began = step
-            self._know(self._rounds.inner)
-        return due
-
     def _walk_on(self) -> int:
         """Go on along the schedule without training until all ranks do so; return the fragment then under way.
 
         Ranks vote in the order of the schedule. One that has no more data may not skip what others still come to.
         """
-        step = self._synced
-        while True:
-            step += 1
-            for action in self._due(step, math.inf):
-                if isinstance(action, Apply):
-                    self._rounds.apply(action.fragment)
-                    continue
-                self._rounds.launch(action, self._position, finished=True)
-                tally = self._rounds.finished_tally(action.fragment)
-                if tally is not None:
-                    self._position = tally.position
-                    return action.fragment
+        for action in self._timetable.onwards():
+            if isinstance(action, Apply):
+                self._rounds.apply(action.fragment)
+                continue
+            self._rounds.launch(action, self._position, finished=True)
+            tally = self._rounds.finished_tally(action.fragment)
+            if tally is not None:
+                self._position = tally.position
+                return action.fragment
+        raise AssertionError("a schedule has no end")
 
     def _check_open(self) -> None:
         if not self._open:
