@@ -32,9 +32,10 @@ FLOORS = {
     "resume": 6,
     "launch": 6,
     "accelerator": 7,
-    "demo": 9,  # a user of the doors
+    "compat": 8,
+    "demo": 10,  # a user of the doors
 }
-DOOR_FLOOR = 8
+DOOR_FLOOR = 9
 # The places that load our own modules by name, so that `import farflung` and `--help` don't load torch, an Accelerator
 # no outer loop and none of the doors, and a codec no Triton; and what answers imports of `accelerate` by name.
 # `config/recipes.py` goes further: it reads a file of a higher floor as text.

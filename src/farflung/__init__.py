@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from farflung.accelerator.accelerator import Accelerator as Accelerator
     from farflung.accelerator.local_sgd import LocalSGD as LocalSGD
     from farflung.accelerator.views import PartialState as PartialState
-    from farflung.base.absent import DeepSpeedPlugin as DeepSpeedPlugin, prepare_pippy as prepare_pippy
     from farflung.base.enums import (
         DDPCommunicationHookType as DDPCommunicationHookType,
         DistributedType as DistributedType,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     )
     from farflung.big_model.load import load_checkpoint_in_model as load_checkpoint_in_model
     from farflung.big_model.tensors import init_empty_weights as init_empty_weights, init_on_device as init_on_device
+    from farflung.compat.absent import DeepSpeedPlugin as DeepSpeedPlugin, prepare_pippy as prepare_pippy
     from farflung.config.handlers import (
         AutocastKwargs as AutocastKwargs,
         DataLoaderConfiguration as DataLoaderConfiguration,
@@ -56,7 +56,7 @@ _WHERE = {
         "accelerator.accelerator": "Accelerator",
         "accelerator.local_sgd": "LocalSGD",
         "accelerator.views": "PartialState",
-        "base.absent": "DeepSpeedPlugin prepare_pippy",
+        "compat.absent": "DeepSpeedPlugin prepare_pippy",
         "base.enums": "DDPCommunicationHookType DistributedType",
         "big_model.device_map": "infer_auto_device_map",
         "big_model.dispatch": "cpu_offload cpu_offload_with_hook disk_offload dispatch_model "

@@ -2,7 +2,7 @@
 """Door: where scripts look for loaders, samplers and their shards."""
 
 from farflung.accelerator.operations import prepare_data_loader
-from farflung.base.absent import get_sampler
+from farflung.compat.absent import get_sampler
 from farflung.data.dispatcher import DataLoaderDispatcher
 from farflung.data.iterable import IterableDatasetShard
 from farflung.data.loader import DataLoaderShard, PreparedLoader as DataLoaderStateMixin

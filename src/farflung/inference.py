@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: pipeline parallelism for inference, which is not there."""
 
-from farflung.base.absent import (
+from farflung.compat.absent import (
     build_pipeline as build_pipeline,
     find_pippy_batch_size as find_pippy_batch_size,
     generate_device_map as generate_device_map,

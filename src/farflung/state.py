@@ -7,5 +7,5 @@ from farflung.accelerator.views import (
     PartialState as PartialState,
     is_initialized as is_initialized,
 )
-from farflung.base.absent import ThreadLocalSharedDict as ThreadLocalSharedDict, do_nothing as do_nothing
 from farflung.base.enums import DistributedType as DistributedType
+from farflung.compat.absent import ThreadLocalSharedDict as ThreadLocalSharedDict, do_nothing as do_nothing

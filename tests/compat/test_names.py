@@ -21,8 +21,8 @@ from typing import Any
 import accelerate
 import pytest
 
-from farflung.base import absent as absent_names
 from farflung.base.errors import Unsupported
+from farflung.compat import absent as absent_names
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

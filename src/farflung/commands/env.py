@@ -3,7 +3,7 @@
 
 import sys
 
-from farflung.base.absent import env_command, env_command_parser
+from farflung.compat.absent import env_command, env_command_parser
 from farflung.launch.main import main
 
 __all__ = ["env_command", "env_command_parser"]

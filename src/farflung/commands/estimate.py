@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: estimating memory, which is not there."""
 
-from farflung.base.absent import (
+from farflung.compat.absent import (
     add_timm_hub_prefix,
     check_has_model,
     create_ascii_table,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: the launcher as functions."""
 
-from farflung.base.absent import (
+from farflung.compat.absent import (
     CustomHelpFormatter,
     clean_option,
     deepspeed_launcher,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: the command that merges shards, which is not there: use `farflung.utils.merge_fsdp_weights`."""
 
-from farflung.base.absent import merge_command, merge_command_parser
+from farflung.compat.absent import merge_command, merge_command_parser
 from farflung.launch.main import main
 
 __all__ = ["merge_command", "merge_command_parser"]

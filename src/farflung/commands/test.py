@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: Accelerate's test of an installation."""
 
-from farflung.base.absent import test_command, test_command_parser
+from farflung.compat.absent import test_command, test_command_parser
 from farflung.launch.main import main
 
 __all__ = ["test_command", "test_command_parser"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: rewriting files for FSDP 2, which is not there: `farflung launch` reads those of version 1 as they are."""
 
-from farflung.base.absent import (
+from farflung.compat.absent import (
     ConversionStatus as ConversionStatus,
     convert_config_to_fsdp2 as convert_config_to_fsdp2,
     load_config as load_config,

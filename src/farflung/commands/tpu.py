@@ -1,4 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: TPUs, which are not there."""
 
-from farflung.base.absent import tpu_command_launcher as tpu_command_launcher, tpu_command_parser as tpu_command_parser
+from farflung.compat.absent import (
+    tpu_command_launcher as tpu_command_launcher,
+    tpu_command_parser as tpu_command_parser,
+)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: parsers of commands."""
 
-from farflung.base.absent import (
+from farflung.compat.absent import (
     CustomArgumentGroup as CustomArgumentGroup,
     CustomArgumentParser as CustomArgumentParser,
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: a small task for tests."""
 
-from farflung.base.absent import (
+from farflung.compat.absent import (
     mocked_dataloaders as mocked_dataloaders,
     mocked_dataloaders_for_autoregressive_models as mocked_dataloaders_for_autoregressive_models,
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: the names of all modules in this folder, and those of parallelism and of launched functions."""
 
-from farflung.base.absent import (
+from farflung.compat.absent import (
     AbstractTrainStep,
     BertTrainStep,
     GPTTrainStep,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: bitsandbytes, which is not there."""
 
-from farflung.base.absent import (
+from farflung.compat.absent import (
     get_keys_to_not_convert as get_keys_to_not_convert,
     get_parameter_device as get_parameter_device,
     get_quantized_model_device_map as get_quantized_model_device_map,

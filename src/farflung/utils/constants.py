@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: names of files, words of settings, versions."""
 
-from farflung.base.constants import (
+from farflung.base.optional import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC
+from farflung.compat.constants import (
     BETA_CP_AVAILABLE_PYTORCH_VERSION as BETA_CP_AVAILABLE_PYTORCH_VERSION,
     BETA_SP_AVAILABLE_DEEPSPEED_VERSION as BETA_SP_AVAILABLE_DEEPSPEED_VERSION,
     BETA_TP_AVAILABLE_PYTORCH_VERSION as BETA_TP_AVAILABLE_PYTORCH_VERSION,
@@ -43,4 +44,3 @@ from farflung.base.constants import (
     WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME,
     XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
 )
-from farflung.base.optional import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC

@@ -1,22 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: settings: handlers, plugins, and the words that they take."""
 
-from farflung.base.absent import (
-    BnbQuantizationConfig as BnbQuantizationConfig,
-    DeepSpeedPlugin as DeepSpeedPlugin,
-    DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
-    FP8RecipeKwargs as FP8RecipeKwargs,
-    MegatronLMPlugin as MegatronLMPlugin,
-    MSAMPRecipeKwargs as MSAMPRecipeKwargs,
-    TERecipeKwargs as TERecipeKwargs,
-    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
-    add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
-    parse_bert_config as parse_bert_config,
-    parse_glm4_moe_config as parse_glm4_moe_config,
-    parse_gpt2_config as parse_gpt2_config,
-    parse_llama_config as parse_llama_config,
-    parse_t5_config as parse_t5_config,
-)
 from farflung.base.enums import (
     BaseEnum as BaseEnum,
     DDPCommunicationHookType as DDPCommunicationHookType,
@@ -35,6 +19,22 @@ from farflung.base.environments import (
 )
 from farflung.base.forms import TensorInformation as TensorInformation
 from farflung.base.modules import get_module_class_from_name as get_module_class_from_name
+from farflung.compat.absent import (
+    BnbQuantizationConfig as BnbQuantizationConfig,
+    DeepSpeedPlugin as DeepSpeedPlugin,
+    DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+    FP8RecipeKwargs as FP8RecipeKwargs,
+    MegatronLMPlugin as MegatronLMPlugin,
+    MSAMPRecipeKwargs as MSAMPRecipeKwargs,
+    TERecipeKwargs as TERecipeKwargs,
+    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
+    add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
+    parse_bert_config as parse_bert_config,
+    parse_glm4_moe_config as parse_glm4_moe_config,
+    parse_gpt2_config as parse_gpt2_config,
+    parse_llama_config as parse_llama_config,
+    parse_t5_config as parse_t5_config,
+)
 from farflung.config.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from farflung.config.fp8 import AORecipeKwargs as AORecipeKwargs
 from farflung.config.handlers import (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: DeepSpeed, which is not there."""
 
-from farflung.base.absent import (
+from farflung.compat.absent import (
     DeepSpeedEngineWrapper as DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,

@@ -8,7 +8,8 @@ from farflung.accelerator.fsdp_files import (
     save_fsdp_model as save_fsdp_model,
     save_fsdp_optimizer as save_fsdp_optimizer,
 )
-from farflung.base.absent import (
+from farflung.base.modules import get_parameters_from_modules as get_parameters_from_modules
+from farflung.compat.absent import (
     ensure_weights_retied as ensure_weights_retied,
     fsdp2_apply_ac as fsdp2_apply_ac,
     fsdp2_canonicalize_names as fsdp2_canonicalize_names,
@@ -18,7 +19,6 @@ from farflung.base.absent import (
     fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
     get_fsdp2_grad_scaler as get_fsdp2_grad_scaler,
 )
-from farflung.base.modules import get_parameters_from_modules as get_parameters_from_modules
 from farflung.config.sharding import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,

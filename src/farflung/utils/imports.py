@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: which libraries and devices there are."""
 
-from farflung.base.absent import deepspeed_required as deepspeed_required
 from farflung.base.probes import (
     is_4bit_bnb_available as is_4bit_bnb_available,
     is_8bit_bnb_available as is_8bit_bnb_available,
@@ -63,4 +62,5 @@ from farflung.base.probes import (
     is_xpu_available as is_xpu_available,
     torchao_required as torchao_required,
 )
+from farflung.compat.absent import deepspeed_required as deepspeed_required
 from farflung.config.variables import is_rich_available as is_rich_available

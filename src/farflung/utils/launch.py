@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: the launcher's commands and environments."""
 
-from farflung.base.absent import (
+from farflung.compat.absent import (
     _convert_nargs_to_dict,
     prepare_deepspeed_cmd_env,
     prepare_sagemager_args_inputs,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: Megatron-LM, which is not there."""
 
-from farflung.base.absent import (
+from farflung.compat.absent import (
     AbstractTrainStep,
     BertTrainStep,
     GPTTrainStep,

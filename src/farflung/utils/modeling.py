@@ -3,7 +3,6 @@
 
 from farflung.accelerator.helpers import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from farflung.accelerator.operations import is_peft_model as is_peft_model
-from farflung.base.absent import fallback_allocate as fallback_allocate
 from farflung.base.plain import convert_file_size_to_int as convert_file_size_to_int
 from farflung.big_model.device_map import (
     check_device_map as check_device_map,
@@ -43,4 +42,5 @@ from farflung.big_model.tensors import (
     retie_parameters as retie_parameters,
     set_module_tensor_to_device as set_module_tensor_to_device,
 )
+from farflung.compat.absent import fallback_allocate as fallback_allocate
 from farflung.precision.outputs import get_grad_scaler as get_grad_scaler

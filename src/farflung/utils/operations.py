@@ -13,13 +13,6 @@ from farflung.accelerator.operations import (
     pad_across_processes as pad_across_processes,
     reduce as reduce,
 )
-from farflung.base.absent import (
-    chained_operation as chained_operation,
-    gather_tensor_shape as gather_tensor_shape,
-    is_torch_xpu_tensor as is_torch_xpu_tensor,
-    pad_input_tensors as pad_input_tensors,
-    verify_operation as verify_operation,
-)
 from farflung.base.errors import DistributedOperationException as DistributedOperationException
 from farflung.base.forms import (
     CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
@@ -42,6 +35,13 @@ from farflung.base.tree import (
     recursively_apply as recursively_apply,
     send_to_device as send_to_device,
     slice_tensors as slice_tensors,
+)
+from farflung.compat.absent import (
+    chained_operation as chained_operation,
+    gather_tensor_shape as gather_tensor_shape,
+    is_torch_xpu_tensor as is_torch_xpu_tensor,
+    pad_input_tensors as pad_input_tensors,
+    verify_operation as verify_operation,
 )
 from farflung.precision.outputs import (
     ConvertOutputsToFp32 as ConvertOutputsToFp32,

@@ -6,10 +6,6 @@ from farflung.accelerator.operations import (
     extract_model_from_parallel as extract_model_from_parallel,
     wait_for_everyone as wait_for_everyone,
 )
-from farflung.base.absent import (
-    compile_regions_deepspeed as compile_regions_deepspeed,
-    compile_regions_fsdp2 as compile_regions_fsdp2,
-)
 from farflung.base.modules import (
     get_model_tp_size as get_model_tp_size,
     get_module_children_bottom_up as get_module_children_bottom_up,
@@ -23,6 +19,10 @@ from farflung.base.plain import (
 from farflung.checkpoint.clean import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from farflung.checkpoint.reader import load as load
 from farflung.comm.shards import model_has_dtensor as model_has_dtensor
+from farflung.compat.absent import (
+    compile_regions_deepspeed as compile_regions_deepspeed,
+    compile_regions_fsdp2 as compile_regions_fsdp2,
+)
 from farflung.launch.ask import write_basic_config as write_basic_config
 from farflung.launch.network import get_free_port as get_free_port, is_port_in_use as is_port_in_use
 from farflung.strategy.compile import (

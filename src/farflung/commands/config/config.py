@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: the command `farflung config`."""
 
-from farflung.base.absent import (
+from farflung.compat.absent import (
     config_command as config_command,
     config_command_parser as config_command_parser,
     get_user_input as get_user_input,

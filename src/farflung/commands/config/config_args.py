@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: configuration files as objects."""
 
-from farflung.base.absent import SageMakerConfig as SageMakerConfig
+from farflung.compat.absent import SageMakerConfig as SageMakerConfig
 from farflung.config.cluster import (
     BaseConfig as BaseConfig,
     ClusterConfig as ClusterConfig,

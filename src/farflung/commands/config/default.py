@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: writing a configuration file."""
 
-from farflung.base.absent import (
+from farflung.compat.absent import (
     default_command_parser as default_command_parser,
     default_config_command as default_config_command,
 )
