@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from farflung.big_model.load import load_checkpoint_in_model as load_checkpoint_in_model
     from farflung.big_model.tensors import init_empty_weights as init_empty_weights, init_on_device as init_on_device
     from farflung.compat.absent import DeepSpeedPlugin as DeepSpeedPlugin, prepare_pippy as prepare_pippy
+    from farflung.compat.variables import is_rich_available as is_rich_available
     from farflung.config.handlers import (
         AutocastKwargs as AutocastKwargs,
         DataLoaderConfiguration as DataLoaderConfiguration,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     )
     from farflung.config.parallelism import ParallelismConfig as ParallelismConfig
     from farflung.config.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-    from farflung.config.variables import is_rich_available as is_rich_available
     from farflung.data.prepare import skip_first_batches as skip_first_batches
     from farflung.integrations.as_accelerate import install_as_accelerate as install_as_accelerate
     from farflung.launch.notebook import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
@@ -67,7 +67,7 @@ _WHERE = {
         "InitProcessGroupKwargs ProfileKwargs WatchdogKwargs",
         "config.parallelism": "ParallelismConfig",
         "config.sharding": "FullyShardedDataParallelPlugin",
-        "config.variables": "is_rich_available",
+        "compat.variables": "is_rich_available",
         "data.prepare": "skip_first_batches",
         "integrations.as_accelerate": "install_as_accelerate",
         "launch.notebook": "debug_launcher notebook_launcher",

@@ -16,6 +16,6 @@ from farflung.big_model.dispatch import (
 from farflung.big_model.load import load_checkpoint_in_model as load_checkpoint_in_model
 from farflung.big_model.sizes import get_balanced_memory as get_balanced_memory
 from farflung.big_model.tensors import init_empty_weights as init_empty_weights, init_on_device as init_on_device
-from farflung.launch.private_names import (
+from farflung.compat.private_names import (
     _refuse_recurrent_layers_under_sequence_parallelism as _refuse_recurrent_layers_under_sequence_parallelism,
 )

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import farflung.utils.modeling as ours
-from farflung.base.environments import CustomDtype
 from farflung.base.errors import ConfigError
+from farflung.big_model.sizes import CustomDtype
 from tests.big_model.models import Random, Tied, made
 
 

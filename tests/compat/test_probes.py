@@ -16,7 +16,7 @@ from packaging.version import Version
 import farflung.utils as ours
 import farflung.utils.environment as our_environment
 import farflung.utils.imports as our_imports
-from farflung.base import probes
+from farflung.compat import probes
 from farflung.testing.patience import patience
 
 PROBES = [

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farflung.base.environments import CustomDtype
 from farflung.base.errors import ConfigError
 from farflung.base.torch_internals import passing_buffers
 from farflung.big_model.sizes import (
+    CustomDtype,
     Part,
     compute_module_sizes,
     compute_module_total_buffer_size,

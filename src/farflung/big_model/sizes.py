@@ -6,13 +6,13 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any, TypeAlias
 
 import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 
-from farflung.base.environments import CustomDtype
 from farflung.base.errors import ConfigError
 from farflung.base.sizes import num_bytes
 from farflung.big_model.tensors import as_dtype, named_module_tensors
@@ -20,6 +20,14 @@ from farflung.big_model.tensors import as_dtype, named_module_tensors
 Part: TypeAlias = "tuple[str, nn.Module | Tensor]"  # a module, parameter or buffer, with its name
 
 _log = logging.getLogger(__name__)
+
+
+class CustomDtype(Enum):
+    """A kind of numbers that has no torch dtype."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"
 
 
 _CUSTOM_BYTES = {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}

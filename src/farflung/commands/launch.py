@@ -9,14 +9,14 @@ from farflung.compat.absent import (
     tpu_launcher,
     tpu_pod_launcher,
 )
-from farflung.launch.functions import (
+from farflung.compat.launch_functions import (
     launch_command,
     launch_command as multi_gpu_launcher,
     launch_command as simple_launcher,
     launch_command_parser,
     main,
 )
-from farflung.launch.private_names import _validate_launch_command
+from farflung.compat.private_names import _validate_launch_command
 
 __all__ = [
     "CustomHelpFormatter",

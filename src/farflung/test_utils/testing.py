@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: helpers for tests."""
 
-from farflung.accelerator.testing import (
-    AccelerateTestCase as AccelerateTestCase,
-    are_the_same_tensors as are_the_same_tensors,
-)
-from farflung.base.probes import is_hpu_available as is_hpu_available, is_xpu_available as is_xpu_available
-from farflung.config.variables import parse_flag_from_env as parse_flag_from_env
-from farflung.testing.commands import (
+from farflung.compat.commands import (
     DEFAULT_LAUNCH_COMMAND as DEFAULT_LAUNCH_COMMAND,
     MockingTestCase as MockingTestCase,
     SubprocessCallException as SubprocessCallException,
@@ -21,7 +15,8 @@ from farflung.testing.commands import (
     pytest_xdist_worker_id as pytest_xdist_worker_id,
     run_command as run_command,
 )
-from farflung.testing.requirements import (
+from farflung.compat.probes import is_hpu_available as is_hpu_available, is_xpu_available as is_xpu_available
+from farflung.compat.requirements import (
     device_count as device_count,
     get_backend as get_backend,
     memory_allocated_func as memory_allocated_func,
@@ -86,3 +81,8 @@ from farflung.testing.requirements import (
     slow as slow,
     torch_device as torch_device,
 )
+from farflung.compat.testing import (
+    AccelerateTestCase as AccelerateTestCase,
+    are_the_same_tensors as are_the_same_tensors,
+)
+from farflung.compat.variables import parse_flag_from_env as parse_flag_from_env

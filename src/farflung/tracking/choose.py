@@ -8,10 +8,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from farflung.base import probes
 from farflung.base.checks import check_word, shown, wrong_type
 from farflung.base.enums import LoggerType
 from farflung.base.errors import ConfigError
+from farflung.base.optional import compare_versions, is_installed
 from farflung.tracking.base import GeneralTracker
 from farflung.tracking.clients import AimTracker, ClearMLTracker, CometMLTracker, DVCLiveTracker
 from farflung.tracking.jsonl import JSONLTracker
@@ -37,11 +37,16 @@ Tracker = str | LoggerType | GeneralTracker
 
 def get_available_trackers() -> list[str]:
     """Return the names of the trackers whose client is installed, and `jsonl`, which needs none."""
-    return [*(kind for kind in LoggerType if kind is not LoggerType.ALL and _is_installed(str(kind))), "jsonl"]
+    return [*(kind for kind in LoggerType if kind is not LoggerType.ALL and has_client(str(kind))), "jsonl"]
 
 
-def _is_installed(name: str) -> bool:
-    return name == "jsonl" or bool(getattr(probes, f"is_{name}_available")())
+def has_client(name: str) -> bool:
+    """Say whether the library of the tracker `name` is installed, in a version that the tracker can use."""
+    if name == "tensorboard":
+        return is_installed("tensorboard") or is_installed("tensorboardX")
+    if name == "aim":
+        return is_installed("aim") and compare_versions("aim", "<", "4.0.0")
+    return name == "jsonl" or is_installed(name, *(["mlflow", "mlflow-skinny"] if name == "mlflow" else []))
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
@@ -100,7 +105,7 @@ def _checked(asked: Any, logging_dir: str | os.PathLike[str] | None) -> Any:
     name = str(asked) if isinstance(asked, str) else asked
     check_word("log_with", name, ["all", *LOGGER_TYPE_TO_CLASS])
     kind = LOGGER_TYPE_TO_CLASS[name]
-    if kind.__module__.startswith("farflung.") and not _is_installed(name):
+    if kind.__module__.startswith("farflung.") and not has_client(name):
         raise ConfigError(f"log_with={name!r}, but its client is not installed: `pip install {name}`.")
     if kind.requires_logging_directory and logging_dir is None:
         raise ConfigError(

@@ -12,13 +12,9 @@ from farflung.base.enums import (
     PrecisionType as PrecisionType,
     RNGType as RNGType,
 )
-from farflung.base.environments import (
-    ComputeEnvironment as ComputeEnvironment,
-    CustomDtype as CustomDtype,
-    SageMakerDistributedType as SageMakerDistributedType,
-)
 from farflung.base.forms import TensorInformation as TensorInformation
 from farflung.base.modules import get_module_class_from_name as get_module_class_from_name
+from farflung.big_model.sizes import CustomDtype as CustomDtype
 from farflung.compat.absent import (
     BnbQuantizationConfig as BnbQuantizationConfig,
     DeepSpeedPlugin as DeepSpeedPlugin,
@@ -34,6 +30,10 @@ from farflung.compat.absent import (
     parse_gpt2_config as parse_gpt2_config,
     parse_llama_config as parse_llama_config,
     parse_t5_config as parse_t5_config,
+)
+from farflung.compat.environments import (
+    ComputeEnvironment as ComputeEnvironment,
+    SageMakerDistributedType as SageMakerDistributedType,
 )
 from farflung.config.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from farflung.config.fp8 import AORecipeKwargs as AORecipeKwargs

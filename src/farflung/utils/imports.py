@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: which libraries and devices there are."""
 
-from farflung.base.probes import (
+from farflung.compat.absent import deepspeed_required as deepspeed_required
+from farflung.compat.probes import (
     is_4bit_bnb_available as is_4bit_bnb_available,
     is_8bit_bnb_available as is_8bit_bnb_available,
     is_aim_available as is_aim_available,
@@ -62,5 +63,4 @@ from farflung.base.probes import (
     is_xpu_available as is_xpu_available,
     torchao_required as torchao_required,
 )
-from farflung.compat.absent import deepspeed_required as deepspeed_required
-from farflung.config.variables import is_rich_available as is_rich_available
+from farflung.compat.variables import is_rich_available as is_rich_available

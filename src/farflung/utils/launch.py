@@ -8,14 +8,14 @@ from farflung.compat.absent import (
     prepare_tpu,
     setup_fp8_env,
 )
-from farflung.config.variables import env_var_path_add
-from farflung.launch.functions import (
+from farflung.compat.launch_functions import (
     PrepareForLaunch,
     prepare_extend_env_parallelism_config,
     prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env,
 )
-from farflung.launch.private_names import _filter_args
+from farflung.compat.private_names import _filter_args
+from farflung.compat.variables import env_var_path_add
 
 __all__ = [
     "PrepareForLaunch",

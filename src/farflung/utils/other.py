@@ -23,6 +23,7 @@ from farflung.compat.absent import (
     compile_regions_deepspeed as compile_regions_deepspeed,
     compile_regions_fsdp2 as compile_regions_fsdp2,
 )
+from farflung.compat.hardware import check_os_kernel as check_os_kernel
 from farflung.launch.ask import write_basic_config as write_basic_config
 from farflung.launch.network import get_free_port as get_free_port, is_port_in_use as is_port_in_use
 from farflung.strategy.compile import (
@@ -32,4 +33,3 @@ from farflung.strategy.compile import (
     is_compiled_module as is_compiled_module,
     is_repeated_blocks as is_repeated_blocks,
 )
-from farflung.tools.hardware import check_os_kernel as check_os_kernel

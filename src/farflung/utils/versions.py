@@ -2,4 +2,4 @@
 """Door: versions of libraries."""
 
 from farflung.base.optional import compare_versions as compare_versions
-from farflung.base.probes import is_torch_version as is_torch_version
+from farflung.compat.probes import is_torch_version as is_torch_version

@@ -2,7 +2,7 @@
 """Door: where programs look for configuration files."""
 
 from farflung.compat.absent import get_config_parser as get_config_parser
-from farflung.config.cluster import (
+from farflung.compat.cluster import (
     ClusterConfig as ClusterConfig,
     cache_dir as cache_dir,
     default_config_file as default_config_file,

@@ -2,7 +2,7 @@
 """Door: configuration files as objects."""
 
 from farflung.compat.absent import SageMakerConfig as SageMakerConfig
-from farflung.config.cluster import (
+from farflung.compat.cluster import (
     BaseConfig as BaseConfig,
     ClusterConfig as ClusterConfig,
     cache_dir as cache_dir,

@@ -10,9 +10,9 @@ from typing import Any
 import torch.nn as nn
 
 from farflung.base.errors import ConfigError
-from farflung.config.cluster import ClusterConfig
+from farflung.compat.cluster import ClusterConfig
+from farflung.compat.launch_functions import flags_of
 from farflung.config.resolve import resolve
-from farflung.launch.functions import flags_of
 
 
 def _filter_args(

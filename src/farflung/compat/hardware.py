@@ -14,8 +14,8 @@ import torch
 
 from farflung.base.errors import Unsupported
 from farflung.base.optional import compare_release
-from farflung.base.probes import is_rocm_available
-from farflung.config.variables import parse_flag_from_env
+from farflung.compat.probes import is_rocm_available
+from farflung.compat.variables import parse_flag_from_env
 
 _OLDEST_KERNEL = "5.5.0"  # older ones let processes hang, says Accelerate
 _WITHOUT_P2P = "RTX 40"  # GPUs that can neither talk to each other nor to InfiniBand ...

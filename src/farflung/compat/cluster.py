@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from farflung.base.enums import DistributedType
-from farflung.base.environments import ComputeEnvironment
 from farflung.base.errors import ConfigError
 from farflung.base.files import AtomicFile
+from farflung.compat.environments import ComputeEnvironment
 from farflung.config.files import find_file, own_file, read_file
 from farflung.config.launch import FIELDS
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from farflung.base import probes
 from farflung.base.devices import current_accelerator
-from farflung.config.variables import parse_flag_from_env
+from farflung.compat import probes
+from farflung.compat.variables import parse_flag_from_env
 
 _TRACKERS = (
     probes.is_aim_available,

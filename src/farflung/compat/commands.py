@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from unittest import TestCase, mock
 
+from farflung.compat.requirements import device_count
 from farflung.config import environ
-from farflung.testing.requirements import device_count
 
 _PACKAGE = Path(__file__).parents[1]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words of Accelerate's that no setting of Farflung's takes: where a run is started, and kinds of quantized numbers."""
+"""Words of Accelerate's that no setting of Farflung's takes: where a run is started."""
 
 from __future__ import annotations
 
@@ -19,11 +19,3 @@ class SageMakerDistributedType(str, Enum):
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
     MODEL_PARALLEL = "MODEL_PARALLEL"
-
-
-class CustomDtype(Enum):
-    """A kind of numbers that has no torch dtype."""
-
-    FP8 = "fp8"
-    INT4 = "int4"
-    INT2 = "int2"

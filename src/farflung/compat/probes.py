@@ -15,8 +15,17 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from farflung.base.devices import has_device
 from farflung.base.optional import compare_versions, is_installed
+from farflung.tracking.choose import has_client
+
+
+def has_device(kind: str) -> bool:
+    """Say whether torch has devices of this kind, which a library of their vendor may have brought it."""
+    module = getattr(torch, kind, None)
+    try:
+        return module is not None and bool(module.is_available())
+    except (AttributeError, RuntimeError):  # a driver that finds no device may raise instead
+        return False
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -45,6 +54,11 @@ def _library(module: str, *packages: str, version: str = "", is_used: bool = Tru
     return _probe(what, lambda: is_installed(module, *packages) and (not words or compare_versions(module, *words)))
 
 
+def _tracker(name: str) -> Callable[[], bool]:
+    """Return the probe of the library of a tracker."""
+    return _probe(f"the library of the tracker {name} is installed", lambda: has_client(name))
+
+
 is_torch_distributed_available = _probe("torch was built with `torch.distributed`", dist.is_available)
 is_xccl_available = _probe(
     "torch was built with the collectives of Intel's GPUs",
@@ -56,19 +70,19 @@ is_weights_only_available = _probe(
 
 # ---- libraries
 
-is_aim_available = _library("aim", version="< 4.0.0")
+is_aim_available = _tracker("aim")
 is_amdsmi_available = _library("amdsmi")
 is_boto3_available = _library("boto3")
-is_clearml_available = _library("clearml")
-is_comet_ml_available = _library("comet_ml")
+is_clearml_available = _tracker("clearml")
+is_comet_ml_available = _tracker("comet_ml")
 is_datasets_available = _library("datasets")
 is_deepspeed_available = _library("deepspeed", is_used=False)
-is_dvclive_available = _library("dvclive")
+is_dvclive_available = _tracker("dvclive")
 is_import_timer_available = _library("import_timer")
 is_lomo_available = _library("lomo_optim")
 is_matplotlib_available = _library("matplotlib")
 is_megatron_lm_available = _probe("Farflung trains with Megatron-LM: it never does", lambda: False)
-is_mlflow_available = _library("mlflow", "mlflow", "mlflow-skinny")
+is_mlflow_available = _tracker("mlflow")
 is_msamp_available = _library("msamp", "ms-amp", is_used=False)
 is_pandas_available = _library("pandas")
 is_peft_available = _library("peft")
@@ -79,17 +93,15 @@ is_pynvml_available = _library("pynvml", "pynvml", "nvidia-ml-py")
 is_pytest_available = _library("pytest")
 is_sagemaker_available = _library("sagemaker", is_used=False)
 is_schedulefree_available = _library("schedulefree")
-is_swanlab_available = _library("swanlab")
-is_tensorboard_available = _probe(
-    "tensorboard or tensorboardX is installed", lambda: is_installed("tensorboard") or is_installed("tensorboardX")
-)
+is_swanlab_available = _tracker("swanlab")
+is_tensorboard_available = _tracker("tensorboard")
 is_timm_available = _library("timm")
 is_torchao_available = _library("torchao", version=">= 0.6.1")
 is_torchdata_available = _library("torchdata")
 is_torchdata_stateful_dataloader_available = _library("torchdata", version=">= 0.8.0")
 is_torchvision_available = _library("torchvision")
 is_tqdm_available = _library("tqdm")
-is_trackio_available = _library("trackio")
+is_trackio_available = _tracker("trackio")
 is_transformer_engine_available = _library("transformer_engine", "transformer-engine", is_used=False)
 is_transformer_engine_mxfp8_available = _probe(
     "Farflung trains in TransformerEngine's MXFP8: it never does", lambda: False
@@ -98,7 +110,7 @@ is_transformers_available = _library("transformers")
 is_triton_available = _probe(
     "triton is installed", lambda: is_installed("triton", *(["triton", "triton-xpu"] if is_xpu_available() else []))
 )
-is_wandb_available = _library("wandb")
+is_wandb_available = _tracker("wandb")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
@@ -186,6 +198,17 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
         if is_there():
             return bool(getattr(torch, kind).is_bf16_supported())
     return not is_mps_available() or torch.backends.mps.is_macos_or_newer(14, 0)
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Return the kind of this machine's accelerators and the word for several of them, without touching any.
+
+    Where there is none, they are `cuda` and `MULTI_GPU`.
+    """
+    for kind in ("mlu", "sdaa", "musa", "npu", "hpu", "xpu", "neuron"):
+        if has_device(kind):
+            return kind, f"MULTI_{kind.upper()}"
+    return "cuda", "MULTI_GPU"
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
