@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from farflung.checkpoint.export import save_sharded as save_sharded
     from farflung.checkpoint.manager import CheckpointGroup as CheckpointGroup
     from farflung.checkpoint.save import save_object as save_object
-    from farflung.checkpoint.sharded import (
-        ShardPlanner as ShardPlanner,
-        ShardReader as ShardReader,
-        merge_shards as merge_shards,
-    )
     from farflung.config.fp8 import AORecipeKwargs as AORecipeKwargs
     from farflung.config.launch import launched_outer as launched_outer, outer_variables as outer_variables
     from farflung.config.outer import renamed as renamed
@@ -55,7 +50,6 @@ _WHERE = {
         "checkpoint.export": "save_sharded",
         "checkpoint.manager": "CheckpointGroup",
         "checkpoint.save": "save_object",
-        "checkpoint.sharded": "ShardPlanner ShardReader merge_shards",
         "config.fp8": "AORecipeKwargs",
         "config.launch": "launched_outer outer_variables",
         "config.outer": "renamed",

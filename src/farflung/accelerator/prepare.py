@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from farflung.base.checks import check_flag, check_type, wrong_type
 from farflung.base.errors import ConfigError
-from farflung.base.forms import check_exchangeable
+from farflung.base.tensor_memory import check_exchangeable
 from farflung.base.torch_internals import compiled_from
 from farflung.base.words import counted
 from farflung.comm.torch_group import TorchGroup

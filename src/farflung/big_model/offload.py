@@ -18,7 +18,7 @@ from torch import Tensor
 
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.files import AtomicFile
-from farflung.base.forms import bytes_of
+from farflung.base.tensor_memory import bytes_of
 from farflung.big_model.tensors import Device, as_dtype
 from farflung.checkpoint import paths
 from farflung.process import world

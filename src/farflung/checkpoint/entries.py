@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import ConfigError
-from farflung.base.forms import memory_of
+from farflung.base.tensor_memory import memory_of
 from farflung.checkpoint.manifest import FileRecord
 from farflung.checkpoint.reader import allowed
 from farflung.checkpoint.writer import FileWriter, unsafe_names, write_safetensors, write_torch

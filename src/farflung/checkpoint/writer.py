@@ -22,7 +22,7 @@ from torch import Tensor
 
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.files import AtomicFile
-from farflung.base.forms import bytes_of, memory_of
+from farflung.base.tensor_memory import bytes_of, memory_of
 from farflung.checkpoint.checksum import crc32
 
 _logger = logging.getLogger(__name__)

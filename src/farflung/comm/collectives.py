@@ -20,7 +20,6 @@ from torch import Tensor
 
 from farflung.base.checks import check_number, shown, wrong_type
 from farflung.base.errors import ConfigError, WrongType
-from farflung.base.forms import CannotPadNestedTensorWarning
 from farflung.base.torch_internals import foreach_add, foreach_add_, foreach_div_, foreach_maximum, foreach_mul_
 from farflung.base.tree import flatten, unflatten
 from farflung.comm import payloads
@@ -50,6 +49,10 @@ _COMPUTED_IN = {
     torch.uint8: torch.uint8,
     torch.bool: torch.uint8,
 }
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor was left unpadded."""
 
 
 def wait_for_everyone(exchange: Exchange) -> None:

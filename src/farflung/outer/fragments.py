@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from farflung.base.checks import check_callable, check_type, check_whole, wrong_type
 from farflung.base.errors import ConfigError
-from farflung.base.forms import check_exchangeable, memory_of
+from farflung.base.tensor_memory import check_exchangeable, memory_of
 from farflung.base.torch_internals import own_buffers, own_parameters, passing_buffers
 from farflung.base.words import counted
 from farflung.comm.shards import local

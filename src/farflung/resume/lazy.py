@@ -7,7 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from farflung.checkpoint.sharded import ShardPlanner as ShardPlanner, ShardReader as ShardReader, nested as nested
+    from farflung.checkpoint.sharded import (
+        ShardPlanner as ShardPlanner,
+        ShardReader as ShardReader,
+        merge_shards as merge_shards,
+        nested as nested,
+    )
     from farflung.outer.merge_states import MergedState as MergedState, merge_states as merge_states
 
 

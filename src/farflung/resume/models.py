@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.base.errors import CheckpointError
-from farflung.base.forms import memory_of
+from farflung.base.tensor_memory import memory_of
 from farflung.base.torch_internals import COMPILED_FROM, changes_what_it_loads, passing_buffers
 from farflung.base.words import counted
 from farflung.checkpoint import paths

@@ -12,8 +12,6 @@ from farflung.base.enums import (
     PrecisionType as PrecisionType,
     RNGType as RNGType,
 )
-from farflung.base.forms import TensorInformation as TensorInformation
-from farflung.base.modules import get_module_class_from_name as get_module_class_from_name
 from farflung.big_model.sizes import CustomDtype as CustomDtype
 from farflung.compat.absent import (
     BnbQuantizationConfig as BnbQuantizationConfig,
@@ -35,6 +33,8 @@ from farflung.compat.environments import (
     ComputeEnvironment as ComputeEnvironment,
     SageMakerDistributedType as SageMakerDistributedType,
 )
+from farflung.compat.submodules import get_module_class_from_name as get_module_class_from_name
+from farflung.compat.tensor_information import TensorInformation as TensorInformation
 from farflung.config.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from farflung.config.fp8 import AORecipeKwargs as AORecipeKwargs
 from farflung.config.handlers import (

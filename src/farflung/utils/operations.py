@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: operations over nested data and over processes."""
 
-from farflung.accelerator.helpers import (
-    GatheredParameters as GatheredParameters,
-    copy_tensor_to_devices as copy_tensor_to_devices,
-)
 from farflung.accelerator.operations import (
     broadcast as broadcast,
     broadcast_object_list as broadcast_object_list,
@@ -14,16 +10,6 @@ from farflung.accelerator.operations import (
     reduce as reduce,
 )
 from farflung.base.errors import DistributedOperationException as DistributedOperationException
-from farflung.base.forms import (
-    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
-    TensorInformation as TensorInformation,
-    find_batch_size as find_batch_size,
-    get_data_structure as get_data_structure,
-    get_shape as get_shape,
-    ignorant_find_batch_size as ignorant_find_batch_size,
-    initialize_tensors as initialize_tensors,
-    is_tensor_information as is_tensor_information,
-)
 from farflung.base.tree import (
     concatenate as concatenate,
     convert_to_fp32 as convert_to_fp32,
@@ -36,12 +22,26 @@ from farflung.base.tree import (
     send_to_device as send_to_device,
     slice_tensors as slice_tensors,
 )
+from farflung.comm.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from farflung.compat.absent import (
     chained_operation as chained_operation,
     gather_tensor_shape as gather_tensor_shape,
     is_torch_xpu_tensor as is_torch_xpu_tensor,
     pad_input_tensors as pad_input_tensors,
     verify_operation as verify_operation,
+)
+from farflung.compat.free_functions import (
+    GatheredParameters as GatheredParameters,
+    copy_tensor_to_devices as copy_tensor_to_devices,
+)
+from farflung.compat.tensor_information import (
+    TensorInformation as TensorInformation,
+    find_batch_size as find_batch_size,
+    get_data_structure as get_data_structure,
+    get_shape as get_shape,
+    ignorant_find_batch_size as ignorant_find_batch_size,
+    initialize_tensors as initialize_tensors,
+    is_tensor_information as is_tensor_information,
 )
 from farflung.precision.outputs import (
     ConvertOutputsToFp32 as ConvertOutputsToFp32,

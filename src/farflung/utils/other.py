@@ -1,20 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: models taken out of their wrappers, compiling by regions, files, names and sizes."""
 
-from farflung.accelerator.helpers import save as save
 from farflung.accelerator.operations import (
     extract_model_from_parallel as extract_model_from_parallel,
     wait_for_everyone as wait_for_everyone,
-)
-from farflung.base.modules import (
-    get_model_tp_size as get_model_tp_size,
-    get_module_children_bottom_up as get_module_children_bottom_up,
-)
-from farflung.base.plain import (
-    convert_bytes as convert_bytes,
-    get_pretty_name as get_pretty_name,
-    merge_dicts as merge_dicts,
-    recursive_getattr as recursive_getattr,
 )
 from farflung.checkpoint.clean import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from farflung.checkpoint.reader import load as load
@@ -23,7 +12,18 @@ from farflung.compat.absent import (
     compile_regions_deepspeed as compile_regions_deepspeed,
     compile_regions_fsdp2 as compile_regions_fsdp2,
 )
+from farflung.compat.free_functions import save as save
 from farflung.compat.hardware import check_os_kernel as check_os_kernel
+from farflung.compat.plain_values import (
+    convert_bytes as convert_bytes,
+    get_pretty_name as get_pretty_name,
+    merge_dicts as merge_dicts,
+    recursive_getattr as recursive_getattr,
+)
+from farflung.compat.submodules import (
+    get_model_tp_size as get_model_tp_size,
+    get_module_children_bottom_up as get_module_children_bottom_up,
+)
 from farflung.launch.ask import write_basic_config as write_basic_config
 from farflung.launch.network import get_free_port as get_free_port, is_port_in_use as is_port_in_use
 from farflung.strategy.compile import (

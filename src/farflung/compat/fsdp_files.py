@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from farflung.accelerator import lazy
 from farflung.accelerator.operations import extract_model_from_parallel, is_peft_model
 from farflung.base.errors import CheckpointError, Unsupported
 from farflung.checkpoint import paths
@@ -20,7 +19,7 @@ from farflung.checkpoint.reader import read_torch
 from farflung.checkpoint.save import save_object
 from farflung.comm.shards import is_sharded, local
 from farflung.process.bootstrap import join_world
-from farflung.resume import models, optimizers
+from farflung.resume import lazy, models, optimizers
 
 if TYPE_CHECKING:
     from farflung.accelerator.accelerator import Accelerator
