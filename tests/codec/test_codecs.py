@@ -13,12 +13,12 @@ from hypothesis import example, given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farflung.base.errors import ConfigError
-from farflung.base.sizes import packed_bytes, scales_bytes
 from farflung.codec import base, blockwise, fused
 from farflung.codec.base import Cast, Identity
 from farflung.codec.blockwise import E3M0, Fp8, Int4, Int8
 from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.sparse import TopK, _pack, _unpack
+from farflung.codec.wire_sizes import packed_bytes, scales_bytes
 from tests.codec import fake_triton
 
 BLOCKWISE = [Int8(), Int8(block=6), Fp8(), Fp8(block=10), Int4(), Int4(block=2), Int4(block=6), E3M0(), E3M0(block=14)]

@@ -28,9 +28,9 @@ from torch.nn.functional import pad
 
 from farflung.base.checks import shown
 from farflung.base.errors import ConfigError
-from farflung.base.sizes import blockwise_bytes, scales_bytes
 from farflung.codec.base import piece_size
 from farflung.codec.fused import kernels
+from farflung.codec.wire_sizes import blockwise_bytes, scales_bytes
 
 _LEAST = 2.0**-100  # the smallest max|x| of a block that is not sent as zeros
 _HALF_MANTISSA = 1 << 22

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from farflung.base.checks import check_whole
 from farflung.base.errors import ConfigError
-from farflung.base.sizes import index_bits, packing, top_k_bytes
 from farflung.codec.base import piece_size
+from farflung.codec.wire_sizes import index_bits, packing, top_k_bytes
 
 _MAGNITUDE = 0x7FFFFFFF  # all bits of an fp32 but its sign: as whole numbers they are in the order of the magnitudes
 _NEGATIVE, _LARGE = 1, 2  # the bits of a code

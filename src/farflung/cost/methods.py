@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from farflung.base.sizes import blockwise_bytes, bucket_bytes_for, top_k_bytes
+from farflung.base.sizes import bucket_bytes_for
+from farflung.codec.wire_sizes import blockwise_bytes, top_k_bytes
 from farflung.config.outer import OuterSettings
 from farflung.cost.model import Method, Run
 

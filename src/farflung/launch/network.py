@@ -12,9 +12,9 @@ import socket
 from dataclasses import dataclass
 
 from farflung.base.errors import ConfigError
-from farflung.base.sockets import address_on_route_to
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
+from farflung.process.sockets import address_on_route_to
 
 DEFAULT_PORT = 29500  # torchrun's and Accelerate's
 

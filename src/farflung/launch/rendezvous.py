@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from farflung.base.sockets import serve_store
+from farflung.process.sockets import serve_store
 
 NAME = "farflung"
 

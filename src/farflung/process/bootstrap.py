@@ -24,7 +24,6 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 
 from farflung.base.devices import current_accelerator
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
-from farflung.base.sockets import serve_store
 from farflung.base.words import counted, numbered
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
@@ -34,6 +33,7 @@ from farflung.config import environ
 from farflung.config.handlers import InitProcessGroupKwargs, WatchdogKwargs
 from farflung.process import world as slot
 from farflung.process.failure import install_failure_report
+from farflung.process.sockets import serve_store
 from farflung.process.watchdog import Watchdog
 from farflung.process.world import World
 

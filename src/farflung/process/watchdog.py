@@ -29,13 +29,13 @@ from typing import Any
 import torch.distributed as dist
 
 from farflung.base.errors import ConfigError, RankFailure, StateError
-from farflung.base.sockets import address_on_route_to
 from farflung.base.torch_internals import num_collectives
 from farflung.comm.presence import PresenceStore
 from farflung.comm.torch_group import TorchGroup
 from farflung.comm.waits import TORCH, Wait, describe_call
 from farflung.config import environ
 from farflung.process.failure import has_report, record_failure
+from farflung.process.sockets import address_on_route_to
 
 _TICK_S = 0.5  # how often a watchdog looks
 _ANSWER_S = 5.0  # how long it waits for answers

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from farflung.base.errors import RankFailure
-from farflung.base.sockets import serve_store
 from farflung.base.words import numbered
 from farflung.config import environ
+from farflung.process.sockets import serve_store
 from farflung.testing.patience import patience
 
 # What the server has in memory, so that each rank starts with it: torch, and what ranks seldom do without of Farflung.
