@@ -155,25 +155,6 @@ def test_recursively_apply_passes_arguments_and_names_the_operation_that_met_a_s
         tree.recursively_apply(scale, {"a": ["stranger"]}, 3, error_on_other_type=True)
 
 
-def test_concatenate_joins_leaf_by_leaf():
-    parts = [{"x": torch.full((n, 2), n), "y": (torch.full((n,), -n),)} for n in (1, 3)]
-    joined = tree.concatenate(parts)
-    assert joined["x"].tolist() == [[1, 1]] + 3 * [[3, 3]]
-    assert joined["y"][0].tolist() == [-1, -3, -3, -3]
-    with pytest.raises(TypeError, match="'first'; it must be a tensor"):
-        tree.concatenate([{"note": "first"}, {"note": "second"}])
-    assert tree.concatenate(["alone"]) == "alone"
-    assert tree.concatenate([torch.zeros(2, 1), torch.zeros(2, 2)], dim=1).shape == (2, 3)
-    with pytest.raises(TypeError, match="structures differ"):
-        tree.concatenate([{"x": torch.ones(1)}, {"z": torch.ones(1)}])
-
-
-def test_slice_tensors_cuts_the_first_dimension():
-    cut = tree.slice_tensors([torch.arange(6), {"a": torch.arange(12).view(6, 2)}], slice(1, 3))
-    assert cut[0].tolist() == [1, 2]
-    assert cut[1]["a"].tolist() == [[2, 3], [4, 5]]
-
-
 def test_send_to_device_moves_all_but_the_skipped_and_uses_a_container_s_own_way():
     data = {"a": torch.ones(1), "keep": [torch.ones(1)], "deep": ({"keep": torch.ones(1), "go": torch.ones(1)}, 3)}
     moved = tree.send_to_device(data, "meta", skip_keys="keep")

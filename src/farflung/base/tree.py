@@ -10,14 +10,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from farflung.base.checks import shown, wrong_type
-from farflung.base.errors import ShapeMismatch, WrongType
+from farflung.base.errors import WrongType
 
 Spec: TypeAlias = Any  # a hashable description of a tree's structure, made by `flatten`
 
@@ -173,42 +173,6 @@ def find_device(data: Any) -> torch.device | None:
 def listify(data: Any) -> Any:
     """Turn every tensor of a tree into nested lists of Python numbers."""
     return recursively_apply(lambda x: x.detach().cpu().tolist(), data)
-
-
-def slice_tensors(
-    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
-) -> Any:
-    """Take `tensor_slice` of the first dimension of every tensor of a tree (the last two arguments are unused)."""
-    if not isinstance(tensor_slice, (slice, tuple)):
-        raise wrong_type("slice_tensors: tensor_slice", tensor_slice, "a slice, such as slice(0, 2)")
-    return recursively_apply(lambda x: x[tensor_slice], data)
-
-
-def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Concatenate trees of one structure, tensor by tensor.
-
-    Raises:
-        WrongType: there is no tree, they differ in structure, or something in them is no tensor.
-        ShapeMismatch: tensors differ in shape beyond `dim`, or have no such dimension.
-    """
-    if not isinstance(data, (list, tuple)) or not data:
-        raise wrong_type("concatenate: data", data, "a list of nested tensors of one structure")
-    flat = [flatten(tree) for tree in data]
-    if any(spec != flat[0][1] for _, spec in flat[1:]):
-        specs = ", ".join(str(spec) for _, spec in flat)
-        raise WrongType(f"concatenate: the structures differ: {specs}. Bring nested tensors of one structure.")
-    if len(data) == 1:
-        return data[0]
-    columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
-    for leaf in (leaf for column in columns for leaf in column if not isinstance(leaf, Tensor)):
-        raise wrong_type("concatenate: something in data", leaf, "a tensor, as nothing else can be concatenated")
-    try:
-        joined = [torch.cat(column, dim=dim) for column in columns]
-    except (RuntimeError, IndexError, TypeError) as error:
-        shapes = ", ".join(str([list(x.shape) for x in column]) for column in columns)
-        what = f"concatenate: tensors of the shapes {shapes} can't be joined along dim={dim!r}."
-        raise ShapeMismatch(what) from error
-    return unflatten(flat[0][1], joined)
 
 
 def convert_to_fp32(tensor: Any) -> Any:

@@ -14,7 +14,7 @@ from farflung.accelerator.operations import broadcast, gather_object
 from farflung.base.checks import check_path
 from farflung.base.errors import CollectiveMismatch
 from farflung.checkpoint.save import save_object
-from farflung.compat.tensor_information import get_data_structure, initialize_tensors
+from farflung.compat.nested_tensors import get_data_structure, initialize_tensors
 from farflung.config.handlers import AutocastKwargs
 from farflung.process.bootstrap import join_world
 

@@ -33,8 +33,8 @@ from farflung.compat.environments import (
     ComputeEnvironment as ComputeEnvironment,
     SageMakerDistributedType as SageMakerDistributedType,
 )
+from farflung.compat.nested_tensors import TensorInformation as TensorInformation
 from farflung.compat.submodules import get_module_class_from_name as get_module_class_from_name
-from farflung.compat.tensor_information import TensorInformation as TensorInformation
 from farflung.config.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from farflung.config.fp8 import AORecipeKwargs as AORecipeKwargs
 from farflung.config.handlers import (

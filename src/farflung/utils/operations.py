@@ -11,7 +11,6 @@ from farflung.accelerator.operations import (
 )
 from farflung.base.errors import DistributedOperationException as DistributedOperationException
 from farflung.base.tree import (
-    concatenate as concatenate,
     convert_to_fp32 as convert_to_fp32,
     find_device as find_device,
     honor_type as honor_type,
@@ -20,7 +19,6 @@ from farflung.base.tree import (
     listify as listify,
     recursively_apply as recursively_apply,
     send_to_device as send_to_device,
-    slice_tensors as slice_tensors,
 )
 from farflung.comm.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from farflung.compat.absent import (
@@ -34,14 +32,16 @@ from farflung.compat.free_functions import (
     GatheredParameters as GatheredParameters,
     copy_tensor_to_devices as copy_tensor_to_devices,
 )
-from farflung.compat.tensor_information import (
+from farflung.compat.nested_tensors import (
     TensorInformation as TensorInformation,
+    concatenate as concatenate,
     find_batch_size as find_batch_size,
     get_data_structure as get_data_structure,
     get_shape as get_shape,
     ignorant_find_batch_size as ignorant_find_batch_size,
     initialize_tensors as initialize_tensors,
     is_tensor_information as is_tensor_information,
+    slice_tensors as slice_tensors,
 )
 from farflung.precision.outputs import (
     ConvertOutputsToFp32 as ConvertOutputsToFp32,
