@@ -16,12 +16,12 @@ from farflung.base.errors import CheckpointError, ConfigError
 from farflung.big_model.offload import OffloadedWeightsLoader, offload_state_dict
 from farflung.checkpoint import paths, rng
 from farflung.checkpoint.checksum import sums_of
-from farflung.checkpoint.clean import clean_state_dict_for_safetensors
 from farflung.checkpoint.entries import Entry, Staging, write
 from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.checkpoint.reader import read_torch, read_weights
 from farflung.checkpoint.save import save_object
 from farflung.checkpoint.writer import FileWriter, write_safetensors
+from farflung.compat.clean_state_dict import clean_state_dict_for_safetensors
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 

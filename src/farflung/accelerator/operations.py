@@ -14,7 +14,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from farflung.accelerator.session import current, flushed
 from farflung.base.checks import check_type
 from farflung.base.errors import Unsupported
-from farflung.base.optional import is_available
 from farflung.base.torch_internals import compiled_again, compiled_from
 from farflung.base.tree import leaves_of, rebuilt, recursively_apply
 from farflung.comm import collectives
@@ -141,24 +140,3 @@ def extract_model_from_parallel(
         return inner
     # Where DDP itself was compiled, compile what it holds in the same way.
     return compiled if compiled_from(compiled) is inner else compiled_again(compiled, inner)
-
-
-def is_peft_model(model: Any) -> bool:
-    """Say whether `model`, or what is inside it, is a PeftModel."""
-    if not is_available("peft"):
-        return False
-    kinds = type(extract_model_from_parallel(model)).__mro__
-    return any(kind.__module__.split(".")[0] == "peft" and kind.__name__ == "PeftModel" for kind in kinds)
-
-
-def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Return a `tqdm.auto.tqdm` bar, silent on all but each machine's first process unless told otherwise.
-
-    Raises:
-        ImportError: tqdm is not installed.
-    """
-    from tqdm.auto import tqdm as bar  # type: ignore[import-untyped]
-
-    if main_process_only and not kwargs.get("disable"):
-        kwargs["disable"] = not join_world().is_local_main
-    return bar(*args, **kwargs)

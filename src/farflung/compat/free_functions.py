@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from farflung.accelerator import session as slot
-from farflung.accelerator.operations import broadcast, gather_object
+from farflung.accelerator.operations import broadcast, extract_model_from_parallel, gather_object
 from farflung.base.checks import check_path
 from farflung.base.errors import CollectiveMismatch
+from farflung.base.optional import is_available
 from farflung.checkpoint.save import save_object
 from farflung.compat.nested_tensors import get_data_structure, initialize_tensors
 from farflung.config.handlers import AutocastKwargs
@@ -76,3 +77,24 @@ def GatheredParameters(
 ) -> Iterator[None]:
     """Open a block that changes nothing: without DeepSpeed's ZeRO-3, each parameter is whole on its rank."""
     yield
+
+
+def is_peft_model(model: Any) -> bool:
+    """Say whether `model`, or what is inside it, is a PeftModel."""
+    if not is_available("peft"):
+        return False
+    kinds = type(extract_model_from_parallel(model)).__mro__
+    return any(kind.__module__.split(".")[0] == "peft" and kind.__name__ == "PeftModel" for kind in kinds)
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """Return a `tqdm.auto.tqdm` bar, silent on all but each machine's first process unless told otherwise.
+
+    Raises:
+        ImportError: tqdm is not installed.
+    """
+    from tqdm.auto import tqdm as bar  # type: ignore[import-untyped]
+
+    if main_process_only and not kwargs.get("disable"):
+        kwargs["disable"] = not join_world().is_local_main
+    return bar(*args, **kwargs)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from farflung.accelerator.operations import extract_model_from_parallel, is_peft_model
+from farflung.accelerator.operations import extract_model_from_parallel
 from farflung.base.errors import CheckpointError, Unsupported
 from farflung.checkpoint import paths
 from farflung.checkpoint.checkpoint import Checkpoint
@@ -18,6 +18,7 @@ from farflung.checkpoint.manager import CheckpointGroup, Saver, SaveRequest
 from farflung.checkpoint.reader import read_torch
 from farflung.checkpoint.save import save_object
 from farflung.comm.shards import is_sharded, local
+from farflung.compat.free_functions import is_peft_model
 from farflung.process.bootstrap import join_world
 from farflung.resume import lazy, models, optimizers
 

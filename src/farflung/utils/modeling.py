@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: sizes, device maps and tensors of models that are larger than a device."""
 
-from farflung.accelerator.operations import is_peft_model as is_peft_model
 from farflung.big_model.device_map import (
     check_device_map as check_device_map,
     clean_device_map as clean_device_map,
@@ -41,6 +40,9 @@ from farflung.big_model.tensors import (
     set_module_tensor_to_device as set_module_tensor_to_device,
 )
 from farflung.compat.absent import fallback_allocate as fallback_allocate
-from farflung.compat.free_functions import get_mixed_precision_context_manager as get_mixed_precision_context_manager
+from farflung.compat.free_functions import (
+    get_mixed_precision_context_manager as get_mixed_precision_context_manager,
+    is_peft_model as is_peft_model,
+)
+from farflung.compat.outputs import get_grad_scaler as get_grad_scaler
 from farflung.compat.plain_values import convert_file_size_to_int as convert_file_size_to_int
-from farflung.precision.outputs import get_grad_scaler as get_grad_scaler

@@ -43,7 +43,7 @@ from farflung.compat.nested_tensors import (
     is_tensor_information as is_tensor_information,
     slice_tensors as slice_tensors,
 )
-from farflung.precision.outputs import (
+from farflung.compat.outputs import (
     ConvertOutputsToFp32 as ConvertOutputsToFp32,
     convert_outputs_to_fp32 as convert_outputs_to_fp32,
 )

@@ -5,13 +5,13 @@ from farflung.accelerator.operations import (
     extract_model_from_parallel as extract_model_from_parallel,
     wait_for_everyone as wait_for_everyone,
 )
-from farflung.checkpoint.clean import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from farflung.checkpoint.reader import load as load
 from farflung.comm.shards import model_has_dtensor as model_has_dtensor
 from farflung.compat.absent import (
     compile_regions_deepspeed as compile_regions_deepspeed,
     compile_regions_fsdp2 as compile_regions_fsdp2,
 )
+from farflung.compat.clean_state_dict import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from farflung.compat.free_functions import save as save
 from farflung.compat.hardware import check_os_kernel as check_os_kernel
 from farflung.compat.plain_values import (

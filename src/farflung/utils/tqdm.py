@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: the progress bar that knows its rank."""
 
-from farflung.accelerator.operations import tqdm as tqdm
+from farflung.compat.free_functions import tqdm as tqdm
