@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What exists for Accelerate's names alone: the doors import it, and no other room does."""
+"""What exists for Accelerate's names alone: the doors import it, and no room below does."""
