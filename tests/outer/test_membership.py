@@ -21,43 +21,43 @@ DILOCO = diloco(EVERY, lr=LR, momentum=MOMENTUM)
 STREAMING = streaming_diloco(4, 2, delay=1, lr=LR, momentum=MOMENTUM)
 
 
-class Death(Exception):
+class Lost(Exception):
     """A replica is lost."""
 
 
-class Mortal(SimGroup):
-    """A group in which a replica dies at one of its collectives, counted from 1 over all groups that it is in."""
+class FailingGroup(SimGroup):
+    """A group in which a replica fails at one of its collectives, counted from 1 over all groups that it is in."""
 
-    def __init__(self, group, dies_at, calls):
+    def __init__(self, group, fails_at, calls):
         super().__init__(group._stage, group._me, group.members)
-        self.dies_at, self.calls = dies_at, calls
+        self.fails_at, self.calls = fails_at, calls
 
     def _join(self, *arguments, **options):
         self.calls.append(arguments[0])
-        if len(self.calls) == self.dies_at:
-            self.leave("it died")
-            raise Death
+        if len(self.calls) == self.fails_at:
+            self.leave("it failed")
+            raise Lost
         return super()._join(*arguments, **options)
 
 
-class Company:
+class ChangingMembership:
     """Replicas of which some are lost and others come.
 
     Args:
         group: of all that there will ever be.
         first: those that begin.
-        dies_at: the number of this replica's collective at which it dies.
+        fails_at: the number of this replica's collective at which it fails.
     """
 
     is_fixed, island = False, SoloGroup()
 
-    def __init__(self, group, first, dies_at=None):
-        self.most, self.dies_at, self.calls, self.number, self.epoch = group.size, dies_at, [], 0, None
+    def __init__(self, group, first, fails_at=None):
+        self.most, self.fails_at, self.calls, self.number, self.epoch = group.size, fails_at, [], 0, None
         self.is_new = group.rank not in first
-        self.group = group if self.is_new else self.mortal(SimGroup(group._stage, group.rank, tuple(first)))
+        self.group = group if self.is_new else self.failing(SimGroup(group._stage, group.rank, tuple(first)))
 
-    def mortal(self, group):
-        return Mortal(group, self.dies_at, self.calls)
+    def failing(self, group):
+        return FailingGroup(group, self.fails_at, self.calls)
 
     def enter(self, needs):
         group, newcomers = self.group, []
@@ -67,12 +67,12 @@ class Company:
         elif self.epoch is not None and needs.admits:
             group, newcomers = group.admit()
         if self.epoch is None or newcomers:
-            self.group, self.number = self.mortal(group), self.number + 1
+            self.group, self.number = self.failing(group), self.number + 1
             self.epoch = open_epoch(self.number, group.members, self.group, self.island, needs, newcomers)
         return self.epoch
 
     def lost(self, failure):
-        self.group, self.epoch = self.mortal(self.group.regroup()), None
+        self.group, self.epoch = self.failing(self.group.regroup()), None
 
 
 class Two(nn.Module):
@@ -81,13 +81,13 @@ class Two(nn.Module):
         self.weight, self.other = (nn.Parameter(torch.tensor([64.0])) for _ in range(2))
 
 
-def train(group, first, recipe, dies_at, dying, steps):
-    """Train one replica; return its weight after each step, and what it died in."""
+def train(group, first, recipe, fails_at, lost, steps):
+    """Train one replica; return its weight after each step, and what it failed in."""
     me, model, path = group.rank, Two(), []
-    company = Company(group, first, dies_at if me == dying else None)
+    membership = ChangingMembership(group, first, fails_at if me == lost else None)
     try:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # whose rate a schedule may read
-        outer = OuterLoop(model, recipe, membership=company, inner=optimizer)
+        outer = OuterLoop(model, recipe, membership=membership, inner=optimizer)
         while outer.position < steps:
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -95,9 +95,9 @@ def train(group, first, recipe, dies_at, dying, steps):
             outer.step()
             path.append((outer.position, model.weight.item()))
         outer.close()
-    except Death:
-        return path, company.calls[-1]
-    return [*path, (steps, model.weight.item())], len(company.calls)
+    except Lost:
+        return path, membership.calls[-1]
+    return [*path, (steps, model.weight.item())], len(membership.calls)
 
 
 def anchors_of(members):
@@ -118,11 +118,11 @@ def anchors_of(members):
     return anchors
 
 
-def without(dead, in_round, applied):
+def without(lost, in_round, applied):
     """The anchors of three replicas of which one is lost in a round, which the others have applied or not."""
 
     def members(number, pending):
-        there = [one for one in range(3) if one != dead or number <= in_round]
+        there = [one for one in range(3) if one != lost or number <= in_round]
         for one in there:
             pending[one] += EVERY if number < STEPS // EVERY else 0
         if number == in_round and not applied:
@@ -138,20 +138,20 @@ def seen_of(path, but=-1):
     return [*rounds, path[-1][1]]
 
 
-@pytest.mark.parametrize("dying", [0, 1, 2])
-def test_a_replica_may_be_lost_at_any_collective(dying):
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_replica_may_be_lost_at_any_collective(lost):
     """Before the vote, in it, in the middle of what is sent, before all know that it arrived, and in the last flush."""
-    calls = run_replicas(train, 3, range(3), DILOCO, None, dying, STEPS)[dying][1]
-    begun = run_replicas(train, 3, range(3), DILOCO, None, dying, 0)[dying][1] - IN_FLUSH
+    calls = run_replicas(train, 3, range(3), DILOCO, None, lost, STEPS)[lost][1]
+    begun = run_replicas(train, 3, range(3), DILOCO, None, lost, 0)[lost][1] - IN_FLUSH
     phases = set()
     for at in range(begun + 1, calls + 1):
-        found = run_replicas(train, 3, range(3), DILOCO, at, dying, STEPS)
-        path, died_in = found.pop(dying)
+        found = run_replicas(train, 3, range(3), DILOCO, at, lost, STEPS)
+        path, failed_in = found.pop(lost)
         in_round = len(path) // EVERY
-        phases.add(died_in)
+        phases.add(failed_in)
         survivors = [seen_of(path, in_round) for path, _ in found]
         assert survivors[0] == survivors[1]
-        outcomes = [without(dying, in_round, applied) for applied in (False, True)]
+        outcomes = [without(lost, in_round, applied) for applied in (False, True)]
         outcomes = [[each for n, each in enumerate(one) if n != in_round or n == STEPS // EVERY] for one in outcomes]
         assert survivors[0] in outcomes, at
     assert phases == {"all_gather", "all_reduce(sum)"}
