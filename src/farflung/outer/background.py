@@ -54,7 +54,11 @@ class Job:
         assert self.future is not None
         if self._watch is not None:
             self._watch(self.future)
-        self.future.result()
+        try:
+            self.future.result()
+        except BaseException:
+            self.future = None  # its error knows this frame, and so all that the round holds: its groups' connections
+            raise
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
         return time.perf_counter() - start
