@@ -15,7 +15,7 @@ from farflung.big_model.hooks import AlignDevicesHook, LayerwiseCastingHook, Ski
 from farflung.big_model.offload import PrefixedDataset
 from farflung.big_model.tensors import Device, TiedWeights, all_tensors
 
-_CAST = (
+CAST_LAYERS = (
     nn.Conv1d,
     nn.Conv2d,
     nn.Conv3d,
@@ -191,7 +191,7 @@ def attach_layerwise_casting_hooks(
     def attach(inner: nn.Module, path: str) -> None:
         if isinstance(inner, skip_modules_classes or ()) or any(re.search(pattern, path) for pattern in patterns):
             return
-        if isinstance(inner, _CAST):
+        if isinstance(inner, CAST_LAYERS):
             add_hook_to_module(inner, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
             return
         for name, child in inner.named_children():

@@ -6,7 +6,7 @@ Those of engines that Farflung does not have are here too: they say what words t
 
 from __future__ import annotations
 
-from torch import nn
+from farflung.big_model.attach import CAST_LAYERS
 
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
@@ -78,12 +78,4 @@ TORCH_DISTRIBUTED_OPERATION_TYPES = [
     *CUDA_DISTRIBUTED_TYPES,
     *(f"MULTI_{kind}" for kind in ("NPU", "MLU", "SDAA", "MUSA", "XPU", "CPU", "HPU", "NEURON")),
 ]
-SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-)
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = CAST_LAYERS

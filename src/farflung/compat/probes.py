@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine has: libraries, answered from what is installed, and devices, answered by torch.
+"""Which libraries are installed on this machine, and which devices torch finds.
 
 No library is imported to find out whether it is there. Other vendors' devices come to torch by a library of theirs;
 what such a device then can do is for the library to say.

@@ -25,7 +25,7 @@ class Eager(Anchored):
     is taken out. Anchors differ between ranks.
 
     Args:
-        num_ranks: M, which changes with who is there.
+        num_ranks: M, the number of members; it changes when replicas come or go.
 
     Source: eager updates (arXiv:2502.12996).
     """

@@ -36,7 +36,7 @@ from farflung.outer.rounds import Rounds
 from farflung.outer.schedule import Apply, Launch
 from farflung.outer.stats import Meter, Round, Stats
 from farflung.outer.timetable import Timetable
-from farflung.outer.warmup import Warmup
+from farflung.outer.warmup import GradientWarmup
 
 
 class OuterLoop:
@@ -122,7 +122,7 @@ class OuterLoop:
             self._model = model = self._ddp.module
         with torch.no_grad():
             self._rounds = Rounds(model, recipe, membership, cap_bytes, self._meter, self.listeners)
-            self._warmup = Warmup(recipe.warmup, model, self._rounds, self._meter, self._ddp is not None)
+            self._warmup = GradientWarmup(recipe.warmup, model, self._rounds, self._meter, self._ddp is not None)
         self._timetable = Timetable(recipe, self._rounds, clock, inner)
         if self._rounds.joined is not None:  # in the middle of the members' step, whose rounds begin now
             self._position = self._rounds.joined["position"]
@@ -167,7 +167,7 @@ class OuterLoop:
         self._sync({"position": self._position, "began": self._timetable.began})
 
     def _sync(self, common: dict[str, Any] | None = None) -> None:
-        """Run what is due, with those who are there now; None: they have just met."""
+        """Run the actions that are due. With `common`, enter the current epoch first and give that to newcomers."""
         due = self._timetable.until(self._position)
         if due:
             with self._meter.timed("exposed"), torch.no_grad():
@@ -273,7 +273,7 @@ class OuterLoop:
             StateError: the loop has ended.
         """
         self._check_open()
-        self._rounds.in_spite_of_losses(self._flush)
+        self._rounds.retry_after_losses(self._flush)
 
     def _flush(self) -> None:
         self._warmup.stay(self._position)
@@ -312,12 +312,12 @@ class OuterLoop:
         must_average = not (is_common or self.has_anchor) and self._rounds.group.size > 1
         with torch.no_grad():
             if must_average:
-                self._rounds.in_spite_of_losses(self._rounds.agree_on_changes)
+                self._rounds.retry_after_losses(self._rounds.agree_on_changes)
             kept = self._rounds.replica.copies()
         try:
             with torch.no_grad():
                 if must_average:
-                    self._rounds.in_spite_of_losses(self._rounds.average)
+                    self._rounds.retry_after_losses(self._rounds.average)
                 elif self.has_anchor and not is_common:
                     self._rounds.replica.adopt()
             yield

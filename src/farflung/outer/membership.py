@@ -177,7 +177,7 @@ class FixedMembership:
 
 
 def fixed_membership(group: Group | None, island: Group | None, on_cpu: bool) -> FixedMembership:
-    """Return the membership of ranks that are told, or of all ranks of `torch.distributed`.
+    """Return the membership of the given ranks, by default all ranks of `torch.distributed`.
 
     Args:
         on_cpu: what they send is on the CPU.

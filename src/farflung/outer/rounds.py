@@ -140,7 +140,7 @@ class Rounds:
             except RankFailure as another:  # the next one is lost while those that are left meet
                 failure = another
 
-    def in_spite_of_losses(self, act: Callable[[], object]) -> None:
+    def retry_after_losses(self, act: Callable[[], object]) -> None:
         """Do something that all members do together, again where some are lost meanwhile."""
         while True:
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of a recipe as one rank walks along it: what is due now, and what the others will still come to."""
+"""One rank's place in the schedule of a recipe: the actions that are due now, and those of further steps."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from farflung.outer.weighting import in_proportion
 _HALF = 2**24  # whole numbers below this are exact in fp32
 
 
-class Warmup:
+class GradientWarmup:
     """The first steps of a recipe, which all replicas make with the same gradients.
 
     Args:
@@ -47,7 +47,7 @@ class Warmup:
         if self.is_on(position) and self._averaged <= position:
             self._averaged = position + 1
             if not self._is_done_by_ddp:
-                self._rounds.in_spite_of_losses(lambda: self._meet(finished=False))
+                self._rounds.retry_after_losses(lambda: self._meet(finished=False))
 
     def stay(self, position: int) -> None:
         """Stay without data until all ranks have done the steps that are left, or have no more data either."""

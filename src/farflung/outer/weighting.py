@@ -42,7 +42,7 @@ class Policy(Protocol):
 
     @property
     def norm(self) -> Norm:
-        """Which norms it looks at: of what the replicas moved by, or of what is left of that on the wire."""
+        """Which norms it uses: those of the pseudo-gradients (`local`), or of their encoded form (`sent`)."""
 
     @property
     def max_norm(self) -> float:

@@ -48,7 +48,7 @@ class Schedulers(Part):
             change(scheduler, state, undo)
 
 
-class Registered(Part):
+class RegisteredObjects(Part):
     """What the script registered for checkpointing: replicated."""
 
     def replicated(self, saving: Saving) -> Iterable[Entry]:
@@ -166,7 +166,7 @@ def _redistributed(state: dict[str, Any], total: int | None, source: Loading) ->
     return {**state, "worker_states": None, "position": {**position, **NOTHING_READ, "batches": batches}}
 
 
-class RandomStates(Part):
+class RNGStates(Part):
     """Each rank's own: rank r draws on where old rank r stood, and ranks that there were none of begin their own."""
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:

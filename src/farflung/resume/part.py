@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of a run that is saved, and what it is told of the checkpoint that is written or read."""
+"""The base class of all parts of a run that are saved, and the checkpoint that one rank writes or reads."""
 
 from __future__ import annotations
 

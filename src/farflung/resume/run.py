@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Hooks = OrderedDict[int, Callable[..., Any]]
 
 
-class Prepared(Protocol):
+class PreparedObjects(Protocol):
     """What was prepared, in order."""
 
     models: list[nn.Module]
@@ -38,7 +38,7 @@ class Prepared(Protocol):
         """The loaders."""
 
 
-class OuterLoops(Protocol):
+class OuterLoopRegistry(Protocol):
     """The outer loops that are open, and states that wait for loops to be opened."""
 
     waiting: list[dict[str, Any]]
@@ -72,8 +72,8 @@ class Run:
     loop: LoopState
     precision: Precision
     strategy: Strategy
-    registry: Prepared
-    outers: OuterLoops
+    registry: PreparedObjects
+    outers: OuterLoopRegistry
     custom: list[Any]
     fsdp: FullyShardedDataParallelPlugin | None = None
     save_hooks: Hooks = field(default_factory=OrderedDict)

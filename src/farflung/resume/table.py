@@ -13,11 +13,11 @@ from farflung.checkpoint.reader import DAMAGE
 from farflung.resume import lazy
 from farflung.resume.loops import OuterLoops
 from farflung.resume.models import Models, OwnBuffers
-from farflung.resume.objects import Loaders, RandomStates, Registered, Scaler, Schedulers
+from farflung.resume.objects import Loaders, RegisteredObjects, RNGStates, Scaler, Schedulers
 from farflung.resume.optimizers import Optimizers
 from farflung.resume.part import Loading, Part, Saving, Undo
 from farflung.resume.run import Run
-from farflung.resume.window import Window
+from farflung.resume.window import AccumulationWindow
 
 if TYPE_CHECKING:
     from farflung.checkpoint.sharded import ShardPlanner
@@ -28,11 +28,11 @@ PARTS: tuple[type[Part], ...] = (
     OwnBuffers,
     Optimizers,
     Schedulers,
-    Registered,
+    RegisteredObjects,
     Scaler,
-    Window,
+    AccumulationWindow,
     Loaders,
-    RandomStates,
+    RNGStates,
     OuterLoops,
 )
 _ORIGINS = {"loop_state": "the training loop", "outer_state": "the outer loop"}  # by folder, for errors

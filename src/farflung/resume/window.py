@@ -28,7 +28,7 @@ _OTHER_SHARDS = "the unfinished accumulation window had reduced gradients of oth
 _FRESH = {"size": 0, "complete": True, "items": 0.0, "scale": None}
 
 
-class Window(Part):
+class AccumulationWindow(Part):
     """The loop's windows and the gradients in them: each rank's own. Other ranks go on from the mean over the old."""
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:

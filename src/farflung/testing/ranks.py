@@ -21,7 +21,7 @@ from farflung.config import environ
 from farflung.process.sockets import serve_store
 from farflung.testing.patience import patience
 
-# What the server has in memory, so that each rank starts with it: torch, and what ranks seldom do without of Farflung.
+# Modules that the server imports once, so that ranks start with them: torch, and what most ranks use of Farflung.
 _PRELOADED = ["torch", "torch.distributed", "farflung.testing.preload"]
 _PRELOADED += [f"farflung.{name}" for name in ("accelerator.accelerator", "accelerator.checkpointer", "outer")]
 _PRELOADED += [f"farflung.{name}" for name in ("checkpoint.sharded", "outer.merge_states", "strategy.sharded", "utils")]

@@ -262,7 +262,7 @@ class _Replica:
 
     @property
     def failures(self) -> list[str]:
-        """What this replica was told each time that others had been lost."""
+        """The error messages of all losses that this replica has seen."""
         return self._members.failures
 
     def play(self) -> None:
