@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from farflung.base.errors import CheckpointError, ConfigError
-from farflung.checkpoint import atomic, checksum, paths
+from farflung.checkpoint import atomic, files, paths
 from farflung.checkpoint.checkpoint import Checkpoint, newest, resolve
 from farflung.checkpoint.manifest import FileRecord, Manifest
 
@@ -27,7 +27,7 @@ def write(target, text, names=("model.safetensors", "loop_state/rank_0.bin"), to
         path = staged.folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"{text} {name}")
-        entries[name] = FileRecord(*checksum.sums_of(path))
+        entries[name] = FileRecord(*files.sums_of(path))
     Manifest(entries, written_at=float(len(text))).write(staged.folder / paths.MANIFEST)
     staged.commit()
 

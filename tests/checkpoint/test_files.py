@@ -4,6 +4,7 @@
 import os
 import pickle
 import random
+import re
 import stat
 
 import numpy as np
@@ -15,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.big_model.offload import OffloadedWeightsLoader, offload_state_dict
 from farflung.checkpoint import paths, rng
-from farflung.checkpoint.checksum import sums_of
+from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.entries import Entry, Staging, write
+from farflung.checkpoint.files import sums_of
 from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.checkpoint.reader import read_torch, read_weights
-from farflung.checkpoint.save import save_object
-from farflung.checkpoint.writer import FileWriter, write_safetensors
+from farflung.checkpoint.writer import FileWriter, save_object, write_safetensors
 from farflung.compat.clean_state_dict import clean_state_dict_for_safetensors
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -167,7 +168,7 @@ def a_manifest(folder, names=("model.safetensors", "deep/er.bin")):
 def test_a_manifest_comes_back_and_says_that_all_is_there(tmp_path):
     manifest = a_manifest(tmp_path)
     assert Manifest.read(tmp_path) == manifest
-    assert (manifest.misfits(tmp_path), manifest.damage(tmp_path)) == (None, None)
+    assert Checkpoint.open(tmp_path).verify().manifest == manifest
     assert Manifest.read(tmp_path / "deep") is None
 
 
@@ -188,17 +189,23 @@ def test_any_flipped_bit_and_any_missing_byte_is_noticed(data, tmp_path_factory)
     except CheckpointError as error:
         assert paths.MANIFEST in str(error)  # noqa: PT017  a bit in white space does no harm
     else:
-        assert read == manifest if name == paths.MANIFEST else name in (read.misfits(folder) or read.damage(folder))
+        if name == paths.MANIFEST:
+            assert read == manifest
+        else:
+            with pytest.raises(CheckpointError, match=re.escape(name)):
+                Checkpoint.open(folder).verify()
 
 
 def test_swapped_and_missing_files_are_named(tmp_path):
-    manifest = a_manifest(tmp_path, ("optimizer.bin", "scheduler.bin"))
+    a_manifest(tmp_path, ("optimizer.bin", "scheduler.bin"))
     os.replace(tmp_path / "optimizer.bin", tmp_path / "x")
-    assert manifest.misfits(tmp_path) == "optimizer.bin can't be found (No such file or directory)"
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin can't be found \(No such file or directory\)"):
+        Checkpoint.open(tmp_path)
     os.replace(tmp_path / "scheduler.bin", tmp_path / "optimizer.bin")
     os.replace(tmp_path / "x", tmp_path / "scheduler.bin")
-    assert manifest.misfits(tmp_path) is None, "both names are equally long, and so are the files"
-    assert manifest.damage(tmp_path).startswith("optimizer.bin is damaged")
+    found = Checkpoint.open(tmp_path)  # both names are equally long, and so are the files
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin is damaged"):
+        found.verify()
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", "a//b", "./a", "a\\b", "a\0b"])

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported
+from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.entries import Staging
 from farflung.checkpoint.manifest import Manifest
 from farflung.checkpoint.sharded import ShardPlanner, ShardReader, merge_shards
@@ -57,7 +58,7 @@ def test_dcp_reads_what_is_written_and_every_byte_of_it_is_in_the_records(tmp_pa
     planner = ShardPlanner("folder", STATE, leads=True)
     (entry,) = Staging().copied([planner.entry([planner.plan], 0)])
     records = entry.finish(tmp_path, [entry.write(tmp_path)])
-    assert Manifest(records).damage(tmp_path) is None
+    Checkpoint(tmp_path, Manifest(records)).verify()
     assert set(records) == {f"folder/{name}" for name in os.listdir(tmp_path / "folder")}
     like = {"model": {name: torch.empty_like(value) for name, value in STATE["model"].items()}}
     with warnings.catch_warnings():

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from farflung.checkpoint import writer
-from farflung.checkpoint.checksum import sums_of
+from farflung.checkpoint.files import sums_of
 from farflung.checkpoint.writer import FileWriter
 from farflung.testing.patience import patience
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session's side of checkpoints: what is written when, and how one is found, checked and gone on from."""
+"""The checkpoints of one Accelerator: which folder is written or loaded, by whom, and what people are told of it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Checkpointer:
 
     @property
     def saver(self) -> Saver:
-        """What writes; made when it is first needed, as it may be a collective."""
+        """Writes the files; made when it is first needed, as that may be a collective."""
         if self._saver is None:
             world = self._run.world
             leader = world.rank - world.local_rank if self._project.save_on_each_node else 0
@@ -68,72 +68,45 @@ class Checkpointer:
     def save(self, output_dir: Path_ | None, safe: bool, block: bool, busy: Busy) -> Path:
         """Write a checkpoint and return its folder; see `Checkpointing.save_state`."""
         flushed(self._run.world.exchange)
-        saver = self.saver
+        saver, run, project = self.saver, self._run, self._project
         saver.settle(busy)
-        folder = self._folder(output_dir)
-        request = self._request(Path(os.path.abspath(folder)))  # the script may change its directory meanwhile
-        staged = saver.begin(request)
-        saving = Saving(staged.folder, safe, self._run.world.rank == saver.group.leader, self._writes)
-        try:
-            entries = table.collect(self._run, saver.group, request.doing, saving)
-        except BaseException:
-            staged.discard()
-            raise
-        if block:
-            saver.write(request, staged, entries)
-        else:
-            saver.write_behind(request, staged, entries)
-        self._project.iteration += 1
-        return folder
-
-    def _folder(self, output_dir: Path_ | None) -> Path:
-        """Return where the next checkpoint goes, in the words of the script."""
         if self.automatic is not None:
-            return self.automatic / paths.checkpoint(self._project.iteration)
-        if output_dir is None:
+            folder = self.automatic / paths.checkpoint(project.iteration)
+        elif output_dir is not None:
+            folder = Path(os.path.expanduser(output_dir))
+        else:
             raise ConfigError(
                 "save_state() without a folder needs automatic_checkpoint_naming=True. Name a folder, or set it."
             )
-        return Path(os.path.expanduser(output_dir))
-
-    def _request(self, target: Path) -> SaveRequest:
-        run, project = self._run, self._project
-        facts = {
-            "step": run.loop.step,
-            "optimizer_steps": [optimizer.completed_steps for optimizer in run.registry.optimizers],
-            "iteration": project.iteration,
-            "world_size": run.world.size,
-            "written_at": time.time(),
-            "versions": {name: installed_version(name) for name in ("farflung", "torch")},
-        }
         has_machines = project.save_on_each_node and run.world.local_size < run.world.size
         if has_machines and run.spread is not None and not run.gathers:
             raise ConfigError(
                 "save_on_each_node=True keeps a whole checkpoint on each machine, but the shards of this model are "
                 "spread over several. Use a folder that all machines share, or state_dict_type='FULL_STATE_DICT'."
             )
-        if not project.automatic_checkpoint_naming:
-            return SaveRequest(target, None, facts)
-        automatic = target.parent
-        aside = _aside(automatic)
+        target = Path(os.path.abspath(folder))  # the script may change its directory meanwhile
+        request = SaveRequest(target, self._facts(), project.automatic_checkpoint_naming, project.total_limit)
+        staged = saver.begin(request)
+        saving = Saving(staged.folder, safe, run.world.rank == saver.group.leader, self._writes)
+        try:
+            entries = table.collect(run, saver.group, request.doing, saving)
+        except BaseException:
+            staged.discard()
+            raise
+        (saver.write if block else saver.write_behind)(request, staged, entries)
+        project.iteration += 1
+        return folder
 
-        def prune() -> None:
-            atomic.sweep(aside)
-            if project.total_limit is not None:
-                old = sorted(_numbered(automatic) - {target}, key=_number)
-                for folder in old[: max(0, len(old) + 1 - project.total_limit)]:
-                    atomic.remove(folder, aside)
-
-        def check() -> None:
-            others = sorted(_numbered(automatic), key=_number)
-            if others and _number(others[-1]) >= _number(target):
-                raise ConfigError(
-                    f"{automatic} already has {others[-1].name} of another run, and {target.name} would be mixed up "
-                    "with its checkpoints. Resume it with load_state(), use another project_dir, or delete or move "
-                    "the old checkpoints."
-                )
-
-        return SaveRequest(target, aside, facts, prune, check)
+    def _facts(self) -> dict[str, Any]:
+        """Return what the manifest says of the run."""
+        return {
+            "step": self._run.loop.step,
+            "optimizer_steps": [optimizer.completed_steps for optimizer in self._run.registry.optimizers],
+            "iteration": self._project.iteration,
+            "world_size": self._run.world.size,
+            "written_at": time.time(),
+            "versions": {name: installed_version(name) for name in ("farflung", "torch")},
+        }
 
     def _writes(self, name: str) -> bool:
         """Say whether this rank writes a file that is the same on all ranks.
@@ -149,51 +122,41 @@ class Checkpointer:
 
     def load(self, input_dir: Path_ | None, strict: bool) -> None:
         """Read a checkpoint and go on from it; see `Checkpointing.load_state`."""
-        flushed(self._run.world.exchange)
+        run, group, doing = self._run, self.saver.group, "Loading a checkpoint"
+        flushed(run.world.exchange)
         self.saver.settle()
         with ThreadPoolExecutor(1, "farflung verifier") as background:
-            self._load(input_dir, strict, background)
+            verification: Future[Checkpoint] | None = None
 
-    def _load(self, input_dir: Path_ | None, strict: bool, background: ThreadPoolExecutor) -> None:
-        run, group, doing = self._run, self.saver.group, "Loading a checkpoint"
-        verification: Future[Checkpoint] | None = None
+            def choose() -> Checkpoint | None:
+                nonlocal verification
+                if not group.leads:
+                    return None
+                folder, has_several = resolve(input_dir, self.automatic)
+                if has_several:
+                    return newest(folder)
+                found = _explained(Checkpoint.open, folder)
+                verification = background.submit(_explained, Checkpoint.verify, found)  # while the files are read
+                if run.load_hooks:  # they may read them themselves, and change the models
+                    verification.result()
+                return found
 
-        def choose() -> Checkpoint | None:
-            nonlocal verification
-            if not group.leads:
-                return None
-            folder, has_several = resolve(input_dir, self.automatic)
-            if has_several:
-                return newest(folder)
-            found = _explained(Checkpoint.open, folder)
-            verification = background.submit(_explained, Checkpoint.verify, found)  # while the files are read
-            if run.load_hooks:  # they may read them themselves, and change the models
-                verification.result()
-            return found
+            def verify() -> None:
+                if verification is not None:
+                    verification.result()
+                _explained(Checkpoint.check_unchanged, chosen)
 
-        def verify() -> None:
-            if verification is not None:
-                verification.result()
-            _explained(Checkpoint.check_unchanged, chosen)
-
-        chosen: Checkpoint = group.agree(doing, choose)[group.leader]
-        source = Loading(chosen, run.world.rank, run.world.size, strict)
-        table.load(run, group, doing, source, verify)
-        self._count_on(chosen.folder)
+            chosen: Checkpoint = group.agree(doing, choose)[group.leader]
+            source = Loading(chosen, run.world.rank, run.world.size, strict)
+            table.load(run, group, doing, source, verify)
+        automatic, folder = self.automatic, chosen.folder
+        if automatic and folder.resolve().parent == automatic.resolve() and paths.NAMED.fullmatch(folder.name):
+            taken = map(atomic.number_of, atomic.numbered(automatic))  # also by later ones than the one that was loaded
+            self._project.iteration = max([self._project.iteration, *(1 + number for number in taken)])
         self._report(source)
 
-    def _count_on(self, folder: Path) -> None:
-        """Let the next automatic checkpoint come after the one that was loaded, and after any that is there."""
-        automatic = self.automatic
-        if (
-            automatic is not None
-            and folder.resolve().parent == automatic.resolve()
-            and paths.NAMED.fullmatch(folder.name)
-        ):
-            self._project.iteration = max([self._project.iteration, *(1 + _number(n) for n in _numbered(automatic))])
-
     def _report(self, source: Loading) -> None:
-        """Tell people, on the first process, where the run goes on, and what is not as it was."""
+        """Print, on the first process, where the run goes on, and what is not as it was."""
         found, loaders = source.checkpoint, self._run.registry.loaders
         lines = [f"passed over: {reason}" for reason in found.passed]
         lines.append(f"loaded {found.folder}")
@@ -217,24 +180,6 @@ def _explained(look: Callable[[Any], T], at: Any) -> T:
         return look(at)
     except CheckpointError as error:
         raise CheckpointError(f"{error} Nothing was loaded.") from error
-
-
-def _numbered(folder: Path) -> set[Path]:
-    if not folder.is_dir():
-        return set()
-    return {path for path in folder.iterdir() if paths.NAMED.fullmatch(path.name) and path.is_dir()}
-
-
-def _number(checkpoint: Path) -> int:
-    return int(checkpoint.name[len(paths.PREFIX) :])
-
-
-def _aside(automatic: Path) -> Path:
-    """Return where numbered checkpoints are written: outside of their folder, where others look for numbers alone."""
-    outside = automatic.parent
-    if os.path.exists(automatic) and automatic.stat().st_dev != outside.stat().st_dev:
-        return automatic
-    return outside
 
 
 def _report_last_failure(saver: weakref.ref[Saver]) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from farflung.big_model.load import get_state_dict_offloaded_model as get_state_dict_offloaded_model
     from farflung.checkpoint.export import save_sharded as save_sharded
     from farflung.checkpoint.manager import CheckpointGroup as CheckpointGroup
-    from farflung.checkpoint.save import save_object as save_object
+    from farflung.checkpoint.writer import save_object as save_object
     from farflung.config.fp8 import AORecipeKwargs as AORecipeKwargs
     from farflung.config.launch import launched_outer as launched_outer, outer_variables as outer_variables
     from farflung.config.outer import renamed as renamed
@@ -49,7 +49,7 @@ _WHERE = {
         "big_model.load": "get_state_dict_offloaded_model",
         "checkpoint.export": "save_sharded",
         "checkpoint.manager": "CheckpointGroup",
-        "checkpoint.save": "save_object",
+        "checkpoint.writer": "save_object",
         "config.fp8": "AORecipeKwargs",
         "config.launch": "launched_outer outer_variables",
         "config.outer": "renamed",

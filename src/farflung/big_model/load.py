@@ -30,8 +30,8 @@ from farflung.big_model.tensors import (
     warn_if_untied,
 )
 from farflung.checkpoint import paths
+from farflung.checkpoint.files import inside, is_file
 from farflung.checkpoint.reader import DAMAGE, read_weights
-from farflung.checkpoint.regular import is_file
 
 _Source: TypeAlias = "Path | dict[str, Tensor]"  # a file with weights, or what was in it
 
@@ -109,7 +109,7 @@ def _files_of(checkpoint: Path) -> tuple[list[_Source], set[str] | None]:
     try:
         index = json.loads(checkpoint.read_text(encoding="utf-8"))
         weight_map: dict[str, str] = index.get("weight_map", index)
-        files: list[_Source] = [checkpoint.parent / paths.inside(name) for name in sorted(set(weight_map.values()))]
+        files: list[_Source] = [checkpoint.parent / inside(name) for name in sorted(set(weight_map.values()))]
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{checkpoint} is no index of weights: {error}") from error
     return files, set(weight_map)

@@ -20,7 +20,7 @@ from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.files import AtomicFile
 from farflung.base.tensor_memory import bytes_of
 from farflung.big_model.tensors import Device, as_dtype
-from farflung.checkpoint import paths
+from farflung.checkpoint.files import inside
 from farflung.process import world
 
 Index: TypeAlias = dict[str, dict[str, Any]]
@@ -61,7 +61,7 @@ def offload_weight(
 
 def _file_of(folder: Folder, weight_name: str) -> Path:
     """Return the file of a weight, which stays in the folder whatever the name is."""
-    return Path(os.path.realpath(folder), paths.inside(f"{weight_name}.dat"))
+    return Path(os.path.realpath(folder), inside(f"{weight_name}.dat"))
 
 
 def _check_unused(path: Path, content: np.ndarray[Any, Any], own: Sequence[Any]) -> None:

@@ -156,7 +156,7 @@ def _move_up(folder: Path, target: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, place)
     for inner in target.iterdir():
-        if paths.is_shards(inner.name) and inner.is_dir() and not any(inner.iterdir()):
+        if paths.SHARDS.fullmatch(inner.name) and inner.is_dir() and not any(inner.iterdir()):
             inner.rmdir()  # it would be read in place of the new file
     for inner in {place.parent for place in (target / name for name in new.files)}:
         sync_folder(inner)
@@ -169,10 +169,40 @@ def _belonging(target: Path) -> set[str]:
 
     Weights that `save_model` may have written are among them only where the manifest names them.
     """
-    inner = [path for path in target.iterdir() if path.name in paths.FOLDERS or paths.is_shards(path.name)]
+    inner = [path for path in target.iterdir() if path.name in paths.FOLDERS or paths.SHARDS.fullmatch(path.name)]
     there = [path for folder in [target, *inner] if folder.is_dir() for path in folder.iterdir()]  # not all in there
     names = {path.relative_to(target).as_posix() for path in there}
-    return {name for name in names if paths.is_known(name) and not paths.is_exported(name)} | names_of(target)
+    return {name for name in names if paths.KNOWN.fullmatch(name) and not paths.EXPORTED.fullmatch(name)} | names_of(
+        target
+    )
+
+
+def numbered(automatic: Path) -> list[Path]:
+    """Return the automatically named checkpoints in a folder, the oldest first."""
+    there = automatic.iterdir() if automatic.is_dir() else ()
+    return sorted((path for path in there if paths.NAMED.fullmatch(path.name) and path.is_dir()), key=number_of)
+
+
+def number_of(checkpoint: Path) -> int:
+    """Return the number of an automatically named checkpoint."""
+    return int(checkpoint.name.removeprefix(paths.PREFIX))
+
+
+def aside_of(automatic: Path) -> Path:
+    """Return where numbered checkpoints are written: outside of their folder, where others look for numbers alone."""
+    outside = automatic.parent
+    if os.path.exists(automatic) and automatic.stat().st_dev != outside.stat().st_dev:
+        return automatic
+    return outside
+
+
+def prune(newest: Path, total_limit: int | None) -> None:
+    """Remove the oldest numbered checkpoints, so that `total_limit` are left, and what killed processes have left."""
+    aside = aside_of(newest.parent)
+    sweep(aside)
+    old = [path for path in numbered(newest.parent) if path != newest]
+    for folder in [] if total_limit is None else old[: max(0, len(old) + 1 - total_limit)]:
+        remove(folder, aside)
 
 
 def remove(folder: Path, aside: Path) -> None:

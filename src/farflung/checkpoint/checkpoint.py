@@ -6,17 +6,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import atomic, paths
+from farflung.checkpoint.files import is_file, kind_of, sums_of
 from farflung.checkpoint.manifest import Manifest, manifest_path, names_of
 from farflung.checkpoint.reader import DAMAGE, read_torch
-from farflung.checkpoint.regular import is_file
 
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
+_READERS = 4  # files that are read at a time
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,24 @@ class Checkpoint:
         """
         atomic.finish(folder)
         found = cls(folder, Manifest.read(folder))
-        if found.manifest is not None:
-            found._raise_if(found.manifest.misfits(folder))
-        elif not is_checkpoint(folder):
-            found._raise_if("there is no checkpoint in it")
+        if found.manifest is None and not is_checkpoint(folder):
+            found._refuse("there is no checkpoint in it")
+        if problem := found.misfit():
+            found._refuse(problem)
         return found
+
+    def misfit(self) -> str | None:
+        """Say which file is missing or not as long as it was, without reading any; None: no such file."""
+        for name, record in self.manifest.files.items() if self.manifest else ():
+            try:
+                status = (self.folder / name).stat()
+            except OSError as error:
+                return f"{name} can't be found ({error.strerror})"
+            if kind := kind_of(status.st_mode):
+                return f"{name} is {kind}, not a file"
+            if status.st_size != record.num_bytes:
+                return f"{name} has {status.st_size} bytes, but {record.num_bytes} were written"
+        return None
 
     def verify(self) -> Checkpoint:
         """Read every byte. A checkpoint that another program wrote has no checksums, and passes.
@@ -54,14 +69,27 @@ class Checkpoint:
         Raises:
             CheckpointError: it is not what was written; the message names the file.
         """
-        if self.manifest is not None:
-            self._raise_if(self.manifest.damage(self.folder))
+        with ThreadPoolExecutor(_READERS, "farflung reader") as readers:
+            names = self.manifest.files if self.manifest else ()
+            problem = next(filter(None, readers.map(self._damage_of, names)), None)
+        if problem:
+            self._refuse(problem)
         return self
 
-    def _raise_if(self, problem: str | None) -> None:
-        if problem:
-            self.check_unchanged()
-            raise CheckpointError(f"{self.folder} is not a complete checkpoint: {problem}.")
+    def _damage_of(self, name: str) -> str | None:
+        assert self.manifest is not None
+        written = self.manifest.files[name]
+        try:
+            sums = sums_of(self.folder / name)
+        except OSError as error:
+            return f"{name} can't be read ({error.strerror})"
+        if sums == written:
+            return None
+        return f"{name} is damaged: its checksum is {sums[1]:08x}, but {written.crc32:08x} was written"
+
+    def _refuse(self, problem: str) -> NoReturn:
+        self.check_unchanged()
+        raise CheckpointError(f"{self.folder} is not a complete checkpoint: {problem}.")
 
     def check_unchanged(self) -> None:
         """Check that this is still the checkpoint that was opened, so that all that was read since is of this one.
@@ -95,10 +123,6 @@ class Checkpoint:
             CheckpointError: something else has the name.
         """
         return is_file(self.folder / name)
-
-    def names(self) -> list[str]:
-        """Return the names of the files and folders in it."""
-        return [path.name for path in self.folder.iterdir()]
 
     def read(self, name: str) -> Any:
         """Return what `torch.save` wrote to a file, on the CPU.
@@ -142,16 +166,16 @@ class Checkpoint:
         The folder may hold other weights too, such as those of `save_model`.
         """
         named = names_of(self.folder)
-        if any(map(paths.is_model, named)):
+        if any(map(paths.MODEL.fullmatch, named)):
             return {name.split("/")[0] for name in named}.__contains__
-        return lambda name: (self.folder / name).is_dir() if paths.is_shards(name) else self.has(name)
+        return lambda name: (self.folder / name).is_dir() if paths.SHARDS.fullmatch(name) else self.has(name)
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Say whether a folder is a checkpoint, whole or not, and not a folder of checkpoints."""
-    if manifest_path(folder).exists() or (folder / atomic.READY).is_dir():
+    if any((folder / name).exists() for name in paths.MANIFESTS) or (folder / atomic.READY).is_dir():
         return True
-    return any(paths.is_known(path.name) or paths.is_shards(path.name) for path in folder.iterdir())
+    return any(paths.KNOWN.fullmatch(path.name) or paths.SHARDS.fullmatch(path.name) for path in folder.iterdir())
 
 
 def candidates(folder: Path) -> list[Path]:

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from farflung.base.errors import CheckpointError
 from farflung.checkpoint import paths
+from farflung.checkpoint.files import inside, is_file
 from farflung.checkpoint.reader import DAMAGE
-from farflung.checkpoint.regular import is_file
 
 _CLASSES = (
     *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"),
@@ -138,7 +138,7 @@ def _place(record: Any) -> SimpleNamespace:
     if said.get("transform_descriptors"):
         raise TypeError("its files are compressed")
     return SimpleNamespace(
-        relative_path=paths.inside(_text(said["relative_path"])),
+        relative_path=inside(_text(said["relative_path"])),
         offset=_number(said["offset"]),
         length=_number(said["length"]),
         transform_descriptors=None,

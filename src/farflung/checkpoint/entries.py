@@ -16,7 +16,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.tensor_memory import memory_of
 from farflung.checkpoint.manifest import FileRecord
 from farflung.checkpoint.reader import allowed
-from farflung.checkpoint.writer import FileWriter, unsafe_names, write_safetensors, write_torch
+from farflung.checkpoint.writer import FileWriter, write_safetensors
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ def write(entry: Entry, folder: Path, threaded: bool = True) -> Any:
         if entry.safe:
             write_safetensors(entry.content, writer)
         else:
-            write_torch(entry.content, writer)
+            torch.save(entry.content, writer)  # type: ignore[arg-type]
     if not entry.safe:
         with torch.serialization.safe_globals(allowed()):
-            unsafe = unsafe_names(path)
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         if unsafe:
             raise ConfigError(
                 f"The state of {entry.origin or entry.name} holds {', '.join(unsafe)}, which can't be loaded without "

@@ -13,13 +13,10 @@ from torch import Tensor
 
 from farflung.base.errors import ConfigError
 from farflung.base.files import WRITING
+from farflung.base.sizes import num_bytes
 from farflung.checkpoint import paths
 from farflung.checkpoint.manifest import names_of
-from farflung.checkpoint.save import save_object
-from farflung.checkpoint.writer import FileWriter, without_aliases
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE)
+from farflung.checkpoint.writer import FileWriter, save_object, without_aliases
 
 
 def save_sharded(
@@ -30,8 +27,7 @@ def save_sharded(
     Files of an earlier save into the directory that are not written anew are removed, once the new ones are there.
     Those of a checkpoint in it stay.
 
-    Args:
-        max_shard_size: bytes, or a number with a unit. A single tensor may be larger.
+    A single tensor may be larger than `max_shard_size`.
 
     Returns:
         the names of the files with weights.
@@ -41,7 +37,7 @@ def save_sharded(
     """
     if directory.is_file():
         raise ConfigError(f"save_model: {directory} is a file. Name a directory.")
-    limit = num_bytes(max_shard_size)
+    limit = num_bytes(max_shard_size, "max_shard_size")
     meta = [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]
     if meta:
         raise ConfigError(f"save_model: {meta[0]} is on the meta device, so it has no values to save.")
@@ -69,22 +65,6 @@ def save_sharded(
         if old.fullmatch(path.name) and path.name not in kept_names:
             path.unlink()
     return names
-
-
-def num_bytes(size: int | str, what: str = "max_shard_size", least: int = 1) -> int:
-    """Return a size in bytes: `5GB` is 5 * 10**9, `5GiB` is 5 * 2**30.
-
-    Args:
-        what: the setting that an error names.
-
-    Raises:
-        ConfigError: it is none, or less than `least`.
-    """
-    match = _SIZE.fullmatch(str(size))
-    number = -1 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
-    if number < least:
-        raise ConfigError(f"{what} is {size!r}; give bytes, or a number with KB, MB, GB, KiB, MiB or GiB.")
-    return number
 
 
 def _shards(state: dict[str, Any], limit: int) -> list[dict[str, Any]]:

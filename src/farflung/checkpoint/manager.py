@@ -21,8 +21,8 @@ from farflung.base.tree import leaves_of
 from farflung.base.words import in_bytes
 from farflung.checkpoint import atomic, entries, paths
 from farflung.checkpoint.atomic import StagedDir
-from farflung.checkpoint.checksum import sums_of
 from farflung.checkpoint.entries import Entry, FolderEntry, Staging
+from farflung.checkpoint.files import sums_of
 from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
@@ -80,22 +80,33 @@ class SaveRequest:
 
     Attributes:
         target: its folder.
-        aside: where it is written meanwhile, None: next to the target.
         facts: what the manifest says of the run: step, iteration, world_size, versions, written_at.
-        afterwards: called on the leader once the checkpoint is in place.
-        check: called on the leader before anything is written; raises if nothing may be written there.
+        is_numbered: it is one of automatic naming, which refuses to mix two runs.
+        total_limit: how many numbered ones stay; None: all.
     """
 
     target: Path
-    aside: Path | None
     facts: dict[str, Any]
-    afterwards: Callable[[], None] = lambda: None
-    check: Callable[[], None] = lambda: None
+    is_numbered: bool = False
+    total_limit: int | None = None
 
     @property
     def doing(self) -> str:
         """What to say of it in an error."""
         return f"Writing the checkpoint {self.target}"
+
+    def check(self) -> None:
+        """Raise ConfigError if nothing may be written there."""
+        target = self.target
+        if target.exists() and not target.is_dir():
+            raise ConfigError(f"{target} is a file. Name a folder for the checkpoint.")
+        others = atomic.numbered(target.parent) if self.is_numbered else []
+        if others and atomic.number_of(others[-1]) >= atomic.number_of(target):
+            raise ConfigError(
+                f"{target.parent} already has {others[-1].name} of another run, and {target.name} would be mixed up "
+                "with its checkpoints. Resume it with load_state(), use another project_dir, or delete or move "
+                "the old checkpoints."
+            )
 
 
 @dataclass
@@ -115,10 +126,9 @@ class Saver:
         def make() -> str:
             if not self.group.leads:
                 return ""
-            if request.target.exists() and not request.target.is_dir():
-                raise ConfigError(f"{request.target} is a file. Name a folder for the checkpoint.")
             request.check()
-            own.append(StagedDir(request.target, secrets.token_hex(4), request.aside))
+            aside = atomic.aside_of(request.target.parent) if request.is_numbered else None
+            own.append(StagedDir(request.target, secrets.token_hex(4), aside))
             own[0].begin()
             return os.fspath(own[0].folder)
 
@@ -191,7 +201,8 @@ def _write(
                 _complete(staged.folder, _records(parts, staged.folder, written), request)
                 staged.commit()
                 leave_note(CHECKPOINT, os.fspath(request.target))
-                request.afterwards()
+                if request.is_numbered:
+                    atomic.prune(request.target, request.total_limit)
 
         group.agree(request.doing, place)
     except BaseException:

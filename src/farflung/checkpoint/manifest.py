@@ -5,19 +5,16 @@ from __future__ import annotations
 
 import json
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from farflung.base.errors import CheckpointError
 from farflung.checkpoint import paths
-from farflung.checkpoint.checksum import sums_of
-from farflung.checkpoint.regular import is_file, kind_of
+from farflung.checkpoint.files import inside, is_file
 from farflung.checkpoint.writer import FileWriter
 
 _FORMAT = 1
-_READERS = 4  # files that are read at a time
 
 
 class FileRecord(NamedTuple):
@@ -93,36 +90,8 @@ class Manifest:
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {str(error)[:200]}") from error
         for name in files:
-            paths.inside(name)
+            inside(name)
         return found
-
-    def misfits(self, folder: Path) -> str | None:
-        """Say which file is not there or not as long as it was, without reading any; None: all are."""
-        for name, record in self.files.items():
-            try:
-                length, kind = (folder / name).stat().st_size, kind_of(folder / name)
-            except OSError as error:
-                return f"{name} can't be found ({error.strerror})"
-            if kind is not None:
-                return f"{name} is {kind}, not a file"
-            if length != record.num_bytes:
-                return f"{name} has {length} bytes, but {record.num_bytes} were written"
-        return None
-
-    def damage(self, folder: Path) -> str | None:
-        """Read all files and say which is not what was written; None: all are."""
-        with ThreadPoolExecutor(_READERS, "farflung reader") as readers:
-            found = readers.map(lambda name: self._damage_of(folder, name), self.files)
-            return next((problem for problem in found if problem is not None), None)
-
-    def _damage_of(self, folder: Path, name: str) -> str | None:
-        try:
-            sums = sums_of(folder / name)
-        except OSError as error:
-            return f"{name} can't be read ({error.strerror})"
-        if sums == self.files[name]:
-            return None
-        return f"{name} is damaged: its checksum is {sums[1]:08x}, but {self.files[name].crc32:08x} was written"
 
 
 def manifest_path(folder: Path) -> Path:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import pickle
 import struct
 from codecs import encode
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from farflung.base.errors import CheckpointError
-from farflung.checkpoint.regular import is_file
+from farflung.checkpoint.files import is_file
 
 # What broken files make the readers of torch and safetensors raise.
 DAMAGE = (
@@ -74,10 +76,21 @@ def read_torch(path: Path) -> Any:
     Raises:
         CheckpointError: the file is damaged, is not there, or holds something that would run code.
     """
+    with _explained(path):
+        return load(path, map_location="cpu")
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, on the CPU; CheckpointError where it is damaged or not there."""
+    with _explained(path):
+        return load_file(path, device="cpu")
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
     is_file(path)
     try:
-        with torch.serialization.safe_globals(allowed()):
-            return torch.load(path, map_location="cpu", weights_only=True)
+        yield
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist.") from error
     except pickle.UnpicklingError as error:
@@ -89,27 +102,8 @@ def read_torch(path: Path) -> Any:
         raise CheckpointError(f"{path} can't be read, so it is damaged: {_reason(error)}") from error
 
 
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, on the CPU.
-
-    Raises:
-        CheckpointError: the file is damaged or not there.
-    """
-    is_file(path)
-    try:
-        return load_file(path, device="cpu")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist.") from error
-    except DAMAGE as error:
-        raise CheckpointError(f"{path} can't be read, so it is damaged: {_reason(error)}") from error
-
-
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the weights in a file of either format, by name.
-
-    Raises:
-        CheckpointError: as above, or the file holds something else.
-    """
+    """Return the weights in a file of either format, by name; CheckpointError where it holds something else."""
     weights = read_safetensors(path) if path.suffix == ".safetensors" else read_torch(path)
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise CheckpointError(f"{path} holds a {type(weights).__name__}, not weights by name.")

@@ -35,11 +35,10 @@ from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import paths
 from farflung.checkpoint.dcp_metadata import read_metadata
 from farflung.checkpoint.entries import FolderEntry
+from farflung.checkpoint.files import inside, is_file
 from farflung.checkpoint.manifest import FileRecord
 from farflung.checkpoint.reader import DAMAGE, load
-from farflung.checkpoint.regular import is_file
-from farflung.checkpoint.save import save_object
-from farflung.checkpoint.writer import FileWriter
+from farflung.checkpoint.writer import FileWriter, save_object
 from farflung.comm.shards import is_sharded, local
 
 Path_ = str | os.PathLike[str]
@@ -170,12 +169,7 @@ class _Files(FileSystem):
     def create_stream(self, path: Path_, mode: str) -> Iterator[Any]:
         assert mode == "wb"
         with FileWriter(path, self._threaded) as writer:
-            try:
-                yield writer
-            except RuntimeError:
-                if writer.failure is not None:  # torch says that its file is not as long as it should be
-                    raise writer.failure from None
-                raise
+            yield writer
         self.records[Path(path).name] = FileRecord(writer.num_bytes, writer.crc32)
 
     def rename(self, path: Path_, new_path: Path_) -> None:
@@ -298,7 +292,7 @@ def merge_shards(folder: Path, target: Path, safe: bool = True, remove: bool = F
 class _Reader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
-            if not is_file(Path(self.path) / paths.inside(name)):
+            if not is_file(Path(self.path) / inside(name)):
                 raise CheckpointError(f"{self.path} lacks the file {name}.")
         return super().read_data(plan, planner)
 

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farflung.base.errors import CheckpointError, ConfigError
+from farflung.base.errors import ConfigError
 from farflung.base.files import AtomicFile
 from farflung.base.tensor_memory import bytes_of, memory_of
-from farflung.checkpoint.checksum import crc32
+from farflung.checkpoint.files import crc32
 
 _logger = logging.getLogger(__name__)
 
@@ -97,15 +97,14 @@ class FileWriter:
         self.num_bytes += done
         return done
 
-    def flush(self) -> None:
-        """Do nothing, as torch's writer asks for it: leaving the block flushes."""
-
     def tell(self) -> int:
         """Return how many bytes were written, for DCP's writer."""
         return self.num_bytes
 
-    def close(self) -> None:
-        """Do nothing, as DCP's writer asks for it before the block is left."""
+    def flush(self) -> None:
+        """Do nothing, here and in `close`: torch's writers call both, and leaving the block flushes and closes."""
+
+    close = flush
 
     def _hand_over(self, block: memoryview) -> None:
         self.crc32 = crc32(block, self.crc32)  # while a processor's cache has it
@@ -155,6 +154,8 @@ class FileWriter:
             if self._thread is not None:
                 self._full.put(None)
                 self._thread.join()
+            if self.failure is not None and isinstance(error, RuntimeError):
+                raise self.failure from None  # torch only says that its file is not as long as it should be
             if error is None:
                 self._finish()
                 is_whole = True
@@ -216,14 +217,26 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_torch(obj: Any, file: FileWriter) -> None:
-    """Write any object in torch's format."""
-    try:
-        torch.save(obj, file)  # type: ignore[arg-type]
-    except RuntimeError:
-        if file.failure is not None:  # torch says that its file is not as long as it should be
-            raise file.failure from None
-        raise
+def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+    """Write `obj` to `path`: with `torch.save`, or a flat dictionary of tensors as safetensors.
+
+    Of tensors that share their memory (tied weights), safetensors gets the first name alone.
+
+    Raises:
+        ConfigError: `safe_serialization`, but `obj` is no dictionary from names to tensors.
+    """
+    if safe_serialization and not (isinstance(obj, dict) and all(isinstance(value, Tensor) for value in obj.values())):
+        raise ConfigError(
+            "safe_serialization=True can only save a dictionary of tensors by name; this is something else."
+        )
+    if not safe_serialization and hasattr(path, "write"):
+        torch.save(obj, path)
+        return
+    with FileWriter(path) as file:
+        if safe_serialization:
+            write_safetensors(obj, file)  # not safetensors' own writer, whose files nobody else may read
+        else:
+            torch.save(obj, file)  # type: ignore[arg-type]
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], file: FileWriter, metadata: dict[str, str] | None = None) -> None:
@@ -279,12 +292,3 @@ def without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if left_out:
         _logger.warning("Removed shared tensors from the file: other names have what is in %s.", ", ".join(left_out))
     return kept
-
-
-def unsafe_names(path: Path) -> list[str]:
-    """Return what in a file that torch wrote would need code to be run, and so would not be loaded."""
-    try:
-        found: list[str] = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except ValueError as error:
-        raise CheckpointError(f"{path.name} can't be inspected: {error}") from error
-    return found

@@ -14,7 +14,7 @@ from farflung.accelerator.operations import broadcast, extract_model_from_parall
 from farflung.base.checks import check_path
 from farflung.base.errors import CollectiveMismatch
 from farflung.base.optional import is_available
-from farflung.checkpoint.save import save_object
+from farflung.checkpoint.writer import save_object
 from farflung.compat.nested_tensors import get_data_structure, initialize_tensors
 from farflung.config.handlers import AutocastKwargs
 from farflung.process.bootstrap import join_world

@@ -16,7 +16,7 @@ from farflung.checkpoint import paths
 from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.manager import CheckpointGroup, Saver, SaveRequest
 from farflung.checkpoint.reader import read_torch
-from farflung.checkpoint.save import save_object
+from farflung.checkpoint.writer import save_object
 from farflung.comm.shards import is_sharded, local
 from farflung.compat.free_functions import is_peft_model
 from farflung.process.bootstrap import join_world
@@ -206,7 +206,7 @@ def _parent_of(folder: Path, name: str) -> Path:
 
 def _write_shards(accelerator: Accelerator, folder: Path, state: dict[str, Any]) -> None:
     saver = Saver(_group(accelerator))
-    request = SaveRequest(folder, None, {})
+    request = SaveRequest(folder, {})
     staged = saver.begin(request)
     planners: list[ShardPlanner] = []
 

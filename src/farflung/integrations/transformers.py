@@ -14,8 +14,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from farflung.base.errors import CheckpointError, ConfigError, StateError
 from farflung.checkpoint import paths
-from farflung.checkpoint.checksum import crc32
 from farflung.checkpoint.entries import Entry, write
+from farflung.checkpoint.files import crc32
 from farflung.checkpoint.reader import read_torch
 from farflung.integrations.rounds import RoundFigures
 from farflung.outer.arguments import OuterConfig, chosen_recipe

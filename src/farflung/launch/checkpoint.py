@@ -20,12 +20,11 @@ from farflung.base.tree import flatten
 from farflung.base.words import counted, in_bytes
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.checkpoint import Checkpoint, candidates, is_checkpoint
-from farflung.checkpoint.checksum import sums_of
+from farflung.checkpoint.files import is_file, sums_of
 from farflung.checkpoint.manifest import FileRecord, Manifest, manifest_path
 from farflung.checkpoint.reader import read_torch, read_weights
-from farflung.checkpoint.regular import is_file
-from farflung.checkpoint.save import save_object
 from farflung.checkpoint.sharded import ShardReader
+from farflung.checkpoint.writer import save_object
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _NO_MODEL = "it has no model weights"
@@ -88,7 +87,7 @@ def diff(ctx: click.Context, one: Path, other: Path) -> None:
     both = sorted(mine & theirs - set(paths.MANIFESTS))
     same = 0
     for name in both:
-        is_copy = not paths.is_shards(name) and sums_of(one / name) == sums_of(other / name)
+        is_copy = not paths.SHARDS.fullmatch(name) and sums_of(one / name) == sums_of(other / name)
         lines = [] if is_copy else list(_differences(_read(one / name), _read(other / name)))
         same += not lines
         for line in lines[:_SHOWN]:
@@ -156,7 +155,7 @@ def _weights(found: Checkpoint, index: int) -> dict[str, Any]:
     """Return a model's weights under the names of the bare model."""
     is_model = found.folder.name == paths.model_shards(index)  # its shards alone
     path = found.folder if is_model else found.model_path(index)
-    if paths.is_shards(path.name):
+    if paths.SHARDS.fullmatch(path.name):
         state: dict[str, Any] = ShardReader(path).read_whole()["model"]
         return state
     weights = read_weights(path)
@@ -168,17 +167,17 @@ def _weights(found: Checkpoint, index: int) -> dict[str, Any]:
 def _units(folder: Path) -> set[str]:
     """Return the names of the files in a checkpoint; those of shards that belong together count as their folder."""
     names = ((name, name.split("/")[0]) for name in _sizes(folder))
-    return {first if paths.is_shards(first) else name for name, first in names}
+    return {first if paths.SHARDS.fullmatch(first) else name for name, first in names}
 
 
 def _has_model(folder: Path) -> bool:
     """Say whether there are weights of a model in a folder, which may be that of its shards."""
-    return any(paths.is_model(name) or paths.is_model(f"{folder.name}/{name}") for name in _sizes(folder))
+    return any(paths.MODEL.fullmatch(name) or paths.MODEL.fullmatch(f"{folder.name}/{name}") for name in _sizes(folder))
 
 
 def _is_verified(path: Path) -> bool:
     """Read a file, or a folder of shards, and say whether there was a manifest to check it against."""
-    if paths.is_shards(path.name) and manifest_path(path).exists():
+    if paths.SHARDS.fullmatch(path.name) and manifest_path(path).exists():
         Checkpoint.open(path).verify()
         return True
     _read(path)
@@ -186,11 +185,11 @@ def _is_verified(path: Path) -> bool:
 
 
 def _read(path: Path) -> Any:
-    if paths.is_shards(path.name):
+    if paths.SHARDS.fullmatch(path.name):
         return ShardReader(path).read_whole()
     if path.suffix == ".safetensors":
         return read_weights(path)
-    if paths.is_torch(path.name):
+    if path.name.endswith(paths.TORCH):
         return read_torch(path)
     return path.read_bytes() if is_file(path) else b""
 
@@ -241,7 +240,7 @@ def _line(path: Path) -> str:
     try:
         atomic.finish(path)
         manifest, sizes = Manifest.read(path), _sizes(path)
-        problem = None if manifest is None else manifest.misfits(path)
+        problem = Checkpoint(path, manifest).misfit()
     except CheckpointError as error:
         problem = str(error)
     if problem is not None:

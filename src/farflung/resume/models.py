@@ -183,7 +183,7 @@ def read_model(model: nn.Module, checkpoint: Checkpoint, index: int, strict: boo
         CheckpointError: they are missing, damaged, or of another model.
     """
     path = checkpoint.model_path(index, taken)
-    if paths.is_shards(path.name):
+    if paths.SHARDS.fullmatch(path.name):
         return _read_shards(model, path, strict)
     named = fitted(model, read_weights(path), path, strict)
     own = model.state_dict()

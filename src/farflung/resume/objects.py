@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import zlib
 from collections.abc import Iterable, Mapping
@@ -57,7 +58,8 @@ class RegisteredObjects(Part):
                 yield Entry(paths.custom(k), _state_of(one), origin=f"the registered {type(one).__name__}")
 
     def read(self, source: Loading) -> None:
-        saved, here = sum(map(paths.is_custom, source.checkpoint.names())), len(self.run.custom)
+        names = os.listdir(source.checkpoint.folder)
+        saved, here = sum(paths.CUSTOM.fullmatch(name) is not None for name in names), len(self.run.custom)
         if saved != here:
             raise CheckpointError(
                 f"{source.checkpoint.folder} has the state of {counted(saved, 'registered object')}, but here there "
