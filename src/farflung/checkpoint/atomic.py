@@ -32,15 +32,12 @@ _TRASH = ".trash-"
 class StagedDir:
     """The folder in which a checkpoint is written before it is put in place by `commit`.
 
-    One rank begins, commits or discards it. The others have one `of_another_rank`, and put files into it.
+    One rank begins, commits or discards it. The others have one `of_another_rank`, and put files into its `folder`.
 
     Args:
         target: where the checkpoint will be.
         token: what tells this folder from those of earlier saves.
-        aside: where to write meanwhile, None: next to the target. It must be on the target's file system.
-
-    Attributes:
-        folder: where to put the files.
+        aside: where to write meanwhile, on the target's file system; None: next to the target.
     """
 
     def __init__(self, target: Path, token: str, aside: Path | None = None) -> None:
@@ -107,7 +104,7 @@ def finish(target: Path) -> None:
     """Move up the files of a checkpoint that is ready; what was there before and is not in it goes.
 
     Raises:
-        CheckpointError: it can't be done here, as where nothing may be written.
+        CheckpointError: nothing may be written here.
     """
     ready = target / READY
     if not ready.is_dir():
@@ -128,7 +125,7 @@ def finish(target: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out that move up files in the same folder, where its file system can."""
+    """Keep other processes from moving up files in the same folder, where its file system can."""
     number = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -165,10 +162,7 @@ def _move_up(folder: Path, target: Path) -> None:
 
 
 def _belonging(target: Path) -> set[str]:
-    """Return the names of the files of the checkpoint that is in a folder, whoever wrote it.
-
-    Weights that `save_model` may have written are among them only where the manifest names them.
-    """
+    """Return the names of a checkpoint's files, whoever wrote it; exported weights where its manifest names them."""
     inner = [path for path in target.iterdir() if path.name in paths.FOLDERS or paths.SHARDS.fullmatch(path.name)]
     there = [path for folder in [target, *inner] if folder.is_dir() for path in folder.iterdir()]  # not all in there
     names = {path.relative_to(target).as_posix() for path in there}
@@ -206,10 +200,7 @@ def prune(newest: Path, total_limit: int | None) -> None:
 
 
 def remove(folder: Path, aside: Path) -> None:
-    """Take a checkpoint away: at once for whoever looks, by one rename, then from the disk.
-
-    Where that fails there is a warning, and what is left is taken away by a later `remove` or `sweep`.
-    """
+    """Take a checkpoint away by one rename, then from the disk. A failure is a warning; a later save tries again."""
     trash = aside / f".{folder.name}{_TRASH}{secrets.token_hex(4)}"
     try:
         os.rename(folder, trash)
@@ -221,7 +212,7 @@ def remove(folder: Path, aside: Path) -> None:
 
 
 def sweep(aside: Path) -> None:
-    """Take away what a process that was killed while it wrote or removed a numbered checkpoint has left."""
+    """Remove what a process left that was killed while it wrote or removed a numbered checkpoint."""
     for path in aside.glob(f".{paths.PREFIX}*"):
         if WRITING in path.name or _TRASH in path.name:
             shutil.rmtree(path, ignore_errors=True)  # it is out of the way already

@@ -26,9 +26,8 @@ class Checkpoint:
     """A complete checkpoint; `open` finds out whether it is.
 
     Attributes:
-        folder: where it is.
         manifest: None where another program than Farflung wrote it.
-        passed: what was looked at before, and why it was not taken.
+        passed: which checkpoints were looked at before, and why each was not taken.
     """
 
     folder: Path
@@ -37,11 +36,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Return the checkpoint in `folder`, all of whose files are there, in their sizes. `verify` reads them.
-
-        Raises:
-            CheckpointError: it is not complete; the message names the file.
-        """
+        """Return the checkpoint in `folder`; CheckpointError where a file is missing or of another size."""
         atomic.finish(folder)
         found = cls(folder, Manifest.read(folder))
         if found.manifest is None and not is_checkpoint(folder):
@@ -64,11 +59,7 @@ class Checkpoint:
         return None
 
     def verify(self) -> Checkpoint:
-        """Read every byte. A checkpoint that another program wrote has no checksums, and passes.
-
-        Raises:
-            CheckpointError: it is not what was written; the message names the file.
-        """
+        """Read every byte, if checksums were written; CheckpointError names a file that is damaged."""
         with ThreadPoolExecutor(_READERS, "farflung reader") as readers:
             names = self.manifest.files if self.manifest else ()
             problem = next(filter(None, readers.map(self._damage_of, names)), None)
@@ -97,9 +88,6 @@ class Checkpoint:
         A new one is announced by a folder before its first file is moved, and its manifest is moved last. No lock is
         needed, which file systems of several machines may not have. What another program wrote over its own files is
         not seen.
-
-        Raises:
-            CheckpointError: another process has replaced or removed it, or is about to.
         """
         try:  # the folder is listed, as a network file system may have kept in mind that a name was not there
             is_there = atomic.READY not in os.listdir(self.folder) and Manifest.read(self.folder) == self.manifest
@@ -117,35 +105,22 @@ class Checkpoint:
         return manifest_path(self.folder).name == paths.FORMER_MANIFEST
 
     def has(self, name: str) -> bool:
-        """Say whether there is a file of this name.
-
-        Raises:
-            CheckpointError: something else has the name.
-        """
+        """Say whether there is a file of this name; CheckpointError where something else has it."""
         return is_file(self.folder / name)
 
     def read(self, name: str) -> Any:
-        """Return what `torch.save` wrote to a file, on the CPU.
-
-        Raises:
-            CheckpointError: it is damaged, is not there, or holds something that would run code.
-        """
+        """Return what `torch.save` wrote to a file, on the CPU; CheckpointError as of `read_torch`."""
         return read_torch(self.folder / name)
 
     def read_if_there(self, name: str) -> Any:
-        """Return the same, None where there is no such file."""
+        """Return what `torch.save` wrote to a file, None where there is no such file."""
         return self.read(name) if self.has(name) else None
 
     def model_path(self, index: int, taken: int = 0) -> Path:
         """Return where the weights of model `index` are: a folder of shards, or a file.
 
         Models that are neither sharded nor gathered from shards have numbers of their own in the names of their files.
-
-        Args:
-            taken: how many models before it hooks have taken, so that they have no such number.
-
-        Raises:
-            CheckpointError: there are none.
+        The `taken` models before it, which hooks have taken, have no such number.
         """
         is_there = self._has_weights()
 
@@ -161,7 +136,7 @@ class Checkpoint:
         return self.folder / name
 
     def _has_weights(self) -> Callable[[str], bool]:
-        """Return what says whether weights of a name are part of it: as its manifest says, or as they are there.
+        """Return what says whether weights of a name are part of it: as its manifest says, or else as they are there.
 
         The folder may hold other weights too, such as those of `save_model`.
         """
@@ -189,11 +164,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Checkpoint:
-    """Return the newest checkpoint in `folder` that is whole.
-
-    Raises:
-        CheckpointError: none is, or there is none.
-    """
+    """Return the newest complete checkpoint in `folder`, verified; CheckpointError where none is, with the reasons."""
     passed: list[str] = []
     for candidate in candidates(folder):
         try:
@@ -212,9 +183,6 @@ def resolve(given: str | os.PathLike[str] | None, automatic: Path | None) -> tup
     Args:
         given: what the script said: a folder, `latest`, or nothing.
         automatic: where automatic naming puts checkpoints; None: it is off.
-
-    Raises:
-        ConfigError: there is no such folder, or nothing says which.
     """
     if given is not None and (Path(given).is_dir() or str(given) != "latest"):
         folder = Path(os.path.expanduser(given))

@@ -35,11 +35,7 @@ _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoi
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return what stands in `folder/.metadata`.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or it is something else.
-    """
+    """Return what stands in `folder/.metadata`; CheckpointError where there is none, or it is something else."""
     path = folder / paths.SHARDS_INDEX
     if not is_file(path):
         raise CheckpointError(f"{path} does not exist: the checkpoint is not complete, or it is none of DCP.")
@@ -99,11 +95,7 @@ def _metadata(record: Any) -> Metadata:
 
 
 def _said(record: Any, kind: str) -> dict[str, Any]:
-    """Return the fields of a record of a class.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Return the fields of a record of a class; TypeError where it is something else."""
     if type(record).__name__ != kind or not isinstance(record, _Record):
         raise TypeError(f"a {kind} was expected, not {type(record).__name__}")
     said = vars(record).get("said")

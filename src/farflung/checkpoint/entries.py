@@ -59,7 +59,6 @@ def write(entry: Entry, folder: Path, threaded: bool = True) -> Any:
         the file's record; for a folder, what its `write` returns.
 
     Raises:
-        OSError: as on a full disk.
         ConfigError: it could not be loaded again, because it holds something that is not plain data.
     """
     if isinstance(entry, FolderEntry):
@@ -90,10 +89,7 @@ class Staging:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def copied(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Return the entries with everything copied, so that training may go on; the copies of before are overwritten.
-
-        Tensors that are the same piece of memory stay one.
-        """
+        """Return copies of the entries, in the memory of those before; tensors that share memory still do."""
         return [replace(entry, content=_Copier(self._buffers, entry.name).copied(entry.content)) for entry in entries]
 
 

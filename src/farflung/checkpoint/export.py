@@ -25,12 +25,8 @@ def save_sharded(
     """Write weights as `model.safetensors` (or `pytorch_model.bin`), cut where a file would grow too large.
 
     Files of an earlier save into the directory that are not written anew are removed, once the new ones are there.
-    Those of a checkpoint in it stay.
-
-    A single tensor may be larger than `max_shard_size`.
-
-    Returns:
-        the names of the files with weights.
+    Those of a checkpoint in it stay. A single tensor may be larger than `max_shard_size`. Returns the names of the
+    files with weights.
 
     Raises:
         ConfigError: the directory is a file, the size is none, or a tensor has no memory (meta device).

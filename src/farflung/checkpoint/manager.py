@@ -38,7 +38,6 @@ class CheckpointGroup:
     """The ranks that write checkpoints together.
 
     Attributes:
-        exchange: what they talk through.
         leader: the rank that makes this one's folder and puts it in place: of all, or of this machine.
     """
 
@@ -47,15 +46,12 @@ class CheckpointGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the leader."""
         return self.exchange.rank == self.leader
 
     def agree(self, doing: str, act: Callable[[], Any]) -> list[Any]:
         """Do something on every rank and return what came of it, by rank.
 
-        Raises:
-            CheckpointError: it failed on a rank; the same error on all of them. Where it was another one of ours on
-                each rank that failed, it stays that one.
+        An error on one rank is raised on all, as CheckpointError, or as the one of ours that each failed rank had.
         """
         value, failure, cause = None, None, None
         try:
@@ -92,7 +88,6 @@ class SaveRequest:
 
     @property
     def doing(self) -> str:
-        """What to say of it in an error."""
         return f"Writing the checkpoint {self.target}"
 
     def check(self) -> None:
@@ -165,14 +160,10 @@ class Saver:
         self._thread.start()
 
     def settle(self, busy: Busy = "wait") -> None:
-        """Wait for the checkpoint that is being written in the background, if there is one.
+        """Wait for the checkpoint that is being written in the background, and raise its error, once.
 
-        Args:
-            busy: `refuse`: raise instead, on all ranks where it is being written on any. They call this together.
-
-        Raises:
-            StateError: there is one, and `busy` is `refuse`.
-            CheckpointError: it could not be written. It is said once.
+        With `busy="refuse"` raise StateError instead, on all ranks where it is being written on any; they call this
+        together.
         """
         if busy == "refuse":
             self.group.agree("save_state with busy='refuse'", self._refuse)
@@ -239,7 +230,7 @@ def _write_all(parts: Sequence[Entry], folder: Path, at_once: bool) -> dict[str,
 
 
 def _space(parts: Sequence[Entry], folder: Path) -> str:
-    """Say how many bytes this rank's parts take, and how many there were for the parts of all ranks."""
+    """Say how many bytes this rank's parts take, and how many were free for the parts of all ranks."""
     tensors = [leaf for part in parts for leaf in leaves_of(part.content) if isinstance(leaf, Tensor)]
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     written = sum(path.stat().st_size for path in atomic.files_in(folder))  # which goes away again

@@ -71,11 +71,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def read_torch(path: Path) -> Any:
-    """Return what `torch.save` wrote, on the CPU.
-
-    Raises:
-        CheckpointError: the file is damaged, is not there, or holds something that would run code.
-    """
+    """Return what `torch.save` wrote, on the CPU; CheckpointError where it is damaged, not there, or would run code."""
     with _explained(path):
         return load(path, map_location="cpu")
 

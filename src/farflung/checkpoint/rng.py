@@ -31,7 +31,7 @@ def pack_host() -> bytes:
 
 
 def unpack_host(packed: bytes) -> dict[str, Any]:
-    """Return what `read_host` would have returned where `packed` was made. It must not come from a file."""
+    """Return the states that were packed by `pack_host`; never those from a file."""
     of_python, of_numpy, of_torch = pickle.loads(packed)
     return {
         "random_state": of_python,
@@ -41,7 +41,7 @@ def unpack_host(packed: bytes) -> dict[str, Any]:
 
 
 def read() -> dict[str, Any]:
-    """Return the states of `random`, numpy and torch on every device that is here."""
+    """Return the states of `random`, numpy and torch on every device of this machine."""
     states = read_host()
     for kind, key in _DEVICES.items():
         module = _module(kind)
@@ -65,11 +65,7 @@ def write_host(states: dict[str, Any]) -> None:
 
 
 def write(states: dict[str, Any]) -> list[str]:
-    """Make the states those that `read` or `read_host` returned.
-
-    Returns:
-        what could not be the same: devices that are here or there alone.
-    """
+    """Restore what `read` or `read_host` returned; return notes on devices that are here or there alone."""
     write_host(states)
     odd = []
     for kind, key in _DEVICES.items():

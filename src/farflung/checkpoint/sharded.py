@@ -52,7 +52,6 @@ class ShardPlanner:
         state: nested dictionaries and lists of tensors and plain data. Shards of one tensor are on several ranks; what
             is whole is written by the leader. Ranks whose shards others write too bring them all the same: the work is
             divided among them.
-        leads: whether this rank is the leader.
         takes_part: False: its shards are not written, as where another replica's are.
 
     Attributes:
@@ -73,11 +72,7 @@ class ShardPlanner:
                 _check(self._planner.resolve_data(item), item.index.fqn)
 
     def entry(self, plans: Sequence[SavePlan], rank: int) -> ShardedEntry:
-        """Return this rank's part of the folder.
-
-        Args:
-            plans: of all ranks, by rank.
-        """
+        """Return this rank's part of the folder, given the plans of all ranks."""
         planned, metadata = self._planner.create_global_plan(list(plans))
         mine = self._planner.finish_plan(FileSystemWriter("").prepare_global_plan(planned)[rank])
         content: dict[MetadataIndex, Any] = {}
@@ -88,7 +83,6 @@ class ShardPlanner:
 
 
 def _shards_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the sharded tensors of a state alone, where they are."""
     nested = {name: _shards_of(value) if isinstance(value, dict) else value for name, value in state.items()}
     return {name: value for name, value in nested.items() if (isinstance(value, dict) and value) or _are_sharded(value)}
 
@@ -123,8 +117,7 @@ class ShardedEntry(FolderEntry):
 
     Attributes:
         content: what it writes, by DCP's index: tensors, and what is none as bytes.
-        plan: the same for DCP.
-        metadata: of the whole folder.
+        plan, metadata: DCP's, of this rank and of the whole folder.
     """
 
     plan: SavePlan | None = None
@@ -192,16 +185,12 @@ class _Writer(FileSystemWriter):
 class ShardReader:
     """A folder that DCP wrote, open for reading. Nothing is exchanged between ranks.
 
-    Args:
-        folder: with a `.metadata` in it.
-
     Attributes:
         paths: where in the nested state each value stands, by its flat name.
-        sizes: the shapes of those that are tensors.
-        dtypes: and their types.
+        sizes, dtypes: the shapes of those that are tensors, and their types.
 
     Raises:
-        CheckpointError: there is none, or it holds anything but the description of a state.
+        CheckpointError: it has no `.metadata`, or one that is no description of a state.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -213,16 +202,17 @@ class ShardReader:
         self.sizes = {name: one.size for name, one in tensors.items()}
         self.dtypes = {name: one.properties.dtype for name, one in tensors.items()}
 
-    def read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Any]:
-        """Return values by flat name, on the CPU.
+    def like(self, name: str) -> Tensor | None:
+        """Return a tensor of the shape and type of a value, without memory; None: it is no tensor."""
+        return torch.empty(self.sizes[name], dtype=self.dtypes[name], device="meta") if name in self.sizes else None
+
+    def read(self, names: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        """Return values by flat name, on the CPU; CheckpointError where one is not there, or has another shape.
 
         Args:
-            wanted: for each, a tensor of its shape: where that is sharded, the local part alone is read. None: it is no
-                tensor.
-
-        Raises:
-            CheckpointError: one is not there, has another shape, or can't be read.
+            names: for each, a sharded tensor of its shape, of which the local part alone is read; None: all of it.
         """
+        wanted = {name: self.like(name) if given is None else given for name, given in names.items()}
         planner = _Filler(wanted, self.dtypes)
         reader = _Reader(self.folder)
         try:
@@ -244,8 +234,7 @@ class ShardReader:
 
     def read_whole(self) -> Any:
         """Return the whole state, nested as it was saved, on the CPU."""
-        empty = {name: torch.empty(size, dtype=self.dtypes[name]) for name, size in self.sizes.items()}
-        found = self.read({**dict.fromkeys(self.paths), **empty})
+        found = self.read(dict.fromkeys(self.paths))
         return nested({self.paths[name]: value for name, value in found.items()})
 
 
@@ -263,12 +252,7 @@ def nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
 
 
 def merge_shards(folder: Path, target: Path, safe: bool = True, remove: bool = False) -> Path:
-    """Write the whole model whose shards are in `folder` into one file, and return its path.
-
-    Args:
-        target: the directory of `model.safetensors`, or `pytorch_model.bin`.
-        safe: as safetensors, not with torch.
-        remove: remove `folder` when that is done.
+    """Write the whole model whose shards are in `folder` into one file in `target`, and return its path.
 
     Raises:
         ConfigError: there are no shards in `folder`.

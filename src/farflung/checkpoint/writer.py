@@ -63,9 +63,8 @@ class FileWriter:
         threaded: False: no thread, as where none may start any more.
 
     Attributes:
-        num_bytes: how many were written.
-        crc32: their checksum; of all of them once the block has been left.
-        failure: what the system said when it could not write.
+        crc32: the checksum of what was written; of all of it once the block has been left.
+        failure: the system's error when it could not write.
     """
 
     def __init__(self, path: str | os.PathLike[str], threaded: bool = True) -> None:
@@ -204,7 +203,6 @@ class _Disk:
 
 
 def _page_aligned() -> memoryview:
-    """Return memory for a block, at an address that a disk can be given."""
     return memoryview(mmap.mmap(-1, _BLOCK))
 
 
@@ -269,11 +267,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: FileWriter, metadata:
 
 
 def without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `tensors` with only the first name of those that are the same piece of memory.
-
-    Raises:
-        ConfigError: one is no tensor, as the extra state of a module may be.
-    """
+    """Return `tensors` with only the first name of each piece of memory; ConfigError where one is no tensor."""
     seen: set[tuple[Any, ...]] = set()
     kept: dict[str, Tensor] = {}
     left_out: list[str] = []

@@ -53,7 +53,7 @@ _PIECE = 1 << 17
 
 
 def piece_size(x: Tensor) -> int:
-    """How many values of `x` to work on at a time: on the CPU what its cache holds, elsewhere all."""
+    """Return how many values of `x` to work on at a time: on the CPU as many as its cache holds, elsewhere all."""
     return _PIECE if x.device.type == "cpu" else max(x.numel(), 1)
 
 
@@ -82,16 +82,10 @@ _CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Cast:
-    """Send values rounded to 16 bits; they are summed in 16 bits on the way, as in DDP's compression hooks.
+    """Send values rounded to 16 bits, `bf16` or `fp16`; they are summed so on the way, as in DDP's compression hooks.
 
     Each of the M - 1 additions of M wires rounds once more, so the relative error of a sum of like signs is at most
     M * 2**-9 for bf16 and M * 2**-12 for fp16.
-
-    Args:
-        dtype: `bf16` or `fp16`.
-
-    Raises:
-        ConfigError: `dtype` is another word.
     """
 
     dtype: str = "bf16"
@@ -112,7 +106,6 @@ class Cast:
         return out.copy_(_typed(wire, _CASTS[self.dtype]))
 
     def add(self, wire: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
-        """Widen a piece at a time, and add."""
         return _add(_typed(wire, _CASTS[self.dtype]), out, factor)
 
     def wire_bytes(self, n: int) -> int:

@@ -72,7 +72,6 @@ class _Blockwise(ABC):
         """Fill `y` `[rows, width]` fp32 with what `codes` `[rows, bytes]` uint8 stand for, in units of the scale."""
 
     def encode(self, x: Tensor) -> Tensor:
-        """Return the wire of `x` `[n]`, uint8 `[wire_bytes(n)]`; `x` stays as it is."""
         n = x.numel()
         wire = torch.empty(self.wire_bytes(n), dtype=torch.uint8, device=x.device)
         head = scales_bytes(n, self.block)
@@ -96,7 +95,6 @@ class _Blockwise(ABC):
         return wire
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
-        """Fill `out` `[n]`, which may be what was encoded, and return it."""
         if (fused := kernels(out, self.block)) is not None:
             fused.decode(*self._parts(wire, out), out, None, **self._form)
             return out
@@ -106,7 +104,6 @@ class _Blockwise(ABC):
         return out
 
     def add(self, wire: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
-        """out += factor * what `wire` stands for, a piece at a time; return `out`."""
         if (fused := kernels(out, self.block)) is not None:
             fused.decode(*self._parts(wire, out), out, factor, **self._form)
             return out
@@ -248,7 +245,7 @@ class Int4(_FourBit):
         y.round_()
 
     def _from_codes(self, y: Tensor) -> None:
-        """Each stands for itself."""
+        """Do nothing: each code stands for itself."""
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,7 @@ class ErrorFeedback:
     def encode_with(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return the wire of `beta * residual + x`, and leave in `x` what it does not say: the next residual.
 
-        The residual itself stays as it is, so that a round which comes to nothing takes nothing out of it.
-
-        Args:
-            x: `[n]`.
-            residual: `[n]`, of the same dtype.
+        `x` and the residual are `[n]`, of one dtype. The residual stays as it is: a failed round takes nothing of it.
         """
         wire = self.encode(x.add_(residual, alpha=self.beta))
         self.codec.add(wire, x, -1.0)
@@ -70,11 +66,9 @@ class ErrorFeedback:
         return (wire.clone() if wire is x else wire).view(torch.uint8)
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
-        """Fill `out` `[n]` with what `wire` stands for, and return it."""
         return self.codec.decode(wire, out)
 
     def add(self, wire: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
-        """out += factor * what `wire` stands for, and return `out`."""
         return self.codec.add(wire, out, factor)
 
     def wire_bytes(self, n: int) -> int:

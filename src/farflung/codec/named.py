@@ -24,14 +24,7 @@ CODECS: Mapping[str, Callable[[], Codec]] = {
 
 
 def codec_of(codec: Codec | str | None, usual: str | None = None) -> Codec:
-    """Return `codec`, or the one of this name.
-
-    Args:
-        usual: the name that None stands for.
-
-    Raises:
-        ConfigError: there is no such codec, with a suggestion; or it is none.
-    """
+    """Return `codec`, the one of this name, or for None the one that `usual` names; ConfigError where there is none."""
     if codec is None and usual is not None:
         codec = usual
     if isinstance(codec, str):

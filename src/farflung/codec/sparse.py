@@ -70,7 +70,6 @@ class TopK:
         return float(torch.finfo(torch.bfloat16 if self.bits == 2 else torch.float32).max)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Return the wire of `x` `[n]`, uint8 `[wire_bytes(n)]`; `x` stays as it is."""
         n = x.numel()
         wire = torch.empty(self.wire_bytes(n), dtype=torch.uint8, device=x.device)
         if n == 0:
@@ -96,19 +95,17 @@ class TopK:
         return wire
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
-        """Fill `out` `[n]`, which may be what was encoded, and return it."""
         index, values = self._sent(wire, out)
         return out.zero_().scatter_(0, index, values)
 
     def add(self, wire: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
-        """out += factor * what `wire` stands for, at the places it names only; return `out`."""
+        """Add at the places that the wire names only."""
         index, values = self._sent(wire, out)
         if factor != 1:
             values.mul_(factor)
         return out.scatter_(0, index, out.gather(0, index).add_(values))  # no place is named twice
 
     def wire_bytes(self, n: int) -> int:
-        """Levels, values and indices, each in whole bytes."""
         return sum(self._sizes(n))
 
     def _sizes(self, n: int) -> tuple[int, int, int]:

@@ -41,7 +41,6 @@ class BatchView:
         return self._with([leaf[part] if self._has_entries(leaf) else leaf for leaf in self._leaves])
 
     def whole(self) -> Any:
-        """Return the batch."""
         return self._with(self._leaves)
 
     def fits(self, other: BatchView) -> bool:

@@ -34,17 +34,11 @@ class DataLoaderDispatcher(PreparedLoader):
     """A loader that is read on rank 0 alone; all ranks iterate it together.
 
     A round is `size` batches of the base loader or, with `split_batches`, one. Rank 0 is one round ahead, so that it
-    knows the last one when it hands it out.
+    knows the last one when it hands it out. Arguments that are not here are those of `DataLoaderShard`.
 
     Args:
-        dataset: what to load from; it is read on rank 0 alone.
         split_batches: cut each batch, instead of giving one to each rank.
-        skip_batches: batches of a rank left out at the beginning of each iteration.
-        use_stateful_dataloader: see `DataLoaderConfiguration`.
         slice_fn: `slice_fn(batch, slice, process_index=, num_processes=)` cuts a rank's part out of a round's batch.
-        torch_device_mesh: of axes along which ranks see different data; it changes nothing.
-        iteration: the number of the first epoch.
-        kwargs: those of torch's `DataLoader`.
     """
 
     def __init__(
@@ -165,7 +159,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return rounds, prefetched
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call what reads; where it fails, the other ranks, which are waiting or will be, hear of it."""
+        """Call what reads; where it fails, tell the other ranks, which are waiting or will be."""
         try:
             return function(*args)
         except Exception as error:

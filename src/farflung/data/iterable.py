@@ -118,10 +118,8 @@ class Marked(NamedTuple):
 class MarkedShard(IterableDatasetShard):
     """A shard that marks the samples of padded rounds, so that the count reaches the loader with the batch.
 
-    Only this way does it come through worker processes, each of which has a stream, and a last round, of its own.
-
-    Args:
-        holds_batches: the items of the data set are whole batches, whose samples are to be counted.
+    Only in this way does it come through worker processes, each of which has a stream, and a last round, of its own.
+    With `holds_batches`, the items of the data set are whole batches, whose samples are counted.
     """
 
     def __init__(self, *args: Any, holds_batches: bool = False, **kwargs: Any) -> None:

@@ -36,16 +36,12 @@ class PreparedLoader(LoaderView):
 
     Args:
         base: the torch loader that makes the batches.
-        state: told when this loader starts, hands out a batch after another one did, and ends; None: that of the
-            `Accelerator` that prepares it, once there is one.
+        state: the loop that this loader reports to; None: that of the `Accelerator` that prepares it later.
         device: where batches go; None leaves them where they are.
-        non_blocking: do not wait for the copies to the device.
         agree: called at the start of each iteration: makes ranks draw the same random order.
         total_batch_size: samples that all ranks together consume in one step, None when that varies.
         may_be_uneven: ranks may get different numbers of batches.
         ends_apart: and these may differ by more than one.
-        progress: of another kind than that of a loader that each rank reads for itself.
-        stateful: see `LoaderView`.
 
     Attributes:
         end_of_dataloader: the batch handed out last was the final one of its iteration.
@@ -84,7 +80,6 @@ class PreparedLoader(LoaderView):
         super().__init__(base, stateful=stateful)
 
     def report_to(self, state: LoopState) -> None:
-        """Report to `state` from now on, unless this loader was given one already."""
         if self._is_free:
             self._state, self._is_free = state, False
 
@@ -102,7 +97,7 @@ class PreparedLoader(LoaderView):
         return dataset.total_length if hasattr(dataset, "total_length") else len(dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be number `epoch`; samplers and data sets that have `set_epoch` are told now."""
+        """Let the next iteration be number `epoch`, and tell samplers and data sets that have `set_epoch`."""
         self._progress.choose(epoch)
         announce(epoch, self.base_dataloader)
 
@@ -151,10 +146,7 @@ class PreparedLoader(LoaderView):
         set_order(self.base_dataloader, sampler)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this loader stands: the epoch, and in the middle of an iteration the position in it.
-
-        Each rank has its own. It is plain data: tensors, numbers, texts and their lists and dictionaries.
-        """
+        """Return where this loader stands, on this rank, as plain data: the epoch, and the position in an iteration."""
         return self._progress.state_dict(self, self._state.loaders)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -174,7 +166,7 @@ class PreparedLoader(LoaderView):
         return self._progress.keep(self.base_dataloader)
 
     def _show(self, one: Iteration) -> None:
-        """Let this loader's attributes be those of one of its iterations."""
+        """Copy the attributes of an iteration to this loader."""
         self.end_of_dataloader, self.remainder = one.end_of_dataloader, one.remainder
 
     def _stream(self, one: Iteration) -> Iterator[tuple[Any, bool, int]]:
@@ -186,12 +178,9 @@ class DataLoaderShard(PreparedLoader):
     """A loader whose batches belong to this rank alone, and are not shared out any further.
 
     Args:
-        dataset: what to load from.
-        device: where batches go; None leaves them where they are.
         rng_types: the random states that all ranks take from rank 0 at the start of each iteration.
         synchronized_generator: the one that `generator` among them means.
         skip_batches: batches left out at the beginning of each iteration.
-        use_stateful_dataloader: see `DataLoaderConfiguration`.
         torch_device_mesh: of axes along which ranks see different data; it changes nothing.
         iteration: the number of the first epoch.
         kwargs: those of torch's `DataLoader`.
@@ -235,7 +224,6 @@ class DataLoaderShard(PreparedLoader):
         """Prepare a loader that is there already.
 
         Args:
-            base: makes this rank's batches.
             count: says how many samples in the last round are no padding, given this rank's batch; 0: all of them.
             marked: batches of padded rounds come as `Marked`, with that number.
             common: see `PreparedLoader`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,11 +55,9 @@ def prepare_loader(
 
     Args:
         exchange: of the ranks that share the data.
-        device: where batches go; None leaves them where they are.
-        state: told about the iterations; None: that of the `Accelerator` that prepares the loader later.
+        state: the loop that it reports to; None: that of the `Accelerator` that prepares it later.
         rng_types: the random states that all ranks take from rank 0 at the start of each iteration; `generator` is that
             of the sampler or of the iterable data set.
-        slice_fn: see `DataLoaderDispatcher`.
         fixed_rank: a rank and a size to take in place of those of `exchange`; nothing is exchanged then.
 
     Raises:
@@ -83,7 +82,7 @@ def prepare_loader(
     if dispatches and loader.generator is not None and not isinstance(loader, LoaderView):
         loader = altered(loader, generator=None)  # as in Accelerate: a loader that dispatches draws no seeds from it
     if group.size == 1 and not config.dispatch_batches:
-        count = _ShortCount(batch_size) if batch_size is not None and reads_indices(loader) else None
+        count = partial(_short_count, batch_size) if batch_size is not None and reads_indices(loader) else None
         return DataLoaderShard.over(loader, total_batch_size=batch_size, count=count, **common)
     _refuse_unshareable(loader)
     factor = 1 if config.split_batches else group.size
@@ -99,15 +98,10 @@ def prepare_loader(
     return _sharded(loader, group, exchange, config, common)
 
 
-class _ShortCount:
-    """Counts the samples of a last batch that is shorter than `batch_size`; 0: it is not."""
-
-    def __init__(self, batch_size: int) -> None:
-        self._batch_size = batch_size
-
-    def __call__(self, batch: Any) -> int:
-        length = batch_size_of(batch) or 0
-        return length if length < self._batch_size else 0
+def _short_count(batch_size: int, batch: Any) -> int:
+    """Count the samples of a last batch that is shorter than `batch_size`; 0: it is not."""
+    length = batch_size_of(batch) or 0
+    return length if length < batch_size else 0
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -115,9 +109,6 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
     Where samples are read by index, those of the skipped batches are not read. A prepared loader and what comes back
     for it count one and the same epoch.
-
-    Raises:
-        ConfigError: `num_batches` is negative.
     """
     check_type("skip_first_batches: dataloader", dataloader, DataLoader, "a torch DataLoader")
     check_whole("skip_first_batches: num_batches", num_batches, least=0)
@@ -207,32 +198,24 @@ def _sharded(
     """Let each rank read its own samples by index."""
     source = index_source(loader)
     shard = BatchSamplerShard(source, group.size, group.rank, config.split_batches, config.even_batches)
-    in_batches = loader.batch_sampler is not None or _is_batch_sampler(source)
-
+    in_batches = loader.batch_sampler is not None or isinstance(source, BatchSampler) or hasattr(source, "batch_size")
     base = with_indices(loader, shard, batch_size=_batch_size_of_rank(loader, group, config))
-    count = _RemainderCount(shard, None if in_batches else exchange)
+    count = partial(_remainder_count, shard, None if in_batches else exchange)
     return DataLoaderShard.over(base, count=count, **common)
 
 
-class _RemainderCount:
-    """Counts the samples in the last round of a shard that are no padding; 0: all of them.
+def _remainder_count(shard: BatchSamplerShard, exchange: Exchange | None, batch: Any) -> int:
+    """Count the samples in the last round of a shard that are no padding; 0: all of them.
 
     Args:
         exchange: where each index stands for a whole batch, whose length only the rank that read it knows.
     """
-
-    def __init__(self, shard: BatchSamplerShard, exchange: Exchange | None) -> None:
-        self._shard = shard
-        self._exchange = exchange
-
-    def __call__(self, batch: Any) -> int:
-        shard = self._shard
-        if self._exchange is None or shard.remainder == 0:
-            return shard.remainder
-        length = batch_size_of(batch)
-        own = 1 if length is None else length
-        mine = own if shard.process_index < shard.remainder else 0
-        return int(collectives.gather(self._exchange, torch.tensor([mine])).sum())
+    if exchange is None or shard.remainder == 0:
+        return shard.remainder
+    length = batch_size_of(batch)
+    own = 1 if length is None else length
+    mine = own if shard.process_index < shard.remainder else 0
+    return int(collectives.gather(exchange, torch.tensor([mine])).sum())
 
 
 def _sharded_stream(
@@ -301,31 +284,19 @@ def _agreement(
         kinds = [kind for kind in kinds if kind != "generator"]
     if not kinds and seeded is None:
         return None
-    return _Agreement(exchange, kinds, generator, seeded)
+    return partial(_agree, exchange, kinds, generator, seeded)
 
 
-class _Agreement:
-    """Makes all ranks draw rank 0's order when it is called; the arguments say what that depends on."""
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        kinds: list[str],
-        generator: torch.Generator | None,
-        seeded: SeedableRandomSampler | None,
-    ) -> None:
-        self._exchange = exchange
-        self._kinds = kinds
-        self._generator = generator
-        self._seeded = seeded
-
-    def __call__(self) -> None:
-        for kind in self._kinds:
-            share_rng_state(kind, self._generator, self._exchange, _START)
-        if self._seeded is not None:
-            seed = torch.tensor([_signed(self._seeded.initial_seed)])
-            collectives.broadcast(self._exchange, seed, within=_START)
-            self._seeded.initial_seed = int(seed)
+def _agree(
+    exchange: Exchange, kinds: list[str], generator: torch.Generator | None, seeded: SeedableRandomSampler | None
+) -> None:
+    """Make all ranks draw rank 0's order, which depends on the arguments."""
+    for kind in kinds:
+        share_rng_state(kind, generator, exchange, _START)
+    if seeded is not None:
+        seed = torch.tensor([_signed(seeded.initial_seed)])
+        collectives.broadcast(exchange, seed, within=_START)
+        seeded.initial_seed = int(seed)
 
 
 def _shared_generator(loader: DataLoader[Any], sampler: Any) -> torch.Generator | None:
@@ -359,10 +330,6 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
     """Return what puts the samples of a loader in order: the sampler, or a batch sampler that has none inside."""
     source = index_source(loader)
     return getattr(source, "sampler", source)
-
-
-def _is_batch_sampler(source: Any) -> bool:
-    return isinstance(source, BatchSampler) or hasattr(source, "batch_size")
 
 
 def _batch_size(loader: DataLoader[Any]) -> int | None:

@@ -34,10 +34,8 @@ def rounds(
 ) -> Iterator[tuple[list[T], int]]:
     """Cut a stream into lists of `size`, each with its number of items that are no padding.
 
-    Args:
-        drop_last: leave out a last list that would be shorter.
-        even: fill it up with the items of the first list.
-        first: the first list, where the stream starts behind it.
+    A shorter last list is left out (`drop_last`), or filled up with the items of the first one (`even`), which is
+    given where the stream starts behind it.
     """
     stream = iter(items)
     while group := list(islice(stream, size)):
@@ -73,10 +71,8 @@ def even_shares(
 ) -> Iterator[tuple[Batch, int]]:
     """Deal batches of one size to `size` ranks so that all get equally many, all full; yield those of `rank`.
 
-    With each comes the number of samples in its round that are no padding; 0 means that there is no padding.
-
-    Raises:
-        ConfigError: a batch other than the last one is not of `batch_size`.
+    With each comes the number of samples in its round that are no padding; 0 means that there is no padding. A batch
+    of another size before the last one is a ConfigError.
     """
     per_round, part = (1, batch_size // size) if split else (size, batch_size)
     own = slice(rank * part, (rank + 1) * part)
@@ -99,11 +95,7 @@ def even_shares(
 def split_shares(
     batches: Iterable[Batch], rank: int, size: int, batch_size: int, *, drop_last: bool
 ) -> Iterator[tuple[Batch, int]]:
-    """Cut each batch into `size` parts without any padding; yield those of `rank` that are not empty, each with 0.
-
-    Raises:
-        ConfigError: a batch is longer than `batch_size`.
-    """
+    """Cut each batch into `size` parts without any padding; yield those of `rank` that are not empty, each with 0."""
     part = batch_size // size
     for batch in batches:
         if len(batch) > batch_size:
@@ -234,7 +226,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches of the whole batch sampler."""
+        """The number of batches of the whole batch sampler."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -281,10 +273,8 @@ class SkipBatchSampler(BatchSampler):
     """A batch sampler without its first batches, whose data is then never read.
 
     Args:
-        batch_sampler: the whole one.
-        skip_batches: how many are left out.
-        keep: of those, how many from the very first one on are handed out nevertheless: they complete a short last
-            round. They do not count for the length.
+        keep: how many from the very first one on are handed out nevertheless: they complete a short last round. They
+            do not count for the length.
     """
 
     def __init__(self, batch_sampler: BatchSampler | Iterable[Any], skip_batches: int = 0, *, keep: int = 0) -> None:
@@ -296,7 +286,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches of the whole batch sampler."""
+        """The number of batches of the whole batch sampler."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -309,7 +299,7 @@ class SkipBatchSampler(BatchSampler):
 
 
 def check_split(batch_size: int | None, num_processes: int) -> None:
-    """Raise a `ConfigError` unless batches of `batch_size` can be cut into `num_processes` equal parts."""
+    """Raise ConfigError unless batches of `batch_size` can be cut into `num_processes` equal parts."""
     if batch_size is None:
         raise ConfigError(
             "split_batches=True needs a known batch size, but neither the loader nor its batch sampler has one. Give "

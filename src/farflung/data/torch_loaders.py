@@ -19,7 +19,7 @@ from farflung.base.tree import send_to_device
 from farflung.data.iterable import IterableDatasetShard
 from farflung.data.samplers import SeedableRandomSampler, SkipBatchSampler
 from farflung.loop.state import LoopState
-from farflung.loop.view import LoopView
+from farflung.loop.view import LoopView, forwarded
 
 _DATA_AXES = {"dp", "fsdp", "dp_replicate", "dp_shard"}  # mesh axes along which ranks see different data
 
@@ -27,14 +27,8 @@ _DATA_AXES = {"dp", "fsdp", "dp_replicate", "dp_shard"}  # mesh axes along which
 class LoaderView(DataLoader[Any]):
     """A loader that stands before another one and looks like it: attributes are read from, and set on, that one.
 
-    A subclass sets its own attributes before it calls this constructor.
-
-    Args:
-        stateful: be an instance of torchdata's `StatefulDataLoader` too, where that is installed.
-
-    Attributes:
-        base_dataloader: the loader behind.
-        use_stateful_dataloader: `stateful`.
+    A subclass sets its own attributes before it calls this constructor. With `stateful` it is an instance of
+    torchdata's `StatefulDataLoader` too, where that is installed.
     """
 
     _state: LoopState
@@ -68,32 +62,17 @@ class LoaderView(DataLoader[Any]):
         return LoopView(self._state)
 
 
-def _of_base(name: str) -> Any:
-    """Return the attribute of a view that is read from, and set on, the loader behind."""
-    return property(
-        lambda view: getattr(view.base_dataloader, name),
-        lambda view, value: setattr(view.base_dataloader, name, value),
-    )
-
-
 # What torch's loader declares, with the types that it gives them.
 _DECLARED = """
     dataset sampler batch_sampler batch_size drop_last collate_fn generator in_order timeout prefetch_factor
     num_workers worker_init_fn persistent_workers multiprocessing_context pin_memory pin_memory_device
 """
 for _name in _DECLARED.split():
-    setattr(LoaderView, _name, _of_base(_name))
+    setattr(LoaderView, _name, forwarded("base_dataloader", _name))
 
 
 class SkipDataLoader(LoaderView):
-    """A loader without its first batches, which are read and thrown away.
-
-    Args:
-        dataset: what to load from.
-        skip_batches: how many batches are left out.
-        use_stateful_dataloader: see `DataLoaderConfiguration`.
-        kwargs: those of torch's `DataLoader`.
-    """
+    """A loader without its first `skip_batches` batches, which are read and thrown away."""
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
@@ -136,7 +115,11 @@ def _torchdata_loader() -> type[DataLoader[Any]] | None:
 @cache
 def _stateful_kind(kind: Any) -> Any:
     """Return the class of views of class `kind` that are instances of torchdata's loader too."""
-    own = {name: _of_base(name) for name in ("state_dict", "load_state_dict") if not hasattr(kind, name)}
+    own = {
+        name: forwarded("base_dataloader", name)
+        for name in ("state_dict", "load_state_dict")
+        if not hasattr(kind, name)
+    }
     own["__reduce__"] = lambda view: (_unpickled, (kind,), view.__dict__)
     bases: tuple[Any, ...] = (kind, _torchdata_loader())
     return type(kind.__name__, bases, {**own, "__module__": kind.__module__})
@@ -165,11 +148,7 @@ def index_source(loader: DataLoader[Any]) -> Iterable[Any]:
 
 
 def altered(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """Return a copy of a loader with other attributes: everything else, workers and subclass included, is kept.
-
-    Raises:
-        ConfigError: the loader stands before another one, of which it skips batches.
-    """
+    """Return a copy of a loader with other attributes: everything else, workers and subclass included, is kept."""
     if isinstance(loader, LoaderView):
         raise ConfigError(
             f"A {type(loader).__name__} cannot be sharded across ranks: prepare the loader first, then call "
@@ -225,11 +204,7 @@ def order_of(loader: DataLoader[Any]) -> tuple[Any, Any]:
 
 
 def set_order(loader: DataLoader[Any], sampler: Any) -> None:
-    """Put the samples of a loader in the order of `sampler`.
-
-    Raises:
-        Unsupported: the loader does no batching, or has a batch sampler that makes its order by itself.
-    """
+    """Put the samples of a loader in the order of `sampler`; Unsupported where no batch sampler takes one."""
     holder = order_of(loader)[1]
     if holder is None or not hasattr(holder, "sampler"):
         raise Unsupported(

@@ -75,12 +75,7 @@ class Accumulate:
 
 
 def explain_loss(loss: object, kwargs: Mapping[str, Any], error: Exception) -> None:
-    """Raise what says which fault of `loss` led to `error` in its backward pass; return where it has none.
-
-    Raises:
-        ConfigError: it is no tensor, needs no gradient, or is not one number.
-        StateError: what it was computed from has been freed by an earlier backward pass.
-    """
+    """Raise what says which fault of `loss` led to `error` in its backward pass; return where it has none."""
     if not isinstance(loss, Tensor):
         advice = ": without .item(), which makes a plain number of it" if isinstance(loss, float) else ""
         raise wrong_type("backward: loss", loss, f"a tensor of one number{advice}") from error
@@ -110,10 +105,6 @@ def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Gr
         num_items: how many items that is; 0 is fine.
         group: the ranks that average the model's gradients, or None.
         waits: they average them in the last backward pass of the window; else in each.
-
-    Raises:
-        ConfigError: a negative number of items.
-        StateError: an earlier loss of the window came without its number of items.
     """
     window = state.window
     if isinstance(num_items, Tensor) and num_items.numel() == 1:

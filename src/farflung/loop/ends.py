@@ -25,11 +25,7 @@ _TICK_S = 0.002  # between two looks for the first word of a rank
 
 
 class UnevenDataCheck:
-    """What the ranks have published of their loaders.
-
-    Args:
-        group: all ranks.
-    """
+    """What the ranks have published of their loaders."""
 
     def __init__(self, group: TorchGroup) -> None:
         self._group = group
@@ -60,11 +56,7 @@ class UnevenDataCheck:
         before_calls(model, _EvenCheck(self, ranks, current))
 
     def check(self, one: Any, ranks: Iterable[int], model: nn.Module) -> None:
-        """Check that `ranks` have the batch that `model` computes with now.
-
-        Raises:
-            CollectiveMismatch: their data have ended.
-        """
+        """Raise CollectiveMismatch if the data of some of `ranks` ended before the batch that `model` computes with."""
         loader, at = one.loader, one.skip + one.num_batches
         may_be_alone = loader.may_be_uneven and (one.end_of_dataloader or loader.ends_apart)
         if not may_be_alone or one.name is None or self._checked == (one.name, at):

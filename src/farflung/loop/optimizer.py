@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from farflung.base.tree import send_to_device
 from farflung.loop.state import LoopState, Window
+from farflung.loop.view import forwarded
 from farflung.precision.base import Closure, Full, GivenScaler, Precision
 from farflung.process import world as slot
 
@@ -27,6 +28,7 @@ class AcceleratedOptimizer(Optimizer):
     """An optimizer that skips `step` and `zero_grad` inside an accumulation window.
 
     Args:
+        optimizer: the one that does the work, and has what is not here.
         device_placement: move the optimizer's state to this process's device, if that is known.
         scaler: scales the losses that this optimizer steps on, and is updated after each step.
         state: the loop whose windows it follows; None: there are none, and each step counts.
@@ -34,7 +36,6 @@ class AcceleratedOptimizer(Optimizer):
         device: where the state goes in place of this process's device.
 
     Attributes:
-        optimizer: the one that does the work.
         window: the accumulation window that it follows; None: the one that was entered last.
         in_lockstep: under an outer loop, where a skipped step is this replica's own: schedulers tick all the same, so
             that the replicas' learning rates don't drift apart.
@@ -42,7 +43,7 @@ class AcceleratedOptimizer(Optimizer):
         finished: how many backward passes there had been at its last attempted step or clearing.
         completed_steps: since the run began, over resumes too; None: a checkpoint was loaded that does not say them.
         step_was_skipped: the last attempted step was skipped because gradients overflowed.
-        attached: outer loops that count its steps. They are told after each attempt, in the order of their opening.
+        attached: outer loops that count its steps, in the order of their opening.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def step(self, closure: Closure = None) -> None:  # type: ignore[override]
         """Step when the window is complete, else do nothing."""
-        if not (self.window or self.loop_state.window).complete:
+        if not self.window_is_complete:
             return
         self.finished = self.loop_state.backwards
         done = self.precision.step(self.optimizer, closure)
@@ -88,28 +89,19 @@ class AcceleratedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients when the window is complete, else do nothing; None: as the optimizer does by itself."""
-        if (self.window or self.loop_state.window).complete:
+        if self.window_is_complete:
             self.finished = self.loop_state.backwards
             if set_to_none is None:
                 self.optimizer.zero_grad()
             else:
                 self.optimizer.zero_grad(set_to_none)
 
-    @property
-    def _is_overflow(self) -> bool:
-        """`step_was_skipped`, under the name by which programs for Accelerate set it."""
-        return self.step_was_skipped
-
-    @_is_overflow.setter
-    def _is_overflow(self, value: bool) -> None:
-        self.step_was_skipped = value
-
     def train(self) -> None:
-        """Turn an optimizer without a schedule to training; others need not be told."""
+        """Turn an optimizer without a schedule to training; do nothing with others."""
         self._turn("train")
 
     def eval(self) -> None:
-        """Turn an optimizer without a schedule to evaluation; others need not be told."""
+        """Turn an optimizer without a schedule to evaluation; do nothing with others."""
         self._turn("eval")
 
     def _turn(self, mode: str) -> None:
@@ -145,43 +137,20 @@ class AcceleratedOptimizer(Optimizer):
         mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         return any(id(parameter) in mine for parameter in parameters)
 
-    @property
-    def state(self) -> Any:
-        """The state of the optimizer that does the work."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> Any:
-        """The parameter groups of the optimizer that does the work."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: Any) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def defaults(self) -> Any:
-        """The default settings of the optimizer that does the work."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: Any) -> None:
-        self.optimizer.defaults = value
+    _is_overflow = property(  # the name under which programs for Accelerate set it
+        lambda self: self.step_was_skipped, lambda self, value: setattr(self, "step_was_skipped", value)
+    )
+    state: Any = forwarded("optimizer", "state")
+    param_groups: Any = forwarded("optimizer", "param_groups")
+    defaults: Any = forwarded("optimizer", "defaults")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the optimizer that does the work."""
         self.optimizer.add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the optimizer that does the work."""
         self.optimizer.load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer that does the work."""
         return self.optimizer.state_dict()
 
     def register_step_post_hook(self, hook: Any) -> Any:
@@ -200,7 +169,7 @@ class AcceleratedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "attached": []}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:  # torch's wants parameters
         self.__dict__.update(state)
 
     def __repr__(self) -> str:

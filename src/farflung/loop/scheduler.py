@@ -90,7 +90,7 @@ class AcceleratedScheduler:
                 self._warn(f"gives {min(rates):.3g} after {counted(scheduler.last_epoch, 'step')}, a rate below zero")
 
     def _warn(self, what: str) -> None:
-        """Say on the main process what is wrong with the schedule, and what length would fit."""
+        """Warn on the main process of what is wrong with the schedule, and name a length that would fit."""
         if not self._warns:
             return
         advice = ""
@@ -107,15 +107,12 @@ class AcceleratedScheduler:
         )
 
     def get_last_lr(self) -> list[Any]:
-        """Return the learning rate of each parameter group."""
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the scheduler's state."""
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:

@@ -39,19 +39,16 @@ class Observer(Protocol):
 
 
 class Follower(Protocol):
-    """What the loop needs to know of a prepared optimizer."""
+    """What the loop needs to know of a prepared optimizer; `optimizer` is the one inside it."""
 
     optimizer: Optimizer  # the one that does the work
 
     @property
-    def window_is_complete(self) -> bool:
-        """Whether the accumulation window of the models that it trains is complete."""
+    def window_is_complete(self) -> bool: ...
 
-    def follow(self, window: Window) -> None:
-        """Step when `window` is complete, if it trains one of its models."""
+    def follow(self, window: Window) -> None: ...
 
-    def owns(self, parameters: Iterable[Tensor]) -> bool:
-        """Say whether it trains any of `parameters`."""
+    def owns(self, parameters: Iterable[Tensor]) -> bool: ...
 
 
 class Trace:
@@ -84,8 +81,6 @@ class Window(Trace):
         divisor: what the loss of the current micro-batch is divided by.
         items: what `backward(num_items=)` counted in the window so far, on this process.
         scale: what the losses of the window were multiplied by so far when they come with `num_items`.
-        source: the loader whose end ends the window.
-        seen: batches that all loaders had handed out at its last micro-batch.
     """
 
     __slots__ = ("complete", "divisor", "items", "models", "scale", "size", "step")
@@ -101,7 +96,6 @@ class Window(Trace):
         self.scale: float | None = None
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """The parameters of all models of the window."""
         for model in self.models:
             yield from model.parameters()
 
@@ -121,8 +115,7 @@ class LoopState:
         window: the one that was entered last.
         joined: the ranks to agree with, inside `join_uneven_inputs`; else None.
         ends: where ranks say that their data end; None: there is one rank.
-        counts_samples: `samples_of` is wanted.
-        keeps_loss: `loss` is wanted.
+        counts_samples, keeps_loss: `samples_of` is wanted, and `loss`.
         loss: what the latest `backward` was given, with its number of items; None where it is not kept.
         backwards: how many backward passes there have been; what an optimizer has not stepped on since is unfinished.
     """
@@ -143,7 +136,7 @@ class LoopState:
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return a copy's settings, windows and optimizers; no loader is under way in it."""
+        """Return the settings, windows and optimizers of a copy, in which no loader is under way."""
         left_out = {"loaders": [], "joined": None, "loss": None, "_observers": self._observed_by()}
         return {**self.__dict__, **left_out, "_latest": {}, "_samples": {}, "_windows": list(self._windows.values())}
 
@@ -167,7 +160,6 @@ class LoopState:
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches in one accumulation window."""
         return self._num_steps
 
     @num_steps.setter
@@ -193,7 +185,7 @@ class LoopState:
 
     @property
     def step(self) -> int:
-        """Micro-batches of the window that was entered last, since the data began."""
+        """The micro-batches of the window that was entered last, since the data began."""
         return self.window.step
 
     @step.setter
@@ -218,7 +210,6 @@ class LoopState:
 
     @property
     def position(self) -> str | None:
-        """Which batch is in hand, where ranks may have different numbers of batches."""
         return self.loaders[-1].position if self.loaders else None
 
     def observe(self, observer: Observer) -> None:
@@ -246,7 +237,7 @@ class LoopState:
             self.loaders = [*(other for other in self.loaders if other is not loader), loader]
 
     def leave(self, loader: ActiveLoader, at_end: bool = False) -> None:
-        """Forget `loader`: its iteration came to its end, or was broken off or thrown away. Once is enough."""
+        """Forget `loader`, if that was not done: its iteration came to its end, or was broken off or thrown away."""
         if all(other is not loader for other in self.loaders):
             return
         self._latest.pop(id(loader), None)
@@ -279,11 +270,7 @@ class LoopState:
         }
 
     def load_state_dict(self, saved: dict[str, Any], models: Sequence[nn.Module]) -> None:
-        """Take over what `state_dict` returned, for the same models.
-
-        Raises:
-            LookupError, TypeError: it is no such state, or of other models.
-        """
+        """Take over what `state_dict` returned; LookupError or TypeError where it is of other models, or no state."""
         chosen = [tuple(models[place] for place in one["models"]) for one in saved["windows"]]
         values = [{name: one[name] for name in _KEPT} for one in saved["windows"]]
         for key, kept, one in zip(chosen, values, saved["windows"], strict=True):

@@ -8,12 +8,16 @@ from typing import Any
 from farflung.loop.state import LoopState
 
 
-class LoopView:
-    """A view of one loop.
+def forwarded(holder: str, name: str) -> Any:
+    """Return a property that is read from, and set on, the attribute `name` of the object that `holder` names."""
+    return property(
+        lambda view: getattr(getattr(view, holder), name),
+        lambda view, value: setattr(getattr(view, holder), name, value),
+    )
 
-    Args:
-        loop: the one that is read.
-    """
+
+class LoopView:
+    """A view of one loop."""
 
     def __init__(self, loop: LoopState) -> None:
         self._given = loop

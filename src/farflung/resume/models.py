@@ -147,9 +147,7 @@ def model_shards(model: nn.Module) -> dict[str, Any]:
 def gathered_model(model: nn.Module, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
     """Return a state dict with whole tensors, on the CPU: a collective of all ranks that share its tensors.
 
-    Args:
-        model: whose state it is; names of one parameter get one tensor.
-        keep: False: this rank only takes part, and gets nothing.
+    Names of one parameter of `model` get one tensor. A rank that does not `keep` them takes part, and gets nothing.
     """
     owners = {bare_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     done: dict[int, Tensor] = {}
@@ -170,14 +168,11 @@ def gathered_model(model: nn.Module, state: Mapping[str, Any], keep: bool) -> di
 
 
 def read_model(model: nn.Module, checkpoint: Checkpoint, index: int, strict: bool, taken: int = 0) -> dict[str, Any]:
-    """Read the weights of a model and check that they fit; the names are those of `model`, wrapped or not.
+    """Read the weights of a model and check that they fit: whole tensors, and the local parts of those sharded here.
 
     Args:
         index: the model's place among those that were prepared.
-        taken: how many before it are left to hooks, which took them out of the whole files too.
-
-    Returns:
-        whole tensors; the local parts of those that are sharded here.
+        taken: how many before it hooks have taken, out of the numbering of whole files too.
 
     Raises:
         CheckpointError: they are missing, damaged, or of another model.
@@ -199,12 +194,7 @@ def cut(value: Any, own: Any) -> Any:
 def _read_shards(model: nn.Module, folder: Path, strict: bool) -> dict[str, Any]:
     stored = lazy.ShardReader(folder)
     flat = {".".join(map(str, path[1:])): name for name, path in stored.paths.items() if path[0] == "model"}
-    shapes = {
-        short: torch.empty(stored.sizes[name], dtype=stored.dtypes[name], device="meta")
-        if name in stored.sizes
-        else object()
-        for short, name in flat.items()
-    }
+    shapes = {short: object() if (like := stored.like(name)) is None else like for short, name in flat.items()}
     named = fitted(model, shapes, folder, strict)
     own = model.state_dict()
     source = {id(value): flat[short] for short, value in shapes.items()}
@@ -228,7 +218,7 @@ def load(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> Any:
 
 
 def fitted(model: nn.Module, weights: dict[str, Any], path: Path, strict: bool) -> dict[str, Any]:
-    """Return `weights` under the names of `model`, whatever wrapper they were saved from, with tied ones given twice.
+    """Return `weights` under the names of `model`, whichever wrapper they were saved from, with tied ones given twice.
 
     Raises:
         CheckpointError: names or shapes are of another model.
@@ -259,12 +249,10 @@ def fitted(model: nn.Module, weights: dict[str, Any], path: Path, strict: bool) 
 
 
 def _renamed(weights: dict[str, Any], own: dict[str, str]) -> dict[str, Any]:
-    """Return `weights` under the names of a model: as they are, or else without DDP's `module.`, or with it.
+    """Return `weights` under a model's names: as they are, or else without DDP's `module.`, or with it.
 
     A model may itself have a child called `module`, so of the three that counts in which most names are the model's.
-
-    Args:
-        own: the names of the model, by their bare ones.
+    `own` maps bare names to the model's.
     """
     ways: tuple[Callable[[str], str], ...] = (str, lambda name: name.removeprefix("module."), "module.".__add__)
     attempts = [{own.get(way(bare_name(name)), name): value for name, value in weights.items()} for way in ways]

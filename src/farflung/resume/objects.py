@@ -146,11 +146,7 @@ class Loaders(Part):
 
 
 def _redistributed(state: dict[str, Any], total: int | None, source: Loading) -> dict[str, Any]:
-    """Return a loader's state with its position after as many samples, in steps of another size.
-
-    Args:
-        total: samples of all ranks in one step here.
-    """
+    """Return a loader's state after as many samples, where `total` of them, over all ranks, are one step here."""
     state = with_present_keys(state)
     position = state["position"]
     if position is None:

@@ -123,10 +123,7 @@ def parameters(optimizer: Any) -> list[Tensor]:
 
 
 def parameter_names(models: Sequence[nn.Module], optimizer: Any) -> list[str]:
-    """Return the names of an optimizer's parameters in their models, in order.
-
-    Where they are of several models, the model's number comes before each name.
-    """
+    """Return the names of an optimizer's parameters in order; those of several models begin with the model's number."""
     mine = parameters(optimizer)
     wanted = set(map(id, mine))
     found = [{id(p): bare_name(name) for name, p in model.named_parameters() if id(p) in wanted} for model in models]
@@ -174,11 +171,7 @@ def _with_keys(node: Any, keys: Mapping[tuple[Any, ...], list[Any]], path: tuple
 
 
 def by_number(state: Mapping[str, Any], names: Sequence[str], optimizer: Any, path: Path) -> dict[str, Any]:
-    """Return the state dict of an optimizer with the numbers of its parameters here in place of names.
-
-    Raises:
-        CheckpointError: it is of other parameters, or they are in other groups.
-    """
+    """Undo `by_name`, with the parameters' numbers here; CheckpointError where parameters or groups are others."""
     places = {name: k for k, group in enumerate(state["param_groups"]) for name in group["params"]}
     missing, odd = set(names) - places.keys(), places.keys() - set(names)
     if missing or odd:
@@ -211,11 +204,7 @@ def _mapped(state: Mapping[str, Any], change: Callable[[int, Any], Any]) -> dict
 
 
 def check_optimizer(models: Sequence[nn.Module], optimizer: Any) -> None:
-    """Check that what an optimizer keeps of sharded parameters is sharded too, or the same on all ranks.
-
-    Raises:
-        ConfigError: it is a plain tensor of the size of this rank's part; or a list of sharded tensors and others.
-    """
+    """Raise ConfigError where an optimizer keeps a plain tensor, or a partly sharded list, of this rank's shard."""
     mine = parameters(optimizer)
     for number, kept in optimizer.state_dict()["state"].items() if has_shards(optimizer) else ():
         own = local(mine[number]).shape
@@ -239,13 +228,23 @@ def local_optimizer(optimizer: Any) -> dict[str, Any]:
 
 def from_local(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     """Return what `local_optimizer` did with the local parts sharded as the parameters are."""
+    return _like_parameters(state, optimizer, lambda shard: local(shard).shape, with_local)
+
+
+def _like_parameters(
+    state: Mapping[str, Any],
+    optimizer: Any,
+    shape_of: Callable[[Tensor], torch.Size],
+    spread: Callable[[Tensor, Tensor], Tensor],
+) -> dict[str, Any]:
+    """Return an optimizer's state dict with `spread(value, parameter)` for values of sharded parameters' shapes."""
     mine = parameters(optimizer)
-
-    def spread(number: int, value: Tensor) -> Tensor:
-        shard = mine[number]
-        return with_local(value, shard) if is_sharded(shard) and value.shape == local(shard).shape else value
-
-    return _mapped(state, spread)
+    return _mapped(
+        state,
+        lambda number, value: (
+            spread(value, mine[number]) if is_sharded(mine[number]) and value.shape == shape_of(mine[number]) else value
+        ),
+    )
 
 
 def gathered_optimizer(optimizer: Any, keep: bool) -> dict[str, Any]:
@@ -273,18 +272,10 @@ def read_optimizer(models: Sequence[nn.Module], optimizer: Any, folder: Path, in
         state: dict[str, Any] = read_torch(path)
         if any(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
             state = by_number(state, parameter_names(models, optimizer), optimizer, path)
-        mine = parameters(optimizer)
-        if not any(map(is_sharded, mine)):
-            return state
-
-        def spread(number: int, value: Tensor) -> Tensor:
-            shard = mine[number]
-            return spread_like(value, shard) if is_sharded(shard) and value.shape == shard.shape else value
-
-        return _mapped(state, spread)
+        return _like_parameters(state, optimizer, lambda shard: shard.shape, spread_like)
+    except CheckpointError:
+        raise
     except DAMAGE as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path} is not the state of an optimizer: {error!r}") from error
 
 
@@ -292,21 +283,17 @@ def _read_optimizer_shards(models: Sequence[nn.Module], optimizer: Any, folder: 
     stored = lazy.ShardReader(folder)
     paths = {name: path[1:] for name, path in stored.paths.items() if path[0] == "optimizer" and len(path) > 2}
     groups = {name: path for name, path in paths.items() if path[0] == "param_groups"}
-    described = stored.read({name: _empty(stored, name) for name in groups})
+    described = stored.read(dict.fromkeys(groups))
     param_groups = lazy.nested({groups[name][1:]: value for name, value in described.items()})
     names = parameter_names(models, optimizer)
     of_name = dict(zip(names, parameters(optimizer), strict=True))
     kept = {name: path for name, path in paths.items() if path[0] == "state" and path[1] in of_name}
     shards = {name: of_name[path[1]] for name, path in kept.items() if is_sharded(of_name[path[1]])}
     alike = {name: shard for name, shard in shards.items() if stored.sizes.get(name) == shard.shape}
-    values = stored.read({name: alike.get(name, _empty(stored, name)) for name in kept})
+    values = stored.read({name: alike.get(name) for name in kept})
     for name, shard in alike.items():
         values[name] = with_local(values[name], shard)
     state = lazy.nested({kept[name][1:]: value for name, value in values.items()})
     keys = dict(stored.read({_KEYS: None})[_KEYS]) if _KEYS in stored.paths else {}
     whole = _with_keys({"state": state, "param_groups": param_groups}, keys)
     return by_number(whole, names, optimizer, folder)
-
-
-def _empty(stored: Any, name: str) -> Tensor | None:
-    return torch.empty(stored.sizes[name], dtype=stored.dtypes[name]) if name in stored.sizes else None

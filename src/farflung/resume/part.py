@@ -135,20 +135,13 @@ class Part:
         """Let hooks of the script load what they keep by themselves, before anything is read."""
 
     def read(self, source: Loading) -> None:
-        """Read and check all of it. Nothing is changed.
+        """Read and check all of it, changing nothing; CheckpointError where it is missing, damaged or of other objects.
 
         Where another number of ranks wrote the checkpoint, take what comes nearest, and note what is not the same.
-
-        Raises:
-            CheckpointError: it is missing, damaged, or of other objects.
         """
 
     def load(self, undo: list[Undo]) -> None:
-        """Put back what was read.
-
-        Args:
-            undo: gets what makes it as it was, as a later part or another rank may fail.
-        """
+        """Put back what was read, and add to `undo` what makes it as it was: a later part or another rank may fail."""
 
     def fill(self) -> None:
         """Put back what needs no undoing: it was checked, and all ranks have loaded the rest."""

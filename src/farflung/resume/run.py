@@ -34,8 +34,7 @@ class PreparedObjects(Protocol):
     schedulers: list[AcceleratedScheduler]
 
     @property
-    def loaders(self) -> Sequence[PreparedLoader]:
-        """The loaders."""
+    def loaders(self) -> Sequence[PreparedLoader]: ...
 
 
 class OuterLoopRegistry(Protocol):
@@ -44,8 +43,7 @@ class OuterLoopRegistry(Protocol):
     waiting: list[dict[str, Any]]
 
     @property
-    def live(self) -> Sequence[Any]:
-        """The loops."""
+    def live(self) -> Sequence[Any]: ...
 
     @property
     def can_begin_here(self) -> bool:
@@ -55,7 +53,7 @@ class OuterLoopRegistry(Protocol):
         """Return the state dict of a model with the weights that all ranks agreed on, where there are such."""
 
     def load(self, states: Sequence[dict[str, Any]]) -> None:
-        """Give the open loops their states, in order; those that are left wait."""
+        """Give the open loops their states, in order; the other states wait."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class Run:
 
     @property
     def bare_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that do the work."""
+        """The optimizers inside the prepared ones."""
         return [prepared.optimizer for prepared in self.registry.optimizers]
 
     @property

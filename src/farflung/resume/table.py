@@ -39,11 +39,7 @@ _ORIGINS = {"loop_state": "the training loop", "outer_state": "the outer loop"} 
 
 
 def collect(run: Run, group: CheckpointGroup, doing: str, saving: Saving) -> list[Entry]:
-    """Return what this rank writes: a collective of all ranks of `group`.
-
-    Raises:
-        CheckpointError, ConfigError: something can't be saved; the same on all ranks.
-    """
+    """Return what this rank writes: a collective of all ranks of `group`, on which errors are the same."""
     parts = [kind(run) for kind in PARTS]
     if run.spread is not None:
         group.agree(doing, lambda: _each(part.check for part in parts))

@@ -128,11 +128,7 @@ def _mean_of(column: Sequence[Gradients | None], size: int) -> Gradients | None:
 
 
 def _gradients_of(run: Run) -> dict[str, list[Gradients | None]]:
-    """Return the gradients that a later step will use, for each optimizer; None where it has none.
-
-    Returns:
-        `gradients`, of whole parameters, and `reduced`, local parts of shards.
-    """
+    """Return the gradients that a later step will use, for each optimizer: whole ones, and `reduced` local shards."""
     optimizers = run.registry.optimizers
     slots = _slots(run)
 

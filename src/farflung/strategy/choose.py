@@ -29,8 +29,7 @@ def choose_strategy(
 ) -> Strategy:
     """Return how the processes of `world` train together: FSDP where a plugin asks for it, DDP, or nothing at all.
 
-    Args:
-        compute_dtype: in which FSDP computes where its plugin does not say.
+    FSDP computes in `compute_dtype` where its plugin does not say.
     """
     is_alone = world.kind == DistributedType.NO
     strategy: Strategy

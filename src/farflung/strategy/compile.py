@@ -63,12 +63,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
     A block is repeated when it is in a `ModuleList` of modules of one class. Equal blocks share their compiled code, so
     that a deep model compiles about as fast as one block. `module` itself stays as it is, and so do all names.
-
-    Args:
-        compile_kwargs: those of `torch.compile`.
-
-    Raises:
-        ConfigError: something of `module` is compiled already.
+    `compile_kwargs` are those of `torch.compile`.
     """
     if has_compiled_regions(module):
         raise ConfigError(f"compile_regions: this {type(module).__name__} is already compiled, as a whole or in part.")
@@ -125,10 +120,8 @@ def _compile(regions: Iterable[list[nn.Module]], compile_kwargs: dict[str, Any])
 def _duplicate(module: nn.Module, chosen: set[int], remember: bool = False) -> nn.Module:
     """Return a copy of `module` in which the `chosen` modules, given by their ids, are not compiled.
 
-    Those and what holds them are copied; all other modules, and all tensors, are the same objects.
-
-    Args:
-        remember: let each copy know what it was made of.
+    Those and what holds them are copied, and `remember` what they were made of if that is asked for; all other modules,
+    and all tensors, are the same objects.
     """
     made: dict[int, nn.Module] = {}
 

@@ -27,7 +27,7 @@ from farflung.process.mesh import Mesh
 from farflung.strategy.sharded import ShardedModels, refuse_muon
 
 
-class DDP:
+class DDP(ShardedModels):
     """Replicas that average their gradients in each backward pass. Models that come sharded stay as they are.
 
     Args:
@@ -38,13 +38,11 @@ class DDP:
     places = False
 
     def __init__(self, kind: DistributedType, mesh: Mesh, device: torch.device) -> None:
+        super().__init__(mesh)
         self.kind = kind
-        self.mesh = mesh
         self._device = device
         self._has_rows = mesh.device_mesh is not None
         self._handler: DistributedDataParallelKwargs | None = None
-        self._local: list[DistributedDataParallel] = []
-        self._sharded = ShardedModels(mesh)
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
@@ -71,7 +69,7 @@ class DDP:
         if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
             return model  # torch's DDP refuses a model that has nothing to learn
         if model_has_dtensor(model):
-            self._sharded.take(model)
+            self.take(model)
             return model
         on_accelerator = self._device.type != "cpu" and all(p.device == self._device for p in model.parameters())
         row = self.mesh.row.get_group() if self._has_rows else None
@@ -94,10 +92,10 @@ class DDP:
         return self.mesh.row.get_group() if is_local else _everyone()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else self._sharded.no_sync(model)
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else super().no_sync(model)
 
     @contextmanager
-    def _synchronized(self, ddp: DistributedDataParallel) -> Iterator[None]:
+    def _ddp_synchronized(self, ddp: DistributedDataParallel) -> Iterator[None]:
         before = ddp.require_backward_grad_sync
         ddp.require_backward_grad_sync = True
         ddp.reducer.prepare_for_backward([])  # as the forward pass does where gradients are to be synchronized
@@ -108,11 +106,11 @@ class DDP:
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         if isinstance(model, DistributedDataParallel):
-            return nullcontext() if self.averaged_over(model) is None else self._synchronized(model)
-        return self._sharded.sync_in_backward(model)
+            return nullcontext() if self.averaged_over(model) is None else self._ddp_synchronized(model)
+        return super().sync_in_backward(model)
 
     @contextmanager
-    def _alone(self, ddp: DistributedDataParallel) -> Iterator[None]:
+    def _ddp_alone(self, ddp: DistributedDataParallel) -> Iterator[None]:
         before = ddp.require_forward_param_sync
         self._local.append(ddp)
         try:
@@ -128,18 +126,18 @@ class DDP:
             self._local.remove(ddp)
 
     def local(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return self._alone(model) if isinstance(model, DistributedDataParallel) else self._sharded.local(model)
+        return self._ddp_alone(model) if isinstance(model, DistributedDataParallel) else super().local(model)
 
     def averaged_over(self, model: nn.Module) -> Group | None:
         if not isinstance(model, DistributedDataParallel):
-            return self._sharded.averaged_over(model)
+            return super().averaged_over(model)
         if all(model is not other for other in self._local):
             return self.mesh.everyone
         return self.mesh.island if self._has_rows else None
 
     def awaited(self, model: nn.Module) -> Group | None:
         if not isinstance(model, DistributedDataParallel):
-            return self._sharded.awaited(model)
+            return super().awaited(model)
         if torch.is_grad_enabled() and model.require_backward_grad_sync:
             return self.averaged_over(model)
         if model.will_sync_module_buffers():  # type: ignore[no-untyped-call]
@@ -151,7 +149,7 @@ class DDP:
 
 
 def _let_go(reference: weakref.ref[DistributedDataParallel]) -> None:
-    """Have a model that lives until the end of the process forget its group, so that this can be destroyed before."""
+    """Have a model that lives until the end of the process forget its group, so that it can be destroyed before."""
     ddp = reference()
     if ddp is not None:
         ddp.process_group = ddp.reducer = ddp.logger = None  # type: ignore[assignment]

@@ -35,11 +35,7 @@ if TYPE_CHECKING:
 
 
 class OneShard(Single):
-    """FSDP on one process, which has nothing to share: what the plugin says of activations counts all the same.
-
-    Raises:
-        Unsupported: the plugin offloads weights to the CPU, which takes several processes.
-    """
+    """FSDP on one process, which has nothing to share: what the plugin says of activations counts all the same."""
 
     def __init__(self, mesh: Mesh, device: torch.device, plugin: FullyShardedDataParallelPlugin) -> None:
         super().__init__(mesh)
@@ -59,7 +55,6 @@ class FSDP(ShardedModels):
     Args:
         mesh: its rows are the ranks that share one copy of a model.
         device: where to compute.
-        plugin: how to shard.
         compute_dtype: of forward and backward passes, under autocast too; None: as the weights or the policy are.
 
     Raises:
@@ -189,11 +184,7 @@ class FSDP(ShardedModels):
 
 
 def _refuse_strange(became: Any, seen: weakref.WeakSet[Optimizer], optimizer: Optimizer, *_: object) -> None:
-    """Refuse an optimizer of weights that training has left behind; one that is in order is looked at once.
-
-    Raises:
-        StateError: it has such weights.
-    """
+    """Raise StateError for an optimizer of weights that training has left behind; each optimizer is looked at once."""
     if optimizer not in seen:
         if any(parameter in became for group in optimizer.param_groups for parameter in group["params"]):
             raise StateError(
@@ -216,11 +207,7 @@ def _recompute(model: nn.Module, wrapped: Sequence[nn.Module], plugin: FullyShar
 
 
 def _is_on_meta(model: nn.Module, mesh: Mesh) -> bool:
-    """Whether a rank lacks values of a model, and has shapes alone: the same answer on all ranks.
-
-    Raises:
-        ConfigError: rank 0 lacks some.
-    """
+    """Whether a rank lacks values of a model, and has shapes alone: the same on all ranks. Rank 0 must have them."""
     mine = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     flags = mesh.everyone.all_gather_small(torch.tensor([float(mine)])).flatten().tolist()
     if not any(flags):
@@ -235,12 +222,7 @@ def _is_on_meta(model: nn.Module, mesh: Mesh) -> bool:
 
 
 def _ignored(model: nn.Module, asked: Any) -> list[nn.Module]:
-    """Return the modules that stay whole: given themselves, or by a pattern that their names match.
-
-    Raises:
-        ConfigError: the pattern matches nothing.
-        Unsupported: one of them is trained.
-    """
+    """Return the modules that stay whole: given themselves, or by a pattern that their names match."""
     found = list(asked or ())
     if isinstance(asked, str):
         found = [module for name, module in model.named_modules() if name and re.fullmatch(asked, name)]

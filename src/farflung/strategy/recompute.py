@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute_activations(modules: Sequence[nn.Module], offload: bool = False) -> None:
-    """Let each of `modules` keep only its inputs between forward and backward; names of parameters stay as they are.
+    """Let each of `modules` keep only its inputs between forward and backward, with `offload` in the host's memory.
 
-    Args:
-        offload: keep these inputs in the host's memory.
+    Names of parameters stay as they are.
     """
     for module in modules:
         plain = module.forward

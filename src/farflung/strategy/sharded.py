@@ -23,11 +23,7 @@ from farflung.process.mesh import Mesh
 
 
 class ShardedModels:
-    """Holds back, or lets happen, what sharded models send.
-
-    Args:
-        mesh: the rows over which models are cut, and the columns that have the same shards.
-    """
+    """Holds back, or lets happen, what sharded models send: within the rows of a mesh, and along its columns."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -146,11 +142,7 @@ def _reshard_after_evaluation(model: nn.Module, inputs: Any, outputs: Any) -> No
 
 
 def refuse_muon(optimizer: Any) -> None:
-    """Refuse an optimizer that would take shards for whole matrices.
-
-    Raises:
-        Unsupported: it is torch's Muon.
-    """
+    """Raise Unsupported for torch's Muon over shards, which it would take for whole matrices."""
     muon = getattr(torch.optim, "Muon", ())  # since torch 2.9
     if isinstance(optimizer, muon) and any(
         is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]

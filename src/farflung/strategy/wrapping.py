@@ -50,11 +50,7 @@ def modules_to_wrap(model: nn.Module, policy: Policy | None, ignored: Sequence[n
     """Return the modules inside `model` to shard by themselves, inner ones before those that they are in.
 
     Two modules that share a parameter, such as an embedding and the output layer that is tied to it, are left to what
-    is around both: torch takes each parameter once.
-
-    Args:
-        policy: says of a module whether it is one of them, as torch's policies do; None: none is.
-        ignored: modules that stay whole.
+    is around both: torch takes each parameter once. `ignored` modules stay whole.
     """
     left_out = {id(inner) for module in ignored for inner in module.modules()}
     chosen: list[nn.Module] = []

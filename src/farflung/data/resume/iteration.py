@@ -21,8 +21,6 @@ class Iteration:
     """One iteration of a prepared loader: what the training loop knows it by, also where two go on at a time.
 
     Attributes:
-        loader: the `PreparedLoader` that is iterated.
-        epoch: the number of this iteration.
         skip: batches that it leaves out at its beginning.
         start, now: the random states in which it began, and with which training goes on behind `resumed_at`.
         has_workers: persistent workers were there when it began.
@@ -81,7 +79,7 @@ def pack_batch(prefetched: Any) -> tuple[int, Any]:
 
 
 def unpack_batch(saved: dict[str, Any]) -> Any:
-    """Return the batch that `pack_batch` packed."""
+    """Undo `pack_batch`."""
     return Marked(saved["content"], saved["real"]) if saved["real"] else saved["content"]
 
 
@@ -93,5 +91,5 @@ def pack_rounds(prefetched: Any) -> tuple[int, Any]:
 
 
 def unpack_rounds(saved: Any) -> list[tuple[list[Any], int]]:
-    """Return the rounds that `pack_rounds` packed."""
+    """Undo `pack_rounds`."""
     return [([NOTHING if part is None else part[0] for part in parts], real) for parts, real in saved]

@@ -29,11 +29,9 @@ class RandomStates:
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> RandomStates:
-        """Read the states that are there now."""
         return cls(rng.read_host(), [generator.get_state() for generator in generators_of(loader)])
 
     def restore(self, loader: DataLoader[Any]) -> None:
-        """Make the states those of then."""
         rng.write(self.host)
         set_generators(loader, self.generators)
         own = generators_of(loader)
@@ -109,14 +107,13 @@ class Position:
         return self.exhausted or self.ended
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
         own = dict(vars(self))
         start = own.pop("start")
         return {**own, **vars(start)}
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Position:
-        """Build what `to_dict` returned; KeyError or TypeError where it is something else."""
+        """Undo `to_dict`; KeyError or TypeError where it is something else."""
         own = dict(saved)
         start = RandomStates(own.pop("host"), own.pop("generators"))
         rng.check(start.host)

@@ -67,11 +67,7 @@ class Progress:
         self.under_way = False
 
     def begin(self, loader: Any, agree: Callable[[], None] | None) -> Iteration:
-        """Start an iteration, or go on with the one whose position was loaded.
-
-        Args:
-            agree: makes ranks draw the same random order.
-        """
+        """Start an iteration, or go on with the loaded one; `agree` makes ranks draw the same random order."""
         base, skip, exactly = loader.base_dataloader, loader.skip_batches, loader.skips_exactly
         position, self.position = self.position, None
         is_passed = self.chosen is not None or (exactly and position is not None and skip < position.batches)
@@ -124,11 +120,7 @@ class Progress:
             self.newest = None  # it knows the loader, which is freed at once when nobody else holds it
 
     def state_dict(self, loader: Any, live: Sequence[Any]) -> dict[str, Any]:
-        """Return the state of a loader; see `PreparedLoader`.
-
-        Args:
-            live: the iterations that are under way.
-        """
+        """Return the state of a loader; see `PreparedLoader`. `live` are the iterations that are under way."""
         base, one, position = loader.base_dataloader, self.newest, self.position
         if one is not None and position is None and any(one is other for other in live):
             position = self._position_of(one, base)
@@ -207,7 +199,7 @@ class Progress:
 
 
 def _orders_of(base: DataLoader[Any]) -> dict[str, Any]:
-    """Return what the order of the data depends on."""
+    """Return the states on which the order of the data depends."""
     generators = [generator.get_state() for generator in generators_of(base)]
     return {"generators": generators, "seeds": [sampler.initial_seed for sampler in seeded_samplers(base)]}
 

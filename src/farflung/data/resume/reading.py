@@ -76,10 +76,9 @@ def _reopened(one: Iteration, base: DataLoader[Any], position: Position) -> Iter
 
 
 def opened(one: Iteration, base: DataLoader[Any], **replaced: Any) -> Iterator[Any]:
-    """Start the base loader, or a copy of it, without drawing a seed for workers that would be there already.
+    """Start the base loader without drawing a seed for workers that would be there already.
 
-    Args:
-        replaced: attributes that workers which are started now see instead of the loader's own.
+    Workers that are started now see the `replaced` attributes instead of the loader's own.
     """
     if one.has_workers and not has_live_workers(base):
         replaced["generator"] = torch.Generator()
@@ -92,13 +91,9 @@ def opened(one: Iteration, base: DataLoader[Any], **replaced: Any) -> Iterator[A
 
 
 def replay(batches: Iterator[Any], number: int, to_the_end: bool = False) -> None:
-    """Read the first batches of data that can only be read from its beginning, with a word about it.
+    """Read the first batches of data that can only be read from its beginning, and say so on stderr.
 
-    Args:
-        to_the_end: there may be fewer, in a last round that was not whole.
-
-    Raises:
-        ConfigError: there are fewer.
+    With `to_the_end` there may be fewer, in a last round that was not whole; else that is a ConfigError.
     """
     world = slot.current()
     if number == 0:

@@ -99,7 +99,7 @@ class WorkerPlan:
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> WorkerPlan:
-        """Build what `to_dict` returned; KeyError, TypeError or ValueError where it is something else."""
+        """Undo `to_dict`; KeyError, TypeError or ValueError where it is something else."""
         workers = [(int(number), states) for number, states in saved["workers"]]
         checked([states for _, states in workers])
         return cls(int(saved["start"]), workers)
