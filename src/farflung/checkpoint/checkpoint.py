@@ -23,16 +23,11 @@ _READERS = 4  # files that are read at a time
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint; `open` finds out whether it is.
-
-    Attributes:
-        manifest: None where another program than Farflung wrote it.
-        passed: which checkpoints were looked at before, and why each was not taken.
-    """
+    """A complete checkpoint; `open` finds out whether it is."""
 
     folder: Path
-    manifest: Manifest | None
-    passed: tuple[str, ...] = ()
+    manifest: Manifest | None  # None: another program than Farflung wrote it
+    passed: tuple[str, ...] = ()  # why newer ones were not taken
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:

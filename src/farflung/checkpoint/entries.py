@@ -21,19 +21,12 @@ from farflung.checkpoint.writer import FileWriter, write_safetensors
 
 @dataclass(frozen=True)
 class Entry:
-    """One file to be.
+    """One file to be."""
 
-    Attributes:
-        name: of the file, in the folder of the checkpoint.
-        content: named tensors, or for a file in torch's format anything that it can hold.
-        safe: write it as safetensors.
-        origin: what the content is the state of, for errors.
-    """
-
-    name: str
-    content: Any
-    safe: bool = False
-    origin: str = ""
+    name: str  # in the folder of the checkpoint
+    content: Any  # named tensors, or for a file in torch's format anything that it can hold
+    safe: bool = False  # write it as safetensors
+    origin: str = ""  # what the content is the state of, for errors
 
 
 class FolderEntry(Entry):

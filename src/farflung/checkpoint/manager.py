@@ -35,14 +35,10 @@ _OURS = {kind.__name__: kind for kind in (ConfigError, StateError, Unsupported)}
 
 @dataclass(frozen=True)
 class CheckpointGroup:
-    """The ranks that write checkpoints together.
-
-    Attributes:
-        leader: the rank that makes this one's folder and puts it in place: of all, or of this machine.
-    """
+    """The ranks that write checkpoints together."""
 
     exchange: Exchange
-    leader: int
+    leader: int  # the rank that makes this one's folder and puts it in place: of all, or of this machine
 
     @property
     def leads(self) -> bool:
@@ -72,19 +68,12 @@ class CheckpointGroup:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """A checkpoint to be written.
-
-    Attributes:
-        target: its folder.
-        facts: what the manifest says of the run: step, iteration, world_size, versions, written_at.
-        is_numbered: it is one of automatic naming, which refuses to mix two runs.
-        total_limit: how many numbered ones stay; None: all.
-    """
+    """A checkpoint to be written."""
 
     target: Path
-    facts: dict[str, Any]
-    is_numbered: bool = False
-    total_limit: int | None = None
+    facts: dict[str, Any]  # what the manifest says of the run
+    is_numbered: bool = False  # by automatic naming, which refuses to mix two runs
+    total_limit: int | None = None  # how many numbered ones stay; None: all
 
     @property
     def doing(self) -> str:

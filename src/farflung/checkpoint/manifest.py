@@ -26,26 +26,15 @@ class FileRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What stands in a checkpoint.
+    """What stands in a checkpoint."""
 
-    Attributes:
-        files: by name, relative to the folder.
-        step: micro-batches since the data began.
-        optimizer_steps: those that each optimizer of the run has completed, None where one's are not known; None
-            altogether: the manifest is of before they were counted.
-        iteration: which checkpoint of its run it is.
-        world_size: how many processes wrote it.
-        written_at: seconds since 1970.
-        versions: of farflung and torch.
-    """
-
-    files: dict[str, FileRecord]
-    step: int = 0
-    optimizer_steps: list[int | None] | None = None
-    iteration: int = 0
-    world_size: int = 1
-    written_at: float = 0.0
-    versions: dict[str, str] = field(default_factory=dict)
+    files: dict[str, FileRecord]  # by name, relative to the folder
+    step: int = 0  # micro-batches since the data began
+    optimizer_steps: list[int | None] | None = None  # completed ones; None: not known, as of before they were counted
+    iteration: int = 0  # which checkpoint of its run it is
+    world_size: int = 1  # how many processes wrote it
+    written_at: float = 0.0  # seconds since 1970
+    versions: dict[str, str] = field(default_factory=dict)  # of farflung and torch
 
     @property
     def completed_steps(self) -> int | None:

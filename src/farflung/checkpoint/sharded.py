@@ -113,15 +113,10 @@ class WrittenShards(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardedEntry(FolderEntry):
-    """One rank's part of a folder that DCP's reader reads.
+    """One rank's part of a folder that DCP's reader reads: tensors by DCP's index, and what is none as bytes."""
 
-    Attributes:
-        content: what it writes, by DCP's index: tensors, and what is none as bytes.
-        plan, metadata: DCP's, of this rank and of the whole folder.
-    """
-
-    plan: SavePlan | None = None
-    metadata: Metadata | None = None
+    plan: SavePlan | None = None  # of this rank
+    metadata: Metadata | None = None  # of the whole folder
 
     def write(self, folder: Path, threaded: bool = True) -> WrittenShards:
         writer = _Writer(folder / self.name, threaded)

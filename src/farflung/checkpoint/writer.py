@@ -61,10 +61,6 @@ class FileWriter:
     Args:
         path: of the file; one that is there is replaced once the new one is whole.
         threaded: False: no thread, as where none may start any more.
-
-    Attributes:
-        crc32: the checksum of what was written; of all of it once the block has been left.
-        failure: the system's error when it could not write.
     """
 
     def __init__(self, path: str | os.PathLike[str], threaded: bool = True) -> None:
@@ -72,8 +68,8 @@ class FileWriter:
         self._disk = _Disk(self._aside.path)
         self._threaded = threaded
         self.num_bytes = 0
-        self.crc32 = 0
-        self.failure: OSError | None = None
+        self.crc32 = 0  # of what was written; of all of it once the block has been left
+        self.failure: OSError | None = None  # when the system could not write
         self._block: memoryview | None = None
         self._filled = 0  # bytes of the block
         self._full: SimpleQueue[memoryview | None] = SimpleQueue()

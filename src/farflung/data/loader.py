@@ -42,12 +42,6 @@ class PreparedLoader(LoaderView):
         total_batch_size: samples that all ranks together consume in one step, None when that varies.
         may_be_uneven: ranks may get different numbers of batches.
         ends_apart: and these may differ by more than one.
-
-    Attributes:
-        end_of_dataloader: the batch handed out last was the final one of its iteration.
-        remainder: samples that are no padding in the batch handed out last, over all ranks; 0: all of them.
-        skip_batches: batches left out at the beginning of each iteration.
-        skips_exactly: these, whatever position was loaded: `skip_first_batches` said so.
     """
 
     def __init__(
@@ -64,10 +58,10 @@ class PreparedLoader(LoaderView):
         progress: Progress | None = None,
         stateful: bool = False,
     ) -> None:
-        self.end_of_dataloader = False
-        self.remainder = -1
-        self.skip_batches = 0
-        self.skips_exactly = False
+        self.end_of_dataloader = False  # the batch handed out last was the final one of its iteration
+        self.remainder = -1  # samples that are no padding in that batch, over all ranks; 0: all of them
+        self.skip_batches = 0  # batches left out at the beginning of each iteration
+        self.skips_exactly = False  # these, whatever position was loaded: `skip_first_batches` said so
         self.device = device
         self.total_batch_size = total_batch_size
         self.may_be_uneven = may_be_uneven

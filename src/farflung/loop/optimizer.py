@@ -34,16 +34,6 @@ class AcceleratedOptimizer(Optimizer):
         state: the loop whose windows it follows; None: there are none, and each step counts.
         precision: what it steps through; None: `scaler`, if there is one.
         device: where the state goes in place of this process's device.
-
-    Attributes:
-        window: the accumulation window that it follows; None: the one that was entered last.
-        in_lockstep: under an outer loop, where a skipped step is this replica's own: schedulers tick all the same, so
-            that the replicas' learning rates don't drift apart.
-        is_own: its state differs from that of other ranks, since it has trained a replica alone.
-        finished: how many backward passes there had been at its last attempted step or clearing.
-        completed_steps: since the run began, over resumes too; None: a checkpoint was loaded that does not say them.
-        step_was_skipped: the last attempted step was skipped because gradients overflowed.
-        attached: outer loops that count its steps, in the order of their opening.
     """
 
     def __init__(
@@ -64,13 +54,15 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer = optimizer
         self.loop_state = state
         self.precision = precision or (Full() if scaler is None else GivenScaler(scaler))
-        self.step_was_skipped = False
-        self.attached: list[StepCounter] = []
-        self.window: Window | None = None
+        self.step_was_skipped = False  # the last attempted one, because gradients overflowed
+        self.attached: list[StepCounter] = []  # outer loops that count its steps, in the order of their opening
+        self.window: Window | None = None  # that it follows; None: the one that was entered last
+        # Under an outer loop a skipped step is this replica's own, and schedulers tick all the same: the replicas'
+        # learning rates must not drift apart.
         self.in_lockstep = False
-        self.is_own = False
-        self.finished = state.backwards
-        self.completed_steps: int | None = 0
+        self.is_own = False  # its state differs from that of other ranks, since it has trained a replica alone
+        self.finished = state.backwards  # passes that there had been at its last attempted step or clearing
+        self.completed_steps: int | None = 0  # over resumes too; None: a checkpoint was loaded that does not say them
         state.adopt(self)
         if device is not None and optimizer.state:
             optimizer.load_state_dict(send_to_device(optimizer.state_dict(), device))

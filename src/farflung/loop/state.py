@@ -52,18 +52,13 @@ class Follower(Protocol):
 
 
 class Trace:
-    """Follows something that happens again and again inside a loop over a loader.
-
-    Attributes:
-        source: the iteration whose loop it is.
-        seen: batches that all loaders had handed out when it happened last.
-    """
+    """Follows something that happens again and again inside a loop over a loader."""
 
     __slots__ = ("seen", "source")
 
     def __init__(self) -> None:
-        self.source: ActiveLoader | None = None
-        self.seen = 0
+        self.source: ActiveLoader | None = None  # the iteration whose loop it is
+        self.seen = 0  # batches that all loaders had handed out when it happened last
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         names = [name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
@@ -73,27 +68,20 @@ class Trace:
 class Window(Trace):
     """The accumulation window of some models: the micro-batches between two steps of their optimizers.
 
-    Attributes:
-        models: the models that accumulate together; none stands for all.
-        step: micro-batches since the data began, counted on through broken-off loops.
-        size: micro-batches in the window so far.
-        complete: the current micro-batch is the window's last.
-        divisor: what the loss of the current micro-batch is divided by.
-        items: what `backward(num_items=)` counted in the window so far, on this process.
-        scale: what the losses of the window were multiplied by so far when they come with `num_items`.
+    `source` is the loader whose end ends the window.
     """
 
     __slots__ = ("complete", "divisor", "items", "models", "scale", "size", "step")
 
     def __init__(self, models: tuple[nn.Module, ...] = (), divisor: int = 1) -> None:
         super().__init__()
-        self.models = models
-        self.step = 0
-        self.size = 0
-        self.complete = True
-        self.divisor = divisor
-        self.items = 0.0
-        self.scale: float | None = None
+        self.models = models  # that accumulate together; none stands for all
+        self.step = 0  # micro-batches since the data began, counted on through broken-off loops
+        self.size = 0  # micro-batches in the window so far
+        self.complete = True  # the current micro-batch is the window's last
+        self.divisor = divisor  # of the loss of the current micro-batch
+        self.items = 0.0  # that `backward(num_items=)` counted in the window so far, on this process
+        self.scale: float | None = None  # by which the window's losses with `num_items` were multiplied so far
 
     def parameters(self) -> Iterable[nn.Parameter]:
         for model in self.models:
@@ -110,14 +98,6 @@ class LoopState:
         num_steps: micro-batches in one accumulation window.
         sync_with_dataloader: the last batch of a loader completes its window.
         sync_each_batch: gradients are synchronized on each micro-batch, though the optimizer waits for the window.
-
-    Attributes:
-        window: the one that was entered last.
-        joined: the ranks to agree with, inside `join_uneven_inputs`; else None.
-        ends: where ranks say that their data end; None: there is one rank.
-        counts_samples, keeps_loss: `samples_of` is wanted, and `loss`.
-        loss: what the latest `backward` was given, with its number of items; None where it is not kept.
-        backwards: how many backward passes there have been; what an optimizer has not stepped on since is unfinished.
     """
 
     def __init__(self, num_steps: int = 1, *, sync_with_dataloader: bool = True, sync_each_batch: bool = False) -> None:
@@ -126,13 +106,13 @@ class LoopState:
         self.sync_each_batch = sync_each_batch
         self.loaders: list[ActiveLoader] = []
         self.optimizers: list[Follower] = []
-        self.joined: JoinedRanks | None = None
-        self.ends: UnevenDataCheck | None = None
+        self.joined: JoinedRanks | None = None  # the ranks to agree with, inside `join_uneven_inputs`
+        self.ends: UnevenDataCheck | None = None  # where ranks say that their data end; None: there is one rank
         self._observers: list[weakref.ref[Observer]] = []
-        self.counts_samples = False
-        self.backwards = 0
-        self.keeps_loss = False
-        self.loss: tuple[Tensor, float | Tensor] | None = None
+        self.counts_samples = False  # `samples_of` is wanted
+        self.backwards = 0  # passes; what an optimizer has not stepped on since is unfinished
+        self.keeps_loss = False  # `loss` is wanted
+        self.loss: tuple[Tensor, float | Tensor] | None = None  # of the latest `backward`, with its number of items
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,7 +129,7 @@ class LoopState:
 
     def reset(self) -> None:
         """Forget all windows, loaders and optimizers."""
-        self.window = Window(divisor=self._num_steps)
+        self.window = Window(divisor=self._num_steps)  # the one that was entered last
         self._windows = {(): self.window}
         self.loaders = []
         self._handed_out = 0  # batches of all loaders

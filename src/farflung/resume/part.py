@@ -21,36 +21,23 @@ Undo = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Saving:
-    """A checkpoint that is being written, as one rank sees it.
+    """A checkpoint that is being written, as one rank sees it."""
 
-    Attributes:
-        folder: where its files are meanwhile.
-        safe: weights are written as safetensors.
-        leads: whether this rank writes what is the same on all.
-        writes: whether this rank writes the file of a name that is the same on all: some of them are shared out.
-    """
-
-    folder: Path
-    safe: bool
-    leads: bool
-    writes: Callable[[str], bool]
+    folder: Path  # where its files are meanwhile
+    safe: bool  # weights are written as safetensors
+    leads: bool  # this rank writes what is the same on all
+    writes: Callable[[str], bool]  # says so of the file of a name, as some of them are shared out
 
 
 @dataclass
 class Loading:
-    """A checkpoint that is being read, as one rank sees it.
-
-    Attributes:
-        rank, size: of this rank, and how many there are.
-        strict: models need all weights that they have, and no others.
-        notes: what could not be the same, for people.
-    """
+    """A checkpoint that is being read, as one rank sees it."""
 
     checkpoint: Checkpoint
     rank: int
-    size: int
-    strict: bool = True
-    notes: list[str] = field(default_factory=list)
+    size: int  # how many ranks there are
+    strict: bool = True  # models need all weights that they have, and no others
+    notes: list[str] = field(default_factory=list)  # what could not be the same, for people
 
     @property
     def old_size(self) -> int:

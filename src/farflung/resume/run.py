@@ -58,13 +58,7 @@ class OuterLoopRegistry(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """All objects whose state is kept.
-
-    Attributes:
-        fsdp: how models were asked to be sharded.
-        custom: registered objects.
-        save_hooks, load_hooks: called with the models before they are written or read.
-    """
+    """All objects whose state is kept."""
 
     world: World
     loop: LoopState
@@ -72,9 +66,9 @@ class Run:
     strategy: Strategy
     registry: PreparedObjects
     outers: OuterLoopRegistry
-    custom: list[Any]
-    fsdp: FullyShardedDataParallelPlugin | None = None
-    save_hooks: Hooks = field(default_factory=OrderedDict)
+    custom: list[Any]  # registered objects
+    fsdp: FullyShardedDataParallelPlugin | None = None  # how models were asked to be sharded
+    save_hooks: Hooks = field(default_factory=OrderedDict)  # called with the models before they are written or read
     load_hooks: Hooks = field(default_factory=OrderedDict)
 
     @property

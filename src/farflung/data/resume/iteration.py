@@ -18,37 +18,23 @@ NOTHING: Any = object()  # where there is no batch
 
 @dataclass(eq=False, repr=False)
 class Iteration:
-    """One iteration of a prepared loader: what the training loop knows it by, also where two go on at a time.
-
-    Attributes:
-        skip: batches that it leaves out at its beginning.
-        start, now: the random states in which it began, and with which training goes on behind `resumed_at`.
-        has_workers: persistent workers were there when it began.
-        name: what all ranks that iterate the loaders of one run alike call it; None: the loader is in no run.
-        resumed_at: where it goes on, if it does not begin at the beginning.
-        num_batches: how many it has handed out.
-        end_of_dataloader, remainder: see `PreparedLoader`, of this iteration alone.
-        prefetched: what was read but not handed out: a batch, or the rounds of a dispatching loader.
-        first: the first round of a dispatching loader.
-        source: the iterator that batches are read from.
-        history: of workers whose random states are recorded.
-    """
+    """One iteration of a prepared loader: what the training loop knows it by, also where two go on at a time."""
 
     loader: Any
     epoch: int
-    skip: int
-    start: RandomStates
-    has_workers: bool
-    name: str | None
-    resumed_at: Position | None
-    now: RandomStates
-    num_batches: int = 0
-    end_of_dataloader: bool = False
-    remainder: int = 0
-    prefetched: Any = NOTHING
-    first: Any = None
-    source: Any = None
-    history: WorkerHistory | None = None
+    skip: int  # batches that it leaves out at its beginning
+    start: RandomStates  # in which it began
+    has_workers: bool  # persistent ones were there when it began
+    name: str | None  # by which all ranks that iterate the loaders of one run alike call it; None: it is in no run
+    resumed_at: Position | None  # where it goes on, if it does not begin at the beginning
+    now: RandomStates  # with which training goes on behind `resumed_at`
+    num_batches: int = 0  # that it has handed out
+    end_of_dataloader: bool = False  # as of `PreparedLoader`
+    remainder: int = 0  # as of `PreparedLoader`
+    prefetched: Any = NOTHING  # what was read but not handed out: a batch, or the rounds of a dispatching loader
+    first: Any = None  # the first round of a dispatching loader
+    source: Any = None  # the iterator that batches are read from
+    history: WorkerHistory | None = None  # of workers whose random states are recorded
 
     def __len__(self) -> int:
         return len(self.loader)

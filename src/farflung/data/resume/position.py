@@ -75,31 +75,18 @@ def with_present_keys(state: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Position:
-    """A position in an iteration.
+    """A position in an iteration."""
 
-    Attributes:
-        batches: those that were handed out, with those that were skipped.
-        ended: the last one was among them.
-        start: the random states in which it began.
-        num_prefetched: how many batches (of a dispatching loader: rounds) had been read, but not handed out.
-        prefetched: those, or None where they are no plain data.
-        first: of a dispatching loader, its first round, whose samples complete the last one.
-        dataset: the state of a data set, or of a loader, that keeps one, after what was prefetched; or None.
-        exhausted: the data set has nothing more.
-        has_workers: persistent workers were there when it began, so that it drew no seed for them.
-        worker_plan: how workers go on, with their random states; None: as workers start by themselves.
-    """
-
-    batches: int
-    ended: bool
-    start: RandomStates
-    num_prefetched: int = 0
-    prefetched: Any = None
-    first: Any = None
-    dataset: Any = None
-    exhausted: bool = False
-    has_workers: bool = False
-    worker_plan: dict[str, Any] | None = None
+    batches: int  # that were handed out, with those that were skipped
+    ended: bool  # the last one was among them
+    start: RandomStates  # in which it began
+    num_prefetched: int = 0  # how many batches (of a dispatching loader: rounds) had been read, but not handed out
+    prefetched: Any = None  # those, or None where they are no plain data
+    first: Any = None  # of a dispatching loader, its first round, whose samples complete the last one
+    dataset: Any = None  # the state of a data set, or of a loader, that keeps one, after what was prefetched
+    exhausted: bool = False  # the data set has nothing more
+    has_workers: bool = False  # persistent ones were there when it began, so that it drew no seed for them
+    worker_plan: dict[str, Any] | None = None  # how they go on; None: as workers start by themselves
 
     @property
     def is_read(self) -> bool:

@@ -25,14 +25,6 @@ class Progress:
     Args:
         reads: this rank reads the data.
         pack: returns how much an iteration has prefetched, and that as plain data, None where it is none.
-
-    Attributes:
-        number: the epoch of the iteration that is under way, or of the next one when none is.
-        under_way: an iteration of epoch `number` has begun; it may have been broken off.
-        position: where the next iteration goes on, once a state was loaded.
-        chosen: the epoch that was chosen for it, where nothing is left of the one of `position`.
-        newest: the iteration that began last.
-        run_number: of the loader among those of its run; None: it is in none.
     """
 
     def __init__(self, reads: bool = True, pack: Callable[[Any], tuple[int, Any]] = pack_batch) -> None:
@@ -40,12 +32,12 @@ class Progress:
         self._pack = pack
         self._workers = Workers()
         self._passes = 0
-        self.number = 0
-        self.under_way = False
-        self.position: Position | None = None
-        self.chosen: int | None = None
-        self.newest: Iteration | None = None
-        self.run_number: int | None = None
+        self.number = 0  # the epoch of the iteration that is under way, or of the next one when none is
+        self.under_way = False  # an iteration of epoch `number` has begun; it may have been broken off
+        self.position: Position | None = None  # where the next iteration goes on, once a state was loaded
+        self.chosen: int | None = None  # the epoch that was chosen for it, if nothing is left of that of `position`
+        self.newest: Iteration | None = None  # the one that began last
+        self.run_number: int | None = None  # of the loader among those of its run; None: it is in none
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "run_number": None, "newest": None}  # the copy is in no run and in no iteration

@@ -82,15 +82,10 @@ class RecordingCollate:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """Where the workers of an iteration begin.
+    """Where the workers of an iteration begin."""
 
-    Attributes:
-        start: the batch that the first worker makes first.
-        workers: for each, after how many batches it is to have which states.
-    """
-
-    start: int
-    workers: list[tuple[int, States]]
+    start: int  # the batch that the first worker makes first
+    workers: list[tuple[int, States]]  # for each, after how many batches it is to have which states
 
     @classmethod
     def begun(cls, number: int, start: int, states: list[States] | None = None) -> WorkerPlan:
@@ -158,17 +153,11 @@ class WorkerHistory:
 
 @dataclass
 class Workers:
-    """What is known of a loader's workers from one of its iterations to the next.
+    """What is known of a loader's workers from one of its iterations to the next."""
 
-    Attributes:
-        were_started: persistent ones were, so that starting them draws no seed any more.
-        states: the random states with which they begin the next iteration; None: as they start by themselves.
-        is_loaded: a state was loaded, and workers that are there know nothing of it.
-    """
-
-    were_started: bool = False
-    states: list[States] | None = None
-    is_loaded: bool = False
+    were_started: bool = False  # persistent ones were, so that starting them draws no seed any more
+    states: list[States] | None = None  # with which they begin the next iteration; None: as they start by themselves
+    is_loaded: bool = False  # a state was, of which workers that are there know nothing
 
     def are_there(self, base: DataLoader[Any]) -> bool:
         """Whether persistent workers are there, or would be had the run not been interrupted."""
