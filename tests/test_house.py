@@ -48,7 +48,7 @@ LAZY_TABLES = (
     "accelerator/__init__.py",
     "accelerator/checkpoints.py",
     "accelerator/lazy.py",
-    "codec/fused.py",
+    "codec/blockwise.py",
     "resume/lazy.py",
     "strategy/choose.py",
     "integrations/as_accelerate.py",

@@ -32,7 +32,7 @@ _TRASH = ".trash-"
 class StagedDir:
     """The folder in which a checkpoint is written before it is put in place by `commit`.
 
-    One rank begins, commits or discards it. The others have one `of_another_rank`, and put files into its `folder`.
+    One rank begins, commits or discards it; the others put files into its `folder`, and set `is_ours` to False.
 
     Args:
         target: where the checkpoint will be.
@@ -49,14 +49,7 @@ class StagedDir:
             self._aside / f".{target.name}{WRITING}{token}" if self._is_fresh else target / f"{WRITING}{token}"
         )
         self.folder = self._shell / target.name
-        self._is_ours = True
-
-    @classmethod
-    def of_another_rank(cls, folder: Path) -> StagedDir:
-        """Return the folder that another rank has begun, and which that rank commits or discards."""
-        staged = cls(folder, "")
-        staged.folder, staged._is_ours = folder, False
-        return staged
+        self.is_ours = True
 
     def begin(self) -> None:
         """Make the folder, once what earlier attempts have left is gone."""
@@ -96,16 +89,12 @@ class StagedDir:
 
     def discard(self) -> None:
         """Take away what was written, where this rank has begun it."""
-        if self._is_ours:
+        if self.is_ours:
             shutil.rmtree(self._shell, ignore_errors=True)  # what can't be removed now is removed by the next `begin`
 
 
 def finish(target: Path) -> None:
-    """Move up the files of a checkpoint that is ready; what was there before and is not in it goes.
-
-    Raises:
-        CheckpointError: nothing may be written here.
-    """
+    """Move up the files of a checkpoint that is ready, and remove those before it; CheckpointError where it can't."""
     ready = target / READY
     if not ready.is_dir():
         return

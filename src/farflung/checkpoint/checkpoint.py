@@ -173,11 +173,9 @@ def newest(folder: Path) -> Checkpoint:
 
 
 def resolve(given: str | os.PathLike[str] | None, automatic: Path | None) -> tuple[Path, bool]:
-    """Return the folder that is meant, and whether it holds checkpoints rather than being one.
+    """Return the folder that a script means by `given`, and whether it holds checkpoints rather than being one.
 
-    Args:
-        given: what the script said: a folder, `latest`, or nothing.
-        automatic: where automatic naming puts checkpoints; None: it is off.
+    `automatic` is where automatic naming puts checkpoints; None: it is off.
     """
     if given is not None and (Path(given).is_dir() or str(given) != "latest"):
         folder = Path(os.path.expanduser(given))

@@ -56,7 +56,9 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file)
         self._known: dict[str, Any] = {name: type(name, (_Record,), {}) for name in _CLASSES}
-        self._known.update(Size=_sequence(), _get_layout=_nothing(), _MEM_FORMAT_ENCODING=_nothing())
+        self._nothing = lambda *_: None
+        sizes = {"Size": lambda numbers=(): tuple(numbers)}
+        self._known.update(sizes, _get_layout=self._nothing, _MEM_FORMAT_ENCODING=self._nothing)
 
     def find_class(self, module: str, name: str) -> Any:
         if module in _MODULES and name in self._known:
@@ -64,7 +66,7 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in {("torch", "Size"), ("torch.serialization", "_get_layout")}:
             return self._known[name]
         if module.split(".")[0] == "pathlib" and name.endswith("Path"):
-            return _nothing()
+            return self._nothing
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
@@ -76,14 +78,6 @@ class _Record:
 
     def __setstate__(self, state: Any) -> None:
         self.said = state
-
-
-def _nothing() -> Any:
-    return lambda *_: None
-
-
-def _sequence() -> Any:
-    return lambda numbers=(): tuple(numbers)
 
 
 def _metadata(record: Any) -> Metadata:

@@ -37,19 +37,12 @@ class FolderEntry(Entry):
         raise NotImplementedError
 
     def finish(self, folder: Path, written: Sequence[Any]) -> dict[str, FileRecord]:
-        """Write what belongs to all ranks, on one of them, and return the records of all files in the folder.
-
-        Args:
-            written: what `write` returned, by rank.
-        """
+        """Write what belongs to all ranks, given what each one's `write` returned; return the records of all files."""
         raise NotImplementedError
 
 
 def write(entry: Entry, folder: Path, threaded: bool = True) -> Any:
-    """Write an entry and wait for the disk; without `threaded` no thread is started for it.
-
-    Returns:
-        the file's record; for a folder, what its `write` returns.
+    """Write an entry, wait for the disk, and return its record (of a folder, what its `write` returns).
 
     Raises:
         ConfigError: it could not be loaded again, because it holds something that is not plain data.
@@ -83,40 +76,28 @@ class Staging:
 
     def copied(self, entries: Sequence[Entry]) -> list[Entry]:
         """Return copies of the entries, in the memory of those before; tensors that share memory still do."""
-        return [replace(entry, content=_Copier(self._buffers, entry.name).copied(entry.content)) for entry in entries]
+        return [replace(entry, content=self._copied(entry.content, entry.name, {})) for entry in entries]
 
-
-class _Copier:
-    def __init__(self, buffers: dict[tuple[str, int], Tensor], name: str) -> None:
-        self._buffers = buffers
-        self._name = name
-        self._done: dict[tuple[Any, ...], Tensor] = {}
-
-    def copied(self, node: Any) -> Any:
+    def _copied(self, node: Any, name: str, done: dict[Any, Tensor]) -> Any:
         if isinstance(node, Tensor):
-            return self._tensor(node.detach())
+            return self._tensor(node.detach(), name, done)
         kind = type(node)
-        if kind is dict:
-            return {key: self.copied(value) for key, value in node.items()}
         if kind is list or kind is tuple:
-            return kind(self.copied(value) for value in node)
-        if isinstance(node, dict):  # such as the OrderedDict of a module
-            other = copy.copy(node)
-            for key, value in node.items():
-                other[key] = self.copied(value)
+            return kind(self._copied(value, name, done) for value in node)
+        if isinstance(node, dict):  # also such as the OrderedDict of a module
+            other = {} if kind is dict else copy.copy(node)
+            other.update((key, self._copied(value, name, done)) for key, value in node.items())
             return other
         return copy.deepcopy(node)
 
-    def _tensor(self, tensor: Tensor) -> Tensor:
+    def _tensor(self, tensor: Tensor, name: str, done: dict[Any, Tensor]) -> Tensor:
         if tensor.layout is not torch.strided:
             return tensor.clone()
-        place = memory_of(tensor)
-        if tensor.numel() and place in self._done:
-            return self._done[place]
-        key = (self._name, len(self._done))
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        buffer.copy_(tensor)
-        self._done[place if tensor.numel() else (key,)] = buffer
-        return buffer
+        place = memory_of(tensor) if tensor.numel() else len(done)
+        if place not in done:
+            key = (name, len(done))
+            buffer = self._buffers.get(key)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            done[place] = buffer.copy_(tensor)
+        return done[place]

@@ -41,11 +41,7 @@ def kind_of(mode: int) -> str | None:
 
 
 def is_file(path: Path) -> bool:
-    """Say whether there is a regular file at `path`, or a link to one, without opening it.
-
-    Raises:
-        CheckpointError: something else has its name, or the system refuses to look.
-    """
+    """Say whether there is a regular file, or a link to one; CheckpointError where something else has the name."""
     try:
         kind = kind_of(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):

@@ -105,19 +105,19 @@ class Saver:
 
     def begin(self, request: SaveRequest) -> StagedDir:
         """Make the folder in which the files are put meanwhile. All ranks call this together, as all that follows."""
-        own: list[StagedDir] = []
 
-        def make() -> str:
+        def make() -> StagedDir | None:
             if not self.group.leads:
-                return ""
+                return None
             request.check()
             aside = atomic.aside_of(request.target.parent) if request.is_numbered else None
-            own.append(StagedDir(request.target, secrets.token_hex(4), aside))
-            own[0].begin()
-            return os.fspath(own[0].folder)
+            staged = StagedDir(request.target, secrets.token_hex(4), aside)
+            staged.begin()
+            return staged
 
-        folders = self.group.agree(request.doing, make)
-        return own[0] if own else StagedDir.of_another_rank(Path(folders[self.group.leader]))
+        staged: StagedDir = self.group.agree(request.doing, make)[self.group.leader]
+        staged.is_ours = self.group.leads
+        return staged
 
     def write(self, request: SaveRequest, staged: StagedDir, parts: Sequence[Entry]) -> None:
         """Write this rank's parts, and put the checkpoint in place when all ranks have theirs on the disk."""

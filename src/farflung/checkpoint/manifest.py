@@ -56,7 +56,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Return the manifest of a folder, None where it has none.
+        """Return the manifest of a folder, None where there is none.
 
         Raises:
             CheckpointError: it is damaged, of a later format, or names a file outside of its folder.

@@ -59,12 +59,9 @@ def allowed() -> list[Any]:
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Return what `torch.save` wrote to `f`; unless told otherwise, only what runs no code: tensors and plain data.
+    """Return what `torch.save` wrote to `f`, a path or an open file; by default only tensors and plain data, no code.
 
-    Args:
-        f: a path, or a file that is open for reading.
-        map_location: where the tensors go, as of `torch.load`.
-        kwargs: further arguments of `torch.load`; `weights_only=False` unpickles anything.
+    `map_location` and `kwargs` are those of `torch.load`; `weights_only=False` unpickles anything.
     """
     with torch.serialization.safe_globals(allowed()):
         return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})

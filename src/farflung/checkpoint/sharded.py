@@ -54,9 +54,6 @@ class ShardPlanner:
             divided among them.
         takes_part: False: its shards are not written, as where another replica's are.
 
-    Attributes:
-        plan: what this rank could write, for `entry` on all ranks.
-
     Raises:
         ConfigError: it holds something that could not be loaded again, because it is not plain data.
     """
@@ -178,15 +175,7 @@ class _Writer(FileSystemWriter):
 
 
 class ShardReader:
-    """A folder that DCP wrote, open for reading. Nothing is exchanged between ranks.
-
-    Attributes:
-        paths: where in the nested state each value stands, by its flat name.
-        sizes, dtypes: the shapes of those that are tensors, and their types.
-
-    Raises:
-        CheckpointError: it has no `.metadata`, or one that is no description of a state.
-    """
+    """A folder that DCP wrote, open for reading, if its `.metadata` describes a state. Ranks exchange nothing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -247,12 +236,7 @@ def nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
 
 
 def merge_shards(folder: Path, target: Path, safe: bool = True, remove: bool = False) -> Path:
-    """Write the whole model whose shards are in `folder` into one file in `target`, and return its path.
-
-    Raises:
-        ConfigError: there are no shards in `folder`.
-        CheckpointError: they are damaged, or hold more than tensors and plain data.
-    """
+    """Write the whole model whose shards are in `folder` into one file in `target`, and return its path."""
     if not (folder / paths.SHARDS_INDEX).exists():
         inner = [name for name in (paths.model_shards(0), paths.optimizer_shards(0)) if (folder / name).is_dir()]
         where = f" Name {' or '.join(str(folder / name) for name in inner)} instead." if inner else ""

@@ -215,9 +215,6 @@ def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool
     """Write `obj` to `path`: with `torch.save`, or a flat dictionary of tensors as safetensors.
 
     Of tensors that share their memory (tied weights), safetensors gets the first name alone.
-
-    Raises:
-        ConfigError: `safe_serialization`, but `obj` is no dictionary from names to tensors.
     """
     if safe_serialization and not (isinstance(obj, dict) and all(isinstance(value, Tensor) for value in obj.values())):
         raise ConfigError(
@@ -236,10 +233,8 @@ def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool
 def write_safetensors(tensors: Mapping[str, Tensor], file: FileWriter, metadata: dict[str, str] | None = None) -> None:
     """Write named tensors as safetensors, from where they are: no copy of those that are contiguous on the CPU.
 
-    Of names for the same piece of memory (tied weights) the first alone is written.
-
-    Raises:
-        ConfigError: something is no dense tensor of a type that the format knows.
+    Of names for the same piece of memory (tied weights) the first alone is written. ConfigError: something is no dense
+    tensor of a type that the format knows.
     """
     header: dict[str, Any] = {"__metadata__": metadata or {"format": "pt"}}
     offset = 0

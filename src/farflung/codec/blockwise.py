@@ -20,6 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -28,8 +29,8 @@ from torch.nn.functional import pad
 
 from farflung.base.checks import shown
 from farflung.base.errors import ConfigError
+from farflung.base.optional import is_available
 from farflung.codec.base import piece_size
-from farflung.codec.fused import kernels
 from farflung.codec.wire_sizes import blockwise_bytes, scales_bytes
 
 _LEAST = 2.0**-100  # the smallest max|x| of a block that is not sent as zeros
@@ -37,18 +38,24 @@ _HALF_MANTISSA = 1 << 22
 _MANTISSA_BITS = 23
 _WHOLE = 0x4B000000  # the bits of 2.0**23: for whole 0 <= k < 2**23, `_WHOLE + k` are the bits of 2.0**23 + k
 _BIAS = 127
+_LARGEST_FUSED = 4096  # values in a block that a kernel works on
+
+
+def kernels(x: Tensor, block: int) -> Any:
+    """Return the module `kernels`, or None where `x` `[n]` or the block is not for it.
+
+    It is for fp32 on NVIDIA's devices where Triton is installed, and for blocks of a power of two. The module is loaded
+    by name, as it can't be imported without Triton and shall not be before it is used.
+    """
+    is_power = block & (block - 1) == 0 and block <= _LARGEST_FUSED
+    if x.device.type != "cuda" or x.dtype != torch.float32 or not is_power or torch.version.hip:
+        return None
+    return import_module("farflung.codec.kernels") if is_available("triton") else None
 
 
 @dataclass(frozen=True)
 class _Blockwise(ABC):
-    """What the codecs of this file share: scales, blocks, pieces.
-
-    Args:
-        block: values that share a scale, an even number; the last block may be shorter.
-
-    Raises:
-        ConfigError: `block` is no even number above zero.
-    """
+    """What the codecs of this file share: scales, blocks, pieces. The `block`, even, are values that share a scale."""
 
     block: int = 256
 

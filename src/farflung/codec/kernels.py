@@ -5,7 +5,7 @@ Each program does one block. Results are bit-equal because each step is the same
 to nearest (`div_rn`, as `/` is not), nothing is fused into a multiply-add (`enable_fp_fusion=False`), and rounding to a
 whole number is to even, by adding and taking away 1.5 * 2**23. Only the sign of a zero may differ.
 
-This file is imported where Triton is, by `fused`.
+`blockwise` imports this file where Triton is installed.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ class _ListLeaf:
 class BatchView:
     """A batch taken apart. Each leaf has an entry a sample in its first dimension, or belongs to all of them.
 
-    Attributes:
-        length: how many samples; None when no leaf says so.
+    Its `length` is the number of samples; None when no leaf says so.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -115,13 +114,10 @@ def _grouped(node: Any) -> Any:
     """Replace each list and tuple of plain values by one `_ListLeaf`."""
     if not is_container(node):
         return node
-    if isinstance(node, (list, tuple)) and node and not is_namedtuple(node) and not any(map(_is_node, node)):
+    holds_nodes = any(isinstance(item, Tensor) or is_container(item) for item in node)
+    if isinstance(node, (list, tuple)) and node and not is_namedtuple(node) and not holds_nodes:
         return _ListLeaf(node)
     return rebuilt(node, _grouped)
-
-
-def _is_node(item: Any) -> bool:
-    return isinstance(item, Tensor) or is_container(item)
 
 
 def _ungrouped(node: Any) -> Any:

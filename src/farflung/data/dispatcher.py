@@ -15,9 +15,8 @@ from farflung.comm.group import Group
 from farflung.comm.scatter import Scatter
 from farflung.data.batches import BatchView, concatenated, extended, length_of
 from farflung.data.loader import PreparedLoader
-from farflung.data.resume.iteration import NOTHING, Iteration, pack_rounds, unpack_rounds
+from farflung.data.resume.iteration import NOTHING, Iteration, opened, pack_rounds, replay, unpack_rounds
 from farflung.data.resume.progress import Progress
-from farflung.data.resume.reading import opened, replay
 from farflung.data.samplers import check_split, filled
 from farflung.data.torch_loaders import keeper_of, made_loader, reads_indices, refuse_mesh, without_first
 from farflung.process.bootstrap import join_world
@@ -72,14 +71,11 @@ class DataLoaderDispatcher(PreparedLoader):
     def over(
         cls, base: DataLoader[Any], *, group: Group, split_batches: bool = False, **settings: Any
     ) -> DataLoaderDispatcher:
-        """Prepare a loader that is there already.
+        """Share out the batches that `base` makes on rank 0; it is never iterated on the other ranks.
 
-        Args:
-            base: makes the batches on rank 0; it is never iterated on the other ranks.
-            group: the ranks that share them.
-            settings: `even_batches`: complete a round that cannot be cut into equal parts with samples of the first;
-                otherwise parts differ and ranks may get none. `drop_last`: leave out a last round that has too few
-                batches. And `slice_fn`, and those of `PreparedLoader`.
+        `settings` are those of `PreparedLoader`, and: `slice_fn`; `even_batches`: complete a round that cannot be cut
+        into equal parts with samples of the first, else parts differ and ranks may get none; `drop_last`: leave out a
+        last round that has too few batches.
         """
         made = cls.__new__(cls)
         made._share_out(base, group, split_batches, **settings)

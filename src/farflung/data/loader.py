@@ -144,7 +144,7 @@ class PreparedLoader(LoaderView):
         return self._progress.state_dict(self, self._state.loaders)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where `state_dict` stood: the next iteration of this loader, or of a copy that skips, is there.
+        """Go on there with the next iteration of this loader or of a copy that skips.
 
         Raises:
             KeyError, TypeError, ValueError: it is no such state; nothing is changed then.
@@ -220,7 +220,6 @@ class DataLoaderShard(PreparedLoader):
         Args:
             count: says how many samples in the last round are no padding, given this rank's batch; 0: all of them.
             marked: batches of padded rounds come as `Marked`, with that number.
-            common: see `PreparedLoader`.
         """
         made = cls.__new__(cls)
         made._count, made._marked = count, marked

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import data as torch_data
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
@@ -207,8 +208,7 @@ def _sharded(
 def _remainder_count(shard: BatchSamplerShard, exchange: Exchange | None, batch: Any) -> int:
     """Count the samples in the last round of a shard that are no padding; 0: all of them.
 
-    Args:
-        exchange: where each index stands for a whole batch, whose length only the rank that read it knows.
+    With `exchange`, each index stands for a whole batch, whose length only the rank that read it knows.
     """
     if exchange is None or shard.remainder == 0:
         return shard.remainder
@@ -294,7 +294,7 @@ def _agree(
     for kind in kinds:
         share_rng_state(kind, generator, exchange, _START)
     if seeded is not None:
-        seed = torch.tensor([_signed(seeded.initial_seed)])
+        seed = torch.from_numpy(np.array([seeded.initial_seed % 2**64], np.uint64).view(np.int64))
         collectives.broadcast(exchange, seed, within=_START)
         seeded.initial_seed = int(seed)
 
@@ -348,12 +348,6 @@ def _num_files(dataset: Any) -> int:
     if not hasattr(dataset, "shard"):
         return 0
     return getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None) or 0
-
-
-def _signed(seed: int) -> int:
-    """Return a seed of 64 bits as the signed integer of the same bits."""
-    seed %= 2**64
-    return seed - 2**64 if seed >= 2**63 else seed
 
 
 def _refuse_unshareable(loader: DataLoader[Any]) -> None:

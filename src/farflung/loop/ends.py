@@ -47,11 +47,9 @@ class UnevenDataCheck:
     def check_before(
         self, model: nn.Module, ranks: Callable[[nn.Module], Iterable[int]], current: Callable[[], Any]
     ) -> None:
-        """Check before each forward pass of `model` that the ranks it waits for have the batch in hand.
+        """Check before each forward pass of `model` that the `ranks` it or its backward pass waits for have the batch.
 
-        Args:
-            ranks: says which ranks a pass of a model waits for now, the backward pass after it included.
-            current: returns the iteration whose batch is in hand; None: there is none, or the ranks are joined.
+        `current` returns the iteration whose batch is in hand; None: there is none, or the ranks are joined.
         """
         before_calls(model, _EvenCheck(self, ranks, current))
 

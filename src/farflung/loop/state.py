@@ -54,15 +54,12 @@ class Follower(Protocol):
 class Trace:
     """Follows something that happens again and again inside a loop over a loader."""
 
-    __slots__ = ("seen", "source")
-
     def __init__(self) -> None:
         self.source: ActiveLoader | None = None  # the iteration whose loop it is
         self.seen = 0  # batches that all loaders had handed out when it happened last
 
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        names = [name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
-        return None, {name: getattr(self, name) for name in names} | {"source": None}  # a copy is in no loop
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "source": None}  # a copy is in no loop
 
 
 class Window(Trace):
@@ -70,8 +67,6 @@ class Window(Trace):
 
     `source` is the loader whose end ends the window.
     """
-
-    __slots__ = ("complete", "divisor", "items", "models", "scale", "size", "step")
 
     def __init__(self, models: tuple[nn.Module, ...] = (), divisor: int = 1) -> None:
         super().__init__()
@@ -234,9 +229,7 @@ class LoopState:
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
         """Return where the accumulation windows stand. Models are told by their first places in `models`."""
-        places: dict[int, int] = {}
-        for place, model in enumerate(models):
-            places.setdefault(id(model), place)
+        places = {id(model): place for place, model in reversed(list(enumerate(models)))}
         return {
             "windows": [
                 {

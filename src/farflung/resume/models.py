@@ -170,12 +170,7 @@ def gathered_model(model: nn.Module, state: Mapping[str, Any], keep: bool) -> di
 def read_model(model: nn.Module, checkpoint: Checkpoint, index: int, strict: bool, taken: int = 0) -> dict[str, Any]:
     """Read the weights of a model and check that they fit: whole tensors, and the local parts of those sharded here.
 
-    Args:
-        index: the model's place among those that were prepared.
-        taken: how many before it hooks have taken, out of the numbering of whole files too.
-
-    Raises:
-        CheckpointError: they are missing, damaged, or of another model.
+    The model was prepared at place `index`. Of those before it hooks have taken `taken`, which whole files don't count.
     """
     path = checkpoint.model_path(index, taken)
     if paths.SHARDS.fullmatch(path.name):
@@ -218,11 +213,7 @@ def load(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> Any:
 
 
 def fitted(model: nn.Module, weights: dict[str, Any], path: Path, strict: bool) -> dict[str, Any]:
-    """Return `weights` under the names of `model`, whichever wrapper they were saved from, with tied ones given twice.
-
-    Raises:
-        CheckpointError: names or shapes are of another model.
-    """
+    """Return `weights` under the names of `model`, if they fit, whatever wrapper they are from; tied ones twice."""
     own = model.state_dict()
     named = _renamed(weights, {bare_name(name): name for name in own})
     places: dict[Any, str] = {}

@@ -259,11 +259,7 @@ def gathered_optimizer(optimizer: Any, keep: bool) -> dict[str, Any]:
 
 
 def read_optimizer(models: Sequence[nn.Module], optimizer: Any, folder: Path, index: int) -> dict[str, Any]:
-    """Read the state dict of an optimizer, in shards where its parameters are.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or of another optimizer.
-    """
+    """Read the state dict of an optimizer, in shards where its parameters are, and check that it is one."""
     shards = folder / paths.optimizer_shards(index)
     path = shards if shards.is_dir() else folder / paths.optimizer(index)
     try:

@@ -70,11 +70,8 @@ def collect(run: Run, group: CheckpointGroup, doing: str, saving: Saving) -> lis
 def load(run: Run, group: CheckpointGroup, doing: str, source: Loading, verify: Callable[[], None]) -> None:
     """Read all of a checkpoint, check it, and go on from it: a collective of all ranks of `group`.
 
-    Args:
-        verify: called when all has been read; raises if what was read is not what was written.
-
-    Raises:
-        CheckpointError: something is wrong on one rank; all is as it was on all of them.
+    `verify` is called when all has been read, and raises if that is not what was written. After an error on one rank,
+    all is as it was on all of them.
     """
     parts = [kind(run) for kind in PARTS]
     if run.load_hooks:
@@ -82,7 +79,15 @@ def load(run: Run, group: CheckpointGroup, doing: str, source: Loading, verify: 
 
     def read() -> None:
         try:
-            _read(parts, source)
+            if source.is_other:
+                source.note_other_size()
+            for part in parts:
+                part.read(source)
+        except CheckpointError:
+            raise
+        except DAMAGE as error:
+            folder = source.checkpoint.folder
+            raise CheckpointError(f"{folder} holds something other than the state of a run: {error!r}") from error
         finally:  # what is wrong with the bytes explains what is wrong with their content
             verify()
 
@@ -100,16 +105,3 @@ def load(run: Run, group: CheckpointGroup, doing: str, source: Loading, verify: 
 def _each(methods: Iterable[Callable[..., None]], *arguments: object) -> None:
     for method in methods:
         method(*arguments)
-
-
-def _read(parts: list[Part], source: Loading) -> None:
-    if source.is_other:
-        source.note_other_size()
-    for part in parts:
-        try:
-            part.read(source)
-        except CheckpointError:
-            raise
-        except DAMAGE as error:
-            folder = source.checkpoint.folder
-            raise CheckpointError(f"{folder} holds something other than the state of a run: {error!r}") from error

@@ -17,11 +17,7 @@ from farflung.process.mesh import Mesh
 
 
 class Strategy(Protocol):
-    """How the gradients of several processes come together.
-
-    Attributes:
-        ddp_handler: arguments for torch's DDP, where that does it.
-    """
+    """How the gradients of several processes come together; `ddp_handler` has arguments for torch's DDP."""
 
     ddp_handler: DistributedDataParallelKwargs | None
 

@@ -46,11 +46,7 @@ class DDP(ShardedModels):
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """Arguments for torch's DDP around the models that are prepared from now on.
-
-        Raises:
-            ConfigError: PowerSGD with rows of several processes, as it keeps what one set of ranks has averaged.
-        """
+        """Arguments for torch's DDP around the models that are prepared from now on."""
         return self._handler
 
     @ddp_handler.setter
@@ -166,11 +162,7 @@ def _register_hook(
     handler: DistributedDataParallelKwargs,
     ranks: Callable[[weakref.ref[DistributedDataParallel]], dist.ProcessGroup] | None,
 ) -> None:
-    """Register what the handler asks for.
-
-    Args:
-        ranks: says over which ranks to average a model's gradients now; None: over all, as DDP does by itself.
-    """
+    """Register what the handler asks for, averaging over the `ranks` of a model now; None: over all, as DDP does."""
     casts = {Hook.FP16: torch.float16, Hook.BF16: torch.bfloat16}
     averaging = _everyone if ranks is None else partial(ranks, weakref.ref(ddp))
     if handler.comm_hook in casts or ranks is not None:

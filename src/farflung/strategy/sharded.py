@@ -31,12 +31,7 @@ class ShardedModels:
         self._local: list[nn.Module] = []  # inside `local`
 
     def take(self, model: nn.Module) -> None:
-        """Take in a model whose parameters are shards.
-
-        Raises:
-            ConfigError: they are spread over other ranks than a row of the mesh, or all.
-            Unsupported: nothing averages their gradients.
-        """
+        """Take in a model whose parameters are shards, over a row of the mesh or over all ranks."""
         parts = sharded_parts(model.modules())
         if not parts:
             raise Unsupported(

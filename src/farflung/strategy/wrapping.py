@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,11 +20,7 @@ Policy = Callable[..., bool]
 
 
 def policy_for(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Policy | None:
-    """Return which modules of `model` a plugin asks for, as a function of torch's kind; None: no module inside.
-
-    Raises:
-        ConfigError: no module is of a class that was named, or the model names none itself.
-    """
+    """Return which modules of `model` a plugin asks for, as a function of torch's kind; None: no module inside."""
     if plugin.auto_wrap_policy == "size_based_wrap":
         return functools.partial(size_based_auto_wrap_policy, min_num_params=plugin.min_num_params)
     if plugin.auto_wrap_policy != "transformer_based_wrap":
@@ -76,16 +73,9 @@ def modules_to_wrap(model: nn.Module, policy: Policy | None, ignored: Sequence[n
 
 def _without_ties(model: nn.Module, chosen: Sequence[nn.Module]) -> list[nn.Module]:
     """Leave out the modules that share a parameter with something outside of them."""
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
 
-    def is_alone(module: nn.Module) -> bool:
-        inside: dict[int, int] = {}
-        for part in module.modules():
-            for parameter in part.parameters(recurse=False):
-                inside[id(parameter)] = inside.get(id(parameter), 0) + 1
-        return all(uses[key] == number for key, number in inside.items())
+    def uses(root: nn.Module) -> Counter[int]:
+        return Counter(id(parameter) for module in root.modules() for parameter in module.parameters(recurse=False))
 
-    return [module for module in chosen if is_alone(module)]
+    everywhere = uses(model)
+    return [module for module in chosen if all(everywhere[key] == count for key, count in uses(module).items())]

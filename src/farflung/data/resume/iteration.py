@@ -1,17 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One iteration of a prepared loader, and what it has read but not handed out."""
+"""One iteration of a prepared loader: its batches, from the beginning or from where another process left it.
+
+Here too is what it has read but not handed out, as plain data for a checkpoint.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
+
+from farflung.base.errors import ConfigError
+from farflung.base.torch_internals import forget_workers, has_live_workers
+from farflung.base.words import counted
 from farflung.checkpoint import rng
 from farflung.data.iterable import Marked
 from farflung.data.resume.plain import plain_or_none
 from farflung.data.resume.position import Position, RandomStates, set_generators
-from farflung.data.resume.workers import WorkerHistory
-from farflung.data.torch_loaders import reads_indices
+from farflung.data.resume.workers import RecordingCollate, WorkerHistory, Workers, can_record
+from farflung.data.torch_loaders import keeper_of, reads_indices, without_first
+from farflung.process import world as slot
 
 NOTHING: Any = object()  # where there is no batch
 
@@ -79,3 +91,100 @@ def pack_rounds(prefetched: Any) -> tuple[int, Any]:
 def unpack_rounds(saved: Any) -> list[tuple[list[Any], int]]:
     """Undo `pack_rounds`."""
     return [([NOTHING if part is None else part[0] for part in parts], real) for parts, real in saved]
+
+
+def batches_of(one: Iteration, workers: Workers) -> Iterator[Any]:
+    """Start to read the batches of an iteration of a loader that this rank reads for itself."""
+    base, position = one.loader.base_dataloader, one.resumed_at
+    reads = reads_indices(base)
+    if can_record(base):
+        one.source = _recorded(one, base, workers)
+    elif reads:
+        one.source = opened(one, without_first(base, one.skip) if one.skip else base)
+    else:
+        one.source = opened(one, base) if position is None else _reopened(one, base, position)
+    if position is None:
+        return one.source if reads else islice(one.source, one.skip, None)
+    takes_next = reads or position.dataset is None  # what was prefetched; orders are drawn with it
+    first = list(islice(one.source, 1 if takes_next else 0))
+    if position.prefetched is not None:
+        first = [unpack_batch(position.prefetched)]
+    one.arrive()
+    return chain(first, one.source)
+
+
+def _recorded(one: Iteration, base: DataLoader[Any], workers: Workers) -> Iterator[Any]:
+    """Start workers whose random states are recorded, and go on where they were left."""
+    if workers.is_loaded:  # those that are there have drawn for another run
+        forget_workers(base)
+        workers.is_loaded = False
+        if one.resumed_at is None:
+            one.has_workers = workers.are_there(base)
+    skip, stay = one.skip, base.persistent_workers
+    plan = workers.plan(base, skip, None if one.resumed_at is None else one.resumed_at.worker_plan)
+    history = one.history = WorkerHistory(plan)
+    loader = without_first(base, plan.start) if plan.start else base
+    recording = RecordingCollate(loader.collate_fn, loader.worker_init_fn, plan.workers, each=stay)
+    arriving = opened(one, loader, collate_fn=recording, worker_init_fn=recording.start)
+    workers.states = [None] * base.num_workers if stay else None
+
+    def handed_out() -> Iterator[Any]:
+        yield from history.hand_out(arriving, skip)
+        if stay:
+            workers.states = history.newest
+
+    return handed_out()
+
+
+def _reopened(one: Iteration, base: DataLoader[Any], position: Position) -> Iterator[Any]:
+    """Start a stream, and go on where it was left."""
+    if position.dataset is None:
+        source = opened(one, base)
+        replay(source, position.batches)
+        return source
+    if position.is_read:
+        return iter(())
+    keeper_of(base).load_state_dict(position.dataset)
+    return iter(base)
+
+
+def opened(one: Iteration, base: DataLoader[Any], **replaced: Any) -> Iterator[Any]:
+    """Start the base loader without drawing a seed for workers that would be there already.
+
+    Workers that are started now see the `replaced` attributes instead of the loader's own.
+    """
+    if one.has_workers and not has_live_workers(base):
+        replaced["generator"] = torch.Generator()
+    kept = {name: getattr(base, name) for name in replaced}
+    base.__dict__.update(replaced)
+    try:
+        return iter(base)
+    finally:
+        base.__dict__.update(kept)
+
+
+def replay(batches: Iterator[Any], number: int, to_the_end: bool = False) -> None:
+    """Read the first batches of data that can only be read from its beginning, and say so on stderr.
+
+    With `to_the_end` there may be fewer, in a last round that was not whole; else that is a ConfigError.
+    """
+    world = slot.current()
+    if number == 0:
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    restore = "all batches" if to_the_end else counted(number, "batch")
+    console = Console(stderr=True, quiet=world is not None and not world.is_main)
+    console.print(
+        f"farflung: reading {restore} again to go on behind, as the data set has no state_dict.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    with Progress(console=console, transient=True) as progress:
+        done = sum(1 for _ in progress.track(islice(batches, number), number, description="reading again"))
+    if done < number and not to_the_end:
+        raise ConfigError(
+            f"The data had {counted(number, 'batch')} when the checkpoint was written, and {done} now. "
+            "Check that it is the same dataset."
+        )

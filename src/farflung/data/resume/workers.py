@@ -37,10 +37,8 @@ class RecordedBatch(NamedTuple):
 class RecordingCollate:
     """A collate function that adds its worker's random states to a batch, and with `start` what begins a worker.
 
-    Args:
-        collate_fn, init_fn: the script's own.
-        workers: for each, after how many batches it is given which states.
-        each: record every batch, not one every few milliseconds.
+    `workers` says for each after how many batches it is given which states; `each`: record every batch, not one every
+    few milliseconds.
     """
 
     def __init__(
