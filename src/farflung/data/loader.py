@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from farflung.base.errors import StateError
+from farflung.base.errors import StateError, Unsupported
 from farflung.data.iterable import IterableDatasetShard, Marked
 from farflung.data.resume.iteration import NOTHING, Iteration
 from farflung.data.resume.progress import Progress
 from farflung.data.torch_loaders import (
     LoaderView,
     announce,
+    index_source,
     made_loader,
     mover,
     num_batches_of,
     order_of,
     refuse_mesh,
-    set_order,
 )
 from farflung.loop.state import LoopState
 from farflung.process.seed import synchronize_rng_states
@@ -137,7 +137,13 @@ class PreparedLoader(LoaderView):
 
     def set_sampler(self, sampler: Any) -> None:
         """Put the samples in the order of another sampler from the next iteration on."""
-        set_order(self.base_dataloader, sampler)
+        holder = order_of(self.base_dataloader)[1]
+        if not hasattr(holder, "sampler"):
+            raise Unsupported(
+                f"set_sampler: the order comes from a {type(index_source(self.base_dataloader)).__name__} that holds "
+                "no sampler. Prepare a loader with the sampler instead."
+            )
+        holder.sampler = sampler
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this loader stands, on this rank, as plain data: the epoch, and the position in an iteration."""

@@ -185,7 +185,21 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
-class BatchSamplerShard(BatchSampler):
+class _SamplerView(BatchSampler):
+    """A batch sampler that stands before another one."""
+
+    def __init__(self, batch_sampler: BatchSampler | Iterable[Any]) -> None:
+        self.batch_sampler: Any = batch_sampler
+        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    @property
+    def total_length(self) -> int:
+        """The number of batches of the whole batch sampler."""
+        return len(self.batch_sampler)
+
+
+class BatchSamplerShard(_SamplerView):
     """The share of one process in the batches of a batch sampler.
 
     Args:
@@ -213,21 +227,14 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
-        self.batch_sampler: Any = batch_sampler
+        super().__init__(batch_sampler)
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.remainder = 0
         if split_batches:
             check_split(self.batch_size, num_processes)
-
-    @property
-    def total_length(self) -> int:
-        """The number of batches of the whole batch sampler."""
-        return len(self.batch_sampler)
 
     def __len__(self) -> int:
         total = len(self.batch_sampler)
@@ -269,7 +276,7 @@ class BatchSamplerShard(BatchSampler):
         return last <= self.process_index * (inner.batch_size // self.num_processes)
 
 
-class SkipBatchSampler(BatchSampler):
+class SkipBatchSampler(_SamplerView):
     """A batch sampler without its first batches, whose data is then never read.
 
     Args:
@@ -278,16 +285,9 @@ class SkipBatchSampler(BatchSampler):
     """
 
     def __init__(self, batch_sampler: BatchSampler | Iterable[Any], skip_batches: int = 0, *, keep: int = 0) -> None:
-        self.batch_sampler: Any = batch_sampler
+        super().__init__(batch_sampler)
         self.skip_batches = skip_batches
         self.keep = keep
-        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
-
-    @property
-    def total_length(self) -> int:
-        """The number of batches of the whole batch sampler."""
-        return len(self.batch_sampler)
 
     def __len__(self) -> int:
         return max(0, len(self.batch_sampler) - self.skip_batches)

@@ -203,17 +203,6 @@ def order_of(loader: DataLoader[Any]) -> tuple[Any, Any]:
     return inner, holder
 
 
-def set_order(loader: DataLoader[Any], sampler: Any) -> None:
-    """Put the samples of a loader in the order of `sampler`; Unsupported where no batch sampler takes one."""
-    holder = order_of(loader)[1]
-    if holder is None or not hasattr(holder, "sampler"):
-        raise Unsupported(
-            f"set_sampler: the order comes from a {type(index_source(loader)).__name__} that holds no sampler. "
-            "Prepare a loader with the sampler instead."
-        )
-    holder.sampler = sampler
-
-
 def mover(device: torch.device | None, non_blocking: bool) -> Callable[[Any], Any] | None:
     """Return what brings a batch to `device`, or None when it is there already, as on a machine of CPUs alone."""
     if device is None or (device.type == "cpu" and not torch.accelerator.is_available()):

@@ -118,13 +118,12 @@ def _mean_gradients(owns: Sequence[dict[str, Any]], notes: list[str]) -> list[An
     if _has_reduced(owns):
         notes.append(_OTHER_SHARDS)
         return None
-    return [_mean_of(column, len(owns)) for column in zip(*(own["gradients"] for own in owns), strict=True)]
-
-
-def _mean_of(column: Sequence[Gradients | None], size: int) -> Gradients | None:
-    there = [gradients for gradients in column if gradients is not None]
-    some = [[part for part in parts if part is not None] for parts in zip(*there, strict=True)]
-    return [torch.stack(parts).sum(0) / size if parts else None for parts in some] if there else None
+    means: list[Gradients | None] = []
+    for column in zip(*(own["gradients"] for own in owns), strict=True):
+        there = [gradients for gradients in column if gradients is not None]
+        some = [[part for part in parts if part is not None] for parts in zip(*there, strict=True)]
+        means.append([torch.stack(parts).sum(0) / len(owns) if parts else None for parts in some] if there else None)
+    return means
 
 
 def _gradients_of(run: Run) -> dict[str, list[Gradients | None]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from farflung.checkpoint import rng
+from farflung.data.resume.workers import WorkerPlan
 from farflung.data.torch_loaders import samplers_of
 
 
@@ -86,7 +87,7 @@ class Position:
     dataset: Any = None  # the state of a data set, or of a loader, that keeps one, after what was prefetched
     exhausted: bool = False  # the data set has nothing more
     has_workers: bool = False  # persistent ones were there when it began, so that it drew no seed for them
-    worker_plan: dict[str, Any] | None = None  # how they go on; None: as workers start by themselves
+    worker_plan: WorkerPlan | None = None  # how they go on; None: as workers start by themselves
 
     @property
     def is_read(self) -> bool:
@@ -94,17 +95,17 @@ class Position:
         return self.exhausted or self.ended
 
     def to_dict(self) -> dict[str, Any]:
-        own = dict(vars(self))
+        own, plan = dict(vars(self)), self.worker_plan
         start = own.pop("start")
-        return {**own, **vars(start)}
+        return {**own, **vars(start), "worker_plan": None if plan is None else plan.to_dict()}
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Position:
-        """Undo `to_dict`; KeyError or TypeError where it is something else."""
-        own = dict(saved)
+        """Undo `to_dict`; KeyError, TypeError or ValueError where it is something else."""
+        own, plan = dict(saved), saved.get("worker_plan")
         start = RandomStates(own.pop("host"), own.pop("generators"))
         rng.check(start.host)
-        return cls(start=start, **own)
+        return cls(start=start, **{**own, "worker_plan": None if plan is None else WorkerPlan.from_dict(plan)})
 
     def moved(self, batches: int) -> Position:
         """Return the position after `batches` of the same iteration, of which nothing has been read."""

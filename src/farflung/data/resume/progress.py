@@ -14,7 +14,7 @@ from farflung.base.words import counted
 from farflung.data.resume.iteration import Iteration, batches_of, pack_batch
 from farflung.data.resume.plain import plain_or_none, state_of
 from farflung.data.resume.position import Position, RandomStates, generators_of, set_generators, with_present_keys
-from farflung.data.resume.workers import WorkerPlan, Workers, checked, known
+from farflung.data.resume.workers import Workers, checked, known
 from farflung.data.torch_loaders import announce, keeper_of, seeded_samplers
 
 
@@ -142,7 +142,7 @@ class Progress:
             first=first,
             dataset=dataset,
             has_workers=one.has_workers,
-            worker_plan=None if one.history is None else one.history.worker_plan(batches).to_dict(),
+            worker_plan=None if one.history is None else one.history.worker_plan(batches),
             exhausted=is_exhausted(one.source),
         )
 
@@ -150,8 +150,6 @@ class Progress:
         """Let the next iteration go on where `state_dict` stood; where it is no such state, nothing is changed."""
         saved = with_present_keys(state_dict)
         position = None if saved["position"] is None else Position.from_dict(saved["position"])
-        if position is not None and position.worker_plan is not None:
-            WorkerPlan.from_dict(position.worker_plan)
         number, under_way, were_started = int(saved["epoch"]), bool(saved["under_way"]), bool(saved["has_workers"])
         states = checked(saved.get("worker_states"))
         _set_orders(base, saved["generators"], saved["seeds"])
@@ -183,7 +181,7 @@ class Progress:
             return f"continues after the last batch of epoch {epoch}: the first loop over it ends immediately"
         where = f"continues after batch {position.batches}{total} of epoch {epoch}"
         now = loader.base_dataloader.num_workers
-        then = 0 if position.worker_plan is None else len(position.worker_plan["workers"])
+        then = 0 if position.worker_plan is None else len(position.worker_plan.workers)
         if then and then != now:
             where += f", with {counted(now, 'worker')} instead of {then}, which draw different random numbers"
         return where

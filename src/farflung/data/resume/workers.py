@@ -161,11 +161,11 @@ class Workers:
         """Whether persistent workers are there, or would be had the run not been interrupted."""
         return bool(base.persistent_workers and (has_live_workers(base) or self.were_started))
 
-    def plan(self, base: DataLoader[Any], skip: int, saved: dict[str, Any] | None) -> WorkerPlan:
+    def plan(self, base: DataLoader[Any], skip: int, saved: WorkerPlan | None) -> WorkerPlan:
         """Return where the workers of an iteration begin that skips so many batches, or goes on with a saved plan."""
         number = base.num_workers
-        if saved is not None and len(saved["workers"]) == number:
-            return WorkerPlan.from_dict(saved)
+        if saved is not None and len(saved.workers) == number:
+            return saved
         if has_live_workers(base):
             return WorkerPlan.begun(number, skip, self.states or [None] * number)
         states = known(self.states) or []
