@@ -186,9 +186,9 @@ class ShardReader:
         self.sizes = {name: one.size for name, one in tensors.items()}
         self.dtypes = {name: one.properties.dtype for name, one in tensors.items()}
 
-    def like(self, name: str) -> Tensor | None:
-        """Return a tensor of the shape and type of a value, without memory; None: it is no tensor."""
-        return torch.empty(self.sizes[name], dtype=self.dtypes[name], device="meta") if name in self.sizes else None
+    def like(self, name: str, device: str = "cpu") -> Tensor | None:
+        """Return an empty tensor of the shape and type of a value; None: it is no tensor."""
+        return torch.empty(self.sizes[name], dtype=self.dtypes[name], device=device) if name in self.sizes else None
 
     def read(self, names: Mapping[str, Tensor | None]) -> dict[str, Any]:
         """Return values by flat name, on the CPU; CheckpointError where one is not there, or has another shape.

@@ -114,10 +114,13 @@ def _grouped(node: Any) -> Any:
     """Replace each list and tuple of plain values by one `_ListLeaf`."""
     if not is_container(node):
         return node
-    holds_nodes = any(isinstance(item, Tensor) or is_container(item) for item in node)
-    if isinstance(node, (list, tuple)) and node and not is_namedtuple(node) and not holds_nodes:
+    if isinstance(node, (list, tuple)) and node and not is_namedtuple(node) and not any(map(_is_node, node)):
         return _ListLeaf(node)
     return rebuilt(node, _grouped)
+
+
+def _is_node(item: Any) -> bool:
+    return isinstance(item, Tensor) or is_container(item)
 
 
 def _ungrouped(node: Any) -> Any:

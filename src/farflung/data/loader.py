@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from farflung.base.errors import StateError, Unsupported
 from farflung.data.iterable import IterableDatasetShard, Marked
-from farflung.data.resume.iteration import NOTHING, Iteration
+from farflung.data.resume.iteration import NOTHING, Iteration, batches_of
 from farflung.data.resume.progress import Progress
 from farflung.data.torch_loaders import (
     LoaderView,
@@ -238,7 +238,7 @@ class DataLoaderShard(PreparedLoader):
     def _stream(self, one: Iteration) -> Iterator[tuple[Any, bool, int]]:
         move, marked = self._move, self._marked
         held, held_real, real = NOTHING, 0, 0
-        for batch in self._progress.batches(one):
+        for batch in batches_of(one, self._progress.workers):
             if marked:
                 batch, real = batch if type(batch) is Marked else (batch, 0)
             if move is not None:

@@ -189,7 +189,8 @@ def cut(value: Any, own: Any) -> Any:
 def _read_shards(model: nn.Module, folder: Path, strict: bool) -> dict[str, Any]:
     stored = lazy.ShardReader(folder)
     flat = {".".join(map(str, path[1:])): name for name, path in stored.paths.items() if path[0] == "model"}
-    shapes = {short: object() if (like := stored.like(name)) is None else like for short, name in flat.items()}
+    likes = {short: stored.like(name, "meta") for short, name in flat.items()}
+    shapes = {short: object() if like is None else like for short, like in likes.items()}
     named = fitted(model, shapes, folder, strict)
     own = model.state_dict()
     source = {id(value): flat[short] for short, value in shapes.items()}

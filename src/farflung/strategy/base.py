@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rest of the house asks of a way to distribute training; each kind is one object, chosen once."""
+"""What the rest of the house asks of a way to distribute training, and the simplest one; each is one object."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import nn
@@ -58,3 +58,38 @@ class Strategy(Protocol):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that `prepare` was given."""
+
+
+class Single:
+    """One process alone: nothing to wrap and nothing to synchronize."""
+
+    kind = DistributedType.NO
+    places = False
+    ddp_handler: DistributedDataParallelKwargs | None = None
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
+        return [model for model, _ in pairs]
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        return None
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def local(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def averaged_over(self, model: nn.Module) -> Group | None:
+        return None
+
+    def awaited(self, model: nn.Module) -> Group | None:
+        return None
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model

@@ -12,9 +12,8 @@ from farflung.base.enums import DistributedType
 from farflung.config.handlers import DistributedDataParallelKwargs
 from farflung.process.mesh import Mesh
 from farflung.process.world import World
-from farflung.strategy.base import Strategy
+from farflung.strategy.base import Single, Strategy
 from farflung.strategy.ddp import DDP
-from farflung.strategy.single import Single
 
 if TYPE_CHECKING:
     from farflung.config.sharding import FullyShardedDataParallelPlugin

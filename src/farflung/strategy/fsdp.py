@@ -25,9 +25,9 @@ from farflung.comm.bucket import broadcast_values
 from farflung.comm.shards import model_has_dtensor, reshard, spread_like
 from farflung.config.handlers import DistributedDataParallelKwargs
 from farflung.process.mesh import Mesh
+from farflung.strategy.base import Single
 from farflung.strategy.recompute import recompute_activations
 from farflung.strategy.sharded import ShardedModels, refuse_muon
-from farflung.strategy.single import Single
 from farflung.strategy.wrapping import modules_to_wrap, policy_for
 
 if TYPE_CHECKING:

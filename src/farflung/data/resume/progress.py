@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from farflung.base.torch_internals import is_exhausted
 from farflung.base.words import counted
-from farflung.data.resume.iteration import Iteration, batches_of, pack_batch
+from farflung.data.resume.iteration import Iteration, pack_batch
 from farflung.data.resume.plain import plain_or_none, state_of
 from farflung.data.resume.position import Position, RandomStates, generators_of, set_generators, with_present_keys
 from farflung.data.resume.workers import Workers, checked, known
@@ -29,7 +29,7 @@ class Progress:
     def __init__(self, reads: bool = True, pack: Callable[[Any], tuple[int, Any]] = pack_batch) -> None:
         self._reads = reads
         self._pack = pack
-        self._workers = Workers()
+        self.workers = Workers()
         self._passes = 0
         self.number = 0  # the epoch of the iteration that is under way, or of the next one when none is
         self.under_way = False  # an iteration of epoch `number` has begun; it may have been broken off
@@ -78,7 +78,7 @@ class Progress:
         announce(self.number, base)
         self._passes += 1
         name = None if self.run_number is None else f"{self.run_number}/{self._passes}"
-        start, has_workers = now, self._workers.are_there(base)
+        start, has_workers = now, self.workers.are_there(base)
         if position is not None:
             start, has_workers = position.start, position.has_workers
         self.newest = Iteration(loader, self.number, skip, start, has_workers, name, position, now)
@@ -94,10 +94,6 @@ class Progress:
             raise AssertionError("an iteration that had ended went on")
         if chosen is not None:
             self.choose(chosen)
-
-    def batches(self, one: Iteration) -> Iterator[Any]:
-        """Start to read the batches of an iteration of a loader that this rank reads for itself."""
-        return batches_of(one, self._workers)
 
     def finish(self, one: Iteration) -> None:
         """Note that an iteration came to its end."""
@@ -120,8 +116,8 @@ class Progress:
             "under_way": self.under_way,
             "position": None if position is None else position.to_dict(),
             **_orders_of(base),
-            "has_workers": self._workers.are_there(base),
-            "worker_states": known(self._workers.states),
+            "has_workers": self.workers.are_there(base),
+            "worker_states": known(self.workers.states),
             "total_batch_size": loader.total_batch_size,
         }
 
@@ -154,16 +150,16 @@ class Progress:
         states = checked(saved.get("worker_states"))
         _set_orders(base, saved["generators"], saved["seeds"])
         self.number, self.under_way, self.position, self.chosen = number, under_way, position, None
-        workers = self._workers
+        workers = self.workers
         workers.were_started, workers.states, workers.is_loaded = were_started, states, True
 
     def keep(self, base: DataLoader[Any]) -> Callable[[], None]:
         """Return what undoes a `load_state_dict` that comes now."""
-        own, workers, orders = dict(vars(self)), dict(vars(self._workers)), _orders_of(base)
+        own, workers, orders = dict(vars(self)), dict(vars(self.workers)), _orders_of(base)
 
         def undo() -> None:
             vars(self).update(own)
-            vars(self._workers).update(workers)
+            vars(self.workers).update(workers)
             _set_orders(base, **orders)
 
         return undo
