@@ -88,12 +88,9 @@ class Checkpointer:
         request = SaveRequest(target, self._facts(), project.automatic_checkpoint_naming, project.total_limit)
         staged = saver.begin(request)
         saving = Saving(staged.folder, safe, run.world.rank == saver.group.leader, self._writes)
-        try:
+        with staged:
             entries = table.collect(run, saver.group, request.doing, saving)
-        except BaseException:
-            staged.discard()
-            raise
-        (saver.write if block else saver.write_behind)(request, staged, entries)
+        saver.write(request, staged, entries, block)
         project.iteration += 1
         return folder
 

@@ -32,7 +32,8 @@ _TRASH = ".trash-"
 class StagedDir:
     """The folder in which a checkpoint is written before it is put in place by `commit`.
 
-    One rank begins, commits or discards it; the others put files into its `folder`, and set `is_ours` to False.
+    One rank begins, commits or discards it; the others put files into its `folder`, and set `is_ours` to False. A block
+    that fails under it discards it.
 
     Args:
         target: where the checkpoint will be.
@@ -91,6 +92,13 @@ class StagedDir:
         """Take away what was written, where this rank has begun it."""
         if self.is_ours:
             shutil.rmtree(self._shell, ignore_errors=True)  # what can't be removed now is removed by the next `begin`
+
+    def __enter__(self) -> StagedDir:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.discard()
 
 
 def finish(target: Path) -> None:

@@ -119,28 +119,26 @@ class Saver:
         staged.is_ours = self.group.leads
         return staged
 
-    def write(self, request: SaveRequest, staged: StagedDir, parts: Sequence[Entry]) -> None:
-        """Write this rank's parts, and put the checkpoint in place when all ranks have theirs on the disk."""
-        _write(self.group, request, staged, parts, at_once=True)
+    def write(self, request: SaveRequest, staged: StagedDir, parts: Sequence[Entry], block: bool = True) -> None:
+        """Write this rank's parts, and put the checkpoint in place when all ranks have theirs on the disk.
 
-    def write_behind(self, request: SaveRequest, staged: StagedDir, parts: Sequence[Entry]) -> None:
-        """Copy this rank's parts and return; a thread writes them and puts the checkpoint in place."""
+        Without `block`, copy the parts and return; a thread does it.
+        """
+        if block:
+            _write(self.group, request, staged, parts, at_once=True)
+            return
         if self._background is None:
             exchange = self.group.exchange
             ranks = exchange.group.split(exchange.size) if exchange.size > 1 else exchange.group
             self._background = CheckpointGroup(Exchange(ranks), self.group.leader)
         group = self._background
         copies: list[Entry] = []
-        try:
+        with staged:
             self.group.agree(request.doing, lambda: copies.extend(self._staging.copied(parts)))
-        except BaseException:
-            staged.discard()
-            raise
 
         def work() -> None:
             try:
-                # Nobody waits, and no thread may start at the very end.
-                _write(group, request, staged, copies, at_once=False)
+                _write(group, request, staged, copies, at_once=False)  # no thread may start at the very end
             except BaseException as error:  # raised by the next call, in the thread that can do something about it
                 self._failure = error
 
@@ -173,7 +171,7 @@ class Saver:
 def _write(
     group: CheckpointGroup, request: SaveRequest, staged: StagedDir, parts: Sequence[Entry], at_once: bool
 ) -> None:
-    try:
+    with staged:
         written = group.agree(request.doing, lambda: _write_all(parts, staged.folder, at_once))
 
         def place() -> None:
@@ -185,9 +183,6 @@ def _write(
                     atomic.prune(request.target, request.total_limit)
 
         group.agree(request.doing, place)
-    except BaseException:
-        staged.discard()
-        raise
 
 
 def _records(parts: Sequence[Entry], folder: Path, written: Sequence[dict[str, Any]]) -> dict[str, FileRecord]:

@@ -32,29 +32,19 @@ _Prepared = TypeVar("_Prepared", bound="PreparedLoader")
 
 
 class PreparedLoader(LoaderView):
-    """What sharding and dispatching loaders have in common: epochs, the device, and reports to the loop.
-
-    Args:
-        base: the torch loader that makes the batches.
-        state: the loop that this loader reports to; None: that of the `Accelerator` that prepares it later.
-        device: where batches go; None leaves them where they are.
-        agree: called at the start of each iteration: makes ranks draw the same random order.
-        total_batch_size: samples that all ranks together consume in one step, None when that varies.
-        may_be_uneven: ranks may get different numbers of batches.
-        ends_apart: and these may differ by more than one.
-    """
+    """What sharding and dispatching loaders have in common: epochs, the device, and reports to the loop."""
 
     def __init__(
         self,
-        base: DataLoader[Any],
+        base: DataLoader[Any],  # makes the batches
         *,
-        state: LoopState | None,
-        device: torch.device | None = None,
+        state: LoopState | None,  # to report to; None: that of the `Accelerator` that prepares this loader later
+        device: torch.device | None = None,  # where batches go; None leaves them where they are
         non_blocking: bool = False,
-        agree: Callable[[], None] | None = None,
-        total_batch_size: int | None = None,
-        may_be_uneven: bool = False,
-        ends_apart: bool = False,
+        agree: Callable[[], None] | None = None,  # makes ranks draw the same order, at the start of each iteration
+        total_batch_size: int | None = None,  # samples of all ranks in one step, None when that varies
+        may_be_uneven: bool = False,  # ranks may get different numbers of batches
+        ends_apart: bool = False,  # and these may differ by more than one
         progress: Progress | None = None,
         stateful: bool = False,
     ) -> None:

@@ -54,16 +54,8 @@ def prepare_loader(
 ) -> DataLoaderShard | DataLoaderDispatcher:
     """Make a loader that gives each rank its share; one that is prepared already comes back as it is.
 
-    Args:
-        exchange: of the ranks that share the data.
-        state: the loop that it reports to; None: that of the `Accelerator` that prepares it later.
-        rng_types: the random states that all ranks take from rank 0 at the start of each iteration; `generator` is that
-            of the sampler or of the iterable data set.
-        fixed_rank: a rank and a size to take in place of those of `exchange`; nothing is exchanged then.
-
-    Raises:
-        ConfigError: settings that do not fit the loader.
-        Unsupported: a data pipe on several ranks.
+    All ranks take the random states `rng_types` from rank 0 at the start of each iteration; `generator` is that of the
+    sampler or of the iterable data set. With a `fixed_rank`, which has a rank and a size, nothing is exchanged.
     """
     if isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)):
         if state is not None:

@@ -50,16 +50,7 @@ class OneShard(Single):
 
 
 class FSDP(ShardedModels):
-    """Models sharded over this rank's row, as a plugin says; models that come sharded stay as they are.
-
-    Args:
-        mesh: its rows are the ranks that share one copy of a model.
-        device: where to compute.
-        compute_dtype: of forward and backward passes, under autocast too; None: as the weights or the policy are.
-
-    Raises:
-        ConfigError: the plugin's policy computes in another dtype.
-    """
+    """Models sharded over this rank's row, as a plugin says; models that come sharded stay as they are."""
 
     kind = DistributedType.FSDP
     places = True
@@ -67,10 +58,10 @@ class FSDP(ShardedModels):
 
     def __init__(
         self,
-        mesh: Mesh,
-        device: torch.device,
+        mesh: Mesh,  # its rows are the ranks that share one copy of a model
+        device: torch.device,  # where to compute
         plugin: FullyShardedDataParallelPlugin,
-        compute_dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,  # under autocast too; None: that of the weights, or the policy
     ) -> None:
         super().__init__(mesh)
         given = None if plugin.mixed_precision_policy is None else plugin.mixed_precision_policy.param_dtype
