@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 
 from farflung.base.errors import CheckpointError
 from farflung.checkpoint.files import is_file
@@ -73,12 +72,6 @@ def read_torch(path: Path) -> Any:
         return load(path, map_location="cpu")
 
 
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, on the CPU; CheckpointError where it is damaged or not there."""
-    with _explained(path):
-        return load_file(path, device="cpu")
-
-
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
     is_file(path)
@@ -95,9 +88,10 @@ def _explained(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} can't be read, so it is damaged: {_reason(error)}") from error
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Any]:
     """Return the weights in a file of either format, by name; CheckpointError where it holds something else."""
-    weights = read_safetensors(path) if path.suffix == ".safetensors" else read_torch(path)
+    with _explained(path):
+        weights = load_file(path, device="cpu") if path.suffix == ".safetensors" else load(path, map_location="cpu")
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise CheckpointError(f"{path} holds a {type(weights).__name__}, not weights by name.")
     return weights

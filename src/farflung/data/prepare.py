@@ -85,7 +85,17 @@ def prepare_loader(
     common["ends_apart"] = batch_size is None or (streams and not dispatches)
     common["agree"] = _agreement(loader, exchange, [str(kind) for kind in rng_types], dispatches)
     if dispatches:
-        return _dispatched(loader, group, config, slice_fn, common)
+        if config.split_batches and batch_size is not None:
+            check_split(batch_size, group.size)
+        return DataLoaderDispatcher.over(
+            loader,
+            group=group,
+            split_batches=config.split_batches,
+            even_batches=config.even_batches,
+            drop_last=loader.drop_last or getattr(index_source(loader), "drop_last", False),
+            slice_fn=slice_fn,
+            **common,
+        )
     if streams:
         return _sharded_stream(loader, group, config, common)
     return _sharded(loader, group, exchange, config, common)
@@ -241,28 +251,6 @@ def _sharded_stream(
     )
     base = altered(loader, dataset=shard, collate_fn=Unmarking(loader.collate_fn), **attributes)
     return DataLoaderShard.over(base, marked=True, **common)
-
-
-def _dispatched(
-    loader: DataLoader[Any],
-    group: Group,
-    config: DataLoaderConfiguration,
-    slice_fn: SliceFn | None,
-    common: dict[str, Any],
-) -> DataLoaderDispatcher:
-    """Let rank 0 read everything."""
-    batch_size = _batch_size(loader)
-    if config.split_batches and batch_size is not None:
-        check_split(batch_size, group.size)
-    return DataLoaderDispatcher.over(
-        loader,
-        group=group,
-        split_batches=config.split_batches,
-        even_batches=config.even_batches,
-        drop_last=loader.drop_last or getattr(index_source(loader), "drop_last", False),
-        slice_fn=slice_fn,
-        **common,
-    )
 
 
 def _agreement(
