@@ -13,7 +13,7 @@ from hypothesis import example, given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farflung.base.errors import ConfigError
-from farflung.codec import base, blockwise, fused
+from farflung.codec import base, blockwise
 from farflung.codec.base import Cast, Identity
 from farflung.codec.blockwise import E3M0, Fp8, Int4, Int8
 from farflung.codec.feedback import ErrorFeedback
@@ -364,8 +364,8 @@ def test_the_kernels_keep_what_is_not_finite_in_its_block(imitated, codec):
 
 
 def test_kernels_are_for_cuda_and_blocks_of_a_power_of_two():
-    assert fused.kernels(torch.zeros(4), 128) is None
-    assert fused.kernels(torch.zeros(4, device="meta"), 128) is None
+    assert blockwise.kernels(torch.zeros(4), 128) is None
+    assert blockwise.kernels(torch.zeros(4, device="meta"), 128) is None
 
 
 @pytest.mark.gpu
@@ -374,7 +374,7 @@ def test_kernels_are_for_cuda_and_blocks_of_a_power_of_two():
 @pytest.mark.parametrize("n", [1, 255, 100_001])
 def test_triton_writes_the_bits_that_the_cpu_writes(codec, n, monkeypatch):
     triton = pytest.importorskip("triton")
-    kernels = fused.kernels(torch.zeros(1, device="cuda"), codec.block)
+    kernels = blockwise.kernels(torch.zeros(1, device="cuda"), codec.block)
     assert kernels.triton is triton
     x = torch.randn(n, generator=torch.Generator().manual_seed(n)) * 1e-3
     wire, on_gpu = codec.encode(x), codec.encode(x.cuda())
