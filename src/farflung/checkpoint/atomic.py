@@ -70,26 +70,21 @@ class StagedDir:
             sync_folder(folder)
         sync_folder(self.folder)
         sync_folder(self._shell)
-        if self._is_fresh and self._renamed():
-            sync_folder(self.target.parent)
-            self._shell.rmdir()
-        else:
-            os.rename(self._shell, self.target / READY)
-            sync_folder(self.target)
-            finish(self.target)
-
-    def _renamed(self) -> bool:
-        """Rename the new folder to the target, unless there is one with files by now; return whether it was."""
-        try:
-            os.rename(self.folder, self.target)
-        except OSError:
-            if not self.target.is_dir():
-                raise
-            return False
-        return True
+        if self._is_fresh:
+            try:
+                os.rename(self.folder, self.target)
+            except OSError:
+                if not self.target.is_dir():
+                    raise
+            else:
+                sync_folder(self.target.parent)
+                self._shell.rmdir()
+                return
+        os.rename(self._shell, self.target / READY)  # there is a folder, perhaps by now only
+        sync_folder(self.target)
+        finish(self.target)
 
     def discard(self) -> None:
-        """Take away what was written, where this rank has begun it."""
         if self.is_ours:
             shutil.rmtree(self._shell, ignore_errors=True)  # what can't be removed now is removed by the next `begin`
 

@@ -96,7 +96,6 @@ class Checkpoint:
 
     @property
     def has_former_name(self) -> bool:
-        """Whether it was written when this package had another name."""
         return manifest_path(self.folder).name == paths.FORMER_MANIFEST
 
     def has(self, name: str) -> bool:

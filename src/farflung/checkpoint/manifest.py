@@ -44,7 +44,6 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all files together."""
         return sum(record.num_bytes for record in self.files.values())
 
     def write(self, path: Path) -> None:

@@ -69,7 +69,6 @@ class ShardPlanner:
                 _check(self._planner.resolve_data(item), item.index.fqn)
 
     def entry(self, plans: Sequence[SavePlan], rank: int) -> ShardedEntry:
-        """Return this rank's part of the folder, given the plans of all ranks."""
         planned, metadata = self._planner.create_global_plan(list(plans))
         mine = self._planner.finish_plan(FileSystemWriter("").prepare_global_plan(planned)[rank])
         content: dict[MetadataIndex, Any] = {}
@@ -217,7 +216,6 @@ class ShardReader:
         return planner.found
 
     def read_whole(self) -> Any:
-        """Return the whole state, nested as it was saved, on the CPU."""
         found = self.read(dict.fromkeys(self.paths))
         return nested({self.paths[name]: value for name, value in found.items()})
 

@@ -45,8 +45,7 @@ class Codec(Protocol):
         Any other product is rounded before it is added, so that it is the same with and without fused arithmetic.
         """
 
-    def wire_bytes(self, n: int) -> int:
-        """Return the size of the wire of `n` fp32 values."""
+    def wire_bytes(self, n: int) -> int: ...
 
 
 _PIECE = 1 << 17

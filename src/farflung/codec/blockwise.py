@@ -218,12 +218,11 @@ class _FourBit(_Blockwise):
     bits: ClassVar[int] = 4
 
     @abstractmethod
-    def _to_codes(self, y: Tensor) -> None:
-        """Turn `y` into codes, whole fp32 numbers, in place."""
+    def _to_codes(self, y: Tensor) -> None: ...
 
     @abstractmethod
     def _from_codes(self, y: Tensor) -> None:
-        """Turn codes into what they stand for, in place."""
+        """Turn codes, whole fp32 numbers, into what they stand for, in place; `_to_codes` does the opposite."""
 
     def _round(self, codes: Tensor, y: Tensor) -> None:
         self._to_codes(y)

@@ -66,7 +66,6 @@ class TopK:
 
     @property
     def limit(self) -> float:
-        """The largest number of bf16, or of fp32."""
         return float(torch.finfo(torch.bfloat16 if self.bits == 2 else torch.float32).max)
 
     def encode(self, x: Tensor) -> Tensor:

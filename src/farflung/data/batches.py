@@ -36,7 +36,6 @@ class BatchView:
         self.length = _first_length(self._leaves)
 
     def cut(self, part: slice) -> Any:
-        """Return the batch that has only the samples of `part`."""
         return self._with([leaf[part] if self._has_entries(leaf) else leaf for leaf in self._leaves])
 
     def whole(self) -> Any:

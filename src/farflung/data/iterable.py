@@ -60,7 +60,6 @@ class IterableDatasetShard(IterableDataset[Any]):
         return self.batch_size // self.num_processes if self.split_batches else self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass `epoch` on to the data set, if it wants to know."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -150,7 +149,6 @@ class StatefulShard(MarkedShard):
         return {"dataset": own, "first": first, "is_read": self._is_read}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iteration go on where `state_dict` stood."""
         self._first, self._is_read, self._goes_on = state_dict["first"], state_dict["is_read"], True
         if not self._is_read:  # else it would take its old state for the iteration after this one
             self.dataset.load_state_dict(state_dict["dataset"])  # type: ignore[attr-defined]

@@ -122,11 +122,9 @@ class PreparedLoader(LoaderView):
                 self._show(around)
 
     def get_sampler(self) -> Any:
-        """Return the sampler that puts the samples in order."""
         return order_of(self.base_dataloader)[0]
 
     def set_sampler(self, sampler: Any) -> None:
-        """Put the samples in the order of another sampler from the next iteration on."""
         holder = order_of(self.base_dataloader)[1]
         if not hasattr(holder, "sampler"):
             raise Unsupported(
@@ -156,7 +154,6 @@ class PreparedLoader(LoaderView):
         return self._progress.keep(self.base_dataloader)
 
     def _show(self, one: Iteration) -> None:
-        """Copy the attributes of an iteration to this loader."""
         self.end_of_dataloader, self.remainder = one.end_of_dataloader, one.remainder
 
     def _stream(self, one: Iteration) -> Iterator[tuple[Any, bool, int]]:

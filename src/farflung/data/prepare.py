@@ -198,7 +198,6 @@ class _FixedRankGroup(SoloGroup):
 def _sharded(
     loader: DataLoader[Any], group: Group, exchange: Exchange, config: DataLoaderConfiguration, common: dict[str, Any]
 ) -> DataLoaderShard:
-    """Let each rank read its own samples by index."""
     source = index_source(loader)
     shard = BatchSamplerShard(source, group.size, group.rank, config.split_batches, config.even_batches)
     in_batches = loader.batch_sampler is not None or isinstance(source, BatchSampler) or hasattr(source, "batch_size")

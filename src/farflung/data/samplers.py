@@ -163,7 +163,6 @@ class SeedableRandomSampler(RandomSampler):
 
     @classmethod
     def of(cls, sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSampler:
-        """Return one that has the settings of another random sampler."""
         made = cls.__new__(cls)
         made.__dict__.update(sampler.__dict__)
         made._begin(data_seed)
@@ -181,7 +180,6 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration."""
         self.epoch = epoch
 
 
@@ -195,7 +193,6 @@ class _SamplerView(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """The number of batches of the whole batch sampler."""
         return len(self.batch_sampler)
 
 

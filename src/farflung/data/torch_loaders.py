@@ -104,7 +104,6 @@ def made_loader(dataset: Any, stateful: bool, arguments: dict[str, Any]) -> Data
 
 @cache
 def _torchdata_loader() -> type[DataLoader[Any]] | None:
-    """Return torchdata's loader that keeps its position, None where torchdata is not installed."""
     if find_spec("torchdata") is None:
         return None
     from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]

@@ -8,7 +8,7 @@ The gradient of a window is the mean of its micro-batches' gradients, also in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -138,16 +138,10 @@ def _summed(value: float, group: Group, state: LoopState) -> float:
     return x.item()
 
 
-def _accumulated(window: Window, state: LoopState) -> Iterable[Tensor]:
-    """The parameters whose gradients a window gathers: of its models, or all that are trained where it names none."""
-    if window.models:
-        return window.parameters()
-    return (p for follower in state.optimizers for group in follower.optimizer.param_groups for p in group["params"])
-
-
 def _gradients(window: Window, state: LoopState) -> list[Tensor]:
     """The gradients that a window has gathered so far, also those that FSDP has not reduced yet."""
-    found = [parameter.grad for parameter in _accumulated(window, state)]
+    trained = (p for follower in state.optimizers for group in follower.optimizer.param_groups for p in group["params"])
+    found = [parameter.grad for parameter in (window.parameters() if window.models else trained)]
     for part in sharded_parts(module for model in window.models for module in model.modules()):
         for kept in sharded_parameters(part):
             found += [kept.sharded_param.grad, unreduced_gradient(kept)]

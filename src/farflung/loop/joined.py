@@ -25,11 +25,9 @@ class JoinedRanks:
         self._responder = Thread(target=self._respond, name="farflung join responder", daemon=True)
 
     def any(self, mine: bool) -> bool:
-        """Say whether it is so for any rank that has data."""
         return self._sums(float(mine), 1.0)[0] > 0
 
     def sum(self, mine: float) -> float:
-        """Return the sum over the ranks that have data."""
         return self._sums(mine, 1.0)[0]
 
     def respond(self) -> None:

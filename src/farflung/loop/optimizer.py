@@ -111,7 +111,6 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def window_is_complete(self) -> bool:
-        """Whether the accumulation window of the models that this optimizer trains is complete."""
         return (self.window or self.loop_state.window).complete
 
     @property
@@ -120,12 +119,10 @@ class AcceleratedOptimizer(Optimizer):
         return (self.window or self.loop_state.window).items
 
     def follow(self, window: Window) -> None:
-        """Step when `window` is complete, if this optimizer trains one of its models."""
         if window.models and self.owns(window.parameters()):
             self.window = window
 
     def owns(self, parameters: Iterable[Tensor]) -> bool:
-        """Say whether this optimizer trains any of `parameters`."""
         mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         return any(id(parameter) in mine for parameter in parameters)
 
@@ -146,11 +143,9 @@ class AcceleratedOptimizer(Optimizer):
         return self.optimizer.state_dict()
 
     def register_step_post_hook(self, hook: Any) -> Any:
-        """Have `hook` called after each step that is really made."""
         return self.optimizer.register_step_post_hook(hook)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
-        """Have `hook` called before each step that is really made."""
         return self.optimizer.register_step_pre_hook(hook)
 
     def __getattr__(self, name: str) -> Any:

@@ -29,7 +29,7 @@ class ActiveLoader(Protocol):
 
 
 class Observer(Protocol):
-    """What is told where iterations of prepared loaders start and end; all ranks may be there."""
+    """Hears where iterations of prepared loaders start and end; all ranks may be there."""
 
     def iteration_starts(self, loader: Any) -> None:
         """Called when an iteration of `loader` starts, before it draws or reads anything."""
@@ -123,7 +123,6 @@ class LoopState:
         self._windows: dict[tuple[int, ...], Window] = {tuple(map(id, one.models)): one for one in state["_windows"]}
 
     def reset(self) -> None:
-        """Forget all windows, loaders and optimizers."""
         self.window = Window(divisor=self._num_steps)  # the one that was entered last
         self._windows = {(): self.window}
         self.loaders = []
@@ -145,12 +144,10 @@ class LoopState:
 
     @property
     def has_one_window(self) -> bool:
-        """Whether all models accumulate in step."""
         return len(self._windows) <= 2  # the one for all, and at most one of its own
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch completes the window that was entered last."""
         return self.window.complete
 
     @sync_gradients.setter
@@ -175,7 +172,6 @@ class LoopState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the latest batch was the last one of its loader."""
         return bool(self.loaders) and self.loaders[-1].end_of_dataloader
 
     @property
@@ -196,7 +192,6 @@ class LoopState:
         return [observer for observer in found if observer is not None]
 
     def begin(self, loader: Any) -> None:
-        """Tell observers that an iteration of `loader` starts."""
         for observer in self._observed_by():
             observer.iteration_starts(loader)
 

@@ -45,7 +45,6 @@ class OuterLoops(Part):
             )
 
     def _check_columns(self, source: Loading) -> None:
-        """Raise CheckpointError where outer loops were over other shards than those that are here."""
         rank = 0 if source.is_other else source.rank
         if not source.checkpoint.has(paths.outer_state(rank)):
             return

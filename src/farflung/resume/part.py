@@ -56,7 +56,6 @@ class Loading:
 
     @cached_property
     def owns(self) -> list[dict[str, Any]]:
-        """What each of the ranks that wrote it knew."""
         return [self.checkpoint.read(paths.loop_state(rank)) for rank in range(self.old_size)]
 
     @property
@@ -75,7 +74,6 @@ class Loading:
         return self.apart[kind][index] if index < len(self.apart.get(kind, ())) else None
 
     def note_other_size(self) -> None:
-        """Note what another number of ranks changes."""
         old, size = self.old_size, self.size
         self.notes.append(
             f"it was written by {counted(old, 'process')} and resumes with {size}: steps see a different number of "

@@ -83,7 +83,6 @@ class Run:
 
     @property
     def bare_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers inside the prepared ones."""
         return [prepared.optimizer for prepared in self.registry.optimizers]
 
     @property

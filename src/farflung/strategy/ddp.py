@@ -46,7 +46,6 @@ class DDP(ShardedModels):
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """Arguments for torch's DDP around the models that are prepared from now on."""
         return self._handler
 
     @ddp_handler.setter

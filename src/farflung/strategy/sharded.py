@@ -75,30 +75,24 @@ class ShardedModels:
         columns.all_reduce(gradient.div_(columns.size)).wait()
 
     @contextmanager
-    def _synchronized(self, model: nn.Module, parts: list[Any], synchronized: bool) -> Iterator[None]:
-        before = list(self._silent)
-        self._silent = [other for other in before if other is not model]
-        if not synchronized:
-            self._silent.append(model)
-        self._tell(model, parts)
+    def _synchronized(self, model: nn.Module, synchronized: bool) -> Iterator[None]:
+        before, parts = self._silent, sharded_parts(model.modules())
+        others = [other for other in before if other is not model]
+        self._silent = others if synchronized else [*others, model]
+        for part in parts:
+            part.set_requires_gradient_sync(synchronized, recurse=False)
         try:
             yield
         finally:
             self._silent = before
-            self._tell(model, parts)
-
-    def _tell(self, model: nn.Module, parts: list[Any]) -> None:
-        synchronized = all(model is not other for other in self._silent)
-        for part in parts:
-            part.set_requires_gradient_sync(synchronized, recurse=False)
+            for part in parts:
+                part.set_requires_gradient_sync(all(model is not other for other in before), recurse=False)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        parts = sharded_parts(model.modules())
-        return self._synchronized(model, parts, False) if parts else nullcontext()
+        return self._synchronized(model, False)
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        parts = sharded_parts(model.modules())
-        return self._synchronized(model, parts, True) if parts else nullcontext()
+        return self._synchronized(model, True)
 
     @contextmanager
     def _alone(self, model: nn.Module) -> Iterator[None]:

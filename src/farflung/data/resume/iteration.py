@@ -35,7 +35,6 @@ class Iteration:
     loader: Any
     epoch: int
     skip: int  # batches that it leaves out at its beginning
-    start: RandomStates  # in which it began
     has_workers: bool  # persistent ones were there when it began
     name: str | None  # by which all ranks that iterate the loaders of one run alike call it; None: it is in no run
     resumed_at: Position | None  # where it goes on, if it does not begin at the beginning
@@ -50,6 +49,11 @@ class Iteration:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    @property
+    def start(self) -> RandomStates:
+        """The random states in which it began."""
+        return self.now if self.resumed_at is None else self.resumed_at.start
 
     def arrive(self) -> None:
         """Go on with the random states of the training; the generators of the loader stay as the start left them.

@@ -78,10 +78,8 @@ class Progress:
         announce(self.number, base)
         self._passes += 1
         name = None if self.run_number is None else f"{self.run_number}/{self._passes}"
-        start, has_workers = now, self.workers.are_there(base)
-        if position is not None:
-            start, has_workers = position.start, position.has_workers
-        self.newest = Iteration(loader, self.number, skip, start, has_workers, name, position, now)
+        has_workers = self.workers.are_there(base) if position is None else position.has_workers
+        self.newest = Iteration(loader, self.number, skip, has_workers, name, position, now)
         return self.newest
 
     def _run_out(self, loader: Any, position: Position) -> None:
