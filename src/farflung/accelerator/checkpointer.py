@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from farflung.accelerator.session import flushed
 from farflung.base.errors import CheckpointError, ConfigError, FarflungError
@@ -26,7 +26,6 @@ from farflung.resume.part import Loading, Saving
 from farflung.resume.run import Run
 
 Path_ = str | os.PathLike[str]
-T = TypeVar("T")
 
 
 class Checkpointer:
@@ -132,7 +131,7 @@ class Checkpointer:
                 folder, has_several = resolve(input_dir, self.automatic)
                 if has_several:
                     return newest(folder)
-                found = _explained(Checkpoint.open, folder)
+                found: Checkpoint = _explained(Checkpoint.open, folder)
                 verification = background.submit(_explained, Checkpoint.verify, found)  # while the files are read
                 if run.load_hooks:  # they may read them themselves, and change the models
                     verification.result()
@@ -172,7 +171,7 @@ class Checkpointer:
             print("\n".join(f"farflung: {line}" for line in lines), file=sys.stderr)
 
 
-def _explained(look: Callable[[Any], T], at: Any) -> T:
+def _explained(look: Callable[[Any], Any], at: Any) -> Any:
     try:
         return look(at)
     except CheckpointError as error:

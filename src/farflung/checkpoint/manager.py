@@ -176,22 +176,13 @@ def _write(
 
         def place() -> None:
             if group.leads:
-                _complete(staged.folder, _records(parts, staged.folder, written), request)
+                _complete(staged.folder, parts, written, request.facts)
                 staged.commit()
                 leave_note(CHECKPOINT, os.fspath(request.target))
                 if request.is_numbered:
                     atomic.prune(request.target, request.total_limit)
 
         group.agree(request.doing, place)
-
-
-def _records(parts: Sequence[Entry], folder: Path, written: Sequence[dict[str, Any]]) -> dict[str, FileRecord]:
-    """Finish the folders into which all ranks have written, and return the records of all files."""
-    together = {part.name: part for part in parts if isinstance(part, FolderEntry)}
-    records = {name: one for found in written for name, one in found.items() if name not in together}
-    for name, part in together.items():
-        records.update(part.finish(folder, [found[name] for found in written if name in found]))
-    return records
 
 
 def _write_all(parts: Sequence[Entry], folder: Path, at_once: bool) -> dict[str, Any]:
@@ -221,14 +212,16 @@ def _space(parts: Sequence[Entry], folder: Path) -> str:
     return f"this rank writes {in_bytes(needed)}; {in_bytes(shutil.disk_usage(folder).free + written)} were free"
 
 
-def _complete(folder: Path, written: dict[str, FileRecord], request: SaveRequest) -> None:
-    """Write the manifest, over what hooks have put into the folder too."""
-    files = {}
-    for name in atomic.names_in(folder):
-        record = written.get(name)
-        if record is None:
-            record = FileRecord(*sums_of(folder / name))
+def _complete(folder: Path, parts: Sequence[Entry], written: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
+    """Finish the folders of all ranks, and write the manifest, over what hooks have put into the folder too."""
+    together = {part.name: part for part in parts if isinstance(part, FolderEntry)}
+    records = {name: one for found in written for name, one in found.items() if name not in together}
+    for name, part in together.items():
+        records.update(part.finish(folder, [found[name] for found in written if name in found]))
+    names = atomic.names_in(folder)
+    for name in names:
+        if name not in records:
+            records[name] = FileRecord(*sums_of(folder / name))
             with open(folder / name, "rb") as file:
                 os.fsync(file.fileno())
-        files[name] = record
-    Manifest(files=files, **request.facts).write(folder / paths.MANIFEST)
+    Manifest({name: records[name] for name in names}, **facts).write(folder / paths.MANIFEST)

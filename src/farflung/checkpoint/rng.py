@@ -72,10 +72,10 @@ def write(states: dict[str, Any]) -> list[str]:
         module, saved = _module(kind), states.get(key)
         if module is None:
             continue
-        if saved is not None and len(saved) == module.device_count():
+        number = 0 if saved is None else len(saved)
+        if number == module.device_count():
             module.set_rng_state_all(saved)
         else:
-            number = 0 if saved is None else len(saved)
             odd.append(
                 f"random states of {counted(number, f'{kind} device')} were saved, but this machine has "
                 f"{module.device_count()}"

@@ -45,7 +45,7 @@ Path_ = str | os.PathLike[str]
 
 
 class ShardPlanner:
-    """A state that ranks will write together, before they know who writes what.
+    """A state that ranks will write together, before they know who writes what; ConfigError where it is no plain data.
 
     Args:
         name: of the folder to be, such as `optimizer_0`; nothing where that is the checkpoint's own.
@@ -53,9 +53,6 @@ class ShardPlanner:
             is whole is written by the leader. Ranks whose shards others write too bring them all the same: the work is
             divided among them.
         takes_part: False: its shards are not written, as where another replica's are.
-
-    Raises:
-        ConfigError: it holds something that could not be loaded again, because it is not plain data.
     """
 
     def __init__(self, name: str, state: dict[str, Any], leads: bool, takes_part: bool = True) -> None:

@@ -56,11 +56,8 @@ class FileWriter:
 
     What fills a block of memory is written by a thread while the next block is filled, and past the system's cache
     where the file system has a way (`O_DIRECT`): nobody reads a checkpoint soon, it would push out what is read, and
-    finding memory for a copy of it and waiting for the disk at the end takes longer than the disk alone.
-
-    Args:
-        path: of the file; one that is there is replaced once the new one is whole.
-        threaded: False: no thread, as where none may start any more.
+    finding memory for a copy of it and waiting for the disk at the end takes longer than the disk alone. `threaded` is
+    False where no thread may start any more.
     """
 
     def __init__(self, path: str | os.PathLike[str], threaded: bool = True) -> None:

@@ -124,21 +124,16 @@ class _Blockwise(ABC):
     def _decoded(self, wire: Tensor, out: Tensor, in_place: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pieces of `out` and what `wire` says of them, in the piece itself if `in_place` and it fits."""
         scales, codes = self._parts(wire, out)
-        scratch = torch.empty(0 if in_place else self._piece(out), dtype=torch.float32, device=out.device)
+        scratch = torch.empty(self.block if in_place else self._piece(out), dtype=torch.float32, device=out.device)
         for start, rows, width in self._pieces(out):
             target = out[start : start + rows * width]
             fits = target.numel() == rows * width
-            if in_place and fits:
-                values = target
-            elif fits:
-                values = scratch[: target.numel()]
-            else:
-                values = torch.empty(rows * width, dtype=torch.float32, device=out.device)
+            values = target if in_place and fits else scratch[: rows * width]
             y = values.view(rows, width)
             first = start // self.block
             self._widen(self._rows(codes, start, rows, width), y)
             y.mul_(scales[first : first + rows].view(rows, 1))
-            yield target, values[: target.numel()] if not fits else values
+            yield target, values if fits else values[: target.numel()]
 
     @property
     def _form(self) -> dict[str, Any]:

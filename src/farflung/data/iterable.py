@@ -18,15 +18,11 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     Args:
         dataset: yields samples, the same ones in the same order on every process.
-        batch_size: samples of a batch of one process or, with `split_batches`, of all processes together.
+        batch_size: samples of a batch of one process or, with `split_batches`, of all processes together, when it must
+            be a multiple of `num_processes`.
         drop_last: leave out a last round that is not whole.
-        num_processes: how many share the samples.
-        process_index: which of them this is.
-        split_batches: see `batch_size`.
+        num_processes, process_index: how many share the samples, and which of them this is.
         even_batches: complete a last round that is not whole with samples of the first.
-
-    Raises:
-        ConfigError: `split_batches` and a batch size that is no multiple of `num_processes`.
     """
 
     def __init__(

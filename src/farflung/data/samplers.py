@@ -3,7 +3,8 @@
 
 A *round* is what all ranks consume together in one step: one batch for each of them or, with `split_batches`, one batch
 cut into equal parts. All rounds but the last are whole by themselves. The last one is filled up with samples from the
-first round (`even_batches`), or dropped (`drop_last`), or handed out as it is.
+first round (`even_batches`), or dropped (`drop_last`), or handed out as it is. With each share comes the number of
+samples in its round that are no padding; 0 means that there is no padding.
 """
 
 from __future__ import annotations
@@ -49,10 +50,7 @@ def rounds(
 def whole_shares(
     batches: Iterable[Any], rank: int, size: int, *, drop_last: bool, even: bool, first: list[Any] | None = None
 ) -> Iterator[tuple[Any, int]]:
-    """Deal whole batches, whatever their lengths, to `size` ranks in turn; yield those of `rank`.
-
-    With each comes the number of samples in its round that are no padding; 0 means that there is no padding.
-    """
+    """Deal whole batches, whatever their lengths, to `size` ranks in turn; yield those of `rank`."""
     for group, real in rounds(batches, size, drop_last=drop_last, even=even, first=first):
         if rank < len(group):
             padded = even and real < size
@@ -71,8 +69,7 @@ def even_shares(
 ) -> Iterator[tuple[Batch, int]]:
     """Deal batches of one size to `size` ranks so that all get equally many, all full; yield those of `rank`.
 
-    With each comes the number of samples in its round that are no padding; 0 means that there is no padding. A batch
-    of another size before the last one is a ConfigError.
+    A batch of another size before the last one is a ConfigError.
     """
     per_round, part = (1, batch_size // size) if split else (size, batch_size)
     own = slice(rank * part, (rank + 1) * part)
@@ -95,7 +92,7 @@ def even_shares(
 def split_shares(
     batches: Iterable[Batch], rank: int, size: int, batch_size: int, *, drop_last: bool
 ) -> Iterator[tuple[Batch, int]]:
-    """Cut each batch into `size` parts without any padding; yield those of `rank` that are not empty, each with 0."""
+    """Cut each batch into `size` parts without any padding; yield those of `rank` that are not empty."""
     part = batch_size // size
     for batch in batches:
         if len(batch) > batch_size:
@@ -202,18 +199,15 @@ class BatchSamplerShard(_SamplerView):
     Args:
         batch_sampler: yields batches of indices, the same ones on every process. Where it has no `batch_size`, its
             batches may be of any size and are never completed or cut: processes get whole batches, as many each.
-        num_processes: how many share them.
-        process_index: which of them this is.
-        split_batches: each process gets a part of each batch, instead of every `num_processes`-th batch.
+        num_processes, process_index: how many share them, and which of them this is.
+        split_batches: each process gets a part of each batch, instead of every `num_processes`-th batch. The batch size
+            must be known, and a multiple of `num_processes`.
         even_batches: every process gets equally many full batches; what is missing in the last round is taken from the
             first. Otherwise each index is handed out once and the last round may be short, or missing for some.
 
     Attributes:
         remainder: of the latest complete iteration: indices in its last round that were no padding, on all processes
             together; 0 if there was no padding.
-
-    Raises:
-        ConfigError: `split_batches` and the batch size is unknown or no multiple of `num_processes`.
     """
 
     def __init__(

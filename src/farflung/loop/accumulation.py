@@ -26,11 +26,7 @@ from farflung.loop.state import LoopState, Window
 class Accumulate:
     """One entry into the accumulation window of one or several models.
 
-    Args:
-        no_sync: makes the context in which a model's gradients stay on this process, or None where they always do.
-
-    Raises:
-        WrongType: something that is given for a model is none.
+    `no_sync` makes the context in which a model's gradients stay on this process, or is None where they always do.
     """
 
     __slots__ = ("_models", "_no_sync", "_state", "_unsynced")
@@ -49,7 +45,7 @@ class Accumulate:
         self._state = state
         self._models = models
         self._no_sync = no_sync
-        self._unsynced: ExitStack | None = None
+        self._unsynced: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
         state = self._state
@@ -59,9 +55,15 @@ class Accumulate:
                 # What the earlier micro-batches left was divided for a window of full length.
                 rescale(_gradients(window, state), state.num_steps / window.divisor)
         elif self._no_sync is not None and not state.sync_each_batch:
-            self._unsynced = ExitStack()
-            for model in self._models:
-                self._unsynced.enter_context(self._no_sync(model))
+            self._unsynced = self._no_sync(self._models[0]) if len(self._models) == 1 else self._all_unsynced()
+            self._unsynced.__enter__()
+
+    def _all_unsynced(self) -> ExitStack:
+        assert self._no_sync is not None
+        stack = ExitStack()
+        for model in self._models:
+            stack.enter_context(self._no_sync(model))
+        return stack
 
     def __exit__(self, *error: Any) -> None:
         if self._unsynced is not None:
@@ -92,13 +94,8 @@ def explain_loss(loss: object, kwargs: Mapping[str, Any], error: Exception) -> N
 def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Group | None, waits: bool) -> Tensor:
     """Return a sum of losses so scaled that the window's gradient is that of `sum(losses) / sum(items)` over the ranks.
 
-    The scale is only known with the window's last micro-batch; what the earlier ones left is scaled again then.
-
-    Args:
-        loss: 0-d, the sum over the items of this micro-batch.
-        num_items: how many items that is; 0 is fine.
-        group: the ranks that average the model's gradients, or None.
-        waits: they average them in the last backward pass of the window; else in each.
+    The scale is only known with the window's last micro-batch; what the earlier ones left is scaled again then. The
+    ranks of `group` average the model's gradients: in the last backward pass of the window if that `waits`, else in each.
     """
     window = state.window
     if isinstance(num_items, Tensor) and num_items.numel() == 1:

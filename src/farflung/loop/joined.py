@@ -14,9 +14,8 @@ from farflung.comm.torch_group import TorchGroup
 class JoinedRanks:
     """Ranks that sum two numbers each: a value, and whether they have data.
 
-    Args:
-        group: used for nothing else.
-        everyone: the same ranks, as they train. It is aborted where a rank fails, which ends their waits.
+    `group` is used for nothing else. `everyone` are the same ranks as they train; where a rank fails, it is aborted,
+    which ends their waits.
     """
 
     def __init__(self, group: TorchGroup, everyone: TorchGroup) -> None:

@@ -67,13 +67,11 @@ class Models(Part):
         return {paths.model_shards(k): {"model": model_shards(one)} for k, one in models if model_has_dtensor(one)}
 
     def begin(self, source: Loading) -> None:
-        whole = [model for _, model in self._places if not model_has_dtensor(model)]
-        given = list(whole)
+        given = [model for _, model in self._places if not model_has_dtensor(model)]
         for hook in self.run.load_hooks.values():
             hook(given, os.fspath(source.checkpoint.folder))
-        # Those that hooks took out of the list are not loaded here.
-        taken = [model for model in whole if all(model is not other for other in given)]
-        self._places = [(k, model) for k, model in self._places if all(model is not other for other in taken)]
+        left = set(map(id, given))  # those that hooks took out of the list are not loaded here
+        self._places = [(k, model) for k, model in self._places if id(model) in left or model_has_dtensor(model)]
 
     def read(self, source: Loading) -> None:
         self._strict = source.strict

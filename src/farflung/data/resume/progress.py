@@ -21,9 +21,8 @@ from farflung.data.torch_loaders import announce, keeper_of, seeded_samplers
 class Progress:
     """Where the iterations of a loader, and of its copies that skip batches, stand.
 
-    Args:
-        reads: this rank reads the data.
-        pack: returns how much an iteration has prefetched, and that as plain data, None where it is none.
+    `reads` says whether this rank reads the data. `pack` returns how much an iteration has prefetched, and that as
+    plain data, None where it is none.
     """
 
     def __init__(self, reads: bool = True, pack: Callable[[Any], tuple[int, Any]] = pack_batch) -> None:
