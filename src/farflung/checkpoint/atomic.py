@@ -33,12 +33,8 @@ class StagedDir:
     """The folder in which a checkpoint is written before it is put in place by `commit`.
 
     One rank begins, commits or discards it; the others put files into its `folder`, and set `is_ours` to False. A block
-    that fails under it discards it.
-
-    Args:
-        target: where the checkpoint will be.
-        token: what tells this folder from those of earlier saves.
-        aside: where to write meanwhile, on the target's file system; None: next to the target.
+    that fails under it discards it. The `token` tells it from folders of earlier saves; it is `aside`, on the target's
+    file system, or else next to the target.
     """
 
     def __init__(self, target: Path, token: str, aside: Path | None = None) -> None:

@@ -32,9 +32,7 @@ class LoaderView(DataLoader[Any]):
     """
 
     _state: LoopState
-    multiprocessing_context: Any = forwarded(
-        "base_dataloader", "multiprocessing_context"
-    )  # a property of torch's class
+    multiprocessing_context: Any = forwarded("base_dataloader", "multiprocessing_context")  # torch's is a property
 
     def __init__(self, base: DataLoader[Any], *, stateful: bool = False) -> None:
         self.use_stateful_dataloader = stateful

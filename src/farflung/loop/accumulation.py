@@ -95,7 +95,7 @@ def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Gr
     """Return a sum of losses so scaled that the window's gradient is that of `sum(losses) / sum(items)` over the ranks.
 
     The scale is only known with the window's last micro-batch; what the earlier ones left is scaled again then. The
-    ranks of `group` average the model's gradients: in the last backward pass of the window if that `waits`, else in each.
+    ranks of `group` average the model's gradients: in the window's last backward pass if that `waits`, else in each.
     """
     window = state.window
     if isinstance(num_items, Tensor) and num_items.numel() == 1:

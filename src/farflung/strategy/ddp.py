@@ -30,9 +30,8 @@ from farflung.strategy.sharded import ShardedModels, refuse_muon
 class DDP(ShardedModels):
     """Replicas that average their gradients in each backward pass. Models that come sharded stay as they are.
 
-    Args:
-        kind: which word the process's device has for it (MULTI_CPU, MULTI_GPU ...).
-        mesh: all processes; where its rows are of several, gradients are averaged over a row alone inside `local`.
+    The `kind` is the device's word for it (MULTI_CPU, MULTI_GPU ...). Where rows of the mesh are of several processes,
+    gradients are averaged over a row alone inside `local`.
     """
 
     places = False
