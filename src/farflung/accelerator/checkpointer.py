@@ -85,11 +85,9 @@ class Checkpointer:
             )
         target = Path(os.path.abspath(folder))  # the script may change its directory meanwhile
         request = SaveRequest(target, self._facts(), project.automatic_checkpoint_naming, project.total_limit)
-        staged = saver.begin(request)
-        saving = Saving(staged.folder, safe, run.world.rank == saver.group.leader, self._writes)
-        with staged:
-            entries = table.collect(run, saver.group, request.doing, saving)
-        saver.write(request, staged, entries, block)
+        with saver.begin(request) as staged:
+            saving = Saving(staged.folder, safe, saver.group.leads, self._writes)
+            saver.write(request, staged, table.collect(run, saver.group, request.doing, saving), block)
         project.iteration += 1
         return folder
 

@@ -32,9 +32,9 @@ _TRASH = ".trash-"
 class StagedDir:
     """The folder in which a checkpoint is written before it is put in place by `commit`.
 
-    One rank begins, commits or discards it; the others put files into its `folder`, and set `is_ours` to False. A block
-    that fails under it discards it. The `token` tells it from folders of earlier saves; it is `aside`, on the target's
-    file system, or else next to the target.
+    One rank begins, commits or discards it; the others put files into its `folder`, and set `is_ours` to False. The
+    `token` tells it from folders of earlier saves; it is `aside`, on the target's file system, or else next to the
+    target.
     """
 
     def __init__(self, target: Path, token: str, aside: Path | None = None) -> None:
@@ -83,13 +83,6 @@ class StagedDir:
     def discard(self) -> None:
         if self.is_ours:
             shutil.rmtree(self._shell, ignore_errors=True)  # what can't be removed now is removed by the next `begin`
-
-    def __enter__(self) -> StagedDir:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self.discard()
 
 
 def finish(target: Path) -> None:

@@ -7,8 +7,9 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -103,8 +104,12 @@ class Saver:
     _failure: BaseException | None = None
     _staging: Staging = field(default_factory=Staging)
 
-    def begin(self, request: SaveRequest) -> StagedDir:
-        """Make the folder in which the files are put meanwhile. All ranks call this together, as all that follows."""
+    @contextmanager
+    def begin(self, request: SaveRequest) -> Iterator[StagedDir]:
+        """Make the folder in which the files are put meanwhile, and discard it where the block fails.
+
+        All ranks call this together, as all that follows.
+        """
 
         def make() -> StagedDir | None:
             if not self.group.leads:
@@ -117,10 +122,14 @@ class Saver:
 
         staged: StagedDir = self.group.agree(request.doing, make)[self.group.leader]
         staged.is_ours = self.group.leads
-        return staged
+        try:
+            yield staged
+        except BaseException:
+            staged.discard()
+            raise
 
     def write(self, request: SaveRequest, staged: StagedDir, parts: Sequence[Entry], block: bool = True) -> None:
-        """Write this rank's parts, and put the checkpoint in place when all ranks have theirs on the disk.
+        """Write this rank's parts into the folder that was begun, and put it in place when all ranks have.
 
         Without `block`, copy the parts and return; a thread does it.
         """
@@ -133,13 +142,13 @@ class Saver:
             self._background = CheckpointGroup(Exchange(ranks), self.group.leader)
         group = self._background
         copies: list[Entry] = []
-        with staged:
-            self.group.agree(request.doing, lambda: copies.extend(self._staging.copied(parts)))
+        self.group.agree(request.doing, lambda: copies.extend(self._staging.copied(parts)))
 
         def work() -> None:
             try:
                 _write(group, request, staged, copies, at_once=False)  # no thread may start at the very end
             except BaseException as error:  # raised by the next call, in the thread that can do something about it
+                staged.discard()
                 self._failure = error
 
         # No daemon: the interpreter waits for it at its end.
@@ -171,18 +180,17 @@ class Saver:
 def _write(
     group: CheckpointGroup, request: SaveRequest, staged: StagedDir, parts: Sequence[Entry], at_once: bool
 ) -> None:
-    with staged:
-        written = group.agree(request.doing, lambda: _write_all(parts, staged.folder, at_once))
+    written = group.agree(request.doing, lambda: _write_all(parts, staged.folder, at_once))
 
-        def place() -> None:
-            if group.leads:
-                _complete(staged.folder, parts, written, request.facts)
-                staged.commit()
-                leave_note(CHECKPOINT, os.fspath(request.target))
-                if request.is_numbered:
-                    atomic.prune(request.target, request.total_limit)
+    def place() -> None:
+        if group.leads:
+            _complete(staged.folder, parts, written, request.facts)
+            staged.commit()
+            leave_note(CHECKPOINT, os.fspath(request.target))
+            if request.is_numbered:
+                atomic.prune(request.target, request.total_limit)
 
-        group.agree(request.doing, place)
+    group.agree(request.doing, place)
 
 
 def _write_all(parts: Sequence[Entry], folder: Path, at_once: bool) -> dict[str, Any]:

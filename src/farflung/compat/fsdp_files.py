@@ -207,20 +207,15 @@ def _parent_of(folder: Path, name: str) -> Path:
 def _write_shards(accelerator: Accelerator, folder: Path, state: dict[str, Any]) -> None:
     saver = Saver(_group(accelerator))
     request = SaveRequest(folder, {})
-    staged = saver.begin(request)
     planners: list[ShardPlanner] = []
 
     def plan() -> Any:
         planners.append(lazy.ShardPlanner("", state, saver.group.leads))
         return planners[0].plan
 
-    try:
+    with saver.begin(request) as staged:
         plans = saver.group.agree(request.doing, plan)
-        entry = planners[0].entry(plans, saver.group.exchange.rank)
-    except BaseException:
-        staged.discard()
-        raise
-    saver.write(request, staged, [entry])
+        saver.write(request, staged, [planners[0].entry(plans, saver.group.exchange.rank)])
 
 
 def _write_whole(accelerator: Accelerator, path: Path, whole: dict[str, Any]) -> None:
