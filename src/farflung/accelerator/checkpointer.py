@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoints of one Accelerator: which folder is written or loaded, by whom, and what people are told of it."""
+"""The checkpoints of one Accelerator: choosing the folder, saving, loading, and reporting what was loaded."""
 
 from __future__ import annotations
 

@@ -147,9 +147,8 @@ def _belonging(target: Path) -> set[str]:
     inner = [path for path in target.iterdir() if path.name in paths.FOLDERS or paths.SHARDS.fullmatch(path.name)]
     there = [path for folder in [target, *inner] if folder.is_dir() for path in folder.iterdir()]  # not all in there
     names = {path.relative_to(target).as_posix() for path in there}
-    return {name for name in names if paths.KNOWN.fullmatch(name) and not paths.EXPORTED.fullmatch(name)} | names_of(
-        target
-    )
+    known = {name for name in names if paths.KNOWN.fullmatch(name) and not paths.EXPORTED.fullmatch(name)}
+    return known | names_of(target)
 
 
 def numbered(automatic: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from farflung.checkpoint.writer import FileWriter, write_safetensors
 
 @dataclass(frozen=True)
 class Entry:
-    """One file to be."""
+    """A file that will be written."""
 
     name: str  # in the folder of the checkpoint
     content: Any  # named tensors, or for a file in torch's format anything that it can hold

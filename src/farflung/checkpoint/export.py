@@ -13,10 +13,11 @@ from torch import Tensor
 
 from farflung.base.errors import ConfigError
 from farflung.base.files import WRITING
-from farflung.base.sizes import num_bytes
 from farflung.checkpoint import paths
 from farflung.checkpoint.manifest import names_of
 from farflung.checkpoint.writer import FileWriter, save_object, without_aliases
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)
 
 
 def save_sharded(
@@ -25,15 +26,14 @@ def save_sharded(
     """Write weights as `model.safetensors` (or `pytorch_model.bin`), cut where a file would grow too large.
 
     Files of an earlier save into the directory that are not written anew are removed, once the new ones are there.
-    Those of a checkpoint in it stay. A single tensor may be larger than `max_shard_size`. Returns the names of the
-    files with weights.
+    Those of a checkpoint in it stay. A single tensor may be larger than `max_shard_size`.
 
-    Raises:
-        ConfigError: the directory is a file, the size is none, or a tensor has no memory (meta device).
+    Returns:
+        the names of the files with weights.
     """
     if directory.is_file():
         raise ConfigError(f"save_model: {directory} is a file. Name a directory.")
-    limit = num_bytes(max_shard_size, "max_shard_size")
+    limit = _num_bytes(max_shard_size)
     meta = [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]
     if meta:
         raise ConfigError(f"save_model: {meta[0]} is on the meta device, so it has no values to save.")
@@ -61,6 +61,16 @@ def save_sharded(
         if old.fullmatch(path.name) and path.name not in kept_names:
             path.unlink()
     return names
+
+
+def _num_bytes(size: int | str) -> int:
+    """Return `5GB` as 5 * 10**9, `5GiB` as 5 * 2**30; unlike elsewhere `5gb` counts bytes, as in `huggingface_hub`."""
+    number = -1
+    if match := _SIZE.fullmatch(str(size)):
+        number = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+    if number < 1:
+        raise ConfigError(f"max_shard_size is {size!r}; give bytes, or a number with KB, MB, GB, KiB, MiB or GiB.")
+    return number
 
 
 def _shards(state: dict[str, Any], limit: int) -> list[dict[str, Any]]:

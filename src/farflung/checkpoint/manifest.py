@@ -26,7 +26,7 @@ class FileRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What stands in a checkpoint."""
+    """The contents of a checkpoint, and facts of the run that wrote it."""
 
     files: dict[str, FileRecord]  # by name, relative to the folder
     step: int = 0  # micro-batches since the data began
@@ -55,11 +55,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Return the manifest of a folder, None where there is none.
-
-        Raises:
-            CheckpointError: it is damaged, of a later format, or names a file outside of its folder.
-        """
+        """Return the manifest of a folder, None where there is none; CheckpointError where it is damaged."""
         path = manifest_path(folder)
         if not is_file(path):
             return None

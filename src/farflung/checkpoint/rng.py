@@ -65,7 +65,7 @@ def write_host(states: dict[str, Any]) -> None:
 
 
 def write(states: dict[str, Any]) -> list[str]:
-    """Restore what `read` or `read_host` returned; return notes on devices that are here or there alone."""
+    """Restore what `read` or `read_host` returned; return notes on devices present on only one side."""
     write_host(states)
     odd = []
     for kind, key in _DEVICES.items():

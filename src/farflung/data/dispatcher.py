@@ -22,9 +22,8 @@ from farflung.data.torch_loaders import keeper_of, made_loader, reads_indices, r
 from farflung.process.bootstrap import join_world
 
 SliceFn: TypeAlias = Callable[..., Any]
-_Round: TypeAlias = tuple[
-    list[Any], int
-]  # the parts by rank, NOTHING where one gets none; how many samples are no padding (0: all, -1: not known)
+# The parts by rank, NOTHING where one gets none; how many samples are no padding (0: all, -1: not known).
+_Round: TypeAlias = tuple[list[Any], int]
 
 _NO_PART, _PART, _LAST_PART = range(3)
 

@@ -106,11 +106,8 @@ def _torchdata_loader() -> type[DataLoader[Any]] | None:
 @cache
 def _stateful_kind(kind: Any) -> Any:
     """Return the class of views of class `kind` that are instances of torchdata's loader too."""
-    own = {
-        name: forwarded("base_dataloader", name)
-        for name in ("state_dict", "load_state_dict")
-        if not hasattr(kind, name)
-    }
+    missing = [name for name in ("state_dict", "load_state_dict") if not hasattr(kind, name)]
+    own = {name: forwarded("base_dataloader", name) for name in missing}
     own["__reduce__"] = lambda view: (_unpickled, (kind,), view.__dict__)
     bases: tuple[Any, ...] = (kind, _torchdata_loader())
     return type(kind.__name__, bases, {**own, "__module__": kind.__module__})
