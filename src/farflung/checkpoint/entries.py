@@ -42,11 +42,7 @@ class FolderEntry(Entry):
 
 
 def write(entry: Entry, folder: Path, threaded: bool = True) -> Any:
-    """Write an entry, wait for the disk, and return its record (of a folder, what its `write` returns).
-
-    Raises:
-        ConfigError: it could not be loaded again, because it holds something that is not plain data.
-    """
+    """Write an entry, wait for the disk, and return its record (of a folder, what its `write` returns)."""
     if isinstance(entry, FolderEntry):
         return entry.write(folder, threaded)
     path = folder / entry.name

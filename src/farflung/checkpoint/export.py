@@ -23,13 +23,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)
 def save_sharded(
     state: Mapping[str, Any], directory: Path, max_shard_size: int | str = "10GB", safe: bool = True
 ) -> list[str]:
-    """Write weights as `model.safetensors` (or `pytorch_model.bin`), cut where a file would grow too large.
+    """Write weights as `model.safetensors` (or `pytorch_model.bin`), in several files if need be; return their names.
 
     Files of an earlier save into the directory that are not written anew are removed, once the new ones are there.
     Those of a checkpoint in it stay. A single tensor may be larger than `max_shard_size`.
-
-    Returns:
-        the names of the files with weights.
     """
     if directory.is_file():
         raise ConfigError(f"save_model: {directory} is a file. Name a directory.")

@@ -26,10 +26,7 @@ class _ListLeaf:
 
 
 class BatchView:
-    """A batch taken apart. Each leaf has an entry a sample in its first dimension, or belongs to all of them.
-
-    Its `length` is the number of samples; None when no leaf says so.
-    """
+    """A batch of `length` samples, taken apart: each leaf has an entry a sample, or belongs to all. None: not known."""
 
     def __init__(self, batch: Any) -> None:
         self._leaves, self._spec = flatten(_grouped(batch))

@@ -138,11 +138,7 @@ class PreparedLoader(LoaderView):
         return self._progress.state_dict(self, self._state.loaders)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on there with the next iteration of this loader or of a copy that skips.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is no such state; nothing is changed then.
-        """
+        """Go on there; KeyError, TypeError or ValueError where it is no such state, and nothing is changed."""
         self._progress.load_state_dict(self.base_dataloader, state_dict)
 
     def describe_position(self) -> str:

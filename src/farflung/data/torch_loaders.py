@@ -32,7 +32,6 @@ class LoaderView(DataLoader[Any]):
     """
 
     _state: LoopState
-    multiprocessing_context: Any = forwarded("base_dataloader", "multiprocessing_context")  # torch's is a property
 
     def __init__(self, base: DataLoader[Any], *, stateful: bool = False) -> None:
         self.use_stateful_dataloader = stateful
@@ -40,7 +39,7 @@ class LoaderView(DataLoader[Any]):
         if stateful and _torchdata_loader() is not None:
             object.__setattr__(self, "__class__", _stateful_kind(cast(Any, type(self))))
 
-    if not TYPE_CHECKING:  # torch's class declares its attributes; a loader class of the script may have others
+    if not TYPE_CHECKING:  # what the class of the script's loader has beyond torch's, and torch's private attributes
 
         def __getattr__(self, name):
             if name == "base_dataloader":  # not there yet: this is a copy in the making
@@ -61,6 +60,15 @@ class LoaderView(DataLoader[Any]):
     def gradient_state(self) -> LoopView:
         """Where the training loop stands that this loader reports to; each look is a view of its own."""
         return LoopView(self._state)
+
+
+# What torch's loader declares, with the types that it gives them.
+_DECLARED = """
+    dataset sampler batch_sampler batch_size drop_last collate_fn generator in_order timeout prefetch_factor
+    num_workers worker_init_fn persistent_workers multiprocessing_context pin_memory pin_memory_device
+"""
+for _name in _DECLARED.split():
+    setattr(LoaderView, _name, forwarded("base_dataloader", _name))
 
 
 class SkipDataLoader(LoaderView):

@@ -24,10 +24,7 @@ from farflung.loop.state import LoopState, Window
 
 
 class Accumulate:
-    """One entry into the accumulation window of one or several models.
-
-    `no_sync` makes the context in which a model's gradients stay on this process, or is None where they always do.
-    """
+    """One entry into the accumulation window of models; `no_sync`, if any, keeps their gradients on this process."""
 
     __slots__ = ("_models", "_no_sync", "_state", "_unsynced")
 

@@ -106,6 +106,15 @@ class AcceleratedScheduler:
             f"The learning rate schedule {what}. Each update steps it {times} here{per_update}.{advice}", stacklevel=3
         )
 
+    def get_last_lr(self) -> list[Any]:
+        return self.scheduler.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state_dict)
+
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not set yet: while being unpickled
             raise AttributeError(name)

@@ -63,10 +63,7 @@ class Trace:
 
 
 class Window(Trace):
-    """The accumulation window of some models: the micro-batches between two steps of their optimizers.
-
-    `source` is the loader whose end ends the window.
-    """
+    """The micro-batches between two steps of some models' optimizers; the end of the loader `source` ends it too."""
 
     def __init__(self, models: tuple[nn.Module, ...] = (), divisor: int = 1) -> None:
         super().__init__()
