@@ -9,9 +9,8 @@ from pathlib import Path
 from farflung.cost.model import Run, cost_of
 from farflung.cost.recipes import method_of
 from farflung.demo.gpt import GPT
-from farflung.demo.line import seconds_on_line
 from farflung.demo.settings import SIZES
-from farflung.demo.train import DDP
+from farflung.demo.train import DDP, seconds_on_line
 from farflung.outer import diloco, local_sgd, streaming_diloco
 
 ROOT = Path(__file__).parents[1]

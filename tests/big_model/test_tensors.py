@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from farflung.base.errors import ConfigError, Unsupported, WrongType
-from farflung.big_model.tensors import TiedWeights, ensure_weights_retied
+from farflung.big_model.tensors import TiedWeights
 from farflung.big_modeling import init_empty_weights, init_on_device
 from farflung.utils.modeling import (
     check_device_same,
@@ -157,14 +157,3 @@ def test_devices_and_memory_are_identified():
     assert id_tensor_storage(x) == id_tensor_storage(x[1:])
     assert id_tensor_storage(x) != id_tensor_storage(x.clone())
     assert id_tensor_storage(x.to("meta")) == (torch.device("meta"), 0, 16)
-
-
-def test_initializing_modules_one_by_one_keeps_what_a_model_shares():
-    with init_empty_weights():
-        model = Tied()
-    model._tied_weights_keys = ["head.weight"]
-    initialize = ensure_weights_retied(lambda module: module.to_empty(device="cpu", recurse=False), model, "cpu")
-    for module in model.modules():
-        initialize(module)
-    assert model.head.weight is model.embed.weight
-    assert not model.head.weight.is_meta

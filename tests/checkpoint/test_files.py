@@ -22,7 +22,7 @@ from farflung.checkpoint.files import sums_of
 from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.checkpoint.reader import read_torch, read_weights
 from farflung.checkpoint.writer import FileWriter, save_object, write_safetensors
-from farflung.compat.clean_state_dict import clean_state_dict_for_safetensors
+from farflung.compat.free_functions import clean_state_dict_for_safetensors
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 

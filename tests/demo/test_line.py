@@ -4,7 +4,7 @@
 import pytest
 
 from farflung.cost.model import Method, Run, cost_of
-from farflung.demo.line import seconds_on_line
+from farflung.demo.train import seconds_on_line
 
 KNOWN = {"steps": 100, "computing_s": 5.0, "parameters": 1000, "layers": 2, "replicas": 2, "bandwidth_bps": 8000.0}
 

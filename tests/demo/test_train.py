@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from farflung import Accelerator
 from farflung.demo.settings import MODEL_FILE, DemoSettings
-from farflung.demo.train import WAYS, EvenSubset, Sequences, Trial, checkpoints, compete, endless, save_model
+from farflung.demo.train import WAYS, Sequences, Trial, checkpoints, compete, endless, evenly, save_model
 from farflung.testing.ranks import run_ranks
 
 TEXT = bytes(range(256)) * 40
@@ -44,7 +44,7 @@ def test_sequences_overlap_by_the_byte_that_is_foretold_only(length, context):
 
 
 def test_what_is_held_out_is_spread_over_the_whole_text():
-    starts = [int(piece[0]) for piece in items_of(EvenSubset(Sequences(bytes(range(101)), 10), 5))]
+    starts = [int(piece[0]) for piece in items_of(evenly(Sequences(bytes(range(101)), 10), 5))]
     assert starts == [0, 20, 40, 60, 80]
 
 
@@ -73,7 +73,7 @@ def one_contest():
     settings = settings_for(steps=7)
     loader, judges = accelerator.prepare(
         DataLoader(Sequences(TEXT, 64), batch_size=3, shuffle=True, drop_last=True),
-        DataLoader(EvenSubset(Sequences(TEXT, 64), 8), batch_size=2),
+        DataLoader(evenly(Sequences(TEXT, 64), 8), batch_size=2),
     )
     with ExitStack() as stack:
         trials = [stack.enter_context(Noting(way, accelerator, settings)) for way in WAYS]

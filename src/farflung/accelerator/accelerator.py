@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from farflung.accelerator import lazy, session as slot
+from farflung.accelerator import lazy, session as slot, settings
 from farflung.accelerator.checkpoints import Checkpointing
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController
@@ -25,22 +24,9 @@ from farflung.accelerator.operations import extract_model_from_parallel, gather_
 from farflung.accelerator.outer import OpenLoops, OuterMethods
 from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
 from farflung.accelerator.properties import AcceleratorProperties
-from farflung.accelerator.settings import (
-    check_folders,
-    check_init,
-    check_loop,
-    handlers_by_kind,
-    refuse_engines,
-    resolve_accumulation,
-    resolve_compile,
-    resolve_data,
-    resolve_outer,
-    resolve_precision,
-    resolve_rng_types,
-)
 from farflung.accelerator.trackers import TrackerMethods
 from farflung.accelerator.views import AcceleratorState
-from farflung.base.checks import check_type
+from farflung.base.checks import check_optional, check_type
 from farflung.base.enums import DynamoBackend
 from farflung.base.errors import StateError
 from farflung.comm import collectives
@@ -121,33 +107,33 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         outer: OuterConfig | str | None = None,
         island_size: IslandSize | None = None,
     ) -> None:
-        refuse_engines(
+        settings.refuse_engines(
             deepspeed_plugin=deepspeed_plugin,
             deepspeed_plugins=deepspeed_plugins,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
         )
         check_layout(fsdp_plugin, parallelism_config, island_size)
-        check_loop(device_placement, cpu, step_scheduler_with_optimizer, scheduler_ticks)
-        rng_types = resolve_rng_types(rng_types)
-        check_folders(project_dir, project_config)
-        handlers = handlers_by_kind(kwargs_handlers)
+        settings.check_loop(device_placement, cpu, step_scheduler_with_optimizer, scheduler_ticks)
+        rng_types = settings.resolve_rng_types(rng_types)
+        settings.check_folders(project_dir, project_config)
+        handlers = settings.handlers_by_kind(kwargs_handlers)
         self.scaler_handler: GradScalerKwargs | None = handlers.get(GradScalerKwargs)
-        self.init_handler: InitProcessGroupKwargs | None = check_init(handlers.get(InitProcessGroupKwargs))
+        self.init_handler: InitProcessGroupKwargs | None = settings.check_init(handlers.get(InitProcessGroupKwargs))
         self.autocast_handler: AutocastKwargs | None = handlers.get(AutocastKwargs)
         self.profile_handler: ProfileKwargs | None = handlers.get(ProfileKwargs)
-        accumulation = resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
-        compiling = resolve_compile(dynamo_backend, dynamo_plugin)
-        asked = resolve_outer(outer)
+        accumulation = settings.resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
+        compiling = settings.resolve_compile(dynamo_backend, dynamo_plugin)
+        asked = settings.resolve_outer(outer)
         self.project_configuration = project_config or ProjectConfiguration()
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(os.fspath(project_dir))
         self._tracking = None if log_with is None else lazy.Tracking(log_with, self.logging_dir)
-        self.dataloader_config = resolve_data(dataloader_config, split_batches)
+        self.dataloader_config = settings.resolve_data(dataloader_config, split_batches)
         self._world = join_world(cpu, self.init_handler, handlers.get(WatchdogKwargs))
         session = slot.open_or_join(self._world, mixed_precision, accumulation, compiling)
         with slot.settling(session):
-            self._precision = resolve_precision(session.mixed_precision, self._world.device, handlers)
+            self._precision = settings.resolve_precision(session.mixed_precision, self._world.device, handlers)
             self._layout = layout = resolve_layout(
                 session, fsdp_plugin, parallelism_config, island_size, asked is not None
             )
@@ -243,7 +229,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a context manager that computes in the session's precision."""
-        check_type("autocast_handler", autocast_handler, (AutocastKwargs, NoneType), "an AutocastKwargs(enabled=...)")
+        check_optional("autocast_handler", autocast_handler, AutocastKwargs, "an AutocastKwargs(enabled=...)")
         return self._precision.autocast(autocast_handler or self.autocast_handler)
 
     def backward(self, loss: Tensor, *, num_items: float | Tensor | None = None, **kwargs: Any) -> None:
@@ -282,11 +268,10 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
             raise
 
     def _averaged_over(self, accumulated: tuple[nn.Module, ...]) -> tuple[Group | None, bool]:
-        """Say which ranks average the gradients of a window of the models `accumulated`, and how often.
+        """Return the ranks that average the gradients of a window, and whether that waits for the end of the window.
 
-        Returns:
-            the ranks, None where there are no others, or not the same for all models; and whether that waits for the
-            end of the window. Where none of the models was prepared, it does not: what they hold is not known.
+        The ranks are None where there are no others, or not the same for all models. Nothing waits where none of the
+        models was prepared: what they hold is not known.
         """
         trained = self._registry.trained if self._distributed else []
         models = [model for model in trained if any(model is one for one in accumulated)]
@@ -358,7 +343,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
 
         Where the handler has an `output_trace_dir`, each rank writes its trace there, and waits for the others'.
         """
-        check_type("profile_handler", profile_handler, (ProfileKwargs, NoneType), "a ProfileKwargs(activities=...)")
+        check_optional("profile_handler", profile_handler, ProfileKwargs, "a ProfileKwargs(activities=...)")
         handler = profile_handler or self.profile_handler or ProfileKwargs()
         with lazy.profile(handler, self._world.rank) as profiler:
             yield profiler

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`save_state`, `load_state` and what else an Accelerator writes: the methods. What does it is loaded when used."""
+"""`save_state`, `load_state` and the other methods of an Accelerator that write files; their rooms load when used."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from farflung.accelerator import lazy
 from farflung.accelerator.operations import extract_model_from_parallel
 from farflung.accelerator.session import flushed
-from farflung.base.checks import check_callable, check_path, check_protocol, check_type, check_word
+from farflung.base.checks import check_callable, check_optional, check_path, check_protocol, check_type, check_word
 from farflung.base.errors import Unsupported, WrongType
 from farflung.comm import collectives
 from farflung.comm.shards import model_has_dtensor
@@ -31,16 +30,14 @@ Path_ = str | os.PathLike[str]
 
 
 class Checkpointing:
-    """Accelerate's words for checkpoints, as an Accelerator has them."""
+    """Checkpoint methods of an Accelerator, under Accelerate's names."""
 
     project_configuration: ProjectConfiguration
     _run: Run
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
-        room = import_module("farflung.accelerator.checkpointer")
-        checkpointer: Checkpointer = room.Checkpointer(self._run, self.project_configuration)
-        return checkpointer
+        return lazy.Checkpointer(self._run, self.project_configuration)
 
     def _settle_checkpoints(self) -> None:
         """Wait for a checkpoint that is being written in the background."""
@@ -88,7 +85,7 @@ class Checkpointing:
     def load_state(
         self, input_dir: Path_ | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
-        """Go on where a checkpoint stands: every process calls this, after `prepare`. One line says where data go on.
+        """Resume from a checkpoint: every process calls this, after `prepare`. Prints where the data resume.
 
         All of it is read and checked before anything is changed. Only plain data is loaded, never code.
 
@@ -105,8 +102,7 @@ class Checkpointing:
         """
         if input_dir is not None:
             check_path("load_state: input_dir", input_dir)
-        if load_kwargs is not None:
-            check_type("load_state: load_kwargs", load_kwargs, dict, "a dictionary")
+        check_optional("load_state: load_kwargs", load_kwargs, dict, "a dictionary")
         strict = bool(load_model_func_kwargs.pop("strict", True))
         load_model_func_kwargs.pop("map_location", None)
         if load_model_func_kwargs or (load_kwargs or {}) not in ({}, {"weights_only": True}):
@@ -154,11 +150,6 @@ class Checkpointing:
         self._run.load_hooks[handle.id] = hook
         return handle
 
-    @property
-    def save_iteration(self) -> int:
-        """The number of the next automatic checkpoint."""
-        return self.project_configuration.iteration
-
     def save_model(
         self,
         model: nn.Module,
@@ -192,8 +183,7 @@ class Checkpointing:
     def save(self, obj: Any, f: Path_, safe_serialization: bool = False) -> None:
         """Write `obj` to `f` on the first process (of each machine with `save_on_each_node`). Talks to no one.
 
-        Args:
-            safe_serialization: write a dictionary of tensors as safetensors instead of with `torch.save`.
+        With `safe_serialization` a dictionary of tensors is written as safetensors instead of with `torch.save`.
         """
         if not hasattr(f, "write"):
             check_path("save: f", f)
@@ -218,8 +208,7 @@ class Checkpointing:
             collectives.gather_object(flushed(self._run.world.exchange), [None], at="get_state_dict, save_model")
         state = self._run.outers.state_of(inner)
         if is_sharded:
-            whole: dict[str, Any] = import_module("farflung.resume.models").gathered_model(inner, state, keep)
-            return whole
+            return lazy.gathered_model(inner, state, keep)
         has_hooks = any(hasattr(module, "_hf_hook") for module in inner.modules())
         if has_hooks and any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
             state = lazy.get_state_dict_offloaded_model(inner)

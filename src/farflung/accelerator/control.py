@@ -15,6 +15,7 @@ from farflung.accelerator import session as slot
 from farflung.base.checks import check_callable, check_whole, wrong_type
 from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError
+from farflung.base.forward import Forward
 from farflung.comm import collectives
 from farflung.process.world import World
 
@@ -22,47 +23,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ProcessControl:
-    """Accelerate's words for a process's place in its world; `PartialState` and `Accelerator` share them."""
+    """A process's place in its world, under Accelerate's names, for `PartialState` and `Accelerator`."""
 
     if TYPE_CHECKING:
 
         @property
         def _world(self) -> World: ...
 
-    @property
-    def device(self) -> torch.device:
-        """Where this process's models and batches go."""
-        return self._world.device
-
-    @property
-    def num_processes(self) -> int:
-        """How many processes the run has."""
-        return self._world.size
-
-    @property
-    def process_index(self) -> int:
-        """This process's rank among all."""
-        return self._world.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """This process's rank on its machine."""
-        return self._world.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the first process of all."""
-        return self._world.is_main
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
-        return self._world.is_local_main
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last process of all."""
-        return self._world.is_last
+    device = Forward[torch.device]("_world.device", "Where this process's models and batches go.")
+    num_processes = Forward[int]("_world.size", "How many processes the run has.")
+    process_index = Forward[int]("_world.rank", "This process's rank among all.")
+    local_process_index = Forward[int]("_world.local_rank", "This process's rank on its machine.")
+    is_main_process = Forward[bool]("_world.is_main", "Whether this is the first process of all.")
+    is_local_main_process = Forward[bool]("_world.is_local_main", "Whether this is the first process of its machine.")
+    is_last_process = Forward[bool]("_world.is_last", "Whether this is the last process of all.")
 
     @property
     def use_distributed(self) -> bool:
@@ -132,11 +106,7 @@ class ProcessControl:
 
         Args:
             inputs: a list, tuple, tensor (first dimension) or data set; or a dictionary of such, all of one length.
-            apply_padding: repeat the last item of a list or tensor until all shares are of one length, so that their
-                results can be gathered.
-
-        Raises:
-            ConfigError: the values of a dictionary differ in length.
+            apply_padding: repeat the last item until all shares are of one length, so that results can be gathered.
         """
         yield _share(inputs, self._world.rank, self._world.size, apply_padding)
 

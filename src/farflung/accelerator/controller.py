@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
 
 class OuterController:
-    """Attaches an outer loop to each model that is trained, as one setting says, and follows them to their end.
-
-    Args:
-        config: the setting; None: there is nothing to do.
-    """
+    """Attaches an outer loop to each model that is trained, as `config` says, and follows them to their end."""
 
     def __init__(
         self,
@@ -87,7 +83,7 @@ class OuterController:
             epochs.flush_owed()
 
     def end(self) -> None:
-        """End all loops: a collective, unless an error is on its way through the caller."""
+        """End all loops: a collective, unless the caller is leaving with an error."""
         error = sys.exc_info()
         for attached in self._detach():
             attached.end(*error)

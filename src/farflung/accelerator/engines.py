@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerate's words for how ranks share models, and for engines and axes that Farflung does not have.
+"""How ranks share models, under Accelerate's names, and engines and axes that Farflung does not have.
 
 Scripts ask for a plugin and go on where it is None, so None it is. What could only be used is refused instead.
 """
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from farflung.accelerator.session import Layout
 from farflung.base.errors import StateError, Unsupported
+from farflung.base.forward import Forward
 from farflung.process.world import World
 
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
     from farflung.config.parallelism import ParallelismConfig
     from farflung.config.sharding import FullyShardedDataParallelPlugin
+
+
+def _nothing(instance: object) -> None:
+    """Answer None, for a plugin or handler that there is not."""
 
 
 class Engines:
@@ -39,7 +44,7 @@ class Engines:
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """The grid of ranks that the script or the launcher asked for; None: nobody did."""
+        """The grid of ranks that the script or the launcher asked for; None: neither did."""
         return None if self._layout is None else self._layout.parallelism
 
     @property
@@ -47,20 +52,9 @@ class Engines:
         """Whether models are sharded over several processes."""
         return self.fsdp_plugin is not None and self._world.size > 1
 
-    @property
-    def deepspeed_plugin(self) -> None:
-        """None: DeepSpeed is not supported."""
-        return None
-
-    @property
-    def megatron_lm_plugin(self) -> None:
-        """None: Megatron-LM is not supported."""
-        return None
-
-    @property
-    def torch_tp_plugin(self) -> None:
-        """None: tensor parallelism is not supported."""
-        return None
+    deepspeed_plugin = Forward[None](_nothing, "None: DeepSpeed is not supported.")
+    megatron_lm_plugin = Forward[None](_nothing, "None: Megatron-LM is not supported.")
+    torch_tp_plugin = Forward[None](_nothing, "None: tensor parallelism is not supported.")
 
     @property
     def _device_mesh(self) -> DeviceMesh | None:
@@ -70,41 +64,24 @@ class Engines:
 class Axes(Engines):
     """Where an `Accelerator` stands on each axis of the grid, and what it says of axes and optimizers of others."""
 
-    @property
-    def torch_device_mesh(self) -> DeviceMesh | None:
-        """The mesh of a `ParallelismConfig`, of its axes with several ranks; None without one."""
-        return self._device_mesh
-
-    @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        """Whether models are sharded over several processes."""
-        return self.is_fsdp2
+    torch_device_mesh = Forward["DeviceMesh | None"](
+        "_device_mesh", "The mesh of a `ParallelismConfig`, of its axes with several ranks; None without one."
+    )
+    is_composable_parallelism_enabled = Forward[bool]("is_fsdp2", "Whether models are sharded over several processes.")
 
     @property
     def data_parallel_rank(self) -> int:
-        """The row of this process: its place among the replicas of a `ParallelismConfig`.
-
-        Raises:
-            StateError: there is none.
-        """
+        """The row of this process, its place among the replicas of a `ParallelismConfig`; StateError without one."""
         return self._grid("data_parallel_rank").mesh.replicas.rank
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """The column of this process: its place among the shards of a `ParallelismConfig`.
-
-        Raises:
-            StateError: there is none.
-        """
+        """The column of this process, its place among the shards of a `ParallelismConfig`; StateError without one."""
         return self._grid("data_parallel_shard_rank").mesh.island.rank
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """0: the axis of tensor parallelism has one place.
-
-        Raises:
-            StateError: there is no `ParallelismConfig`.
-        """
+        """0: the axis of tensor parallelism has one place; StateError without a `ParallelismConfig`."""
         self._grid("tensor_parallel_rank")
         return 0
 
@@ -125,37 +102,16 @@ class Axes(Engines):
         """This process's place along the axis of pipeline parallelism, which there is not: Unsupported."""
         raise Unsupported("pipeline_parallel_rank: pipeline parallelism is not supported. Use process_index.")
 
-    @property
-    def should_save_model(self) -> bool:
-        """True: saving is called by all processes, and chooses by itself which of them write."""
-        return True
-
-    @property
-    def te_recipe_handler(self) -> None:
-        """None: TransformerEngine is not supported."""
-        return None
-
-    @property
-    def msamp_recipe_handler(self) -> None:
-        """None: MS-AMP is not supported."""
-        return None
-
-    @property
-    def delayed_fp8_autocast(self) -> bool:
-        """False: that is of TransformerEngine."""
-        return False
-
-    @property
-    def has_lomo_optimizer(self) -> bool:
-        """False: LOMO's optimizers are not supported."""
-        return False
+    should_save_model = Forward[bool](
+        lambda self: True, "True: saving is called by all processes, and chooses by itself which of them write."
+    )
+    delayed_fp8_autocast = Forward[bool](lambda self: False, "False: that is of TransformerEngine.")
+    has_lomo_optimizer = Forward[bool](lambda self: False, "False: LOMO's optimizers are not supported.")
+    te_recipe_handler = Forward[None](_nothing, "None: TransformerEngine is not supported.")
+    msamp_recipe_handler = Forward[None](_nothing, "None: MS-AMP is not supported.")
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Refused: LOMO steps inside its backward pass.
-
-        Raises:
-            Unsupported: always.
-        """
+        """Raise Unsupported: LOMO steps inside its backward pass."""
         raise Unsupported(
             "lomo_backward: LOMO's optimizers are not supported. Use backward(loss) and optimizer.step()."
         )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EpochTracker:
-    """Follows one outer loop through the training data.
+    """Flushes one outer loop after each pass over the training data.
 
     The training data are those of the loop around the optimizer's steps; other loaders, such as those of an evaluation,
     come and go without any exchange. A rank that gets no batch of a pass takes it for training when an earlier pass

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_layout(fsdp_plugin: Any, parallelism_config: Any, island_size: Any) -> None:
-    """Check arguments of `Accelerator` that say how ranks share models.
-
-    Raises:
-        ConfigError: one is of another kind; the message names it.
-    """
+    """Check the types of the arguments of `Accelerator` that say how ranks share models."""
     if fsdp_plugin is not None:
         wanted = "a FullyShardedDataParallelPlugin(...)"
         check_type("fsdp_plugin", fsdp_plugin, lazy.FullyShardedDataParallelPlugin, wanted)
@@ -43,12 +39,8 @@ def resolve_layout(
 ) -> Layout:
     """Return the session's layout; where it has none yet, settle it: a collective if rows are of several ranks.
 
-    Args:
-        has_outer: there will be an outer loop.
-
-    Raises:
-        ConfigError: sizes that don't fit the number of processes, or each other, or the session's layout; or one
-            island, where an outer loop would have nothing to average.
+    Raises ConfigError for sizes that don't fit the processes, each other or the session's layout, and for one island
+    where an outer loop (`has_outer`) would have nothing to average.
     """
     layout = session.layout or _resolved(session, fsdp_plugin, parallelism_config, island_size)
     _check_same(layout, session.world, fsdp_plugin, parallelism_config, island_size)

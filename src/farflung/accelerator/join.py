@@ -42,11 +42,8 @@ def join_uneven_inputs(
     """Hold torch's `Join` over `joinables`, with `even_batches` overridden on the loaders that have it.
 
     Args:
-        joinables: models. Those under DDP are joined; of others, whose ranks need nothing of each other, a warning says
-            that they are not.
-        scaler: the loss scaler of fp16, or None.
-        has_outer: says whether a model has an outer loop, and so needs no joining: its ranks stay in the rounds when
-            they have no more data.
+        joinables: models. Those under DDP are joined; a warning names others, whose ranks need nothing of each other.
+        has_outer: says whether a model has an outer loop, whose ranks stay in the rounds when they have no more data.
 
     Raises:
         ConfigError: one of `joinables` is sharded.

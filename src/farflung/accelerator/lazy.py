@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from farflung.accelerator.checkpointer import Checkpointer as Checkpointer
     from farflung.accelerator.join import join_uneven_inputs as join_uneven_inputs
     from farflung.big_model.load import get_state_dict_offloaded_model as get_state_dict_offloaded_model
     from farflung.checkpoint.export import save_sharded as save_sharded
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from farflung.outer.engine import OuterLoop as OuterLoop
     from farflung.outer.recipes import local_sgd as local_sgd
     from farflung.precision.fp8 import Float8 as Float8
+    from farflung.resume.models import gathered_model as gathered_model
     from farflung.tools.memory import release_memory as release_memory
     from farflung.tools.profile import profile as profile
     from farflung.tracking.base import GeneralTracker as GeneralTracker
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 _WHERE = {
     name: f"farflung.{module}"
     for module, names in {
+        "accelerator.checkpointer": "Checkpointer",
         "accelerator.join": "join_uneven_inputs",
         "big_model.load": "get_state_dict_offloaded_model",
         "checkpoint.export": "save_sharded",
@@ -59,6 +62,7 @@ _WHERE = {
         "outer.arguments": "OuterConfig check_model chosen_recipe named_outer recipe_of",
         "outer.recipes": "local_sgd",
         "precision.fp8": "Float8",
+        "resume.models": "gathered_model",
         "tools.memory": "release_memory",
         "tools.profile": "profile",
         "tracking.base": "GeneralTracker",

@@ -22,18 +22,15 @@ class LocalSGD:
 
     Completed optimizer steps count, not calls of `step`. When the block ends, ranks that have no more data wait for the
     others and all average a last time; if an exception leaves the block nothing is sent, and the other ranks get an
-    error.
+    error. Source: Local SGD converges fast and communicates little (arXiv:1805.09767).
 
     Args:
         accelerator: the one that prepared `model` and its optimizer.
-        model: the prepared model.
         local_sgd_steps: optimizer steps between two averagings.
         enabled: False makes the context manager do nothing.
 
     Raises:
         ConfigError: `local_sgd_steps` is no whole number above zero, or no prepared optimizer trains `model`.
-
-    Source: Local SGD converges fast and communicates little (arXiv:1805.09767).
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
@@ -53,7 +50,7 @@ class LocalSGD:
         return self
 
     def step(self) -> None:
-        """Average if the optimizer has completed `local_sgd_steps` steps since the last time; call it after each step.
+        """Average if the optimizer has completed `local_sgd_steps` steps since the last time. Call it after each step.
 
         Raises:
             StateError: outside the `with` block.

@@ -48,13 +48,8 @@ def gather_for_metrics(
     Args:
         data: a tree of tensors, whose first dimensions may differ between ranks; a list of picklable objects, one a
             sample; or a dictionary of such.
-        use_gather_object: gather as pickled objects even where all leaves are tensors, whose rows then are the samples
-            and may differ in shape.
-        at: which batch is in hand, where ranks may have different numbers of them. A rank that has none any more and
-            goes on to another call of this function is found out by it.
-
-    Raises:
-        CollectiveMismatch: ranks have come to different places, or brought what can't be joined; on every rank.
+        use_gather_object: gather rows as pickled objects even where all leaves are tensors; they may differ in shape.
+        at: the current batch's position: a rank that is at another one gets an error.
     """
     if not use_gather_object and _holds_tensors_alone(data):
         gathered = collectives.gather(exchange, data, ragged=True, at=at)

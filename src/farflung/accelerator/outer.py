@@ -38,18 +38,10 @@ class AttachedLoop:
     In the first steps of a recipe that begins with averaged gradients the model's strategy averages them as usual.
     After that gradients and buffers stay within their island: on their process, where each is one.
 
-    Args:
-        model: a prepared model, which a prepared optimizer trains.
-        each_step: rounds happen inside `optimizer.step()`; False leaves them to calls of `sync_if_due`.
-
     Attributes:
-        loop: the outer loop.
-        each_step: the argument.
-        optimizer: the one that has most of the model's parameters.
+        each_step: rounds happen inside `optimizer.step()`; False leaves them to calls of `sync_if_due`.
+        optimizer: the one that has most of the model's parameters; ConfigError if there is none.
         epochs: flushes the loop after each pass over the training data; None: nothing does.
-
-    Raises:
-        ConfigError: none of the optimizers has parameters of the model; or there is one island, and nothing to average.
     """
 
     def __init__(
@@ -85,11 +77,11 @@ class AttachedLoop:
         self._choose_who_averages()
 
     def around(self) -> ActiveLoader | None:
-        """Return the iteration of a loader whose loop stands around what happens now."""
+        """Return the iteration of a prepared loader that is under way, if any."""
         return self.optimizer.loop_state.around(self._trace)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the loop of another run stood."""
+        """Resume from the state of another run's loop."""
         self.loop.load_state_dict(state)
         self._choose_who_averages()
 
@@ -140,7 +132,7 @@ class AttachedLoop:
         return float(loss) / float(items) if items > 0 else None
 
     def _say_if_short(self) -> None:
-        """Warn if the run, as far as its schedule tells, is short for this recipe."""
+        """Warn if the run is short for this recipe, by its learning rate schedule."""
         steps = planned_updates(one.scheduler for one in self._schedulers if self.optimizer in one.optimizers)
         said = "" if steps is None else self.recipe.few_rounds(steps)
         if said:
@@ -164,12 +156,12 @@ class AttachedLoop:
         return self._items
 
     def _begin_where_it_is(self) -> None:
-        """Before the very first step: weights may have been loaded into the model after it was prepared."""
+        """Reset the anchor before the very first step: weights may have been loaded after `prepare`."""
         if self._attempts == self.loop.stats().attempts == 0:
             self.loop.reset_anchor()
 
     def _choose_who_averages(self) -> None:
-        """Let gradients be averaged as long as the recipe says so, and stay at home from then on."""
+        """Average gradients between islands while the recipe warms up, and within them from then on."""
         if self.loop.is_warming:
             self._join()
         elif self._alone is None:
@@ -192,12 +184,7 @@ class AttachedLoop:
 
 
 class OpenLoops:
-    """The outer loops of one Accelerator that are open, in the order of their opening.
-
-    Attributes:
-        attached: those, with their models and optimizers.
-        waiting: states that were loaded before the loops were opened that they belong to.
-    """
+    """The open outer loops of one Accelerator, in order; `waiting` are loaded states of loops that are not open yet."""
 
     def __init__(self) -> None:
         self.attached: list[AttachedLoop] = []
@@ -319,11 +306,7 @@ class OuterMethods:
 
 
 def driver(model: nn.Module, optimizers: Sequence[AcceleratedOptimizer]) -> AcceleratedOptimizer:
-    """Return the optimizer that owns most of the model's parameters: its steps are those that count.
-
-    Raises:
-        ConfigError: none owns any.
-    """
+    """Return the optimizer that owns most of the model's parameters; raise ConfigError if none owns any."""
     mine = {id(parameter) for parameter in model.parameters()}
 
     def owned(optimizer: AcceleratedOptimizer) -> int:

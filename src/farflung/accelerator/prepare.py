@@ -43,8 +43,7 @@ PreparedLoader = DataLoaderShard | DataLoaderDispatcher
 class Registry:
     """What one Accelerator has prepared, in order, and which wrapper stands for which original.
 
-    Attributes:
-        evaluated: those of `models` that were prepared for evaluation alone.
+    `evaluated` are those of `models` that were prepared for evaluation alone.
     """
 
     models: list[nn.Module] = field(default_factory=list)
@@ -92,9 +91,7 @@ class Registry:
 class Preparer:
     """Makes things ready for one Accelerator. Every decision is taken here, so that the loop need take none.
 
-    Attributes:
-        rng_types, device_placement, step_scheduler_with_optimizer: scripts may set them on the Accelerator, for what
-            is prepared afterwards.
+    Scripts may set `rng_types`, `device_placement` and `step_scheduler_with_optimizer` for what is prepared afterwards.
     """
 
     world: World
@@ -110,11 +107,7 @@ class Preparer:
     scheduler_ticks: Ticks
 
     def prepare(self, things: Sequence[Any], device_placement: Sequence[bool | None] | None) -> list[Any]:
-        """Prepare `things`, in the same order; loaders and schedulers of other kinds than torch's come back unchanged.
-
-        Raises:
-            WrongType: one of them can be none of the four, such as a list, a class or a data set.
-        """
+        """Prepare `things`, in order. Loaders and schedulers of other kinds than torch's come back unchanged."""
         for thing in things:
             _refuse_stranger(thing)
         placements = [None] * len(things) if device_placement is None else _placements(device_placement, len(things))
@@ -182,7 +175,7 @@ class Preparer:
         return group.ranks if isinstance(group, TorchGroup) else []
 
     def _in_hand(self) -> Any:
-        """Return the iteration whose batch is in hand, unless ranks whose data end are joined."""
+        """Return the current iteration, unless ranks whose data end are joined."""
         return None if self.loop.joined is not None else self.loop.current
 
     def optimizer(self, optimizer: Optimizer, place: bool | None) -> AcceleratedOptimizer:

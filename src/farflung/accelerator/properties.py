@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,8 +12,9 @@ from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
 from farflung.accelerator.session import Layout
 from farflung.accelerator.settings import resolve_rng_types
 from farflung.accelerator.views import AcceleratorState, GradientState
-from farflung.base.checks import check_flag, check_type, check_whole
+from farflung.base.checks import check_flag, check_optional, check_whole
 from farflung.base.enums import DistributedType, FP8BackendType
+from farflung.base.forward import Forward, unchecked
 from farflung.config.handlers import DataLoaderConfiguration, DistributedDataParallelKwargs, ProjectConfiguration
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler
@@ -56,20 +56,18 @@ class AcceleratorProperties:
         session = slot.current()  # none where the state was reset: an Accelerator keeps what it was made with
         return (None if session is None else session.named_kind) or self._strategy.kind
 
-    @property
-    def mixed_precision(self) -> str:
-        """`no`, `bf16`, `fp16` or `fp8`."""
-        return self._precision.name
+    mixed_precision = Forward[str]("_precision.name", "`no`, `bf16`, `fp16` or `fp8`.")
+    scaler = Forward[Any]("_precision.scaler", "The loss scaler of fp16, else None.")
 
     @property
     def native_amp(self) -> bool:
         """Whether forward passes compute in a half precision."""
-        return self._precision.name != "no"
+        return self.mixed_precision != "no"
 
     @property
-    def scaler(self) -> Any:
-        """The loss scaler of fp16, else None."""
-        return self._precision.scaler
+    def fp8_enabled(self) -> bool:
+        """Whether linear layers multiply in fp8."""
+        return self.mixed_precision == "fp8"
 
     @property
     def fp8_backend(self) -> FP8BackendType:
@@ -77,19 +75,11 @@ class AcceleratorProperties:
         return FP8BackendType.AO if self.fp8_enabled else FP8BackendType.NO
 
     @property
-    def fp8_enabled(self) -> bool:
-        """Whether linear layers multiply in fp8."""
-        return self._precision.name == "fp8"
-
-    @property
     def ao_recipe_handler(self) -> AORecipeKwargs | None:
         """How torchao converts models to fp8; None without it."""
         return getattr(self._precision, "recipe", None)
 
-    @property
-    def fp8_recipe_handler(self) -> AORecipeKwargs | None:
-        """The same as `ao_recipe_handler`: there is no other kind."""
-        return self.ao_recipe_handler
+    fp8_recipe_handler = ao_recipe_handler  # there is no other kind
 
     @property
     def has_fp8_handler(self) -> bool:
@@ -103,23 +93,10 @@ class AcceleratorProperties:
 
     # ---- where the loop stands
 
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch completes its accumulation window."""
-        return self._loop.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self._loop.sync_gradients = value
-
-    @property
-    def step(self) -> int:
-        """Micro-batches since the accumulation window was last reset."""
-        return self._loop.step
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._loop.step = value
+    sync_gradients = Forward[bool](
+        "_loop.sync_gradients", "Whether the current micro-batch completes its accumulation window.", unchecked
+    )
+    step = Forward[int]("_loop.step", "Micro-batches since the accumulation window was last reset.", unchecked)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -146,28 +123,17 @@ class AcceleratorProperties:
     @ddp_handler.setter
     def ddp_handler(self, value: DistributedDataParallelKwargs | None) -> None:
         wanted = "a DistributedDataParallelKwargs(...), or None"
-        check_type("ddp_handler", value, (DistributedDataParallelKwargs, NoneType), wanted)
+        check_optional("ddp_handler", value, DistributedDataParallelKwargs, wanted)
         self._strategy.ddp_handler = value
 
-    @property
-    def device_placement(self) -> bool:
-        """Whether things are moved to the device."""
-        return self._preparer.device_placement
-
-    @device_placement.setter
-    def device_placement(self, value: bool) -> None:
-        check_flag("device_placement", value)
-        self._preparer.device_placement = value
-
-    @property
-    def step_scheduler_with_optimizer(self) -> bool:
-        """Whether schedulers tick when their optimizers step, not on each call."""
-        return self._preparer.step_scheduler_with_optimizer
-
-    @step_scheduler_with_optimizer.setter
-    def step_scheduler_with_optimizer(self, value: bool) -> None:
-        check_flag("step_scheduler_with_optimizer", value)
-        self._preparer.step_scheduler_with_optimizer = value
+    device_placement = Forward[bool](
+        "_preparer.device_placement", "Whether things are moved to the device.", check_flag
+    )
+    step_scheduler_with_optimizer = Forward[bool](
+        "_preparer.step_scheduler_with_optimizer",
+        "Whether schedulers tick when their optimizers step, not on each call.",
+        check_flag,
+    )
 
     @property
     def rng_types(self) -> list[str]:
@@ -180,66 +146,38 @@ class AcceleratorProperties:
 
     # ---- how data are shared out
 
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch size is that of all processes together."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether the main process reads batches and distributes them; None: for iterable datasets only."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether the last round is padded, so that all ranks get the same number of batches."""
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self.dataloader_config.even_batches = value
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether shuffling depends only on a seed and the epoch's number."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device without waiting."""
-        return self.dataloader_config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether prepared loaders keep their position, for `state_dict` and `load_state_dict`."""
-        return self.dataloader_config.use_stateful_dataloader
+    split_batches = Forward[bool](
+        "dataloader_config.split_batches", "Whether a loader's batch size is that of all processes together."
+    )
+    dispatch_batches = Forward[bool | None](
+        "dataloader_config.dispatch_batches",
+        "Whether the main process reads batches and distributes them; None: for iterable datasets only.",
+    )
+    even_batches = Forward[bool](
+        "dataloader_config.even_batches",
+        "Whether the last round is padded, so that all ranks get the same number of batches.",
+        unchecked,
+    )
+    use_seedable_sampler = Forward[bool](
+        "dataloader_config.use_seedable_sampler", "Whether shuffling depends only on a seed and the epoch's number."
+    )
+    non_blocking = Forward[bool](
+        "dataloader_config.non_blocking", "Whether batches are copied to the device without waiting."
+    )
+    use_stateful_dataloader = Forward[bool](
+        "dataloader_config.use_stateful_dataloader",
+        "Whether prepared loaders keep their position, for `state_dict` and `load_state_dict`.",
+    )
 
     # ---- where files go
 
-    @property
-    def project_dir(self) -> str | None:
-        """Where the project keeps its files."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | None:
-        """Where the project keeps its logs."""
-        return self.project_configuration.logging_dir
+    project_dir = Forward[str | None]("project_configuration.project_dir", "Where the project keeps its files.")
+    logging_dir = Forward[str | None]("project_configuration.logging_dir", "Where the project keeps its logs.")
+    save_iteration = Forward[int]("project_configuration.iteration", "The number of the next automatic checkpoint.")
 
     # ---- what was prepared, under Accelerate's private names, which libraries read
 
-    @property
-    def _models(self) -> list[nn.Module]:
-        return self._registry.models
-
-    @property
-    def _optimizers(self) -> list[AcceleratedOptimizer]:
-        return self._registry.optimizers
-
-    @property
-    def _schedulers(self) -> list[AcceleratedScheduler]:
-        return self._registry.schedulers
-
-    @property
-    def _dataloaders(self) -> list[PreparedLoader]:
-        return self._registry.loaders
+    _models = Forward[list[nn.Module]]("_registry.models", "Prepared models.")
+    _optimizers = Forward[list[AcceleratedOptimizer]]("_registry.optimizers", "Prepared optimizers.")
+    _schedulers = Forward[list[AcceleratedScheduler]]("_registry.schedulers", "Prepared schedulers.")
+    _dataloaders = Forward[list[PreparedLoader]]("_registry.loaders", "Prepared loaders.")

@@ -32,7 +32,7 @@ class Layout:
     """How the ranks share models.
 
     Attributes:
-        mesh: who averages gradients in every step, and who has the same values.
+        mesh: which ranks average gradients in every step, and which have the same values.
         fsdp: how models are sharded over a row of it; None: they are not.
         parallelism: what the script or the launcher said of the axes; None: nothing.
     """
@@ -47,12 +47,11 @@ class Session:
     """The settings that all Accelerators of a process share.
 
     Attributes:
-        mixed_precision: `no`, `bf16`, `fp16` or `fp8`.
         plugin, loop: how gradients are accumulated, and where that stands; an Accelerator that asks for another
             accumulation gets a loop of its own, and `GradientState` shows the latest.
-        compiling: how the latest Accelerator compiles models; None: none has said.
+        compiling: how the latest Accelerator compiles models; None: as by default.
         layout: how ranks share models; None: no Accelerator has settled that.
-        named_kind: what a script has set `state.distributed_type` to; None: nothing. How ranks train stays the same.
+        named_kind: what a script has set `state.distributed_type` to. How ranks train stays the same.
         announced: environment variables that tell transformers of it, to be unset with the session.
         controllers: of the Accelerators that have outer loops of their own accord.
     """
@@ -77,11 +76,7 @@ def current() -> Session | None:
 
 
 def opened() -> Session:
-    """Return the open session.
-
-    Raises:
-        StateError: there is none.
-    """
+    """Return the open session, or raise StateError."""
     if _slot is None:
         raise StateError("No Accelerator has been created in this process yet. Create one first: `Accelerator()`.")
     return _slot
@@ -93,11 +88,7 @@ def open_or_join(
     plugin: GradientAccumulationPlugin | None,
     compiling: TorchDynamoPlugin | None = None,
 ) -> Session:
-    """Open the session with these settings, or join the open one; None stands for what the session has.
-
-    Raises:
-        ConfigError: the session has another precision.
-    """
+    """Open the session with these settings, or join the open one, which must have the same precision (None: any)."""
     global _slot
     if _slot is None or _slot.world is not world:  # a session does not outlive its world
         chosen = plugin or GradientAccumulationPlugin(num_steps=1)
@@ -118,7 +109,7 @@ def open_or_join(
 
 @contextmanager
 def settling(session: Session) -> Iterator[None]:
-    """Close a session that no Accelerator has settled yet, if what it is asked for is refused in the block."""
+    """Close a session that no Accelerator has settled yet if the block refuses its settings."""
     try:
         yield
     except (ConfigError, Unsupported):
@@ -134,11 +125,7 @@ def flush_with(controller: OuterController) -> None:
 
 
 def flushed(exchange: Exchange) -> Exchange:
-    """Flush the outer loops that are owed it, before a collective of all ranks that a script calls.
-
-    Returns:
-        `exchange`, for that collective.
-    """
+    """Flush the outer loops that are owed it, before a collective of all ranks over `exchange`; return `exchange`."""
     if exchange.size > 1 and _slot is not None and _slot.world.exchange is exchange:
         for reference in tuple(_slot.controllers):
             controller = reference()

@@ -10,7 +10,16 @@ import torch
 import torch.distributed as dist
 
 from farflung.accelerator import lazy
-from farflung.base.checks import check_flag, check_path, check_type, check_whole, check_word, shown, wrong_type
+from farflung.base.checks import (
+    check_flag,
+    check_optional,
+    check_path,
+    check_type,
+    check_whole,
+    check_word,
+    shown,
+    wrong_type,
+)
 from farflung.base.enums import DynamoBackend, RNGType
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.config import environ
@@ -51,11 +60,7 @@ _INSTEAD = {
 
 
 def check_loop(device_placement: Any, cpu: Any, step_scheduler_with_optimizer: Any, scheduler_ticks: Any) -> None:
-    """Check arguments of `Accelerator` that say how it trains.
-
-    Raises:
-        ConfigError: one is of another kind; the message names it.
-    """
+    """Check the types of the arguments of `Accelerator` that say how it trains."""
     check_flag("device_placement", device_placement)
     check_flag("cpu", cpu)
     check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
@@ -63,11 +68,7 @@ def check_loop(device_placement: Any, cpu: Any, step_scheduler_with_optimizer: A
 
 
 def resolve_rng_types(rng_types: Any) -> list[str]:
-    """Return which kinds of random numbers ranks share at the start of an iteration.
-
-    Raises:
-        ConfigError: there is no such kind.
-    """
+    """Return which kinds of random numbers ranks share at the start of an iteration."""
     if rng_types is None:
         return ["generator"]
     check_type("rng_types", rng_types, (list, tuple), "a list, such as ['generator']")
@@ -77,26 +78,17 @@ def resolve_rng_types(rng_types: Any) -> list[str]:
 
 
 def check_folders(project_dir: Any, project_config: Any) -> None:
-    """Check arguments of `Accelerator` that say where files go.
-
-    Raises:
-        ConfigError: one is of another kind; the message names it.
-    """
+    """Check the types of the arguments of `Accelerator` that say where files go."""
     if project_dir is not None:
         check_path("project_dir", project_dir)
-    if project_config is not None:
-        check_type("project_config", project_config, ProjectConfiguration, "a ProjectConfiguration(project_dir=...)")
+    check_optional("project_config", project_config, ProjectConfiguration, "a ProjectConfiguration(project_dir=...)")
 
 
 def resolve_data(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
-    """Return how loaders are prepared.
-
-    Raises:
-        ConfigError: both a configuration and `split_batches`, or one of another kind.
-    """
-    if config is not None:
-        wanted = "a DataLoaderConfiguration(split_batches=..., ...)"
-        check_type("dataloader_config", config, DataLoaderConfiguration, wanted)
+    """Return how loaders are prepared: as a configuration or `split_batches` says, but not both."""
+    check_optional(
+        "dataloader_config", config, DataLoaderConfiguration, "a DataLoaderConfiguration(split_batches=..., ...)"
+    )
     if split_batches is not None:
         check_flag("split_batches", split_batches)
     if config is not None and split_batches is not None:
@@ -108,11 +100,7 @@ def resolve_data(config: DataLoaderConfiguration | None, split_batches: bool | N
 
 
 def check_init(init: InitProcessGroupKwargs | None) -> InitProcessGroupKwargs | None:
-    """Return `init`, whose backends torch knows.
-
-    Raises:
-        ConfigError: it does not know one.
-    """
+    """Return `init`, whose backends torch must know."""
     for backend in (init.backend or "").split(",") if init is not None else ():
         if backend:
             check_word("backend", backend.rpartition(":")[2].lower(), dist.Backend.backend_list[1:])
@@ -120,24 +108,15 @@ def check_init(init: InitProcessGroupKwargs | None) -> InitProcessGroupKwargs | 
 
 
 def refuse_engines(**given: Any) -> None:
-    """Refuse what Farflung does not do.
-
-    Raises:
-        Unsupported: one of the arguments asks for something.
-    """
+    """Raise Unsupported if one of the arguments asks for something."""
     for name, value in given.items():
         if value is not None:
             raise Unsupported(f"{name}={shown(value)}: {_INSTEAD[name]}.")
 
 
 def resolve_compile(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """Return how to compile models: as the plugin, the backend, or the environment says.
-
-    Raises:
-        ConfigError: both a plugin and a backend, or a backend that there is not.
-    """
-    if plugin is not None:
-        check_type("dynamo_plugin", plugin, TorchDynamoPlugin, "a TorchDynamoPlugin(backend=...)")
+    """Return how to compile models: as the plugin or the backend says (not both), or the environment."""
+    check_optional("dynamo_plugin", plugin, TorchDynamoPlugin, "a TorchDynamoPlugin(backend=...)")
     if backend is not None:
         check_backend("dynamo_backend", backend)
     if plugin is not None and backend is not None:
@@ -148,12 +127,7 @@ def resolve_compile(backend: DynamoBackend | str | None, plugin: TorchDynamoPlug
 def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
     """Return the outer loop that the script or the launcher asks for, None where neither does.
 
-    Args:
-        outer: the script's; a recipe's name stands for that recipe with its defaults. Where both ask for the same, what
-            one of them alone says about its log and report counts.
-
-    Raises:
-        ConfigError: both ask, for different ones; or one that can't be is asked for.
+    Where both ask, it must be for the same; what one of them alone says about its log and report counts then.
     """
     launched = _launched()
     if outer is not None:
@@ -179,12 +153,7 @@ def _launched() -> OuterConfig | None:
 
 
 def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, Any]) -> Precision:
-    """Return the precision of this name, with the arguments that `handlers` has for it.
-
-    Raises:
-        Unsupported: a precision that the device does not have, or fp8 without torchao.
-        ConfigError: another word, or arguments that this precision does not read.
-    """
+    """Return the precision of this name, with the arguments that `handlers` has for it, and no others."""
     autocast, scaler = handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs)
     if name == "fp8" and scaler is None:
         precision: Precision = lazy.Float8(device, autocast, handlers.get(lazy.AORecipeKwargs))
@@ -195,11 +164,7 @@ def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, A
 
 
 def handlers_by_kind(handlers: Sequence[KwargsHandler] | None) -> dict[type, Any]:
-    """Return the handlers by their class.
-
-    Raises:
-        ConfigError: no list, something in it that is no handler, or two of one class.
-    """
+    """Return the handlers by their class; raise ConfigError for what is none, and for two of one class."""
     found: dict[type, Any] = {}
     names = " or ".join(f"{name}()" for name in (*(kind.__name__ for kind in _HANDLERS), "AORecipeKwargs"))
     if handlers is not None and not isinstance(handlers, (list, tuple)):
@@ -221,13 +186,9 @@ def resolve_accumulation(
     """Return how to accumulate gradients: as the plugin, the argument, or the launcher says; None when none does.
 
     The launcher counts before an argument of 1, which is what many scripts pass on when nobody has told them anything.
-
-    Raises:
-        ConfigError: both a plugin and a number of steps, or a number that can't be.
     """
-    if plugin is not None:
-        wanted = "a GradientAccumulationPlugin(num_steps=...)"
-        check_type("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin, wanted)
+    wanted = "a GradientAccumulationPlugin(num_steps=...)"
+    check_optional("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin, wanted)
     if steps is not None:
         check_whole("gradient_accumulation_steps", steps, least=1)
     if plugin is not None:

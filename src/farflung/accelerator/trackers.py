@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an Accelerator has for experiment trackers, in Accelerate's words."""
+"""The methods of an Accelerator for experiment trackers, under Accelerate's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TrackerMethods:
-    """Accelerate's words for trackers."""
+    """Tracker methods under Accelerate's names."""
 
     _tracking: Tracking | None
     _open_loops: OpenLoops
@@ -67,8 +67,7 @@ class TrackerMethods:
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Arguments | None = None) -> None:
         """Have all trackers record `values`, on the main process; on the others do nothing.
 
-        If rounds of an outer loop have ended since the last call, their figures are recorded too: `outer/round` and
-        others.
+        If rounds of an outer loop have ended since the last call, their figures (`outer/round` ...) are recorded too.
 
         Args:
             values: numbers, texts and what else a tracker takes, by name.
@@ -97,11 +96,7 @@ class TrackerMethods:
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker of this name; on processes without trackers, one that does nothing.
 
-        Args:
-            unwrap: return the client's own object instead.
-
-        Raises:
-            ConfigError: there is none of this name.
+        With `unwrap` return the client's own object. Raises ConfigError if there is none of this name.
         """
         for tracker in self.trackers:
             if tracker.name == name:

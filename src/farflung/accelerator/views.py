@@ -17,6 +17,7 @@ from farflung.base.checks import check_flag, check_type, check_word
 from farflung.base.devices import current_accelerator
 from farflung.base.enums import DistributedType, PrecisionType
 from farflung.base.errors import StateReset, Unsupported
+from farflung.base.forward import Forward
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
@@ -81,10 +82,9 @@ class PartialState(ProcessControl):
         """Whether this process has joined its world."""
         return world_slot.current() is not None
 
-    @property
-    def backend(self) -> str | None:
-        """How the processes talk: `gloo`, `nccl` ...; None when there is one."""
-        return self._world.backend
+    backend = Forward[str | None](
+        "_world.backend", "How the processes talk: `gloo`, `nccl` ...; None when there is one."
+    )
 
     @property
     def default_device(self) -> torch.device:
@@ -198,10 +198,7 @@ class AcceleratorState(Engines, PartialState):
         compiling = slot.opened().compiling
         return TorchDynamoPlugin() if compiling is None else compiling
 
-    @property
-    def deepspeed_plugins(self) -> None:
-        """None: DeepSpeed is not supported."""
-        return None
+    deepspeed_plugins = Engines.deepspeed_plugin
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -209,19 +206,11 @@ class AcceleratorState(Engines, PartialState):
         return self._device_mesh
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """Refused: there is no plugin to return.
-
-        Raises:
-            Unsupported: always.
-        """
+        """Raise Unsupported: there is no plugin to return."""
         raise Unsupported(f"get_deepspeed_plugin({name!r}): DeepSpeed is not supported. Use DDP, or an outer loop.")
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Refused: there is no plugin to choose.
-
-        Raises:
-            Unsupported: always.
-        """
+        """Raise Unsupported: there is no plugin to choose."""
         raise Unsupported(f"select_deepspeed_plugin({name!r}): DeepSpeed is not supported. Use DDP, or an outer loop.")
 
     @staticmethod

@@ -29,15 +29,12 @@ def shown(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{kind} of shape {list(value.shape)} and dtype {value.dtype}"
     is_sized = isinstance(value, (list, tuple, set, dict))
-    if is_sized and not all(isinstance(item, (str, Real, tuple, type(None))) for item in _items(value)):
+    items = value.values() if isinstance(value, dict) else value
+    if is_sized and not all(isinstance(item, (str, Real, tuple, type(None))) for item in items):
         return f"{kind} of {counted(len(value), 'item')}"
     text = " ".join(_REPR.repr(value).split())
     is_plain = is_sized or isinstance(value, (str, Real, type(None)))
     return text if " at 0x" not in text and (is_plain or "..." not in text) else kind
-
-
-def _items(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def wrong_type(name: str, value: object, wanted: str) -> WrongType:
@@ -49,6 +46,12 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], wanted:
     """Raise WrongType unless `value` is an instance of `kinds`."""
     if not isinstance(value, kinds):
         raise wrong_type(name, value, wanted)
+
+
+def check_optional(name: str, value: object, kind: type, wanted: str) -> None:
+    """Raise WrongType unless `value` is None or an instance of `kind`."""
+    if value is not None:
+        check_type(name, value, kind, wanted)
 
 
 def check_callable(name: str, value: object, example: str) -> None:
@@ -138,11 +141,7 @@ _FIELDS: Mapping[str, Callable[[str, Any], None]] = {
 
 
 def check_fields(settings: Any) -> None:
-    """Check the flags, numbers and texts of a dataclass against their annotations.
-
-    Raises:
-        ConfigError: a field is of another kind.
-    """
+    """Check the flags, numbers and texts of a dataclass against their annotations."""
     for each in fields(settings):
         value, kind = getattr(settings, each.name), str(each.type)
         check = _FIELDS.get(kind.removesuffix(" | None"))

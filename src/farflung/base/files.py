@@ -15,14 +15,11 @@ WRITING = ".writing-"  # in the name of a file that is being written, or whose w
 
 
 class AtomicFile:
-    """A place to write a new file to; leaving the block renames it to `path`, and an error removes it.
+    """A place (`path`) to write a new file to; leaving the block puts it in place, and an error removes it.
 
     Readers and memory maps of the old file keep what they have.
     What is no regular file, such as a device or a pipe, can't be replaced: it is written to where it is. Of a link, the
     file that it leads to is replaced. A new file has the permissions of the one that it replaces.
-
-    Attributes:
-        path: where to write.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -57,11 +54,7 @@ class AtomicFile:
 
 
 def open_lines(path: Path) -> TextIO:
-    """Open a file to add lines to it, each written at once. A last line that a full disk tore stays a line of its own.
-
-    Raises:
-        OSError: it can't be written.
-    """
+    """Open a file to add lines to it, each written at once. A last line that a full disk tore stays a line."""
     file = path.open("a", encoding="utf-8", buffering=1)
     if path.is_file() and path.stat().st_size:
         with path.open("rb") as old:

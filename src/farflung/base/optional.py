@@ -53,9 +53,6 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
     Args:
         library_or_version: the name of an installed library, or a `packaging.version.Version`.
         operation: one of `>`, `>=`, `==`, `!=`, `<=`, `<`.
-
-    Raises:
-        ConfigError: another operation, or the library is not installed.
     """
     check_word("operation", operation, STR_OPERATION_TO_FUNC)
     check_text("version", requirement_version)

@@ -16,12 +16,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)(B)\s*", re.IGNOREC
 def num_bytes(size: int | str, called: str, least: int = 1) -> int:
     """Return a size in bytes: `5GB` is 5 * 10**9, `5GiB` is 5 * 2**30; a small b counts bits, 8 of them a byte.
 
-    Args:
-        size: a number of bytes, or a text with a unit.
-        called: what the user calls the size, for the error.
-
-    Raises:
-        ConfigError: it is none, less than `least`, or a text without a unit.
+    A text needs a unit. What is no size, or less than `least`, raises ConfigError by the name that it is `called`.
     """
     count = -1
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
@@ -35,7 +30,7 @@ def num_bytes(size: int | str, called: str, least: int = 1) -> int:
 
 
 def bucket_bytes_for(trained_bytes: int) -> int:
-    """Return how much an outer loop sends at a time unless it is told: an eighth of what is trained, 4 to 12.5 MB."""
+    """Return the default bucket size of an outer loop: an eighth of the trained bytes, 4 to 12.5 MB."""
     return min(CAP_BYTES, max(_LEAST_BYTES, trained_bytes // 8))
 
 

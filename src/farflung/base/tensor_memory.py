@@ -28,13 +28,9 @@ def bytes_of(tensor: Tensor) -> Any:
 
 
 def check_exchangeable(named: Iterable[tuple[str, Tensor]], takes_float8: bool = False) -> None:
-    """Check that parameters and buffers can go from one process to another.
+    """Raise Unsupported for parameters and buffers that can't go from one process to another.
 
-    Args:
-        takes_float8: the backend knows 8-bit floats, as NCCL does.
-
-    Raises:
-        Unsupported: one is sparse, or a float of 8 bits.
+    Those are sparse ones, and floats of 8 bits unless the backend `takes_float8`, as NCCL does.
     """
     for name, tensor in named:
         if tensor.layout is not torch.strided:

@@ -23,11 +23,7 @@ _Loader = TypeVar("_Loader", bound=DataLoader[Any])
 
 
 def taken(owner: Any, name: str, use: str) -> Any:
-    """Return the attribute `name` of something of torch's.
-
-    Raises:
-        Unsupported: there is none in this release of torch.
-    """
+    """Return the attribute `name` of something of torch's; raise Unsupported if this release of torch has none."""
     try:
         return getattr(owner, name)
     except AttributeError:

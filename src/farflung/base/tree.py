@@ -90,13 +90,8 @@ def recursively_apply(
 ) -> Any:
     """Apply `func(leaf, *args, **kwargs)` to every leaf of `data` that passes `test_type`; keep the structure.
 
-    Args:
-        error_on_other_type: raise on a leaf that does not pass, instead of keeping it as it is.
-
-    Raises:
-        WrongType: a leaf does not pass `test_type` and `error_on_other_type` is set.
+    A leaf that does not pass is kept as it is, or raises WrongType with `error_on_other_type`.
     """
-
     if not callable(func):
         raise wrong_type("recursively_apply: func", func, "a function of a tensor")
 

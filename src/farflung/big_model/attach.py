@@ -103,9 +103,8 @@ def attach_execution_device_hook(
     """Let a module and its submodules bring their inputs and weights to a device, except those that have hooks.
 
     Args:
-        skip_keys: keyword arguments that are not moved.
+        skip_keys, tied_params_map: see `AlignDevicesHook`.
         preload_module_classes: names of classes whose submodules get no hooks.
-        tied_params_map: the weights that the model shares.
     """
     attacher = _Attacher(None, False, skip_keys, preload_module_classes or (), tied_params_map)
     attacher.execute(module, execution_device)
@@ -125,14 +124,11 @@ def attach_align_device_hook(
     """Attach an `AlignDevicesHook` to each submodule that has tensors of its own.
 
     Args:
-        execution_device: where forward passes run.
-        offload: take weights from `weights_map` before each forward pass and drop them afterwards.
+        execution_device, offload, offload_buffers, skip_keys, tied_params_map: see `AlignDevicesHook`.
         weights_map: the weights by their names in the model.
         module_name: the name of `module` in the model.
-        skip_keys: keyword arguments that are not moved.
         preload_module_classes: names of classes that get the weights of all their submodules at once, because they use
             weights of submodules that they don't call.
-        tied_params_map: the weights that the model shares; found out by default.
     """
     ties = TiedWeights(module) if tied_params_map is None else tied_params_map
     attacher = _Attacher(weights_map, offload_buffers, skip_keys, preload_module_classes or (), ties)
@@ -150,12 +146,10 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedWeights | None = None,
 ) -> None:
-    """Attach an `AlignDevicesHook` to each block of a model.
+    """Attach an `AlignDevicesHook` to each block of a model. Arguments are those of `attach_align_device_hook`.
 
     Args:
-        execution_device: where forward passes run: one device, or one for each name of a module or tensor.
-        offload: whether weights are offloaded: one answer, or one for each name.
-        weights_map, module_name, skip_keys, preload_module_classes, tied_params_map: see `attach_align_device_hook`.
+        execution_device, offload: one for all, or one for each name of a module or tensor.
     """
     ties = TiedWeights(module) if tied_params_map is None else tied_params_map
     attacher = _Attacher(weights_map, offload_buffers, skip_keys, preload_module_classes or (), ties)

@@ -173,11 +173,7 @@ def _kept(weights: OffloadedWeightsLoader) -> OffloadedWeightsLoader:
 def _written(
     model: nn.Module, state_dict: Mapping[str, Tensor], folder: Folder, ties: list[list[str]]
 ) -> dict[str, Any]:
-    """Write weights into a folder, a shared one once, and return what is where; those without values must be there.
-
-    Raises:
-        ConfigError: one has no values, neither here nor there.
-    """
+    """Write weights into a folder, a shared one once, and return what is where; those without values must be there."""
     again = {name for group in ties for name in [name for name in group if name in state_dict][1:]}
     values = {name: value for name, value in state_dict.items() if not value.is_meta and name not in again}
     offload_state_dict(folder, values, own=weights_of(model))
@@ -220,12 +216,8 @@ def cpu_offload(
 
     Args:
         execution_device: by default where the model's first parameter is.
-        offload_buffers: offload buffers too.
         state_dict: the weights; by default the model's.
-        preload_module_classes: names of classes that get the weights of all their submodules at once.
-
-    Returns:
-        the model.
+        offload_buffers, preload_module_classes: see `dispatch_model`.
     """
     if state_dict is None:
         state_dict = {name: value.to("cpu") for name, value in model.state_dict().items()}
@@ -244,11 +236,7 @@ def disk_offload(
     Args:
         offload_dir: the folder. Weights that the model has are written there; those on the meta device must be there.
         execution_device: by default where the model's first parameter is.
-        offload_buffers: offload buffers too.
-        preload_module_classes: names of classes that get the weights of all their submodules at once.
-
-    Returns:
-        the model.
+        offload_buffers, preload_module_classes: see `dispatch_model`.
     """
     index = _written(model, _offloadable(model, offload_buffers), offload_dir, find_tied_parameters(model))
     weights = _kept(OffloadedWeightsLoader(save_folder=offload_dir, index=index))
@@ -313,18 +301,11 @@ def load_checkpoint_and_dispatch(
     """Load weights into a model, each to its device or to the disk, and attach the hooks that let it run.
 
     Args:
-        device_map: a device for each module, or `auto`, `balanced`, `balanced_low_0`, `sequential` to have one made.
-            Without one, weights are loaded and that is all.
-        max_memory, no_split_module_classes: for the map that is made; see `infer_auto_device_map`.
-        checkpoint, offload_folder, offload_buffers, dtype, offload_state_dict, strict, full_state_dict,
-            broadcast_from_rank0: see `load_checkpoint_in_model`.
-        skip_keys, preload_module_classes, force_hooks: see `dispatch_model`.
+        device_map: a device for each module, or `auto`, `balanced`, `balanced_low_0`, `sequential` to have one made by
+            `infer_auto_device_map`. Without one, weights are loaded and that is all.
 
-    Returns:
-        the model.
-
-    Raises:
-        CheckpointError, ConfigError: as the functions named above.
+    The other arguments, and the errors, are those of `infer_auto_device_map`, `load_checkpoint_in_model` and
+    `dispatch_model`.
     """
     if isinstance(device_map, str):
         check_word("device_map", device_map, _STRATEGIES)

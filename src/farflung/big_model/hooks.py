@@ -86,13 +86,10 @@ class SequentialHook(ModelHook):
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Attach a hook to a module, whose `forward` calls it from now on.
+    """Attach a hook to a module, whose `forward` calls it from now on, and return the module.
 
     Args:
         append: call it after the hook that the module has; otherwise that one is replaced.
-
-    Returns:
-        the module.
     """
     old = getattr(module, "_hf_hook", None)
     if old is not None:
@@ -122,14 +119,7 @@ def _eagerly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Remove a module's hook and give it its own `forward` back.
-
-    Args:
-        recurse: remove the hooks of all submodules too.
-
-    Returns:
-        the module.
-    """
+    """Remove a module's hook (with `recurse`, those of all submodules too), give its `forward` back, and return it."""
     if recurse:
         remove_hook_from_submodules(module)
         return module
@@ -386,7 +376,9 @@ class CpuOffload(ModelHook):
         self, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
     ) -> None:
         self.prev_module_hook = prev_module_hook
-        self.execution_device = _default_device() if execution_device is None else execution_device
+        if execution_device is None:
+            execution_device = as_device(current_accelerator() or "cpu")
+        self.execution_device = execution_device
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module.to("cpu")
@@ -398,11 +390,6 @@ class CpuOffload(ModelHook):
         device = as_device(self.execution_device)
         module.to(device)
         return send_to_device(args, device), send_to_device(kwargs, device)
-
-
-def _default_device() -> torch.device:
-    found = current_accelerator()
-    return torch.device("cpu") if found is None else as_device(found)
 
 
 class LayerwiseCastingHook(ModelHook):

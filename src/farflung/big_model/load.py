@@ -86,11 +86,7 @@ def _read_one_by_one(path: _Source) -> Iterator[tuple[str, Tensor]]:
 
 
 def _files_of(checkpoint: Path) -> tuple[list[_Source], set[str] | None]:
-    """Return the files with weights, and the names in them where an index says them.
-
-    Raises:
-        CheckpointError: there are none, or more than one index.
-    """
+    """Return the files with weights, and the names in them where an index says them."""
     if checkpoint.is_dir():
         for name in (paths.model(0, safe=False), paths.model(0)):  # Accelerate's order
             if (checkpoint / name).is_file():
@@ -265,7 +261,7 @@ class _Loader:
 
     def _put(self, name: str, value: Tensor) -> None:
         old = get_tensor(self._model, name)
-        dtype = torch.float32 if any(_is_part(name, kept) for kept in self._keep) else self._dtype
+        dtype = torch.float32 if any(name == kept or f"{kept}." in name for kept in self._keep) else self._dtype
         if self._map is None and dtype is None and not old.is_meta:
             if old.shape != value.shape:
                 raise ConfigError(f"{name} has shape {list(old.shape)}, and the value for it {list(value.shape)}.")
@@ -284,27 +280,15 @@ class _Loader:
             offload_weight(stored, name, self._folder, self._index, own=self._before)
 
 
-def _is_part(name: str, module: str) -> bool:
-    return name == module or f"{module}." in name
-
-
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Folder) -> None:
-    """Load weights that `offload_weight` wrote into a model, on the CPU.
-
-    Args:
-        index: their dtypes and shapes, by name.
-    """
+    """Load weights that `offload_weight` wrote into a model, on the CPU, by their `index` of dtypes and shapes."""
     for name, info in (index or {}).items():
         value = load_offloaded_weight(Path(offload_folder, f"{name}.dat"), info)
         set_module_tensor_to_device(model, name, "cpu", value)
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model whose weights are offloaded, on the CPU.
-
-    Raises:
-        ConfigError: a weight has no values anywhere.
-    """
+    """Return the state dict of a model whose weights are offloaded, on the CPU; ConfigError if one has no values."""
     state: dict[str, Tensor] = {}
     own = model.state_dict()
     for path, module in model.named_modules():
@@ -325,14 +309,11 @@ def get_state_dict_from_offload(
     state_dict: dict[str, Any],
     device_to_put_offload: Device | None = "cpu",
 ) -> dict[str, Any]:
-    """Replace what `state_dict` has of a module by its values, also where these are offloaded.
+    """Replace what `state_dict` has of a module by its values, also where these are offloaded, and return it.
 
     Args:
         module_name: the full name of one of the module's tensors.
         device_to_put_offload: where offloaded values are put.
-
-    Returns:
-        `state_dict`.
     """
     root = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):

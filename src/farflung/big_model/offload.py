@@ -82,13 +82,9 @@ def _check_unused(path: Path, content: np.ndarray[Any, Any], own: Sequence[Any])
 
 
 def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -> Tensor:
-    """Return the tensor in a file that `offload_weight` wrote. Its pages are read when they are used.
+    """Return the tensor in a file that `offload_weight` wrote, of the `dtype` and `shape` in `weight_info`.
 
-    Args:
-        weight_info: the tensor's `dtype` and `shape`.
-
-    Raises:
-        CheckpointError: the file is not there or too short.
+    Its pages are read when they are used. Raises CheckpointError if the file is not there or too short.
     """
     shape = torch.Size(weight_info["shape"])
     dtype = as_dtype(weight_info["dtype"])
@@ -101,11 +97,7 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
 
 
 def read_offload_index(folder: Folder) -> Index:
-    """Return what is offloaded to a folder by name; nothing where it has no index.
-
-    Raises:
-        CheckpointError: the index is damaged.
-    """
+    """Return what is offloaded to a folder by name; nothing where it has no index."""
     path = Path(folder, INDEX)
     if not path.is_file():
         return {}

@@ -34,11 +34,7 @@ _CUSTOM_BYTES = {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.
 
 
 def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
-    """Return how many bytes one value of `dtype` takes.
-
-    Raises:
-        ConfigError: it is no dtype.
-    """
+    """Return how many bytes one value of `dtype` takes."""
     if isinstance(dtype, CustomDtype):
         return _CUSTOM_BYTES[dtype]
     if not isinstance(dtype, torch.dtype):
@@ -78,7 +74,7 @@ def compute_module_total_buffer_size(
     dtype: str | torch.dtype | CustomDtype | None = None,
     special_dtypes: Mapping[str, str | torch.dtype | CustomDtype] | None = None,
 ) -> float:
-    """Return the bytes of all buffers of a model."""
+    """Return the bytes of all buffers of a model; see `compute_module_sizes`."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
 
 

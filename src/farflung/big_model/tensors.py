@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -74,11 +74,7 @@ def named_module_tensors(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Return the names of the buffers that are not part of the state dict.
-
-    Args:
-        fqns: full names, from `module` on; otherwise each buffer's own.
-    """
+    """Return the names of the buffers that are not part of the state dict; with `fqns`, full names from `module` on."""
     found = set(passing_buffers(module))
     if recurse:
         for path, inner in module.named_modules():
@@ -87,11 +83,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
 
 def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
-    """Return the submodule that holds the parameter or buffer `tensor_name`, and its name there.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
+    """Return the submodule that holds the parameter or buffer `tensor_name`, and its name there."""
     path, _, name = tensor_name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -204,11 +196,7 @@ def check_tied_parameters_on_same_device(
 
 
 def device_for(name: str, device_map: Mapping[str, Device]) -> Device:
-    """Return the device of the entry that covers the tensor or module `name` most closely.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the device of the entry that covers `name` most closely; raise ConfigError if none does."""
     path = name
     while path and path not in device_map:
         path = path.rpartition(".")[0]
@@ -221,33 +209,6 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     """Return what identifies the memory of a tensor while it lives: device, address, bytes."""
     storage = tensor.untyped_storage()
     return tensor.device, 0 if tensor.is_meta else storage.data_ptr(), storage.nbytes()
-
-
-def ensure_weights_retied(
-    param_init_fn: Callable[[nn.Module], nn.Module], model: nn.Module, device: torch.device
-) -> Callable[[nn.Module], nn.Module]:
-    """Return `param_init_fn` such that weights which `model` shares by its `_tied_weights_keys` stay shared.
-
-    `param_init_fn` gives one module new memory; it is called for each module in turn.
-    """
-    first: dict[int, Tensor | None] = {
-        id(get_tensor(model, name)): None for name in getattr(model, "_tied_weights_keys", None) or ()
-    }
-    if not first:
-        return param_init_fn
-
-    def initialize(module: nn.Module) -> nn.Module:
-        shared = {name: id(p) for name, p in module.named_parameters(recurse=False) if id(p) in first}
-        module = param_init_fn(module)
-        for name, key in shared.items():
-            made = first[key]
-            if made is None:
-                first[key] = getattr(module, name)
-            else:
-                setattr(module, name, made)
-        return module
-
-    return initialize
 
 
 # ---- moving
@@ -364,8 +325,7 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
     """Let modules that are made in this block have their parameters on `device`. What is shared stays shared.
 
     Args:
-        include_buffers: make all tensors there, buffers too. By default the variable `ACCELERATE_INIT_INCLUDE_BUFFERS`
-            decides.
+        include_buffers: make all tensors there, buffers too; see `init_empty_weights`.
     """
     target = torch.device(device)
     if include_buffers is None:

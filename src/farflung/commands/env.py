@@ -3,10 +3,8 @@
 
 import sys
 
-from farflung.compat.absent import env_command, env_command_parser
+from farflung.compat.absent import env_command as env_command, env_command_parser as env_command_parser
 from farflung.launch.main import main
-
-__all__ = ["env_command", "env_command_parser"]
 
 if __name__ == "__main__":
     main(["env", *sys.argv[1:]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import yaml
 from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError
 from farflung.base.files import AtomicFile
-from farflung.compat.environments import ComputeEnvironment
 from farflung.config.files import find_file, own_file, read_file
 from farflung.config.launch import FIELDS
 
@@ -23,6 +23,21 @@ _BLOCKS = {"dynamo_config": "dynamo_", "fsdp_config": "fsdp_", "parallelism_conf
 default_yaml_config_file = default_config_file = str(own_file())
 default_json_config_file = str(own_file().with_suffix(".json"))
 cache_dir = str(own_file().parent)
+
+
+class ComputeEnvironment(str, Enum):
+    """Where a run is started."""
+
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
+
+
+class SageMakerDistributedType(str, Enum):
+    """How SageMaker distributes a run."""
+
+    NO = "NO"
+    DATA_PARALLEL = "DATA_PARALLEL"
+    MODEL_PARALLEL = "MODEL_PARALLEL"
 
 
 @dataclass
@@ -81,12 +96,7 @@ class ClusterConfig(BaseConfig):
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | Path | None = None) -> ClusterConfig:
-        """Read a file, by default the one that `farflung launch` would read.
-
-        Raises:
-            ConfigError: there is none, or it says what can't be.
-            Unsupported: it asks for something that Farflung does not do.
-        """
+        """Read a file, by default the one that `farflung launch` would read."""
         path = find_file(None if yaml_file is None else str(yaml_file))
         if path is None:
             raise ConfigError("There is no configuration file. `farflung config` writes one.")
@@ -113,5 +123,5 @@ def _kind(said: dict[str, Any]) -> DistributedType:
 
 
 def load_config_from_file(config_file: str | Path | None = None) -> ClusterConfig:
-    """Read a configuration file, by default the one that `farflung launch` would read; see `ClusterConfig`."""
+    """Read a configuration file; see `ClusterConfig.from_yaml_file`."""
     return ClusterConfig.from_yaml_file(config_file)

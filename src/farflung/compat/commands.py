@@ -79,11 +79,7 @@ def execute_subprocess_async(
 def run_command(
     command: Sequence[str | Path], return_stdout: bool = False, env: Mapping[str, str] | None = None
 ) -> str | None:
-    """Run a command to its end; return what it wrote, both streams in one, with `return_stdout`.
-
-    Raises:
-        SubprocessCallException: it failed.
-    """
+    """Run a command to its end; return what it wrote, both streams in one, with `return_stdout`."""
     words = [str(word) for word in command]
     done = subprocess.run(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:

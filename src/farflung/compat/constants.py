@@ -6,7 +6,7 @@ Those of engines that Farflung does not have are here too: they say what words t
 
 from __future__ import annotations
 
-from farflung.big_model.attach import CAST_LAYERS
+from farflung.big_model import attach
 
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
@@ -78,4 +78,6 @@ TORCH_DISTRIBUTED_OPERATION_TYPES = [
     *CUDA_DISTRIBUTED_TYPES,
     *(f"MULTI_{kind}" for kind in ("NPU", "MLU", "SDAA", "MUSA", "XPU", "CPU", "HPU", "NEURON")),
 ]
-SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = CAST_LAYERS
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = attach.CAST_LAYERS
+
+__all__ = [name for name in globals() if name.isupper()]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from farflung.accelerator.operations import broadcast, extract_model_from_parall
 from farflung.base.checks import check_path
 from farflung.base.errors import CollectiveMismatch
 from farflung.base.optional import is_available
-from farflung.checkpoint.writer import save_object
+from farflung.checkpoint.writer import save_object, without_aliases
 from farflung.compat.nested_tensors import get_data_structure, initialize_tensors
 from farflung.config.handlers import AutocastKwargs
 from farflung.process.bootstrap import join_world
@@ -25,8 +25,7 @@ _HALVES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """Give every process the tensor of the one that has it; the others bring None and need not know its shape.
 
-    Raises:
-        CollectiveMismatch: no process has a tensor, or several have one; on every process.
+    Raises CollectiveMismatch, on every process, unless exactly one has a tensor.
     """
     world = join_world()
     forms = gather_object([get_data_structure(tensor)])
@@ -41,11 +40,9 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write `obj` to `f` on the first process. Talks to no one.
+    """Write `obj` to `f` on the first process (of each machine with `save_on_each_node`). Talks to no one.
 
-    Args:
-        save_on_each_node: each machine's first process writes.
-        safe_serialization: write a dictionary of tensors as safetensors instead of with `torch.save`.
+    With `safe_serialization` a dictionary of tensors is written as safetensors instead of with `torch.save`.
     """
     if not hasattr(f, "write"):
         check_path("save: f", f)
@@ -54,13 +51,25 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         save_object(obj, f, safe_serialization)
 
 
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the items that safetensors can hold: contiguous tensors, and of those that are one tensor the first.
+
+    What is no tensor is kept as it is.
+    """
+    kept = without_aliases({name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)})
+    return {
+        name: kept[name].contiguous().resolve_conj().resolve_neg() if name in kept else value
+        for name, value in state_dict.items()
+        if name in kept or not isinstance(value, torch.Tensor)
+    }
+
+
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """Return a block in which the mixed precision that the `Accelerator` was made with computes.
+    """Return a block in which the mixed precision that the `Accelerator` was made with computes, if `native_amp`.
 
     Args:
-        native_amp: False returns a block that changes nothing.
         autocast_kwargs: further arguments of `torch.autocast`.
     """
     if not native_amp:
@@ -88,11 +97,7 @@ def is_peft_model(model: Any) -> bool:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Return a `tqdm.auto.tqdm` bar, silent on all but each machine's first process unless told otherwise.
-
-    Raises:
-        ImportError: tqdm is not installed.
-    """
+    """Return a `tqdm.auto.tqdm` bar, silent on all but each machine's first process unless told otherwise."""
     from tqdm.auto import tqdm as bar  # type: ignore[import-untyped]
 
     if main_process_only and not kwargs.get("disable"):

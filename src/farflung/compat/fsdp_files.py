@@ -47,9 +47,6 @@ def save_fsdp_model(
         model_index: the number in these names.
         adapter_only: of a PEFT model, the weights of its active adapter alone.
         use_dcp: only True.
-
-    Raises:
-        CheckpointError: it could not be written, on one of the processes.
     """
     _only_dcp(use_dcp)
     bare = extract_model_from_parallel(model)
@@ -137,14 +134,9 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Give an optimizer the state that `save_fsdp_optimizer` or `save_state` wrote: every process calls this.
+    """Give an optimizer the state that `save_fsdp_optimizer` or `save_state` wrote; see `load_fsdp_model`.
 
-    Args:
-        input_dir: the folder of the checkpoint, or that of the optimizer's shards in it.
-        adapter_only: changes nothing: the state is that of the parameters which the optimizer has.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or of another optimizer, which is as it was.
+    `adapter_only` changes nothing: the state is that of the parameters which the optimizer has.
     """
     _only_dcp(use_dcp)
     folder = _parent_of(Path(input_dir), paths.optimizer_shards(optimizer_index))
@@ -172,8 +164,7 @@ def merge_fsdp_weights(
         remove_checkpoint_dir: remove `checkpoint_dir` when that is done.
 
     Raises:
-        ConfigError: there are no shards in `checkpoint_dir`.
-        CheckpointError: they are damaged, or hold more than tensors and plain data.
+        ConfigError, CheckpointError: there are no shards in `checkpoint_dir`, or they are damaged.
     """
     world = join_world()
 

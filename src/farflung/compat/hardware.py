@@ -31,21 +31,13 @@ def _nvidia_smi(question: str) -> list[str]:
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of this machine's NVIDIA GPUs and how many they are.
-
-    Raises:
-        FileNotFoundError: there is no nvidia-smi.
-    """
+    """Return the names of this machine's NVIDIA GPUs and how many they are; FileNotFoundError without nvidia-smi."""
     names = [line.split(",")[1].strip() for line in _nvidia_smi("count,name")]
     return names, len(names)
 
 
 def get_driver_version() -> str:
-    """Return the version of NVIDIA's driver.
-
-    Raises:
-        FileNotFoundError: there is no nvidia-smi.
-    """
+    """Return the version of NVIDIA's driver; FileNotFoundError without nvidia-smi."""
     return _nvidia_smi("driver_version")[0]
 
 
@@ -62,23 +54,14 @@ def check_cuda_p2p_ib_support() -> bool:
 
 @lru_cache
 def check_cuda_fp8_capability() -> bool:
-    """Say whether the first GPU computes in fp8: compute capability 8.9 or higher.
-
-    Raises:
-        AssertionError, RuntimeError: torch finds no GPU.
-    """
+    """Say whether the first GPU computes in fp8: compute capability 8.9 or higher."""
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Let this thread run on the cores near GPU `local_process_index`; without GPUs, do nothing.
 
-    Args:
-        verbose: log the cores; by default as `ACCELERATE_DEBUG_MODE` says.
-
-    Raises:
-        ImportError: pynvml is not installed.
-        Unsupported: the GPUs are AMD's.
+    Needs pynvml, and NVIDIA's GPUs. `verbose` logs the cores, by default as `ACCELERATE_DEBUG_MODE` says.
     """
     if not torch.cuda.is_available():
         return

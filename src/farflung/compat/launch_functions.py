@@ -25,11 +25,7 @@ from farflung.launch.run import launch_script
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """End with `message`, or refuse the first flag in it that asks for what Farflung does not do.
-
-        Raises:
-            Unsupported: there is such a flag.
-        """
+        """End with `message`, or raise Unsupported for the first flag in it that asks for what Farflung does not do."""
         words = [underscored(word.lstrip("-")) for word in message.split() if word.startswith("--")]
         for word in words:
             foreign = foreign_flag(word.split("=")[0])
@@ -43,11 +39,8 @@ class _Parser(argparse.ArgumentParser):
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return a parser of what stands behind `farflung launch` on a command line.
 
-    What it parses has the launch settings by name, None where a flag is left out, and `training_script` and
-    `training_script_args`.
-
-    Args:
-        subparsers: what `ArgumentParser.add_subparsers` returned; the parser becomes its command `launch`.
+    It finds the launch settings by name, None where a flag is left out, and `training_script` with its arguments.
+    With `subparsers`, what `ArgumentParser.add_subparsers` returned, the parser is its command `launch`.
     """
     description = (
         "Run a script in one or several distributed processes. Flags can be written with dashes too: --num-processes."
@@ -88,13 +81,10 @@ def flags_of(args: argparse.Namespace) -> dict[str, str | bool]:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Run a script as `farflung launch` does, and return when all of its processes have ended.
+    """Run a script as `farflung launch` does, and return when all of its processes have ended; exit if one failed.
 
     Args:
         args: as `launch_command_parser` parses them; more attributes may be there.
-
-    Raises:
-        SystemExit: a process failed; what failed has been shown.
     """
     code = launch_script(resolve(flags_of(args)), args.training_script, tuple(args.training_script_args))
     if code != 0:
@@ -107,11 +97,7 @@ def main() -> NoReturn:
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """Return the command that runs a script in one process, and its environment.
-
-    Args:
-        args: as `launch_command_parser` parses them.
-    """
+    """Return the command and the environment that run a script in one process; `args` from `launch_command_parser`."""
     settings = resolve(flags_of(args)).settings
     python = [] if settings.no_python else [sys.executable, *(["-m"] if settings.module else [])]
     return [*python, args.training_script, *args.training_script_args], _environment(settings)
@@ -120,9 +106,8 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     """Return the environment of each process of a script, without what tells them apart.
 
-    Args:
-        args: as `launch_command_parser` parses them. It gets what torchrun's parser calls otherwise: `nproc_per_node`,
-            `master_port` and, for several machines, `nnodes`, `node_rank` and `master_addr`.
+    `args`, from `launch_command_parser`, gets what torchrun's parser calls otherwise: `nproc_per_node`, `master_port`
+    and, for several machines, `nnodes`, `node_rank` and `master_addr`.
     """
     settings = resolve(flags_of(args)).settings
     port = settings.main_process_port
@@ -137,8 +122,7 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
 def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
     """Add the variables of the grid of ranks to `current_env`, and return it.
 
-    Args:
-        args: as `launch_command_parser` parses them; whether `--use_parallelism_config` is among them or not.
+    `args` are from `launch_command_parser`, with or without `--use_parallelism_config`.
     """
     told = rank_variables(resolve(flags_of(args) | {"use_parallelism_config": True}).settings)
     current_env.update({name: value for name, value in told.items() if "PARALLELISM_CONFIG" in name})
@@ -154,7 +138,7 @@ class PrepareForLaunch:
 
     Args:
         launcher: the function; it gets the further arguments.
-        distributed_type: with several processes, each is told its rank by the environment variables.
+        distributed_type: with several processes, the environment variables tell each its rank.
         debug: join a gloo group by the file that `ACCELERATE_DEBUG_RDV_FILE` names instead.
     """
 

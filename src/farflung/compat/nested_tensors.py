@@ -16,12 +16,7 @@ from farflung.base.tree import flatten, is_container, leaves_of, not_a_tensor, r
 
 
 def find_batch_size(data: Any) -> int:
-    """Return the first dimension of the first leaf of a tree, which must be a tensor that has one.
-
-    Raises:
-        ConfigError: a container is empty, or the tensor has no dimension.
-        WrongType: the first leaf is no tensor.
-    """
+    """Return the first dimension of the first leaf of a tree, which must be a tensor that has one."""
     leaf = data
     while is_container(leaf):
         children = leaves_of(leaf)
@@ -85,9 +80,7 @@ def slice_tensors(
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Concatenate trees of one structure, tensor by tensor.
 
-    Raises:
-        WrongType: there is no tree, they differ in structure, or something in them is no tensor.
-        ShapeMismatch: tensors differ in shape beyond `dim`, or have no such dimension.
+    Raises WrongType for trees of other structures or leaves, ShapeMismatch for shapes that differ beyond `dim`.
     """
     if not isinstance(data, (list, tuple)) or not data:
         raise wrong_type("concatenate: data", data, "a list of nested tensors of one structure")

@@ -28,9 +28,6 @@ def _filter_args(
 def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, ClusterConfig | None, bool]:
     """Give each launch setting of `args` the value that counts: of its flag, its variable, the file, or its default.
 
-    Args:
-        args: as `launch_command_parser` parses them.
-
     Returns:
         `args`, the configuration file as an object (None: there is none), and whether the precision is the file's.
     """
@@ -41,11 +38,7 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
 
 
 def _refuse_recurrent_layers_under_sequence_parallelism(model: nn.Module) -> None:
-    """Refuse a model with layers that carry a state along the sequence, each rank of which would begin it anew.
-
-    Raises:
-        ConfigError: its configuration names layers of linear attention.
-    """
+    """Raise ConfigError for a model of linear attention: each rank would begin its state anew."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     recurrent = {kind for kind in getattr(text, "layer_types", None) or () if "linear_attention" in kind}

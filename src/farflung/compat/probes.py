@@ -216,5 +216,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
     return [name for name in library_names if name in sys.modules]
 
 
-for _name in [name for name in globals() if name.startswith("is_")]:  # so that `help` and pickle find each by its name
+__all__ = [name for name in globals() if name.startswith(("is_", "torchao_")) and name != "is_installed"]
+
+for _name in __all__:  # so that `help` and pickle find each by its name
     globals()[_name].__name__ = globals()[_name].__qualname__ = _name

@@ -13,18 +13,7 @@ import torch
 from farflung.base.devices import current_accelerator
 from farflung.compat import probes
 from farflung.compat.variables import parse_flag_from_env
-
-_TRACKERS = (
-    probes.is_aim_available,
-    probes.is_clearml_available,
-    probes.is_comet_ml_available,
-    probes.is_dvclive_available,
-    probes.is_mlflow_available,
-    probes.is_swanlab_available,
-    probes.is_tensorboard_available,
-    probes.is_trackio_available,
-    probes.is_wandb_available,
-)
+from farflung.tracking.choose import get_available_trackers
 
 
 def _nothing() -> int:
@@ -32,10 +21,7 @@ def _nothing() -> int:
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
-    """Return the kind of this machine's accelerators, how many it has, and what says how much memory is in use.
-
-    Without accelerators they are `cpu`, 1 and a function that returns 0.
-    """
+    """Return the kind of this machine's accelerators (or `cpu`), their number, and what tells the memory in use."""
     device = current_accelerator()
     if device is None:
         return "cpu", 1, _nothing
@@ -65,11 +51,7 @@ def slow(test_case: Any) -> Any:
 
 
 def run_first(test_case: Any) -> Any:
-    """Mark a test as one that pytest-order runs first.
-
-    Raises:
-        ImportError: pytest is not installed.
-    """
+    """Mark a test as one that pytest-order runs first."""
     import pytest
 
     return pytest.mark.order(1)(test_case)
@@ -135,7 +117,7 @@ require_torchdata_stateful_dataloader = _needs(
 require_torchvision = _needs("torchvision", probes.is_torchvision_available())
 require_tp = _needs("torch 2.3 and transformers", probes.is_transformers_available())
 require_tpu = _needs("a TPU", probes.is_torch_xla_available(check_is_tpu=True))
-require_trackers = _needs("a tracker", any(is_there() for is_there in _TRACKERS))
+require_trackers = _needs("a tracker", len(get_available_trackers()) > 1)  # one of them needs no library
 require_trackio = _needs("trackio", probes.is_trackio_available())
 require_transformer_engine = _needs("transformer_engine", probes.is_transformer_engine_available())
 require_transformer_engine_mxfp8 = _needs("TransformerEngine's MXFP8", probes.is_transformer_engine_mxfp8_available())
@@ -143,3 +125,6 @@ require_transformers = _needs("transformers", probes.is_transformers_available()
 require_triton = _needs("triton", probes.is_triton_available())
 require_wandb = _needs("wandb", probes.is_wandb_available())
 require_xpu = _needs("an Intel GPU", probes.is_xpu_available())
+
+__all__ = ["device_count", "get_backend", "memory_allocated_func", "run_first", "skip", "slow", "torch_device"]
+__all__ += [name for name in globals() if name.startswith("require_")]

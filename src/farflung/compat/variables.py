@@ -22,13 +22,9 @@ _logger = logging.getLogger(__name__)
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Read a word that means yes (`y`, `yes`, `t`, `true`, `on`, `1`) as 1 and one that means no as 0, in any case.
+    """Read a word for yes (`y`, `yes`, `t`, `true`, `on`, `1`) as 1, one for no as 0; with `to_bool`, True and False.
 
-    Args:
-        to_bool: return True and False instead.
-
-    Raises:
-        ValueError: the word means neither.
+    Raises ValueError for another word.
     """
     word = value.lower()
     if word not in environ.TRUE_WORDS and (word not in environ.FALSE_WORDS or not word):
@@ -38,21 +34,13 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first of the variables `env_keys` that holds 0 or more, or `default`.
-
-    Raises:
-        ValueError: one that comes before holds no integer.
-    """
+    """Return the first of the variables `env_keys` that holds 0 or more, or `default`."""
     values = (int(environ.text(key, "-1") or "") for key in env_keys)
     return next((value for value in values if value >= 0), default)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return the variable `key` as a yes or no, or `default` where it is not set.
-
-    Raises:
-        ValueError: it holds a word that means neither.
-    """
+    """Return the variable `key` as a yes or no, or `default` where it is not set; ValueError for another word."""
     return bool(str_to_bool(environ.text(key, str(default)) or ""))
 
 

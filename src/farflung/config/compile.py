@@ -7,7 +7,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from farflung.base.checks import check_fields, check_type, check_word
+from farflung.base.checks import check_fields, check_optional, check_word
 from farflung.base.enums import DynamoBackend
 from farflung.base.errors import ConfigError
 from farflung.config import environ
@@ -15,7 +15,7 @@ from farflung.config.handlers import KwargsHandler
 
 _PREFIX = "ACCELERATE_DYNAMO_"
 _NEED_BACKEND = ("mode", "fullgraph", "dynamic", "options", "use_regional_compilation")
-# The arguments of torch.compile, as the plugin has them when nobody says anything.
+# The arguments of torch.compile with the plugin's defaults.
 _SILENT = {"backend": "no", "mode": "default", "fullgraph": False, "dynamic": None, "options": None, "disable": False}
 
 
@@ -36,16 +36,13 @@ class TorchDynamoPlugin(KwargsHandler):
     and `_USE_REGIONAL_COMPILATION`.
 
     Args:
-        backend: the compiler behind `torch.compile`; `no` compiles nothing.
+        backend: the compiler behind `torch.compile`; `no` compiles nothing. All other arguments need another one.
         mode: `default`, `reduce-overhead`, `max-autotune` or `max-autotune-no-cudagraphs`.
         fullgraph: a break in the graph is an error.
         dynamic: compile for shapes that vary; None waits until one has varied.
         options: what the backend takes; excludes a mode.
         disable: make `torch.compile` do nothing.
         use_regional_compilation: compile each repeated block of the model by itself: equal blocks are compiled once.
-
-    Raises:
-        ConfigError: no such backend, a mode and options together, or settings without a backend that would read them.
     """
 
     backend: DynamoBackend | str | None = None
@@ -72,8 +69,7 @@ class TorchDynamoPlugin(KwargsHandler):
             self._resolve("dynamic", environ.flag(_PREFIX + "USE_DYNAMIC"))
         check_fields(self)
         check_word("TorchDynamoPlugin: mode", self.mode, _MODES)
-        if self.options is not None:
-            check_type("TorchDynamoPlugin: options", self.options, dict, "a dictionary of what the backend takes")
+        check_optional("TorchDynamoPlugin: options", self.options, dict, "a dictionary of what the backend takes")
         if self.options and self.mode != "default":
             raise ConfigError(f"torch.compile takes mode={self.mode!r} or options={self.options!r}, not both.")
 
@@ -90,6 +86,6 @@ class TorchDynamoPlugin(KwargsHandler):
         return {**copy.deepcopy(self.__dict__), "backend": str(self.backend).lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of `torch.compile` that differ from what the plugin has when nothing is said."""
+        """Return the arguments of `torch.compile` that differ from the plugin's defaults."""
         fields = self.to_dict()
         return {name: fields[name] for name, silent in _SILENT.items() if fields[name] != silent}

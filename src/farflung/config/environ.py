@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 from farflung.base.errors import ConfigError
 
+T = TypeVar("T")
 TRUE_WORDS = ("1", "true", "yes", "on", "y", "t")
 FALSE_WORDS = ("0", "false", "no", "off", "n", "f", "")
 
@@ -19,43 +21,26 @@ def text(name: str, default: str | None = None) -> str | None:
 
 
 def integer(*names: str) -> int | None:
-    """Return the first of the variables `names` that is set, as an integer, or None when none is.
-
-    Raises:
-        ConfigError: a variable is set to something that is no integer.
-    """
-    for name in names:
-        value = os.environ.get(name)
-        if value is None or value == "":
-            continue
-        try:
-            return int(value)
-        except ValueError:
-            raise ConfigError(f"The environment variable {name} is {value!r}; it must be an integer.") from None
-    return None
+    """Return the first of the variables `names` that is set, as an integer, or None; raise ConfigError for a word."""
+    found = (_parsed(name, int, "an integer") for name in names)
+    return next((value for value in found if value is not None), None)
 
 
 def number(name: str) -> float | None:
-    """Return the variable `name` as a number, or None when it is not set.
+    """Return the variable `name` as a number, or None when it is not set; raise ConfigError if it is none."""
+    return _parsed(name, float, "a number")
 
-    Raises:
-        ConfigError: the variable is set to something that is no number.
-    """
+
+def _parsed(name: str, kind: Callable[[str], T], noun: str) -> T | None:
     value = os.environ.get(name)
-    if value is None or value == "":
-        return None
     try:
-        return float(value)
+        return kind(value) if value else None
     except ValueError:
-        raise ConfigError(f"The environment variable {name} is {value!r}; it must be a number.") from None
+        raise ConfigError(f"The environment variable {name} is {value!r}; it must be {noun}.") from None
 
 
 def flag(name: str, default: bool = False) -> bool:
-    """Return the variable `name` as a yes or no, or `default` when it is not set.
-
-    Raises:
-        ConfigError: the variable is set to a word that means neither.
-    """
+    """Return the variable `name` as a yes or no, or `default` when it is not set; raise ConfigError for other words."""
     value = os.environ.get(name)
     if value is None:
         return default

@@ -69,11 +69,7 @@ def accelerate_files() -> tuple[Path, ...]:
 
 
 def find_file(named: str | None = None) -> Path | None:
-    """Return the file that counts: the one named, `./farflung.yaml`, the user's own, Accelerate's, or None.
-
-    Raises:
-        ConfigError: the named file does not exist.
-    """
+    """Return the file that counts: the one named, `./farflung.yaml`, the user's own, Accelerate's, or None."""
     if named is not None:
         path = Path(named).expanduser()
         if not path.is_file():
@@ -92,10 +88,8 @@ def _user_folder() -> Path:
 def read_file(path: Path) -> dict[str, Stated]:
     """Return the settings that the file states, by name.
 
-    Raises:
-        ConfigError: no YAML mapping, an unknown or repeated key, or a value that its setting can't take; the message
-            names file and line.
-        Unsupported: the file asks for something that Farflung does not do.
+    Raises ConfigError, with file and line, for what is no YAML mapping, an unknown or repeated key, or a value that its
+    setting can't take; Unsupported for what Farflung does not do.
     """
     entries = dict(_entries(path))
     for key in ("compute_environment", *FOREIGN_KEYS):  # on another environment all other keys mean something else
@@ -161,11 +155,7 @@ def _check_events(path: Path, text: str) -> None:
 
 
 def _lines(block: MappingNode, prefix: str = "") -> Iterator[tuple[str, int, Node]]:
-    """Yield the keys of a block and of the blocks in it, each with its line and its value's node.
-
-    Args:
-        prefix: what the names of the settings begin with; in the block the keys may leave it out.
-    """
+    """Yield the keys of a block, with or without `prefix`, and of the blocks in it, with line and value."""
     for key, value in block.value:
         word = str(key.value)
         if word in _BLOCKS and isinstance(value, MappingNode):
@@ -189,7 +179,7 @@ def _says_nothing(node: Node) -> bool:
 def _refuse_unless_idle(key: str, node: Node, place: str) -> None:
     entry = foreign_key(key)
     assert entry is not None
-    if not _is_idle(node, ("", "false", *entry.idle)):
+    if not _is_idle(node, ("", "false", *entry.idle.split())):
         raise Unsupported(f"{place}: `{key}` asks for {entry.what}, which Farflung does not support. {entry.instead}")
 
 
@@ -223,11 +213,7 @@ def _read_distributed_type(node: Node, place: str, stated: dict[str, Stated]) ->
 
 
 def write_file(path: Path, values: Mapping[str, Value]) -> Path:
-    """Write the settings `values`, one line each, and return `path`. An old file is replaced.
-
-    Raises:
-        ConfigError: the values can't work together, or the file can't be written, or it is Accelerate's own.
-    """
+    """Write the settings `values`, one line each, over an old file but never Accelerate's own, and return `path`."""
     if path.expanduser().resolve() in [theirs.resolve() for theirs in accelerate_files()]:
         raise ConfigError(f"{path} is Accelerate's own file, which Farflung reads but never writes. Choose another.")
     LaunchSettings.of(values)

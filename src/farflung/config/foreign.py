@@ -13,97 +13,86 @@ class Foreign:
     Attributes:
         what: its name.
         instead: what to use.
-        prefixes: how the flags begin that ask for it, without `--`; the whole word where it ends in `$`.
+        flags: how the flags begin that ask for it, without `--`; the whole word where it ends in `$`.
         keys: the keys of Accelerate's configuration file that belong to it.
         idle: what those keys hold, in lower case, when they ask for nothing; besides nothing at all and `false`.
     """
 
     what: str
     instead: str
-    prefixes: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
-    idle: tuple[str, ...] = ()
+    flags: str = ""
+    keys: str = ""
+    idle: str = ""
 
     def owns_flag(self, word: str) -> bool:
         """Whether the flag `--word` asks for this."""
-        return any(word == p[:-1] if p.endswith("$") else word.startswith(p) for p in self.prefixes)
+        return any(word == p[:-1] if p.endswith("$") else word.startswith(p) for p in self.flags.split())
 
 
 FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         "DeepSpeed",
         "Leave it out to train with DDP.",
-        ("use_deepspeed", "deepspeed", "zero_stage", "zero3_", "offload_"),
-        ("deepspeed_config",),
+        flags="use_deepspeed deepspeed zero_stage zero3_ offload_",
+        keys="deepspeed_config",
     ),
     Foreign(
         "context parallelism",
         "Leave it out, and shard models by --use_fsdp.",
-        ("parallelism_config_cp_",),
-        ("parallelism_config_cp_backend", "parallelism_config_cp_comm_strategy"),
-        ("torch", "allgather", "alltoall"),
+        flags="parallelism_config_cp_",
+        keys="parallelism_config_cp_backend parallelism_config_cp_comm_strategy",
+        idle="torch allgather alltoall",
     ),
     Foreign(
         "sequence parallelism",
         "Leave it out, and shard models by --use_fsdp.",
-        ("parallelism_config_sp_",),
-        (
-            "parallelism_config_sp_backend",
-            "parallelism_config_sp_seq_length",
-            "parallelism_config_sp_seq_length_is_variable",
-            "parallelism_config_sp_attn_implementation",
-        ),
-        ("deepspeed",),
+        flags="parallelism_config_sp_",
+        keys="parallelism_config_sp_backend parallelism_config_sp_seq_length "
+        "parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation",
+        idle="deepspeed",
     ),
     Foreign(
-        "Megatron-LM", "Leave it out to train with DDP.", ("use_megatron_lm", "megatron_lm_"), ("megatron_lm_config",)
+        "Megatron-LM",
+        "Leave it out to train with DDP.",
+        flags="use_megatron_lm megatron_lm_",
+        keys="megatron_lm_config",
     ),
-    Foreign("fp8", "Use --mixed_precision bf16.", ("fp8_",), ("fp8_config",)),
+    Foreign("fp8", "Use --mixed_precision bf16.", flags="fp8_", keys="fp8_config"),
     Foreign(
         "TPUs",
         "Use torch_xla's own launcher.",
-        ("tpu", "no_tpu_cluster", "vm$", "env$", "downcast_bf16"),
-        (
-            "downcast_bf16",
-            "commands",
-            "command_file",
-            "tpu_name",
-            "tpu_zone",
-            "tpu_use_cluster",
-            "tpu_use_sudo",
-            "tpu_vm",
-            "tpu_env",
-        ),
-        ("no",),
+        flags="tpu no_tpu_cluster vm$ env$ downcast_bf16",
+        keys="downcast_bf16 commands command_file tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env",
+        idle="no",
     ),
     Foreign(
         "SageMaker",
         "Start `farflung launch` inside the job.",
-        ("aws_",),
-        ("compute_environment",),
-        ("local_machine",),
+        flags="aws_",
+        keys="compute_environment",
+        idle="local_machine",
     ),
     Foreign(
         "starting mpirun",
         "Start `mpirun -n 4 python train.py` yourself: Farflung reads the variables that mpirun sets.",
-        ("mpirun_",),
-        ("mpirun_config",),
+        flags="mpirun_",
+        keys="mpirun_config",
     ),
     Foreign(
         "binding processes to NUMA nodes",
         "Use numactl, or torchrun with --numa-binding.",
-        ("enable_cpu_affinity",),
-        ("enable_cpu_affinity",),
+        flags="enable_cpu_affinity",
+        keys="enable_cpu_affinity",
     ),
-    Foreign("IPEX", "PyTorch itself has these optimizations now.", ("ipex", "use_xpu"), ("ipex_config",)),
+    Foreign("IPEX", "PyTorch itself has these optimizations now.", flags="ipex use_xpu", keys="ipex_config"),
     Foreign(
         "torchrun's way of counting processes",
         "Use --num_processes, which counts the processes of all machines together.",
-        ("nproc_per_node", "local_ranks_filter"),
+        flags="nproc_per_node local_ranks_filter",
     ),
-    Foreign("torchrun's names", "Use --num_machines and --machine_rank.", ("nnodes", "node_rank")),
+    Foreign("torchrun's names", "Use --num_machines and --machine_rank.", flags="nnodes node_rank"),
     Foreign(
-        "torchrun's names", "Use --main_process_ip and --main_process_port.", ("master_", "rdzv_endpoint", "standalone")
+        "torchrun's names", "Use --main_process_ip and --main_process_port.", flags="master_ rdzv_endpoint standalone"
     ),
 )
 
@@ -115,10 +104,10 @@ def foreign_flag(word: str) -> Foreign | None:
 
 def foreign_key(key: str) -> Foreign | None:
     """Return what the key of a configuration file belongs to, when that is something that Farflung does not do."""
-    return next((entry for entry in FOREIGN if key in entry.keys), None)
+    return next((entry for entry in FOREIGN if key in entry.keys.split()), None)
 
 
-FOREIGN_KEYS: tuple[str, ...] = tuple(key for entry in FOREIGN for key in entry.keys)
+FOREIGN_KEYS: tuple[str, ...] = tuple(key for entry in FOREIGN for key in entry.keys.split())
 
 # What Accelerate's `distributed_type` says of the run, and what it asks for that is not done.
 DISTRIBUTED_TYPES: dict[str, dict[str, bool]] = {

@@ -32,14 +32,6 @@ def _sharded(answers: Mapping[str, Value]) -> bool:
     return bool(answers["use_fsdp"])
 
 
-def _by_class(answers: Mapping[str, Value]) -> bool:
-    return _sharded(answers) and answers["fsdp_auto_wrap_policy"] == "transformer_based_wrap"
-
-
-def _by_size(answers: Mapping[str, Value]) -> bool:
-    return _sharded(answers) and answers["fsdp_auto_wrap_policy"] == "size_based_wrap"
-
-
 def _told(help: str, **more: Any) -> Any:
     return setting(None, help, told=True, **more)
 
@@ -69,12 +61,12 @@ class LayoutSettings:
         "Class names for transformer_based_wrap, separated by commas. [those that the model names]",
         variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
         question="Class names of the model's layers, separated by commas (empty: those that the model names)?",
-        asked_when=_by_class,
+        asked_when=lambda answers: _sharded(answers) and answers["fsdp_auto_wrap_policy"] == "transformer_based_wrap",
     )
     fsdp_min_num_params: int | None = _told(
         "Number of parameters from which size_based_wrap takes a module. [100000000]",
         question="From how many parameters on is a module gathered by itself (empty: 100 million)?",
-        asked_when=_by_size,
+        asked_when=lambda answers: _sharded(answers) and answers["fsdp_auto_wrap_policy"] == "size_based_wrap",
     )
     fsdp_offload_params: bool | None = _told(
         "Keep parameters, gradients and optimizer states in host memory. [false]",
@@ -139,15 +131,10 @@ class LayoutSettings:
 
 
 def check_layout(said: LayoutSettings, num_processes: int | None, num_machines: int, outer_recipe: str | None) -> None:
-    """Check the settings against each other and the number of processes.
+    """Check the settings against each other and the number of processes on all machines, if that is known.
 
-    Args:
-        num_processes: on all machines together; None: not known yet.
-        outer_recipe: the outer loop that the launcher is asked for.
-
-    Raises:
-        ConfigError: they can't work together.
-        Unsupported: an axis other than those of the data, or a setting of FSDP version 1 without equal in version 2.
+    Raises ConfigError if they can't work together, Unsupported for other axes than those of the data, and for settings
+    of FSDP version 1 without equal in version 2.
     """
     _check_grid(said, num_processes)
     if said.use_fsdp:

@@ -147,8 +147,8 @@ class WatchdogKwargs(KwargsHandler):
     Args:
         timeout_s: how long a rank may wait in a collective that another one has not entered. Then those that wait raise
             an error that names the late ranks and shows what they are doing. Without this handler the environment
-            variable `FARFLUNG_HANG_TIMEOUT_S` says it, which `farflung launch` sets to 600 unless it is told another
-            time; without both there is no watchdog.
+            variable `FARFLUNG_HANG_TIMEOUT_S` counts, which `farflung launch` sets (`--hang_timeout_s`, by default
+            600); without both there is no watchdog.
     """
 
     timeout_s: float = 300.0

@@ -35,10 +35,6 @@ def _how_many(answers: Mapping[str, Value]) -> str:
     return f"How many processes{together} (empty: one{each if answers['use_cpu'] else ' per accelerator'})?"
 
 
-def _on_gpus(answers: Mapping[str, Value]) -> bool:
-    return not answers["use_cpu"]
-
-
 @dataclass(frozen=True)
 class LaunchSettings(LayoutSettings):
     """How a script is started. An object of this class is a set of settings that can work together.
@@ -87,7 +83,7 @@ class LaunchSettings(LayoutSettings):
         "all",
         "GPUs to use on this machine: `all`, or numbers separated by commas.",
         question="Which GPUs (all, or numbers separated by commas)?",
-        asked_when=_on_gpus,
+        asked_when=lambda answers: not answers["use_cpu"],
     )
     mixed_precision: str = setting(
         "no",
@@ -193,11 +189,7 @@ class LaunchSettings(LayoutSettings):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> LaunchSettings:
-        """Return the settings that `values` states by the names of `FIELDS`.
-
-        Raises:
-            ConfigError: two settings contradict each other, or a number is out of its range.
-        """
+        """Return the settings that `values` states by the names of `FIELDS`."""
         own = {attribute.name for attribute in fields(cls)}
         options = {_option(n): value for n, value in values.items() if n not in own and value is not None}
         return cls(**{name: values[name] for name in values if name in own}, outer_options=options)
@@ -314,12 +306,11 @@ def _listed() -> Iterator[Field]:
         if attribute.name == "outer_options":
             yield from (_outer_field(option) for option in OPTIONS.values())
             continue
-        said = dict(attribute.metadata)
-        told = said.pop("told")
+        stated = dict(attribute.metadata)
+        told = stated.pop("told", "variable" in stated)
         name, hint = attribute.name, hints[attribute.name]
         own = name if name.startswith(("fsdp_", GRID)) else f"{_PREFIX}{name}"  # Accelerate's go by their names
-        said["variable"] = said["variable"] or own.upper()
-        said["flags"] = said["flags"] or (f"--{name}",)
+        said: dict[str, Any] = {"variable": own.upper(), "flags": (f"--{name}",)} | stated
         kind = next((part for part in get_args(hint) if part is not type(None)), hint)
         says_word = kind is bool and name.startswith("fsdp_")
         yield Field(name, kind, told_as=said["variable"] if told else None, says_word=says_word, **said)
@@ -344,35 +335,22 @@ def field_named(name: str) -> Field:
 
 
 def check_variables() -> None:
-    """Refuse variables with our prefix that no setting reads, such as one with a slip in its name, or can't read.
-
-    Raises:
-        ConfigError: there is one, also of a setting that has no effect here.
-    """
+    """Raise ConfigError for variables with our prefix that no setting reads, such as misspelled ones, or can't read."""
     known = {entry.variable: entry for entry in FIELDS}
     by_word = {word.strip("-").upper(): entry.variable for entry in FIELDS for word in (entry.name, *entry.flags)}
-    for name, text in sorted(environ.snapshot().items()):
-        if name.startswith(_PREFIX) and name in known and text:
-            known[name].parse(text, f"The environment variable {name}", environ.TRUE_WORDS, environ.FALSE_WORDS)
-        elif name.startswith(_PREFIX) and name not in known:
+    for name in sorted(name for name in environ.snapshot() if name.startswith(_PREFIX)):
+        if name in known:
+            known[name].from_environment()
+        else:
             meant = get_close_matches(name.removeprefix(_PREFIX), by_word, n=1)
             near = f" Did you mean `{by_word[meant[0]]}`?" if meant else ""
             raise ConfigError(f"The environment variable {name} is not a setting.{near} Unset or correct it.")
 
 
 def launched_outer() -> OuterSettings | None:
-    """Return the outer loop that the launcher, or whoever set the variables, asks for; None where nobody does.
-
-    Raises:
-        ConfigError: the variables can't work.
-    """
+    """Return the outer loop that the environment variables ask for, or None."""
     check_variables()
-    said: dict[str, Value] = {}
-    for entry in FIELDS:
-        text = environ.text(entry.variable)
-        if entry.name.startswith("outer_") and text:
-            called = f"The environment variable {entry.variable}"
-            said[_option(entry.name)] = entry.parse(text, called, environ.TRUE_WORDS, environ.FALSE_WORDS)
+    said = {_option(entry.name): entry.from_environment() for entry in FIELDS if entry.name.startswith("outer_")}
     try:
         return outer_config(said, "FARFLUNG_OUTER_RECIPE")
     except ConfigError as error:

@@ -26,10 +26,7 @@ _EXAMPLES: Mapping[str, Any] = {"alpha": 0.01, "levels": "4:machine,64:all", "wa
 class Option:
     """An option of an outer loop: an argument of recipes, or a setting that all recipes have.
 
-    Args:
-        kind: int, float, bool or str.
-        help: the help text of its flag.
-        choices: the words that it may be; empty if it may be any.
+    `kind` is int, float, bool or str; `help` that of its flag; `choices` the words that it may be, empty for any.
     """
 
     name: str
@@ -164,11 +161,7 @@ def _check_report(word: str | float) -> None:
 def outer_config(said: Mapping[str, Any], called: str) -> OuterSettings | None:
     """Return the settings in `said`, of which those that are None are left out; None if nothing is left.
 
-    Args:
-        called: the flag or variable that sets the recipe, for the error if it is missing.
-
-    Raises:
-        ConfigError: the settings can't work, or the recipe is missing.
+    `called` is the flag or variable that sets the recipe: a ConfigError names it if the recipe is missing.
     """
     given = {name: value for name, value in said.items() if value is not None}
     if not given:
@@ -182,11 +175,7 @@ def outer_config(said: Mapping[str, Any], called: str) -> OuterSettings | None:
 
 
 def renamed(error: ConfigError, names: Mapping[str, str]) -> ConfigError:
-    """Return an error that begins with the option it is about, with that option's other name.
-
-    Args:
-        names: what the user wrote for each option: a flag, a variable, or a key of a file.
-    """
+    """Return an error that begins with what the user wrote for the option it is about: a flag, a variable, or a key."""
     option, _, rest = str(error).partition(" ")
     return type(error)(f"{names[option]} {rest}") if option in names else error
 

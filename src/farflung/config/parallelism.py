@@ -7,8 +7,9 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from farflung.base.checks import check_type, check_whole, check_word
+from farflung.base.checks import check_optional, check_whole, check_word
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.forward import Forward
 from farflung.base.torch_internals import add_joint_axis
 from farflung.config import environ
 
@@ -25,10 +26,7 @@ _VARIABLE = "PARALLELISM_CONFIG_"
 class TorchContextParallelConfig:
     """How context parallelism would exchange keys and values: `allgather` or `alltoall`.
 
-    What is None is read from `PARALLELISM_CONFIG_CP_COMM_STRATEGY`; `allgather` where that is not set.
-
-    Raises:
-        ConfigError: another word.
+    None is read from `PARALLELISM_CONFIG_CP_COMM_STRATEGY`, and is `allgather` where that is not set.
     """
 
     cp_comm_strategy: str | None = None
@@ -49,6 +47,14 @@ class TorchTensorParallelConfig:
     def __post_init__(self) -> None:
         if self.enable_async_tp:
             warnings.warn("enable_async_tp is not supported, and has no effect.", stacklevel=3)
+
+
+def _enabled(axis: str, doc: str) -> Forward[bool]:
+    return Forward(lambda config: bool(getattr(config, f"{axis}_size") > 1), doc)
+
+
+def _several(doc: str, *axes: str) -> Forward[list[str]]:
+    return Forward(lambda config: [axis for axis in axes if getattr(config, f"{axis}_size") > 1], doc)
 
 
 @dataclass
@@ -94,9 +100,8 @@ class ParallelismConfig:
             self.tp_handler = TorchTensorParallelConfig()
         if self.cp_enabled and self.cp_handler is None:
             self.cp_handler = TorchContextParallelConfig()
-        if self.cp_handler is not None:
-            wanted = "a TorchContextParallelConfig(...)"
-            check_type("ParallelismConfig: cp_handler", self.cp_handler, TorchContextParallelConfig, wanted)
+        wanted = "a TorchContextParallelConfig(...)"
+        check_optional("ParallelismConfig: cp_handler", self.cp_handler, TorchContextParallelConfig, wanted)
         if self.cp_enabled and self.sp_enabled:
             raise ConfigError(
                 f"ParallelismConfig: cp_size is {self.cp_size} and sp_size is {self.sp_size}; both cut sequences. "
@@ -109,13 +114,9 @@ class ParallelismConfig:
             )
 
     def check(self, world_size: int) -> None:
-        """Check that the grid has one place for each of `world_size` processes.
+        """Check that the grid has one place for each of `world_size` processes, and no axes but those of the data.
 
         A grid of one place, which is what a configuration without sizes is, becomes one of replicas.
-
-        Raises:
-            ConfigError: it has more, or fewer.
-            Unsupported: it has axes other than those of the data.
         """
         for axis, what in _OTHERS.items():
             size = getattr(self, f"{axis}_size")
@@ -152,66 +153,23 @@ class ParallelismConfig:
         """The number of ranks that share the data of one place in the grid of data."""
         return self.tp_size * self.cp_size * self.sp_size
 
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether there are several rows."""
-        return self.dp_replicate_size > 1
+    dp_replicate_enabled = _enabled("dp_replicate", "Whether there are several rows.")
+    dp_shard_enabled = _enabled("dp_shard", "Whether there are several columns.")
+    tp_enabled = _enabled("tp", "Whether tensors are to be cut.")
+    cp_enabled = _enabled("cp", "Whether sequences are to be cut inside attention.")
+    sp_enabled = _enabled("sp", "Whether sequences are to be cut outside attention.")
 
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether there are several columns."""
-        return self.dp_shard_size > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether tensors are to be cut."""
-        return self.tp_size > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether sequences are to be cut inside attention."""
-        return self.cp_size > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Whether sequences are to be cut outside attention."""
-        return self.sp_size > 1
-
-    def _several(self, *axes: str) -> list[str]:
-        return [axis for axis in axes if getattr(self, f"{axis}_size") > 1]
-
-    @property
-    def dp_dim_names(self) -> list[str]:
-        """The axes with several ranks along which ranks have different data."""
-        return self._several("dp_replicate", "dp_shard")
-
-    @property
-    def non_dp_dim_names(self) -> list[str]:
-        """The axes with several ranks along which ranks have the same data."""
-        return self._several("tp", "cp", "sp")
-
-    @property
-    def dp_shard_cp_dim_names(self) -> list[str]:
-        """The axes along which a model is sharded."""
-        return self._several("dp_shard", "cp")
-
-    @property
-    def dp_cp_dim_names(self) -> list[str]:
-        """The axes along which a loss is averaged."""
-        return self._several("dp_replicate", "dp_shard", "cp")
-
-    @property
-    def fsdp_dim_names(self) -> list[str]:
-        """The axes of FSDP's mesh, each by its own name; the joint axes of a mesh are not among them."""
-        return self.dp_cp_dim_names
-
-    @property
-    def active_mesh_dims(self) -> list[str]:
-        """The axes with several ranks."""
-        return self.dp_dim_names + self.non_dp_dim_names
+    dp_dim_names = _several("The axes with several ranks along which ranks have different data.", *_AXES[:2])
+    non_dp_dim_names = _several("The axes with several ranks along which ranks have the same data.", "tp", "cp", "sp")
+    dp_shard_cp_dim_names = _several("The axes along which a model is sharded.", "dp_shard", "cp")
+    dp_cp_dim_names = _several("The axes along which a loss is averaged.", "dp_replicate", "dp_shard", "cp")
+    fsdp_dim_names = Forward[list[str]](
+        "dp_cp_dim_names", "The axes of FSDP's mesh, each by its own name; joint axes are not among them."
+    )
+    active_mesh_dims = _several("The axes with several ranks.", *_AXES[:2], "tp", "cp", "sp")
 
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        names = self._several(*_AXES)
+        names = [axis for axis in _AXES if getattr(self, f"{axis}_size") > 1]
         return tuple(names), tuple(getattr(self, f"{name}_size") for name in names)
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
@@ -234,11 +192,7 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Return the mesh, which the first call makes.
-
-        Raises:
-            ConfigError: there is none and no device is given, or there is one of another device.
-        """
+        """Return the mesh, which the first call makes; ConfigError without a device for it, or for another one."""
         if self.device_mesh is None:
             if device_type is None:
                 raise ConfigError("get_device_mesh: there is no mesh yet. Give a device type, such as 'cpu' or 'cuda'.")
@@ -250,9 +204,5 @@ class ParallelismConfig:
 
 
 def parallelism_from_environment() -> ParallelismConfig | None:
-    """Return the grid that `ACCELERATE_USE_PARALLELISM_CONFIG` and `PARALLELISM_CONFIG_*` ask for, None if they do not.
-
-    Raises:
-        ConfigError: a size is no whole number.
-    """
+    """Return the grid that `ACCELERATE_USE_PARALLELISM_CONFIG` and `PARALLELISM_CONFIG_*` ask for, if they do."""
     return ParallelismConfig() if environ.flag("ACCELERATE_USE_PARALLELISM_CONFIG") else None

@@ -27,10 +27,7 @@ _ARGUMENT = re.compile(r"    (\w+): (.+)")
 class Argument:
     """An argument of a recipe that a flag or a file can set.
 
-    Args:
-        kind: int, float, bool or str.
-        is_needed: it has no default.
-        help: what the docstring says of it; empty where the docstring leaves it to another recipe's.
+    `kind` is int, float, bool or str; it `is_needed` without a default; `help` is empty where another recipe has it.
     """
 
     name: str
@@ -107,11 +104,9 @@ def help_of(name: str) -> str:
     if len(takers) == 1:
         return "".join(f"{takers[0]} only: {text}" for text in said)
     named = len(said) > 1
-    return " ".join(f"{by[0]}: {text}" if named and len(by) == 1 else _sentence(text) for text, by in said.items())
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return " ".join(
+        f"{by[0]}: {text}" if named and len(by) == 1 else text[:1].upper() + text[1:] for text, by in said.items()
+    )
 
 
 RECIPES: Mapping[str, tuple[Argument, ...]] = _read(_SOURCE.read_text(encoding="utf-8"))

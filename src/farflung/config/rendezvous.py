@@ -13,11 +13,7 @@ _WORDS = ("is_host", "store_type")
 
 
 def check_rendezvous(conf: str) -> None:
-    """Check a text such as `timeout=60,is_host=true`.
-
-    Raises:
-        ConfigError: a part is no key=value, or torch does not know the key.
-    """
+    """Check that a text such as `timeout=60,is_host=true` has keys that torch knows."""
     for part in filter(None, conf.split(",")):
         key, _, value = (word.strip() for word in part.partition("="))
         if key not in (*_NUMBERS, *_WORDS):

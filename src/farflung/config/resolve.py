@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts in the end: a flag before the environment, the environment before a file, a file before the default."""
+"""Precedence: a flag before the environment, the environment before a file, a file before the default."""
 
 from __future__ import annotations
 
@@ -44,14 +44,10 @@ class Resolved:
 
 
 def resolve(flags: Mapping[str, str | bool]) -> Resolved:
-    """Put together what flags, environment and file say.
+    """Put together what the command line (`flags`, by the setting's name), the environment and a file say.
 
-    Args:
-        flags: what the command line said, by the setting's name; nothing of what it left out.
-
-    Raises:
-        ConfigError: a value that can't be read, or settings that contradict each other.
-        Unsupported: something that Farflung does not do.
+    Raises ConfigError for a value that can't be read and for settings that contradict each other, Unsupported for what
+    Farflung does not do.
     """
     check_variables()
     named = flags.get("config_file") or environ.text("FARFLUNG_CONFIG_FILE") or None
@@ -76,10 +72,8 @@ def _first(entry: Field, flags: Mapping[str, str | bool], stated: Mapping[str, S
         flag = entry.flags[-1]
         value = said if isinstance(said, bool) else entry.parse(said, flag, environ.TRUE_WORDS, environ.FALSE_WORDS)
         return value, Origin("flag", flag)
-    text = environ.text(entry.variable)
-    if text:
-        called = f"The environment variable {entry.variable}"
-        value = entry.parse(text, called, environ.TRUE_WORDS, environ.FALSE_WORDS)
+    value = entry.from_environment()
+    if value is not None:
         return value, Origin("environment", entry.variable)
     if entry.name in stated:
         return stated[entry.name].value, Origin("file", stated[entry.name].place)
@@ -108,10 +102,9 @@ def _choose_the_device(values: dict[str, Any], origins: dict[str, Origin]) -> li
 
 
 def _check_used(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> None:
-    """Refuse flags and keys of a file that nothing reads. Variables may be for what the script itself makes.
+    """Refuse flags and keys of a file that nothing reads: FSDP or a grid is described, and nobody asks for it.
 
-    Raises:
-        ConfigError: FSDP or a grid of ranks is described, and nobody asks for it.
+    Variables may be for what the script itself makes.
     """
     for switch, prefix in (("use_fsdp", "fsdp_"), ("use_parallelism_config", "parallelism_config_")):
         stated = [name for name in values if name.startswith(prefix) and origins[name].kind in ("flag", "file")]
@@ -136,7 +129,7 @@ def _written(origins: Mapping[str, Origin]) -> dict[str, str]:
 
 
 def _blame(path: Path | None, origins: Mapping[str, Origin]) -> str:
-    """Say which settings came from elsewhere than the command line, for who does not know that there is a file."""
+    """Say which settings came from a file, for readers who don't know about it."""
     if path is None or all(origin.kind != "file" for origin in origins.values()):
         return ""
     return f" (Settings that the command line did not give were read from {path}.)"

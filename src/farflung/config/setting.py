@@ -8,13 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farflung.base.errors import ConfigError, Unsupported, did_you_mean
+from farflung.config import environ
 
 Value = int | float | bool | str | None
 Question = str | Callable[[Mapping[str, Value]], str]
-
-
-def _always(answers: Mapping[str, Value]) -> bool:
-    return True
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class Field:
     Attributes:
         name: its name in `LaunchSettings`, and its key in a configuration file.
         kind: int, float, bool or str.
-        default: its value when nobody says anything.
+        default: its value where no flag, variable or file sets it.
         help: what it does.
         variable: the environment variable that sets it.
         told_as: the environment variable in which the ranks find it; None: they need not know.
@@ -49,20 +46,16 @@ class Field:
     choices: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     question: Question | None = None
-    asked_when: Callable[[Mapping[str, Value]], bool] = _always
+    asked_when: Callable[[Mapping[str, Value]], bool] = lambda answers: True
 
     def parse(
         self, text: str, called: str, true: tuple[str, ...] = ("true",), false: tuple[str, ...] = ("false",)
     ) -> Value:
-        """Return the value that `text` stands for.
+        """Return the value that `text` stands for; raise ConfigError or Unsupported if there is none.
 
         Args:
             called: the setting as its user knows it, to name it in an error: `--num_processes`, `train.yaml:3: debug`.
             true, false: the words (in lower case) that mean yes and no.
-
-        Raises:
-            ConfigError: the text stands for no value of this setting.
-            Unsupported: it stands for something that Farflung does not do.
         """
         if self.kind is bool:
             word = text.strip().lower()
@@ -77,6 +70,12 @@ class Field:
             noun = "an integer" if self.kind is int else "a number"
             raise ConfigError(f"{called} is {text!r}; it must be {noun}.") from None
         return value
+
+    def from_environment(self) -> Value:
+        """Return what its environment variable says, None where that is not set."""
+        text = environ.text(self.variable)
+        called = f"The environment variable {self.variable}"
+        return self.parse(text, called, environ.TRUE_WORDS, environ.FALSE_WORDS) if text else None
 
     def _parse_word(self, text: str, called: str) -> str:
         word = text.lower()
@@ -100,34 +99,10 @@ class Field:
         return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def setting(
-    default: Value,
-    help: str,
-    *,
-    variable: str = "",
-    told: bool = False,
-    flags: tuple[str, ...] = (),
-    in_file: bool = True,
-    choices: tuple[str, ...] = (),
-    refused: Mapping[str, str] | None = None,
-    question: Question | None = None,
-    asked_when: Callable[[Mapping[str, Value]], bool] = _always,
-) -> Any:
-    """Declare one attribute of `LaunchSettings`; see `Field` for the arguments.
+def setting(default: Value, help: str, **more: Any) -> Any:
+    """Declare one attribute of `LaunchSettings`; see `Field` for the further arguments.
 
     Without `variable` it is the name for `fsdp_` and `parallelism_config_`, else `FARFLUNG_` and the name; without
     `flags`, `--` and the name. `told`: the ranks find it in its variable, as they do in each `variable` that is named.
     """
-    metadata = {
-        "default": default,
-        "help": help,
-        "variable": variable,
-        "told": told or bool(variable),
-        "flags": flags,
-        "in_file": in_file,
-        "choices": choices,
-        "refused": refused or {},
-        "question": question,
-        "asked_when": asked_when,
-    }
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"default": default, "help": help, **more})

@@ -190,11 +190,7 @@ class FullyShardedDataParallelPlugin:
         return self._offload_policy or (CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy())
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Replace a policy that is a word by torch's function for `model`. `prepare` needs no such call.
-
-        Raises:
-            ConfigError: the model has no module of the classes that are asked for, or that it names itself.
-        """
+        """Replace a policy that is a word by torch's function for `model`. `prepare` needs no such call."""
         from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
         if self.auto_wrap_policy == "size_based_wrap":
@@ -221,9 +217,6 @@ class FullyShardedDataParallelPlugin:
             mixed_precision: `bf16`, `fp16`, `fp32`, `fp8` (torchao multiplies in it; the rest is in bf16), or a dtype.
             buffer_autocast: keep buffers in fp32, which FSDP2 does with all buffers: they stay as they are.
             override: replace the policy that there is.
-
-        Raises:
-            ConfigError: no such dtype.
         """
         if override or self.mixed_precision_policy is None:
             self.mixed_precision_policy = _policy(mixed_precision)
@@ -237,33 +230,19 @@ class FullyShardedDataParallelPlugin:
             raise wrong_type(name, self.mixed_precision_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
 
     def set_cpu_offload(self) -> None:
-        """Take what `cpu_offload` was set to by hand.
-
-        Raises:
-            ConfigError: it is neither a flag nor a policy of torch's.
-        """
+        """Take what `cpu_offload` was set to by hand: a flag or a policy of torch's."""
         if not isinstance(self.cpu_offload, bool):
             self._set_offload(self.cpu_offload)
 
     validate_cpu_offload = set_cpu_offload
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Choose what `save_state` writes: FULL_STATE_DICT, say, for the last one of a run. None changes nothing.
-
-        Raises:
-            ConfigError: no such word.
-            Unsupported: LOCAL_STATE_DICT.
-        """
+        """Choose what `save_state` writes: FULL_STATE_DICT, say, for the last one of a run. None changes nothing."""
         self.state_dict_type = _state_dict_type(2, state_dict_type or self.state_dict_type)
 
 
 def fsdp_from_environment() -> FullyShardedDataParallelPlugin | None:
-    """Return the plugin that `ACCELERATE_USE_FSDP` and `FSDP_*` ask for, None where they do not.
-
-    Raises:
-        ConfigError: a variable can't be, or two contradict each other.
-        Unsupported: a setting of version 1 that has no equal in FSDP2.
-    """
+    """Return the plugin that `ACCELERATE_USE_FSDP` and `FSDP_*` ask for, None where they do not."""
     return FullyShardedDataParallelPlugin() if environ.flag("ACCELERATE_USE_FSDP") else None
 
 
@@ -295,7 +274,7 @@ def _flag(name: str, value: Any, variable: str = "") -> bool:
 
 
 def _version(given: Any) -> int:
-    """Return 1 or 2; the latter where nobody says it, as there is no other one here."""
+    """Return 1 or 2; 2 by default."""
     said, called = _asked("fsdp_version", given, "FSDP_VERSION")
     if said is None:
         return 2

@@ -29,8 +29,7 @@ class Forecast:
     """The costs of the methods in one run.
 
     Args:
-        rows: the methods, and what asks for them.
-        costs: of the rows, in their order.
+        rows, costs: the methods, and their costs in the same order.
         utilization: from which on a method counts as fast enough.
         steps: of the whole run.
         left_out: methods with which so many steps would be too few rounds.
@@ -51,9 +50,6 @@ class Forecast:
             settings: the arguments of `Run`.
             steps: optimizer steps of the whole run.
             bucket_bytes: what travels at a time; None: as each method does by itself.
-
-        Raises:
-            ConfigError: a number can't be.
         """
         run = Run(**settings)
         every_row = rows_for(run, bucket_bytes, steps)
@@ -180,11 +176,7 @@ class Forecast:
         return table
 
     def draw(self, target: Path) -> None:
-        """Write a picture of each method's utilization over the bandwidth, as PNG (needs matplotlib).
-
-        Raises:
-            ConfigError: `target` can't be written to.
-        """
+        """Write a picture of each method's utilization over the bandwidth, as PNG (needs matplotlib)."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter, PercentFormatter

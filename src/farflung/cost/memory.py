@@ -39,9 +39,6 @@ class ModelSize:
         value_bytes: of a parameter at rest.
         state_values: that the optimizer keeps for each trained parameter, in the parameter's dtype: 2 for Adam, 1 for
             momentum.
-
-    Raises:
-        ConfigError: a number can't be.
     """
 
     groups: tuple[int, ...]
@@ -61,7 +58,7 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """The number of all parameters."""
         return sum(self.groups)
 
     @property
@@ -87,7 +84,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Where a model lies on a grid of ranks, and who talks to whom.
+    """How a model is spread over a grid of ranks, and which ranks communicate.
 
     Args:
         dp_replicate_size: rows: ranks of a column, which hold the same values.
@@ -100,9 +97,6 @@ class RankLayout:
         micro_batches: backward passes of a step, of which the last one reduces the gradients (`accumulate`).
         outer: the outer loop between rows; None: they average gradients in every step (DDP, HSDP).
         gloo: the backend is gloo, which reduces a copy of all of a row's gradients and sends each of them twice.
-
-    Raises:
-        ConfigError: a number can't be.
     """
 
     dp_replicate_size: int = 1
@@ -165,9 +159,6 @@ def estimate(size: ModelSize, layout: RankLayout) -> Estimate:
 
     Rows of a weight that don't divide among the shards are padded: up to S-1 rows of each weight are not counted.
     Buffers, such as a BatchNorm's, are not either.
-
-    Raises:
-        ConfigError: the outer loop has more fragments than its rounds have steps.
     """
     weights = size.parameters * size.value_bytes / layout.shards
     gradients = size.num_trained * size.value_bytes / layout.shards

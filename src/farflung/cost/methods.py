@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from farflung.base.sizes import bucket_bytes_for
@@ -25,12 +26,7 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Row:
-    """A method, and what asks for it.
-
-    Args:
-        outer: the outer loop that it is; None: it is data-parallel training.
-        script: what to write into the script, where no flag asks for it.
-    """
+    """A method, and what asks for it: an outer loop (None for data-parallel training), or a line of the script."""
 
     method: Method
     outer: OuterSettings | None
@@ -45,13 +41,12 @@ class Row:
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
 
 
-def rows_for(run: Run, bucket_bytes: int | None = None, steps: int | None = None) -> tuple[Row, ...]:
-    """Return what is worth comparing in a run, whatever its length.
+def _plain(n: int) -> int:
+    return _FP32_BYTES * n
 
-    Args:
-        bucket_bytes: what travels at a time; None: what DDP, and an outer loop, take by themselves.
-        steps: of the whole run, for the flags.
-    """
+
+def rows_for(run: Run, bucket_bytes: int | None = None, steps: int | None = None) -> tuple[Row, ...]:
+    """Return what is worth comparing in a run of any length; `steps` are for the flags, `bucket_bytes` for all rows."""
     # Of three layers, as in arXiv:2501.18512; small models were measured layer by layer (benchmarks/).
     fragments = min(run.layers // 3, 100) if run.layers >= 6 else min(run.layers, 3)
     delay = min(5, 100 // fragments)
@@ -75,16 +70,40 @@ def rows_for(run: Run, bucket_bytes: int | None = None, steps: int | None = None
     def plain(recipe: str, every: int, **options: int) -> OuterSettings:
         return OuterSettings(recipe, every=every, bucket_bytes=bucket_bytes, steps=steps, **options)
 
+    def top_k(n: int) -> int:
+        return sum(top_k_bytes(n, k=64, chunk=4096, bits=2))
+
     streaming = plain("streaming_diloco", 100, fragments=fragments, delay=delay)
     gathered: dict[str, Any] = {"exchange": "gathered", "voted": True}
     return (
         *_gradients(bucket_bytes),
         outer(plain("local_sgd", 8)),
         outer(plain("diloco", 32), outer_state=1),
-        *([outer(streaming, " e3m0", _four_bits, delay=delay, outer_state=1, **gathered)] if fragments > 1 else []),
+        *(
+            [
+                outer(
+                    streaming,
+                    " e3m0",
+                    partial(blockwise_bytes, bits=4, block=128),
+                    delay=delay,
+                    outer_state=1,
+                    **gathered,
+                )
+            ]
+            if fragments > 1
+            else []
+        ),
         outer(plain("diloco", 128), outer_state=1),
-        outer(plain("eager_diloco", 32), " int8", _eight_bits, delay=32, outer_state=1, feedback=True, **gathered),
-        outer(plain("sparse_loco", 30), "", _top_k, feedback=True, **gathered),
+        outer(
+            plain("eager_diloco", 32),
+            " int8",
+            partial(blockwise_bytes, bits=8, block=256),
+            delay=32,
+            outer_state=1,
+            feedback=True,
+            **gathered,
+        ),
+        outer(plain("sparse_loco", 30), "", top_k, feedback=True, **gathered),
         outer(plain("diloco", 500), outer_state=1),
     )
 
@@ -104,29 +123,8 @@ def _handler(arguments: list[str]) -> str:
     return f"Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({', '.join(arguments)})])"
 
 
-def _plain(n: int) -> int:
-    return _FP32_BYTES * n
-
-
-def _four_bits(n: int) -> int:
-    return blockwise_bytes(n, bits=4, block=128)
-
-
-def _eight_bits(n: int) -> int:
-    return blockwise_bytes(n, bits=8, block=256)
-
-
-def _top_k(n: int) -> int:
-    return sum(top_k_bytes(n, k=64, chunk=4096, bits=2))
-
-
 def bits_on_the_wire(wire_bytes: Callable[[int], int], parameters: int, fragments: int, bucket_bytes: int) -> float:
-    """Return the bits for each parameter, with its share of scales and indices, of fragments cut into buckets.
-
-    Args:
-        wire_bytes: of so many values, as the codec says.
-        bucket_bytes: in fp32.
-    """
+    """Return the bits for each parameter, with its share of scales and indices, of fragments cut into fp32 buckets."""
     cap = max(1, bucket_bytes // _FP32_BYTES)
     num_bytes = 0
     for fragment in range(fragments):

@@ -12,6 +12,8 @@
 What travels during the backward pass (`Method.during_backward`) goes bucket by bucket, as layers become ready. That is
 the model behind the published table of Streaming DiLoCo (arXiv:2501.18512, table 4): a backward pass takes 2/3 of a
 step, layer l from the bottom of L is ready (L-l)/L of the way through it, and the link carries one thing at a time.
+
+Numbers that can't be, here and in the room's other files, raise ConfigError.
 """
 
 from __future__ import annotations
@@ -45,9 +47,6 @@ class Run:
         bandwidth_bps: bits a second of each replica's line, each way at the same time; `math.inf` for no limit.
         latency_s: seconds from one replica to another, one way: half of what `ping` shows.
         island_size: ranks that train one replica together. Of several, each keeps a round until all of them have it.
-
-    Raises:
-        ConfigError: a number can't be.
     """
 
     parameters: int
@@ -90,9 +89,6 @@ class Method:
         state_bits: of the inner optimizer's state, averaged with each parameter by an all-reduce of its own.
         levels: rounds among neighbours in between: pairs of steps between them and how many replicas meet. After a step
             at which several are due only the widest is held. They are taken to stay within a machine: bytes, no time.
-
-    Raises:
-        ConfigError: a number can't be.
     """
 
     name: str
@@ -145,7 +141,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum of all parts."""
         return self.anchor + self.outer_state + self.feedback + self.buffers
 
 
@@ -186,11 +182,7 @@ class Cost:
 
 
 def cost_of(run: Run, method: Method) -> Cost:
-    """Forecast what `method` costs in `run`.
-
-    Raises:
-        ConfigError: the method cuts the model into more fragments than it has layers.
-    """
+    """Forecast what `method` costs in `run`, whose model must have a layer for each fragment."""
     if method.fragments > run.layers:
         raise ConfigError(
             f"{method.name}: {method.fragments} fragments of {counted(run.layers, 'layer')}. Each needs at least one."
@@ -207,9 +199,6 @@ def needed_bandwidth(run: Run, method: Method, utilization: float) -> float:
     """Return the bits a second from which `method` reaches `utilization`, whatever the bandwidth of `run`.
 
     It is `math.inf` where no bandwidth is enough, as latency or codec alone cost too much, and 0 where nothing is sent.
-
-    Raises:
-        ConfigError: `utilization` is not between 0 and 1.
     """
     if not (0 < utilization < 1):
         raise ConfigError(f"utilization={utilization!r} must be above 0 and below 1.")

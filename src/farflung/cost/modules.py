@@ -13,7 +13,7 @@ from farflung.cost.memory import ModelSize
 
 
 def size_of(model: nn.Module, classes: Iterable[str] | None = None, *, state_values: int = 2) -> ModelSize:
-    """Return how large a model is, and in which groups FSDP gathers it.
+    """Return how large a model is, and in which groups FSDP gathers it. What is trained must be of one dtype.
 
     The model may be on the meta device, or sharded already: then the groups are those that it was sharded in.
 
@@ -21,9 +21,6 @@ def size_of(model: nn.Module, classes: Iterable[str] | None = None, *, state_val
         classes: names of the classes whose modules are groups of their own, as `transformer_cls_names_to_wrap` has
             them; None: those that the model's modules name themselves (`_no_split_modules`), if they do.
         state_values: that the optimizer keeps for each trained parameter: 2 for Adam, 1 for momentum.
-
-    Raises:
-        ConfigError: nothing of the model is trained, or what is has several dtypes.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     dtypes = sorted({str(parameter.dtype) for parameter in trained})

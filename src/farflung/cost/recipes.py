@@ -38,12 +38,10 @@ def method_of(
     Args:
         parameters: number of trainable parameters.
         name: shown to people.
-        every: steps in a round, if the schedule does not determine it (`ByTime`), or for longer ones of `Quadratic`.
+        every: steps in a round, needed where the schedule does not determine it (`ByTime`), or for longer ones of
+            `Quadratic`.
         bucket_bytes: as for `OuterLoop`; None is its default for this many fp32 parameters.
         state_tensors: tensors per parameter in the inner optimizer's state, if the recipe averages them; Adam has 2.
-
-    Raises:
-        ConfigError: neither the schedule nor `every` determines how many steps a round has.
     """
     bucket_bytes = bucket_bytes or bucket_bytes_for(_FP32_BITS // 8 * parameters)
     schedule = recipe.schedule

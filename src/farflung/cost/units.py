@@ -16,14 +16,7 @@ _RATE = re.compile(r"([kmgt]?)(?:(?:[bB]its?|b)|([bB]ytes?|B))(?:/s|ps)")
 
 
 def parse_count(text: str, called: str) -> int:
-    """Parse a whole number, with or without k, M, B (or G) or T: `1.1B` is 1,100,000,000.
-
-    Args:
-        called: what the user calls the number, for the error.
-
-    Raises:
-        ConfigError: it is not such a number.
-    """
+    """Parse a whole number, with or without k, M, B (or G) or T: `1.1B` is 1,100,000,000."""
     number, unit = _split(text)
     scale = _COUNTS.get(unit.lower().replace("g", "b"))
     count = math.nan if scale is None else number * scale
@@ -33,15 +26,13 @@ def parse_count(text: str, called: str) -> int:
 
 
 def parse_rate(text: str, called: str) -> float:
-    """Parse bits per second: `100Mbit`, `1 Gbit/s`, `20 Mbps`; a capital B means bytes: `10 MB/s` is 80,000,000.
-
-    Raises:
-        ConfigError: it is not a rate, or its unit is missing.
-    """
+    """Parse bits per second: `100Mbit`, `1 Gbit/s`, `20 Mbps`; a capital B means bytes: `10 MB/s` is 80,000,000."""
     number, unit = _split(text)
     # `Mbit` alone is how networks are sold; `MB` alone is an amount, not a rate.
-    found = _RATE.fullmatch(_lowered(unit if unit.endswith(("/s", "ps")) else f"{unit}/s"))
-    if found is None or not number > 0 or (found[2] and not unit.endswith(("/s", "ps"))):
+    is_rate = unit.endswith(("/s", "ps"))
+    lowered = "".join(letter if letter == "B" else letter.lower() for letter in unit)  # B differs from b
+    found = _RATE.fullmatch(lowered if is_rate else f"{lowered}/s")
+    if found is None or not number > 0 or (found[2] and not is_rate):
         raise ConfigError(
             f"{called} is {text!r}; it must be a rate above zero with its unit, such as 100Mbit, 1Gbit/s or 12.5MB/s."
         )
@@ -49,14 +40,7 @@ def parse_rate(text: str, called: str) -> float:
 
 
 def parse_seconds(text: str, called: str, *, bare: bool = False) -> float:
-    """Parse a time: `50ms`, `0.5 s`, `200us`; `0` needs no unit.
-
-    Args:
-        bare: a number without a unit is in seconds.
-
-    Raises:
-        ConfigError: it is not a time, or its unit is missing.
-    """
+    """Parse a time: `50ms`, `0.5 s`, `200us`; `0` needs no unit, and where `bare`, seconds need none."""
     number, unit = _split(text)
     scale = 1.0 if unit == "" and (bare or number == 0) else _SECONDS.get(unit)
     if scale is None or not number >= 0:
@@ -69,8 +53,3 @@ def _split(text: str) -> tuple[float, str]:
     found = _WRITTEN.fullmatch(text)
     number = math.nan if found is None else float(found[1])
     return (number, found[2]) if found is not None and math.isfinite(number) else (math.nan, text)
-
-
-def _lowered(unit: str) -> str:
-    """Return the unit in lower case, except B, which differs from b."""
-    return "".join(letter if letter == "B" else letter.lower() for letter in unit)

@@ -74,12 +74,7 @@ def demo(generate: str | None, length: int, output: str, seed: int, bandwidth: s
 
 
 def run(settings: DemoSettings) -> None:
-    """Train in processes of their own, then show what came of it.
-
-    Raises:
-        ConfigError: the text is missing or too short, or the output folder can't be written to.
-        SystemExit: the training failed; the launcher has said why, and this is its exit code.
-    """
+    """Train in processes of their own, then show what came of it; exit with the launcher's code if that failed."""
     fit_for_cores(settings.processes, "--processes")
     text = load_text(settings.data)
     check_length(text, context=settings.shape.context, sequences=settings.batch * settings.processes)

@@ -15,11 +15,7 @@ TEMPERATURE = 0.7  # below 1, unlikely bytes are drawn less often than the model
 
 
 def saved_model(folder: Path) -> GPT:
-    """Load the model from the output folder of a demo run.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Load the model from the output folder of a demo run."""
     file = folder / MODEL_FILE
     if not file.is_file():
         raise ConfigError(f"There is no {file}. Run `farflung demo` first, or name its folder with --output.")

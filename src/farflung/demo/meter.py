@@ -14,9 +14,6 @@ class GradientMeter:
 
     A rank waits from the moment when its last bucket has been launched, for then its backward pass has nothing left to
     compute, to the moment when the last of the buckets has arrived. What travels before that is hidden.
-
-    Args:
-        model: has no other communication hook yet.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:

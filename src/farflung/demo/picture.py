@@ -19,11 +19,7 @@ COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#009E73")  # Okabe and Ito's: told 
 
 
 def draw(results: Sequence[Result], target: Path, title: str, rate: str) -> None:
-    """Write the picture of `results` to `target`, as PNG.
-
-    Args:
-        rate: of the slow line, as text.
-    """
+    """Write the picture of `results` to `target`, as PNG; `rate` is that of the slow line."""
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)

@@ -13,11 +13,7 @@ from farflung.demo.settings import Result
 
 
 def table_of(results: Sequence[Result], rate: str) -> Table:
-    """Lay out one row for each way, within 80 columns.
-
-    Args:
-        rate: of the slow line, as text.
-    """
+    """Lay out one row for each way, within 80 columns; `rate` is that of the slow line."""
     table = Table("way", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("loss", "bytes sent", "time here", f"time on {rate}"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a demo run is told, and where it puts what it makes; known to the command before torch is loaded."""
+"""The settings and files of a demo run; the command knows them before torch is loaded."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Result:
     Args:
         curve: the last point is the end of the training.
         seconds: on this machine, of which `waited_s` went by in waiting for the other processes and the network.
-        line_seconds: what the same training takes on the slow line, as computed by `demo/line.py`.
+        line_seconds: what the same training takes on the slow line, by the cost model.
     """
 
     way: str

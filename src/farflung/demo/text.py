@@ -49,11 +49,7 @@ def load_text(data: str | None) -> Text:
 
 
 def stdlib_text(root: Path) -> Text:
-    """Read the listed sources of the standard library that lies in `root`.
-
-    Raises:
-        ConfigError: a listed file is not there; the message names it.
-    """
+    """Read the listed sources of the standard library that lies in `root`."""
     train, validation = _sources(TRAIN_MODULES, root), _sources(VALIDATION_MODULES, root)
     listed = train + validation
     missing = [str(file.relative_to(root)) for file in listed if not file.is_file()]
@@ -70,9 +66,6 @@ def folder_text(folder: Path) -> Text:
     """Read every file under `folder` that is UTF-8 text, in the order of their paths; hidden ones are not looked at.
 
     The last tenth of each file is for validation.
-
-    Raises:
-        ConfigError: there is no such folder, or no text in it.
     """
     if not folder.is_dir():
         raise ConfigError(f"--data {folder}: there is no such folder.")
@@ -94,11 +87,7 @@ def folder_text(folder: Path) -> Text:
 
 
 def check_length(text: Text, *, context: int, sequences: int) -> None:
-    """See that the text gives one step of `sequences` sequences of `context` bytes, and one sequence to validate on.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that the text is long enough for one step of `sequences` sequences, and for one to validate on."""
     needs = {"train": sequences * context + 1, "validate": context + 1}
     for part, least in needs.items():
         found = len(text.train if part == "train" else text.validation)

@@ -7,20 +7,20 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from farflung import Accelerator
 from farflung.checkpoint.writer import FileWriter, write_safetensors
-from farflung.cost.model import Method
+from farflung.cost.model import Method, Run, copies, cost_of
 from farflung.cost.recipes import method_of
 from farflung.demo.gpt import GPT, loss_per_sequence
-from farflung.demo.line import seconds_on_line
 from farflung.demo.meter import GradientMeter
 from farflung.demo.settings import MODEL_FILE, DemoSettings, Point, Result, save_results
 from farflung.demo.text import load_text
@@ -51,18 +51,10 @@ class Sequences(Dataset[Tensor]):
         return self.bytes[start : start + self.context + 1]
 
 
-class EvenSubset(Dataset[Tensor]):
-    """At most `count` items of `source`, evenly spread over it."""
-
-    def __init__(self, source: Sequences, count: int) -> None:
-        self.source = source
-        self.count = min(count, len(source))
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.source[index * len(self.source) // self.count]
+def evenly(source: Sequences, most: int) -> Dataset[Tensor]:
+    """Return at most so many items of `source`, evenly spread over it."""
+    count = min(most, len(source))
+    return Subset(source, [index * len(source) // count for index in range(count)])
 
 
 class Trial:
@@ -159,6 +151,30 @@ class Trial:
         return Result(self.way, self.curve, self.seconds, waited_s, bytes_sent, line_seconds)
 
 
+def seconds_on_line(
+    method: Method,
+    *,
+    steps: int,
+    computing_s: float,
+    bytes_sent: float,
+    parameters: int,
+    layers: int,
+    replicas: int,
+    bandwidth_bps: float,
+) -> float:
+    """Return the seconds that `steps` steps would take on a slow line without latency, by the cost model.
+
+    Args:
+        method: what travels when; its own number of bits is not used.
+        computing_s: of all steps: CPU seconds, which other programs on the machine hardly change.
+        bytes_sent: by one replica in all steps, as measured.
+    """
+    exchanges = steps / method.every * copies(method.exchange, replicas)
+    measured = replace(method, bits=8 * bytes_sent / (exchanges * parameters))
+    run = Run(parameters, layers, computing_s / steps, replicas, bandwidth_bps)
+    return steps * cost_of(run, measured).seconds_per_step
+
+
 def recipe_of(way: str, settings: DemoSettings) -> Recipe | None:
     """Return the recipe of one of `WAYS`; None for DDP, which has none."""
     every = settings.every
@@ -235,7 +251,7 @@ def main(settings_file: str) -> None:
     text = load_text(settings.data)
     context = settings.shape.context
     train = DataLoader(Sequences(text.train, context), batch_size=settings.batch, shuffle=True, drop_last=True)
-    held_out = DataLoader(EvenSubset(Sequences(text.validation, context), VALIDATION_SEQUENCES), batch_size=32)
+    held_out = DataLoader(evenly(Sequences(text.validation, context), VALIDATION_SEQUENCES), batch_size=32)
     set_seed(settings.seed)
     train, held_out = accelerator.prepare(train, held_out)
     with ExitStack() as stack:

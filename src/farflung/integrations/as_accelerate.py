@@ -69,11 +69,7 @@ def answer_imports() -> None:
 
 
 def attribute(name: str) -> Any:
-    """Return what `accelerate.<name>` is: Farflung's object of that name, or its module.
-
-    Raises:
-        AttributeError: Farflung has no such name.
-    """
+    """Return what `accelerate.<name>` is: Farflung's object of that name, or its module."""
     try:
         return getattr(importlib.import_module("farflung"), name)
     except AttributeError:
@@ -113,11 +109,7 @@ class _Alias(InspectLoader):
         sys.modules[module.__name__] = importlib.import_module(self._own.name)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Refuse `python -m`, for which Farflung has a command.
-
-        Raises:
-            ImportError: always.
-        """
+        """Raise ImportError for `python -m`: Farflung has a command."""
         raise ImportError(f"{fullname} can't be run where Farflung answers for {_NAME}. Use `farflung launch`.")
 
     def get_source(self, fullname: str) -> str | None:

@@ -52,9 +52,7 @@ from farflung.process.mesh import Mesh, make_mesh, replicas_here, require_replic
 class FollowedModel:
     """A DDP model that keeps its gradients, and the outer loop over it from the first step on.
 
-    Attributes:
-        loop: counts the steps of the optimizer that trained the model first; None before the first and at the end.
-        attempts: how many there were.
+    `loop` counts the steps of the optimizer that trained the model first; it is None before the first and at the end.
     """
 
     def __init__(self, ddp: DistributedDataParallel, has_warmup: bool, mesh: Mesh) -> None:
@@ -83,14 +81,7 @@ class FollowedModel:
 
 
 class DDPTakeover:
-    """Follows every DDP model and optimizer of this process.
-
-    Args:
-        config: the outer loop that was asked for.
-
-    Raises:
-        ConfigError: its log can't be written.
-    """
+    """Follows every DDP model and optimizer of this process, for the outer loop that `config` asks for."""
 
     def __init__(self, config: OuterConfig) -> None:
         self._config = config
@@ -167,11 +158,7 @@ class DDPTakeover:
         setattr(DistributedDataParallel, "__init__", make_followed)  # noqa: B010  its type is another one
 
     def _islands(self, module: nn.Module) -> Mesh:
-        """Return which ranks train a replica together: at the first call a collective.
-
-        Raises:
-            ConfigError: their number does not fit that of all, or they are all of them.
-        """
+        """Return which ranks train a replica together: at the first call a collective."""
         if self._mesh is None:
             everyone = TorchGroup()
             size = stated_island_size(self._local_size, everyone=everyone) or 1
@@ -182,11 +169,7 @@ class DDPTakeover:
         return self._mesh
 
     def _about_to_step(self, optimizer: Optimizer) -> None:
-        """Open the loops over the models that `optimizer` trains, if this is its first step.
-
-        Raises:
-            ConfigError: an outer loop can't work here; the message says why and what to do.
-        """
+        """Open the loops over the models that `optimizer` trains, if this is its first step and they can work here."""
         is_afterwards = self._has_ended and not dist.is_initialized()
         if self._is_in_round or is_afterwards or slot.current() is not None or optimizer in self._driven:
             return
@@ -343,7 +326,7 @@ def _put_agreed(
 
 
 def _begin_anew(reference: weakref.ref[FollowedModel], module: nn.Module, keys: Any) -> None:
-    """Take loaded weights for the new starting point, and not for a step of training."""
+    """Treat loaded weights as a new starting point, not as a step of training."""
     one = reference()
     if one is not None and one.local.module is module and one.loop is not None:
         one.loop.reset_anchor()

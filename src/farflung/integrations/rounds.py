@@ -30,11 +30,7 @@ _RANK = "{rank}"
 
 
 class RoundOutputs:
-    """Where the rounds of the loops that a setting asks for are written: its `log` and its `report`.
-
-    Raises:
-        ConfigError: the log can't be written.
-    """
+    """Where the rounds of the loops that a setting asks for are written: its `log`, if it can be, and its `report`."""
 
     def __init__(self, settings: OuterSettings, rank: int) -> None:
         self._log = opened_log(settings.log, rank)
@@ -46,12 +42,7 @@ class RoundOutputs:
         return self._interval is not None
 
     def listen(self, loop: OuterLoop, number: int, loss: Callable[[], float | None] | None = None) -> None:
-        """Write about the rounds of `loop`.
-
-        Args:
-            number: of the loop, from 0.
-            loss: says the loss of the latest step, or None if it is not known; only asked for a line.
-        """
+        """Write about the rounds of a loop, the `number`-th from 0; `loss` returns that of the latest step."""
         loop.listeners.append(RoundLog(self._log, number))
         if self._interval is not None:
             loop.listeners.append(RoundReport(loop, number, self._interval, loss))
@@ -60,11 +51,7 @@ class RoundOutputs:
 def opened_log(name: str | None, rank: int) -> Path | None:
     """Return the file for this rank's rounds, once it can be written; None where it writes none.
 
-    Args:
-        name: the file's; with `{rank}` in it each rank writes one, else rank 0 alone.
-
-    Raises:
-        ConfigError: it can't be written.
+    With `{rank}` in its name each rank writes a file, else rank 0 alone.
     """
     if name is None or (_RANK not in name and rank != 0):
         return None

@@ -63,9 +63,8 @@ class OuterCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the outer loop (a collective), and continue it where a resumed training stands.
 
-        Raises:
-            StateError: the training before ended with an error.
-            CheckpointError: the checkpoint's outer loop is damaged, or not of this training.
+        Raises StateError if the training before ended with an error, CheckpointError if the checkpoint's outer loop is
+        damaged, or not of this training.
         """
         if self._open is not None:
             raise StateError("OuterCallback: the training before did not end. Make a new Trainer and a new callback.")

@@ -23,14 +23,8 @@ from farflung.precision.base import Closure, Full, Precision
 _MARK = "_farflung_plain_forward"  # where a wrapped model keeps the forward of its own that it had, or None
 
 
-class Autocast(Full):
-    """Forward passes in a half precision, weights and gradients in fp32.
-
-    Args:
-        name: `bf16` or `fp16`.
-        device_type: the kind of device that computes.
-        handler: further arguments of `torch.autocast`.
-    """
+class Autocast(Precision):
+    """Forward passes in a half precision (`bf16` or `fp16`), weights and gradients in fp32."""
 
     def __init__(self, name: str, device_type: str, handler: AutocastKwargs | None = None) -> None:
         self.name = name
@@ -67,12 +61,7 @@ class Autocast(Full):
 
 
 class ScaledFp16(Autocast):
-    """fp16 forward passes, with the loss scaled so that small gradients survive.
-
-    Args:
-        handler: further arguments of `torch.autocast`.
-        scaler: arguments of `torch.amp.GradScaler`.
-    """
+    """fp16 forward passes, with the loss scaled so that small gradients survive."""
 
     def __init__(
         self, device_type: str, handler: AutocastKwargs | None = None, scaler: GradScalerKwargs | None = None
@@ -177,9 +166,7 @@ def choose_precision(
 ) -> Precision:
     """Return the precision for one of `no`, `bf16`, `fp16`; that for `fp8` is `precision.fp8.Float8`.
 
-    Raises:
-        Unsupported: a half precision that the device does not have.
-        ConfigError: another word, or a scaler's arguments without fp16.
+    Raises Unsupported where the device does not have it, ConfigError for another word and for a scaler without fp16.
     """
     if name not in ("no", "bf16", "fp16", "fp8"):
         raise ConfigError(f"mixed_precision is {name!r}; it must be one of no, fp16, bf16, fp8.")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training loop asks of a precision, and the plain answer: numbers stay as they are."""
+"""What the training loop asks of a precision, whose plain answer is that numbers stay as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,63 +17,38 @@ from farflung.config.handlers import AutocastKwargs
 Closure = Callable[[], Any] | None
 
 
-class Precision(Protocol):
-    """How numbers are kept. One object a session; it remembers which optimizers' gradients are unscaled."""
+class Precision:
+    """How numbers are kept: as they are, unless a subclass says otherwise.
 
-    @property
-    def name(self) -> str:
-        """`no`, `bf16`, `fp16` or `fp8`."""
+    One object a session; it remembers which optimizers' gradients are unscaled.
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """What forward passes compute in, where that is not what the model is in."""
-
-    @property
-    def scaler(self) -> Any:
-        """The `torch.amp.GradScaler`, or None."""
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Make the forward pass of `model` compute in this precision; the module stays the same object."""
-
-    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a context that computes in this precision."""
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return `loss` as `backward` should see it."""
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Bring the gradients of `optimizer` back to their true size. A second call before `step` does nothing."""
-
-    def step(self, optimizer: Optimizer, closure: Closure = None) -> bool:
-        """Step `optimizer`; return False when the step was skipped because gradients overflowed."""
-
-    def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """Return what a later process needs to go on, plain data; optimizers are told by their places."""
-
-    def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Take over what `state_dict` returned, for the same optimizers; KeyError where it is something else."""
-
-
-class Full:
-    """fp32, or whatever the model is in."""
+    Attributes:
+        name: `no`, `bf16`, `fp16` or `fp8`.
+        dtype: what forward passes compute in, where that is not what the model is in.
+        scaler: the `torch.amp.GradScaler`, or None.
+    """
 
     name = "no"
     dtype: torch.dtype | None = None
     scaler: Any = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
+        """Make the forward pass of `model` compute in this precision; the module stays the same object."""
         return model
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return a context that computes in this precision."""
         return nullcontext()
 
     def scale(self, loss: Tensor) -> Tensor:
+        """Return `loss` as `backward` should see it."""
         return loss
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        return None
+        """Bring the gradients of `optimizer` back to their true size. A second call before `step` does nothing."""
 
     def step(self, optimizer: Optimizer, closure: Closure = None) -> bool:
+        """Step `optimizer`; return False when the step was skipped because gradients overflowed."""
         if closure is None:
             optimizer.step()
         else:
@@ -81,17 +56,21 @@ class Full:
         return True
 
     def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Return what a later process needs to go on, plain data; optimizers are identified by their index."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        return None
+        """Take over what `state_dict` returned, for the same optimizers; KeyError where it is something else."""
 
 
-class GivenScaler(Full):
+class Full(Precision):
+    """fp32, or whatever the model is in."""
+
+
+class GivenScaler(Precision):
     """Numbers as they are, but for losses that a script scales with a `torch.amp.GradScaler` of its own.
 
-    Args:
-        scaler: unscales gradients where a step needs it, and is updated after each step.
+    The scaler unscales gradients where a step needs it, and is updated after each step.
     """
 
     name = "fp16"

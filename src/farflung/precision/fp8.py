@@ -66,15 +66,12 @@ def _check_device(device: torch.device) -> None:
 
 
 def convert_model_to_fp8_ao(model: nn.Module, config: Any = None, module_filter_func: Any = None) -> None:
-    """Let linear layers of `model` multiply in fp8, in place; parameters stay the same objects.
+    """Let linear layers of `model`, which is none itself, multiply in fp8, in place; parameters stay the same objects.
 
     Args:
         config: a `torchao.float8.Float8LinearConfig`, None: torchao's defaults.
         module_filter_func: takes a module and its name, and says whether it is converted. None: linear layers whose
             sizes are multiples of 16, but the first and the last.
-
-    Raises:
-        ConfigError: the model itself is one that should be converted.
     """
     from torchao.float8 import convert_to_float8_training
 

@@ -69,11 +69,7 @@ class RankInfo:
 
 
 def read_rank_info() -> RankInfo:
-    """Read what the launcher says about this process from its variables: torchrun's, Open MPI's, PMI's or Slurm's.
-
-    Raises:
-        ConfigError: the variables contradict each other, or one is missing.
-    """
+    """Read what the launcher says about this process from its variables: torchrun's, Open MPI's, PMI's or Slurm's."""
     size = environ.integer(*_SIZE)
     rank = environ.integer(*_RANK)
     if size is None or size == 1:
@@ -101,9 +97,6 @@ def choose_device(info: RankInfo, cpu: bool) -> torch.device:
     """Return this process's device: the CPU when asked for or when there is nothing else, else its own accelerator.
 
     `ACCELERATE_TORCH_DEVICE` names another one, unless the CPU is asked for.
-
-    Raises:
-        ConfigError: the machine has fewer accelerators than processes.
     """
     named = environ.text("ACCELERATE_TORCH_DEVICE")
     if cpu or environ.flag("ACCELERATE_USE_CPU"):
@@ -288,10 +281,9 @@ def _store(info: RankInfo, timeout: timedelta) -> Store:
 
 
 def _await_all(store: Store, rank: int, size: int, allowed_s: float) -> None:
-    """Wait until all ranks have come here.
+    """Wait until all ranks have come here; raise RankFailure for those that have not come in time.
 
-    Raises:
-        RankFailure: some have not come within that time; torch itself would wait for half an hour, and name none.
+    torch itself would wait for half an hour, and name none.
     """
     store.set(str(rank), "")
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that fails tells its launcher why, in the file and the form that torch's elastic agent reads.
+"""Reports of failed ranks to their launcher, in the file and the form that torch's elastic agent reads.
 
 The launcher loads this file too, which therefore does without torch.
 """
@@ -39,11 +39,8 @@ def install_failure_report(rank: int, explain: Callable[[BaseException], BaseExc
     What `torch.distributed.elastic.multiprocessing.errors.record` does for one function, this does for the whole
     script. The hook that stood before is still called. A process without an elastic agent over it is left as it is.
 
-    A KeyboardInterrupt is not reported: whoever pressed Ctrl-C knows, and one traceback a rank would only hide it.
-
-    Args:
-        rank: this process among all of the run.
-        explain: gives an error that says more than the one it is called with, or that one; what it gives is reported.
+    A KeyboardInterrupt is not reported: the user who pressed Ctrl-C knows, and one traceback a rank would only hide it.
+    `explain` may give an error that says more, which is reported instead.
     """
     if not environ.text(ERROR_FILE):
         return
@@ -85,12 +82,7 @@ def record_failure(error: BaseException) -> None:
 
 
 def record_exit(code: object, trace: TracebackType | None) -> None:
-    """Write for the launcher that this rank ends by itself with an exit code other than 0, and where.
-
-    Args:
-        code: what `sys.exit` was called with.
-        trace: of the `SystemExit`.
-    """
+    """Write for the launcher that this rank ends by `sys.exit` with an exit code other than 0, and where."""
     if code is None or code == 0:
         return
     frames = [frame for frame in traceback.extract_tb(trace) if not _is_inner(frame.filename)]

@@ -35,11 +35,7 @@ class MultiProcessAdapter(_Adapter):
         return f"[RANK {slot.joined().rank}] {msg}", kwargs
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log `msg % args` on the processes that the arguments choose.
-
-        Raises:
-            StateError: neither an `Accelerator` nor a `PartialState` has been made yet.
-        """
+        """Log `msg % args` on the processes that the arguments choose; StateError before an `Accelerator` is made."""
         world = slot.joined()
         main_process_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         enabled = self.isEnabledFor(level)

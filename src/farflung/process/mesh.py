@@ -25,13 +25,9 @@ AXES = ("dp_replicate", "dp_shard")
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's row and column.
+    """This rank's row (`island`) and column (`replicas`) among all ranks.
 
-    Attributes:
-        everyone: all ranks.
-        island: this rank's row.
-        replicas: this rank's column.
-        device_mesh: torch's mesh of both axes, named `dp_replicate` and `dp_shard`; None where each row is one rank.
+    `device_mesh` is torch's mesh of both axes, named `dp_replicate` and `dp_shard`; None where each row is one rank.
     """
 
     everyone: Group
@@ -47,15 +43,12 @@ class Mesh:
 
 
 def stated_island_size(local_size: int, asked: IslandSize | None = None, everyone: Group | None = None) -> int | None:
-    """Return how many ranks average their gradients in every step; None: nobody has said.
+    """Return how many ranks average their gradients in every step; None where neither script nor launcher says.
 
     Args:
         local_size: number of ranks on this machine.
         asked: what the script says; None: what the launcher says counts.
         everyone: all ranks. With them the number is checked against theirs: for `host`, a collective.
-
-    Raises:
-        ConfigError: it is no number, or islands would be of different sizes.
     """
     size: Any = environ.text("FARFLUNG_ISLAND_SIZE") if asked is None else asked
     if size is None or size == "":
@@ -87,11 +80,7 @@ def replicas_here(local_size: int, island_size: int) -> int:
 def make_mesh(everyone: Group, island_size: int, device_type: str, device_mesh: DeviceMesh | None = None) -> Mesh:
     """Arrange the ranks in rows of `island_size` neighbours: a collective, where that is more than one.
 
-    Args:
-        everyone: all ranks.
-        island_size: a divisor of their number.
-        device_type: where the values are that they exchange.
-        device_mesh: the script's own of these sizes, whose groups are used; it may lack an axis of one rank.
+    `device_mesh` is the script's own of these sizes, whose groups are used; it may lack an axis of one rank.
     """
     if island_size == 1:
         return Mesh(everyone, SoloGroup(), everyone)
@@ -104,11 +93,7 @@ def make_mesh(everyone: Group, island_size: int, device_type: str, device_mesh: 
 
 
 def require_replicas(mesh: Mesh) -> None:
-    """Refuse an outer loop where there is one island, so that there is nothing to average.
-
-    Raises:
-        ConfigError: there is one, of several ranks.
-    """
+    """Raise ConfigError where one island has all ranks, so that an outer loop has nothing to average."""
     if mesh.replicas.size == 1 and mesh.island.size > 1:
         raise ConfigError(
             f"An outer loop averages replicas, but all {mesh.island.size} processes share one. Make several: "

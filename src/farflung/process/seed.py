@@ -44,12 +44,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
-    """Give every rank the first one's state of one kind of random numbers: `torch`, `cuda`, `xpu` or `generator`.
-
-    Raises:
-        ConfigError: `generator` without a generator.
-        Unsupported: a kind of device that this machine does not have.
-    """
+    """Give every rank the first one's state of one kind of random numbers: `torch`, `cuda`, `xpu` or `generator`."""
     share_rng_state(rng_type, generator, slot.joined().exchange)
 
 
@@ -67,11 +62,7 @@ def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.
 def share_rng_state(
     rng_type: RNGType | str | None, generator: torch.Generator | None, exchange: Exchange, within: str | None = None
 ) -> None:
-    """Give every rank the state of rank 0; arguments and errors are those of `synchronize_rng_state`.
-
-    Args:
-        within: as of `broadcast`.
-    """
+    """Give every rank the state of rank 0, as `synchronize_rng_state` does; `within` is that of `broadcast`."""
     check_word("rng_type", rng_type, RNGType.list())
     kind = RNGType(str(rng_type))
     state = _read(kind, generator)

@@ -8,11 +8,7 @@ from typing import Any
 
 
 def address_on_route_to(address: str) -> str:
-    """Return this machine's own address on the route to an IP address. Nothing is sent.
-
-    Raises:
-        OSError: there is no such route.
-    """
+    """Return this machine's own address on the route to an IP address. Nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
@@ -27,9 +23,6 @@ def serve_store(host: str, port: int, listen: str | None = None, **options: Any)
         port: 0 takes any free one.
         listen: a name or an address of this machine; None: `host`.
         options: those of `TCPStore`.
-
-    Raises:
-        OSError: the address is not one of this machine's, or the port is in use.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # here, as the launcher's command needs none
 

@@ -7,8 +7,8 @@ entered it are named to all that wait, with their stacks, and the waits end in a
 that they wait for are named instead. Where all have entered it, it is slow but not stuck, and the wait goes on. As long
 as nobody asks, this costs one look into the store a tick.
 
-The store lives on the main machine. Where that is lost, or the line to it, nobody answers any more, and whoever asks
-waits for ever. A second thread, which never touches the store, notices that and ends the process.
+The store lives on the main machine. Where that is lost, or the line to it, questions are not answered any more, and
+the ranks that ask wait for ever. A second thread, which never touches the store, notices that and ends the process.
 """
 
 from __future__ import annotations
@@ -49,13 +49,10 @@ _WAITS_IN = tuple(f"{TORCH}/{part}/" for part in ("distributed", "nn/parallel", 
 
 
 class Watchdog:
-    """Ends waits for ranks that do not come.
+    """Ends waits for ranks that do not come; each rank has one.
 
     Collectives of Farflung raise a `RankFailure` with the report. torch's own (DDP's, the script's) can only be ended
     by closing their connections, which gloo allows: the report is printed then. NCCL's are left to torch's watchdog.
-
-    Args:
-        group: all ranks; each of them has a watchdog.
     """
 
     def __init__(self, group: TorchGroup) -> None:
@@ -71,11 +68,9 @@ class Watchdog:
         """Watch over the thread that calls this; where it is watched already, do nothing.
 
         Args:
-            timeout_s: how long a rank may wait in a collective that another one has not entered.
-            is_default: nobody insists on this time, so that another one may take its place later.
-
-        Raises:
-            ConfigError: it is watched with another time.
+            timeout_s: how long a rank may wait in a collective that another one has not entered; ConfigError if it is
+                watched with another time.
+            is_default: this time is a default, which a later call may replace.
         """
         if self._thread is not None:
             if self._is_default and not is_default:
@@ -160,7 +155,7 @@ class Watchdog:
             is_over = silent_s > self._timeout_s + _ANSWER_S
             if is_over and self._frame() is not None and self._current_wait() is not None:
                 _publish(self._loss(silent_s))
-                os._exit(1)  # whoever waits for the store can't be woken up
+                os._exit(1)  # a thread that waits for the store can't be woken up
 
     def _loss(self, silent_s: float) -> str:
         """Say which machine was lost."""
@@ -256,7 +251,7 @@ def _find_late(needs: dict[str, int], answers: dict[int, Any]) -> set[int]:
 
 
 def _behind(needs: dict[str, int], answers: dict[int, Any]) -> set[int]:
-    """Return the ranks that have entered too few; who is not in a group is late for nothing in it."""
+    """Return the ranks that have entered too few; ranks outside a group are never late in it."""
     counts = {rank: answer["entered"] for rank, answer in answers.items()}
     return {rank for rank, count in counts.items() if any(count.get(name, n) < n for name, n in needs.items())}
 

@@ -32,8 +32,6 @@ class World:
     """One process among those of a run.
 
     Attributes:
-        rank, size: this process among all.
-        local_rank, local_size: this process among those of its machine.
         device: where its models and batches go.
         group: all processes.
         exchange: what gather, reduce and the like over `group` work with.
@@ -88,11 +86,7 @@ def current() -> World | None:
 
 
 def joined() -> World:
-    """Return the world that this process has joined.
-
-    Raises:
-        StateError: none yet.
-    """
+    """Return the world that this process has joined, or raise StateError."""
     if _slot is None:
         raise StateError(
             "The rank of this process is not known yet. Create an `Accelerator()` or a `PartialState()` first."
@@ -111,11 +105,7 @@ def joined_exchange() -> Exchange:
 
 
 def occupy(world: World) -> World:
-    """Put `world` into the slot.
-
-    Raises:
-        StateError: the slot is taken.
-    """
+    """Put `world` into the slot, which must be empty."""
     global _slot
     if _slot is not None:
         raise StateError(f"This process is already rank {_slot.rank} of {_slot.size}.")

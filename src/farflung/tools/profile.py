@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 def profile(handler: ProfileKwargs, rank: int) -> Iterator[torch.profiler.profile]:
     """Profile the block; write `profile_{rank}.json` into `handler.output_trace_dir` where that is set.
 
-    Raises:
-        StateError: there is nothing to write, as the schedule has recorded no step.
+    Raises StateError if there is nothing to write, as the schedule has recorded no step.
     """
     with handler.build() as profiler:
         yield profiler

@@ -78,6 +78,22 @@ class GeneralTracker:
         """End the run."""
 
 
+class ClientTracker(GeneralTracker):
+    """A tracker over the official client of a service, which `start` opens.
+
+    Args:
+        run_name: the name of the project.
+        kwargs: arguments of what the client opens.
+    """
+
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+
+
 def is_number(value: Any) -> bool:
     """Whether `value` is one number of Python's or NumPy's."""
     return isinstance(value, Real)
@@ -86,12 +102,9 @@ def is_number(value: Any) -> bool:
 def taken(
     tracker: GeneralTracker, values: Mapping[str, Any], takes: Callable[[Any], bool], what: str
 ) -> dict[str, Any]:
-    """Return those of `values` that the tracker's client takes, and warn of the others.
+    """Return those of `values` that the tracker's client takes, and warn of the others, saying `what` it takes.
 
     The warning names the type, not the value, which differs from step to step: Python shows equal warnings once.
-
-    Args:
-        what: what it takes, for the warning.
     """
     found = {key: value for key, value in values.items() if takes(value)}
     for key in values.keys() - found.keys():

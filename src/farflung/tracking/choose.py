@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from farflung.base.checks import check_word, shown, wrong_type
@@ -113,13 +113,3 @@ def _checked(asked: Any, logging_dir: str | os.PathLike[str] | None) -> Any:
             "Accelerator(project_dir=...), or a logging_dir in its ProjectConfiguration."
         )
     return LoggerType(name) if name in LoggerType else name
-
-
-def make_tracker(
-    name: str, project: str | None, logging_dir: str | os.PathLike[str] | None, arguments: Mapping[str, Any]
-) -> GeneralTracker:
-    """Return a new tracker of this name, which has not started."""
-    kind: Any = LOGGER_TYPE_TO_CLASS[name]
-    place = (logging_dir,) if kind.requires_logging_directory else ()
-    made: GeneralTracker = kind(project, *place, **arguments)
-    return made

@@ -4,29 +4,20 @@
 from __future__ import annotations
 
 import os
+from operator import attrgetter
 from typing import Any
 
 from farflung.base.errors import ConfigError
 from farflung.base.tree import listify
 from farflung.config import environ
-from farflung.tracking.base import GeneralTracker, is_number, on_main_process, taken
+from farflung.tracking.base import ClientTracker, GeneralTracker, is_number, on_main_process, taken
 
 
-class CometMLTracker(GeneralTracker):
-    """Comet. Its key is read from Comet's own configuration.
-
-    Args:
-        run_name: the name of the project.
-        kwargs: arguments of `comet_ml.start`.
-    """
+class CometMLTracker(ClientTracker):
+    """Comet, by `comet_ml.start`, whose further arguments it takes. Its key is read from Comet's own configuration."""
 
     name = "comet_ml"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
+    tracker = property(attrgetter("writer"), doc="Comet's experiment.")
 
     @on_main_process
     def start(self) -> None:
@@ -35,22 +26,13 @@ class CometMLTracker(GeneralTracker):
         begin = getattr(comet_ml, "start", None) or comet_ml.Experiment  # `start` came with 3.41
         self.writer = begin(project_name=self.run_name, **self.init_kwargs)
 
-    @property
-    def tracker(self) -> Any:
-        """Comet's experiment."""
-        return self.writer
-
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.writer.log_parameters(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers, dictionaries of numbers, and texts.
-
-        Args:
-            kwargs: arguments of `log_metric`, `log_metrics` or `log_other`.
-        """
+        """Record numbers, dictionaries of numbers, and texts, by `log_metric`, `log_metrics` and `log_other`."""
         if step is not None:
             self.writer.set_step(step)
         loggable = taken(
@@ -69,7 +51,7 @@ class CometMLTracker(GeneralTracker):
         self.writer.end()
 
 
-class AimTracker(GeneralTracker):
+class AimTracker(ClientTracker):
     """Aim.
 
     Args:
@@ -80,12 +62,11 @@ class AimTracker(GeneralTracker):
 
     name = "aim"
     requires_logging_directory = True
+    tracker = property(attrgetter("writer"), doc="Aim's run.")
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.aim_repo_path = logging_dir
-        self.init_kwargs = kwargs
 
     @on_main_process
     def start(self) -> None:
@@ -94,22 +75,13 @@ class AimTracker(GeneralTracker):
         self.writer = Run(repo=self.aim_repo_path, **self.init_kwargs)
         self.writer.name = self.run_name
 
-    @property
-    def tracker(self) -> Any:
-        """Aim's run."""
-        return self.writer
-
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.writer["hparams"] = values
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record values.
-
-        Args:
-            kwargs: arguments of the run's `track`.
-        """
+        """Record values; keyword arguments are those of the run's `track`."""
         for key, value in values.items():
             self.writer.track(value, name=key, step=step, **kwargs)
 
@@ -119,8 +91,7 @@ class AimTracker(GeneralTracker):
     ) -> None:
         """Record an image, or an image and its caption, by name.
 
-        Args:
-            kwargs: arguments of `aim.Image` under `aim_image`, of the run's `track` under `track`.
+        `kwargs` has arguments of `aim.Image` under `aim_image`, and of the run's `track` under `track`.
         """
         import aim
 
@@ -148,6 +119,7 @@ class ClearMLTracker(GeneralTracker):
 
     name = "clearml"
     requires_logging_directory = False
+    tracker = property(attrgetter("task"), doc="ClearML's task.")
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
@@ -168,22 +140,13 @@ class ClearMLTracker(GeneralTracker):
         }
         self.task = running or Task.init(**{**names, **self.init_kwargs})
 
-    @property
-    def tracker(self) -> Any:
-        """ClearML's task."""
-        return self.task
-
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.task.connect_configuration(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers: as points at `step`, or, without one, as single values.
-
-        Args:
-            kwargs: arguments of `report_scalar` or `report_single_value`.
-        """
+        """Record numbers: as points at `step` by `report_scalar`, or, without one, by `report_single_value`."""
         logger = self.task.get_logger()
         for key, value in taken(self, listify(values), is_number, "numbers").items():
             if step is None:
@@ -194,11 +157,7 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record an image by name.
-
-        Args:
-            kwargs: arguments of `report_image`.
-        """
+        """Record an image by name; keyword arguments are those of `report_image`."""
         for key, image in values.items():
             title, series = _title_and_series(key)
             self.task.get_logger().report_image(title=title, series=series, iteration=step, image=image, **kwargs)
@@ -252,6 +211,7 @@ class DVCLiveTracker(GeneralTracker):
 
     name = "dvclive"
     requires_logging_directory = False
+    tracker = property(attrgetter("live"), doc="The `dvclive.Live`.")
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         super().__init__()
@@ -264,22 +224,13 @@ class DVCLiveTracker(GeneralTracker):
 
         self.live = self.live if self.live is not None else Live(**self.init_kwargs)
 
-    @property
-    def tracker(self) -> Any:
-        """The `dvclive.Live`."""
-        return self.live
-
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.live.log_params(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record metrics, and go on to the next step.
-
-        Args:
-            kwargs: arguments of `log_metric`.
-        """
+        """Record metrics, and go on to the next step; keyword arguments are those of `log_metric`."""
         from dvclive.plots import Metric
 
         if step is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from farflung.base.tree import listify
@@ -30,6 +31,7 @@ class MLflowTracker(GeneralTracker):
 
     name = "mlflow"
     requires_logging_directory = False
+    tracker = property(attrgetter("active_run"), doc="MLflow's `ActiveRun`.")
 
     def __init__(
         self,
@@ -73,11 +75,6 @@ class MLflowTracker(GeneralTracker):
             description=self.description,
         )
 
-    @property
-    def tracker(self) -> Any:
-        """MLflow's `ActiveRun`."""
-        return self.active_run
-
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record parameters; a value whose text is longer than MLflow takes is left out, with a warning."""
@@ -91,11 +88,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers.
-
-        Args:
-            kwargs: arguments of `mlflow.log_metrics`.
-        """
+        """Record numbers; keyword arguments are those of `mlflow.log_metrics`."""
         import mlflow
 
         mlflow.log_metrics(taken(self, listify(values), is_number, "numbers"), step=step, **kwargs)

@@ -3,34 +3,20 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
-from farflung.tracking.base import GeneralTracker, on_main_process
+from farflung.tracking.base import ClientTracker, on_main_process
 
 
-class _RunTracker(GeneralTracker):
-    """A client whose `init` returns a run.
+class _RunTracker(ClientTracker):
+    """A client whose `init` returns a run."""
 
-    Args:
-        run_name: the name of the project.
-        kwargs: arguments of the client's `init`.
-    """
-
-    requires_logging_directory = False
     main_process_only = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
+    tracker = property(attrgetter("run"), doc="The client's run.")
 
     def _client(self) -> Any:
-        raise NotImplementedError
-
-    @property
-    def tracker(self) -> Any:
-        """The client's run."""
-        return self.run
+        return __import__(self.name)  # the library has the tracker's name
 
     @on_main_process
     def start(self) -> None:
@@ -42,11 +28,7 @@ class _RunTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record values.
-
-        Args:
-            kwargs: arguments of the run's `log`.
-        """
+        """Record values; keyword arguments are those of the run's `log`."""
         self.run.log(values, step=step, **kwargs)
 
     @on_main_process
@@ -64,19 +46,9 @@ class _WithImages(_RunTracker):
 
 
 class WandBTracker(_WithImages):
-    """Weights & Biases.
-
-    Args:
-        run_name: the name of the project.
-        kwargs: arguments of `wandb.init`.
-    """
+    """Weights & Biases, by `wandb.init`, whose further arguments it takes."""
 
     name = "wandb"
-
-    def _client(self) -> Any:
-        import wandb
-
-        return wandb
 
     @on_main_process
     def log_table(
@@ -94,32 +66,12 @@ class WandBTracker(_WithImages):
 
 
 class SwanLabTracker(_WithImages):
-    """SwanLab.
-
-    Args:
-        run_name: the name of the project.
-        kwargs: arguments of `swanlab.init`.
-    """
+    """SwanLab, by `swanlab.init`, whose further arguments it takes."""
 
     name = "swanlab"
 
-    def _client(self) -> Any:
-        import swanlab
-
-        return swanlab
-
 
 class TrackioTracker(_RunTracker):
-    """Trackio.
-
-    Args:
-        run_name: the name of the project.
-        kwargs: arguments of `trackio.init`.
-    """
+    """Trackio, by `trackio.init`, whose further arguments it takes."""
 
     name = "trackio"
-
-    def _client(self) -> Any:
-        import trackio
-
-        return trackio

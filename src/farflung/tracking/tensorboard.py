@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import torch
 import yaml
 
 from farflung.base.tree import listify
-from farflung.tracking.base import GeneralTracker, is_number, on_main_process, taken
+from farflung.tracking.base import ClientTracker, is_number, on_main_process, taken
 
 _LOGGABLE = "numbers, texts, and dictionaries of numbers"
 
 
-class TensorBoardTracker(GeneralTracker):
+class TensorBoardTracker(ClientTracker):
     """Writes event files into `{logging_dir}/{run_name}`.
 
     Args:
@@ -28,12 +29,11 @@ class TensorBoardTracker(GeneralTracker):
 
     name = "tensorboard"
     requires_logging_directory = True
+    tracker = property(attrgetter("writer"), doc="The `SummaryWriter`.")
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.logging_dir_param = logging_dir
-        self.init_kwargs = kwargs
 
     @on_main_process
     def start(self) -> None:
@@ -43,11 +43,6 @@ class TensorBoardTracker(GeneralTracker):
             import tensorboardX as tensorboard  # type: ignore[no-redef]
         self.logging_dir = os.path.join(self.logging_dir_param, self.run_name)
         self.writer = tensorboard.SummaryWriter(self.logging_dir, **self.init_kwargs)
-
-    @property
-    def tracker(self) -> Any:
-        """The `SummaryWriter`."""
-        return self.writer
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -62,11 +57,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers, texts, and dictionaries of numbers, which share a chart.
-
-        Args:
-            kwargs: arguments of `add_scalar`, `add_text` or `add_scalars`.
-        """
+        """Record numbers, texts and dictionaries of numbers, by `add_scalar`, `add_text` and `add_scalars`."""
         for key, value in taken(self, listify(values), _is_loggable, _LOGGABLE).items():
             if isinstance(value, str):
                 self.writer.add_text(key, value, global_step=step, **kwargs)

@@ -11,21 +11,13 @@ from typing import Any
 
 from farflung.base.checks import check_word
 from farflung.base.words import counted
-from farflung.tracking.choose import LOGGER_TYPE_TO_CLASS, filter_trackers, make_tracker
+from farflung.tracking.choose import LOGGER_TYPE_TO_CLASS, filter_trackers
 
 Arguments = Mapping[str, Mapping[str, Any]]
 
 
 class Tracking:
-    """The trackers of one Accelerator, and what they failed to record.
-
-    Attributes:
-        asked: the trackers that `log_with` asks for, by name or as objects.
-        started: the trackers of the run, or of the last one.
-        is_running: whether they have started and not finished.
-        step: the one that was logged last.
-        lost: by a tracker's name, how many events it failed to record.
-    """
+    """The trackers that `log_with` asks for (`asked`), those of the latest run (`started`), and what they lost."""
 
     def __init__(self, log_with: Any, logging_dir: str | os.PathLike[str] | None) -> None:
         self.asked = filter_trackers(log_with, logging_dir)
@@ -48,7 +40,9 @@ class Tracking:
         self.is_running = True
         for asked in self.asked:
             if isinstance(asked, str):
-                asked = make_tracker(str(asked), project, self._logging_dir, arguments.get(str(asked), {}))
+                kind: Any = LOGGER_TYPE_TO_CLASS[str(asked)]
+                place = (self._logging_dir,) if kind.requires_logging_directory else ()
+                asked = kind(project, *place, **arguments.get(str(asked), {}))
             self.started.append(asked)
         for tracker in self.started:
             self._attempt(tracker, "start")

@@ -29,6 +29,7 @@ from farflung.utils.environment import *
 from farflung.utils.fsdp_utils import *
 from farflung.utils.imports import *
 from farflung.utils.launch import *
+from farflung.utils.launch import _convert_nargs_to_dict, _filter_args
 from farflung.utils.memory import *
 from farflung.utils.modeling import *
 from farflung.utils.offload import *

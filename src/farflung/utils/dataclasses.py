@@ -29,7 +29,7 @@ from farflung.compat.absent import (
     parse_llama_config as parse_llama_config,
     parse_t5_config as parse_t5_config,
 )
-from farflung.compat.environments import (
+from farflung.compat.cluster import (
     ComputeEnvironment as ComputeEnvironment,
     SageMakerDistributedType as SageMakerDistributedType,
 )

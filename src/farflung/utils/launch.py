@@ -2,31 +2,17 @@
 """Door: the launcher's commands and environments."""
 
 from farflung.compat.absent import (
-    _convert_nargs_to_dict,
-    prepare_deepspeed_cmd_env,
-    prepare_sagemager_args_inputs,
-    prepare_tpu,
-    setup_fp8_env,
+    _convert_nargs_to_dict as _convert_nargs_to_dict,
+    prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env,
+    prepare_sagemager_args_inputs as prepare_sagemager_args_inputs,
+    prepare_tpu as prepare_tpu,
+    setup_fp8_env as setup_fp8_env,
 )
 from farflung.compat.launch_functions import (
-    PrepareForLaunch,
-    prepare_extend_env_parallelism_config,
-    prepare_multi_gpu_env,
-    prepare_simple_launcher_cmd_env,
+    PrepareForLaunch as PrepareForLaunch,
+    prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config,
+    prepare_multi_gpu_env as prepare_multi_gpu_env,
+    prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env,
 )
-from farflung.compat.private_names import _filter_args
-from farflung.compat.variables import env_var_path_add
-
-__all__ = [
-    "PrepareForLaunch",
-    "_convert_nargs_to_dict",
-    "_filter_args",
-    "env_var_path_add",
-    "prepare_deepspeed_cmd_env",
-    "prepare_extend_env_parallelism_config",
-    "prepare_multi_gpu_env",
-    "prepare_sagemager_args_inputs",
-    "prepare_simple_launcher_cmd_env",
-    "prepare_tpu",
-    "setup_fp8_env",
-]
+from farflung.compat.private_names import _filter_args as _filter_args
+from farflung.compat.variables import env_var_path_add as env_var_path_add

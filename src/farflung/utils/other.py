@@ -11,8 +11,10 @@ from farflung.compat.absent import (
     compile_regions_deepspeed as compile_regions_deepspeed,
     compile_regions_fsdp2 as compile_regions_fsdp2,
 )
-from farflung.compat.clean_state_dict import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
-from farflung.compat.free_functions import save as save
+from farflung.compat.free_functions import (
+    clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
+    save as save,
+)
 from farflung.compat.hardware import check_os_kernel as check_os_kernel
 from farflung.compat.plain_values import (
     convert_bytes as convert_bytes,
