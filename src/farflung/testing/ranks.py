@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import pickle
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from farflung.testing.patience import patience
 _PRELOADED = ["torch", "torch.distributed", "farflung.testing.preload"]
 _PRELOADED += [f"farflung.{name}" for name in ("accelerator.accelerator", "accelerator.checkpointer", "outer")]
 _PRELOADED += [f"farflung.{name}" for name in ("checkpoint.sharded", "outer.merge_states", "strategy.sharded", "utils")]
+_OF_TESTS = ["pytest", "hypothesis"]  # test files import them, and each rank imports the file of its function
 
 
 def run_ranks(
@@ -52,7 +54,7 @@ def run_ranks(
         RankFailure: a rank raised (the message holds its traceback), died, or was not done in time.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload([*_PRELOADED, *(name for name in _OF_TESTS if name in sys.modules)])
     store = serve_store("127.0.0.1", 0, wait_for_workers=False)
     workers: list[BaseProcess] = []
     pipes: list[Connection] = []
