@@ -9,6 +9,8 @@ TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
+# Tests start Python a thousand times: without its bytecode each start would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-fast check format package clean
 demo: $(DEMO_READY)
