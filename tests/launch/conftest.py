@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
 
+from farflung.config import environ
 from farflung.config.launch import FIELDS
+from farflung.launch import main as command, rank
 from farflung.testing.patience import patience
+from farflung.testing.ranks import run_ranks
 
 
 @pytest.fixture
@@ -32,3 +36,32 @@ def farflung(home) -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(command, capture_output=True, text=True, timeout=patience(90))
 
     return run
+
+
+@pytest.fixture
+def forked(home, monkeypatch) -> Callable[..., str]:
+    """Run `farflung launch` here, with ranks that fork from a server that has torch loaded; return what they print.
+
+    All but the agent over the processes is the launcher's own. Starting processes afresh takes seconds for each rank.
+    """
+
+    def start(settings, plan) -> int:
+        run_ranks(run_forked, plan.num_local, plan.command[4:], dict(plan.variables), connect=False)
+        return 0
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr("farflung.launch.run.start", start)
+        with pytest.raises(SystemExit, match="0"):
+            command.main(["launch", *arguments])
+        return "".join(file.read_text() for file in sorted(home.glob("printed*")))
+
+    return run
+
+
+def run_forked(arguments: tuple[str, ...], variables: dict[str, str]) -> None:
+    """Be the rank that the launcher would have started as `python -u -m farflung.launch.rank ARGUMENTS`."""
+    environ.export(variables)
+    streams = os.open(f"printed{environ.text('RANK')}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(streams, 1)
+    os.dup2(streams, 2)
+    rank.run(list(arguments))
