@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one of Accelerate's own test programs from its file; what it would download is made here.
 
-`run_program.py PROGRAM LEFT_OUT [its arguments]`: of the program's `main` the statements are left out that contain one
-of the texts in the list LEFT_OUT, which is JSON.
+The ranks that run it import this file, which imports no Accelerate: Farflung is to answer for it.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import json
+import os
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+
+import farflung
+from farflung.config import environ
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree"]
 
@@ -81,7 +85,7 @@ def make_model(folder: Path) -> None:
 
 
 def main(path: str, left_out: list[str], arguments: list[str]) -> None:
-    """Run the program at `path` with `arguments`."""
+    """Run the program at `path` with `arguments`; its `main` without the statements with a text of `left_out`."""
     if "external_deps" in path:
         import datasets
 
@@ -101,8 +105,11 @@ def main(path: str, left_out: list[str], arguments: list[str]) -> None:
     program.main()
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "make_model":
-        make_model(Path(sys.argv[2]))
-    else:
-        main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3:])
+def main_as_rank(path: str, left_out: list[str], arguments: list[str], folder: Path) -> str:
+    """Do what `farflung launch --as-accelerate --cpu` has a rank do, in `folder`; return what the program prints."""
+    farflung.install_as_accelerate()
+    environ.export({"ACCELERATE_USE_CPU": "true"})
+    os.chdir(folder)
+    with redirect_stdout(StringIO()) as printed:
+        main(path, left_out, arguments)
+    return printed.getvalue()

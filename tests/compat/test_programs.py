@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import accelerate
 import pytest
 
-from farflung.testing.patience import patience
+from farflung.testing.ranks import run_ranks
+from tests.compat.run_program import main_as_rank, make_model
 
 SCRIPTS = Path(accelerate.__file__).parent / "test_utils" / "scripts"
-RUNNER = Path(__file__).with_name("run_program.py")
 
 # What is left out of each program: the text of a statement in its `main`, and why.
 PROGRAMS: dict[str, dict[str, str]] = {
@@ -41,17 +38,8 @@ PROGRAMS: dict[str, dict[str, str]] = {
 
 
 def run(program: str, folder: Path, *arguments: str) -> str:
-    start = [sys.executable, "-m", "farflung", "launch", "--as-accelerate", "--cpu", "--num_processes", "2"]
-    command = [
-        *start,
-        str(RUNNER),
-        str(SCRIPTS / f"{program}.py"),
-        json.dumps(list(PROGRAMS.get(program, ()))),
-        *arguments,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=patience(100))
-    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
-    return done.stdout
+    path, left_out = SCRIPTS / f"{program}.py", list(PROGRAMS.get(program, ()))
+    return run_ranks(main_as_rank, 2, str(path), left_out, list(arguments), folder, connect=False, timeout_s=100)[0]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -60,8 +48,7 @@ def test_the_program_passes(program, tmp_path):
 
 
 def test_the_program_that_saves_and_resumes_passes(tmp_path):
-    made = subprocess.run([sys.executable, str(RUNNER), "make_model", str(tmp_path / "model")], capture_output=True)
-    assert made.returncode == 0, made.stderr
+    run_ranks(make_model, 1, tmp_path / "model")
     model = ("--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path))
     assert "epoch 1:" in run("external_deps/test_checkpointing", tmp_path, *model)
     resumed = run(
