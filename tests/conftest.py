@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: marks, time limits, and an environment without the variables of a launcher outside."""
 
+import gc
 import inspect
 import multiprocessing
 import subprocess
@@ -30,6 +31,16 @@ LAUNCHER_WORDS = (
 )
 torch.set_num_threads(1)  # models are tiny, and threads of several pytest workers would wait for each other's cores
 STARTERS = (subprocess, multiprocessing, subprocess.run, subprocess.Popen, run_ranks)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect the tests without collecting garbage, and spare each later pass what is loaded by then."""
+    gc.disable()
+    found = yield
+    gc.freeze()  # torch, Accelerate and all test files: half a second for each `gc.collect()`
+    gc.enable()
+    return found
 
 
 def pytest_collection_modifyitems(items):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import pickle
 import sys
@@ -90,6 +91,7 @@ def _variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 def _rank_main(
     pipe: Connection, variables: dict[str, str], connect: bool, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # what the server has loaded lives on: a collection in each rank would copy and look through all of it
     environ.export(variables)
     mp.set_start_method("fork", force=True)  # for a loader's workers: they would inherit the slow forkserver
     torch.set_num_threads(1)
