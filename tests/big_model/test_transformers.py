@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers loads models with a device map, as it does with Accelerate, when the functions are these."""
 
+from importlib import import_module
+
 import pytest
 import torch
-import transformers.integrations.accelerate as inside
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers  # what it has is loaded when it is used: two seconds for all who collect these tests
 
 import farflung
 from farflung.hooks import AlignDevicesHook
@@ -18,12 +19,13 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
     """A folder with a tiny model, and what it answers."""
+    inside = import_module("transformers.integrations.accelerate")
     monkeypatch.setattr(inside, "dispatch_model", farflung.dispatch_model)
     monkeypatch.setattr(inside, "accelerate_max_memory", get_max_memory)
     monkeypatch.setattr(inside, "clean_device_map", clean_device_map)
     monkeypatch.setattr(inside, "get_max_layer_size", get_max_layer_size)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=True)).eval()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=True)).eval()
     model.save_pretrained(tmp_path / "model", max_shard_size="4KB")
     return tmp_path / "model", answer(model)
 
@@ -46,7 +48,7 @@ def answer(model):
 )
 def test_a_model_is_loaded_with_a_device_map_answers_and_is_saved_again(options, saved, tmp_path):
     folder, expected = saved
-    model = LlamaForCausalLM.from_pretrained(folder, offload_folder=tmp_path / "away", **options)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, offload_folder=tmp_path / "away", **options)
     assert torch.equal(answer(model), expected)
     assert torch.equal(answer(model), expected)
     is_spread = options["device_map"] != "cpu"
@@ -55,4 +57,4 @@ def test_a_model_is_loaded_with_a_device_map_answers_and_is_saved_again(options,
     )
     assert any(parameter.is_meta for parameter in model.parameters()) is is_spread
     model.save_pretrained(tmp_path / "again")
-    assert torch.equal(answer(LlamaForCausalLM.from_pretrained(tmp_path / "again")), expected)
+    assert torch.equal(answer(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "again")), expected)
