@@ -159,6 +159,7 @@ class Wide(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [
