@@ -11,6 +11,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import click
@@ -75,14 +76,18 @@ def test_links_of_the_readme_work_where_a_package_index_shows_it():
     assert f'Repository = "{REPOSITORY}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
+@cache
+def functions_in(path):
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
 @pytest.mark.parametrize("page", TEXTS)
 def test_files_and_tests_that_are_named_exist(page):
     for path, test in _PATH.findall(prose(TEXTS[page])):
         assert (ROOT / path).exists(), f"{page} names {path}, which does not exist"
         if test:
-            tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-            names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-            assert test in names, f"{page} names {path}::{test}; there is no such test"
+            assert test in functions_in(path), f"{page} names {path}::{test}; there is no such test"
 
 
 def test_each_row_of_differences_names_a_test():
