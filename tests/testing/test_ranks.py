@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from farflung.base.errors import RankFailure
+from farflung.config import environ
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 
@@ -22,6 +23,16 @@ def connected(offset):
 
 def test_values_come_back_by_rank():
     assert run_ranks(connected, 3, 10) == [(10, 3.0, 1), (11, 3.0, 1), (12, 3.0, 1)]
+
+
+def variable(name):
+    return os.environ.get(name)
+
+
+def test_each_call_hands_on_its_own_environment():
+    with environ.patched({"OF_THIS_CALL": "1"}):
+        assert run_ranks(variable, 1, "OF_THIS_CALL") == ["1"]
+    assert run_ranks(variable, 1, "OF_THIS_CALL") == [None]
 
 
 def raises_on(rank):

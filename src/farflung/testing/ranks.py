@@ -41,7 +41,8 @@ def run_ranks(
     """Call `function(*args)` on `num_ranks` fresh processes, joined by gloo on loopback; return their values by rank.
 
     The processes are forked from a server that has torch and Farflung loaded, so that starting them costs milliseconds.
-    Each sees the variables that torchrun would set (`RANK`, `MASTER_ADDR` ...) and computes on one thread.
+    Each sees the caller's environment with the variables that torchrun would set (`RANK`, `MASTER_ADDR` ...), and
+    computes on one thread.
 
     Args:
         function: picklable, so defined at the top of a module; its values must be picklable too.
@@ -62,7 +63,7 @@ def run_ranks(
     try:
         for rank in range(num_ranks):
             here, there = context.Pipe(duplex=False)
-            variables = _variables(rank, num_ranks, store.port)
+            variables = environ.snapshot() | _variables(rank, num_ranks, store.port)
             worker: BaseProcess = context.Process(target=_rank_main, args=(there, variables, connect, function, args))
             worker.start()
             there.close()
@@ -92,6 +93,7 @@ def _rank_main(
     pipe: Connection, variables: dict[str, str], connect: bool, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     gc.freeze()  # what the server has loaded lives on: a collection in each rank would copy and look through all of it
+    environ.remove(*(environ.snapshot().keys() - variables.keys()))  # those of the server's first caller
     environ.export(variables)
     mp.set_start_method("fork", force=True)  # for a loader's workers: they would inherit the slow forkserver
     torch.set_num_threads(1)
