@@ -49,9 +49,6 @@ class Group(Protocol):
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         """Fill `out` `[size * n]` with each rank's `x` `[n]`, in rank order."""
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
-        """Fill `out` `[n]` with this rank's part of the reduced `x` `[size * n]`."""
-
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
         """Send part k of `x` `[size * n]` to rank k; `out` `[size * n]` holds what came, in rank order."""
 
@@ -152,9 +149,6 @@ class SoloGroup:
         return Done()
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return self._copied(out, x)
-
-    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
         return self._copied(out, x)
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:

@@ -1,40 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a c10d process group as a `Group`: its collectives, with waits that hear of ranks that left or died."""
+"""The ranks of a group of torch's default world as a `Group`, whose waits hear of ranks that left or died."""
 
 from __future__ import annotations
 
 import pickle
 import re
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait as wait_for
-from contextlib import ExitStack, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cache
 from itertools import count
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from farflung.base.errors import CollectiveMismatch, RankFailure, StateError
 from farflung.base.torch_internals import num_groups
-from farflung.comm.group import Group, Op, Work, check_blocks
+from farflung.comm.c10d_group import WATCH_S, C10dGroup
+from farflung.comm.group import Group, check_blocks
 from farflung.comm.presence import PresenceStore
 from farflung.comm.waits import Wait, Waits, handed_over
 
-# torch 2.13 gave the flat collectives new names; older releases know the old ones only.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _SOURCE_LINE = re.compile(r"\[\S+:\d+\] ")  # of gloo's, before what it says
-_NAP_S = 5e-5  # how long `all_gather_small` sleeps between two looks where a wait would not block the caller
-_UNUSED_TAG = 0x1ACC  # of messages between two ranks; a script's own usually count from 0
-_WATCH_S = 0.2  # how often a waiting rank asks whether another one has left
 
 
 @dataclass(frozen=True)
@@ -71,7 +60,7 @@ def _closed_groups() -> list[str]:
     return []
 
 
-class TorchGroup:
+class TorchGroup(C10dGroup):
     """The ranks of a c10d process group (the default one when none is given).
 
     Args:
@@ -99,7 +88,7 @@ class TorchGroup:
         backends = dict(part.split(":") for part in config.split(","))
         self._backend = next(iter(backends.values())) if len(set(backends.values())) == 1 else config
         # gloo moves tensors from a GPU too, but not in every collective.
-        self._supported = {device for device, backend in backends.items() if device == "cpu" or backend != "gloo"}
+        self.supported = {device for device, backend in backends.items() if device == "cpu" or backend != "gloo"}
         self.shared = shared or _shared_state_of(self._pg)
         self.presence, self.waits = self.shared.presence, self.shared.waits
         self.in_background = in_background
@@ -136,56 +125,18 @@ class TorchGroup:
         """Whether the process group is gone."""
         return self._pg() is None
 
-    def supports(self, device: str) -> bool:
-        return device in self._supported
+    def enter(self, kind: str, nbytes: int) -> Wait:
+        return self.waits.enter(self._name, kind)
 
-    def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
-        return self._started(x.is_cpu, "all_reduce", dist.all_reduce(x, op=_REDUCE[op], group=self.pg, async_op=True))
+    @contextmanager
+    def watching(self, entered: Wait) -> Iterator[Callable[[], None]]:
+        with self.waits.noted(entered, self.in_background) as check:
 
-    def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return self._started(x.is_cpu, "all_gather", _all_gather_flat(out, x, group=self.pg, async_op=True))
+            def look() -> None:
+                check()
+                self.raise_if_broken()
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
-        work = _reduce_scatter_flat(out, x, op=_REDUCE[op], group=self.pg, async_op=True)
-        return self._started(x.is_cpu, "reduce_scatter", work)
-
-    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        return self._started(x.is_cpu, "all_to_all", dist.all_to_all_single(out, x, group=self.pg, async_op=True))
-
-    def broadcast(self, x: Tensor, src: int) -> Work:
-        return self._started(x.is_cpu, "broadcast", dist.broadcast(x, group_src=src, group=self.pg, async_op=True))
-
-    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
-        listed = None if parts is None else list(parts)
-        work = dist.scatter(out, listed, group_src=src, group=self.pg, async_op=True)
-        return self._started(out.is_cpu, "scatter", work)
-
-    def barrier(self) -> None:
-        work = dist.barrier(group=self.pg, async_op=True)
-        self._finish(self._supported == {"cpu"}, self.waits.enter(self._name, "barrier"), work)
-
-    def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
-        # Not two messages: gloo closes a connection on which a wait for a message runs out of time.
-        sent, received = [0] * self.size, [0] * self.size
-        sent[to], received[source] = x.numel(), out.numel()
-        work = dist.all_to_all_single(out, x, received, sent, group=self.pg, async_op=True)
-        return self._started(x.is_cpu, "all_to_all", work)
-
-    def all_gather_small(self, x: Tensor) -> Tensor:
-        return self.begin_all_gather_small(x)()
-
-    def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
-        device = torch.device("cpu") if self.supports("cpu") else torch.device("cuda", torch.cuda.current_device())
-        mine = x.to(device)
-        everyone = mine.new_empty(self.size * mine.numel())
-        work = _all_gather_flat(everyone, mine, group=self.pg, async_op=True)
-        wait = self.waits.enter(self._name, "all_gather")
-
-        def end() -> Tensor:
-            self._finish(mine.is_cpu, wait, work)
-            return everyone.cpu().view(self.size, -1)
-
-        return end
+            yield look
 
     is_concurrent = True
 
@@ -201,10 +152,6 @@ class TorchGroup:
     def with_parts(self) -> list[TorchGroup]:
         """Return this group and those that `within` made, as far as they have not been destroyed."""
         return [group for group in (self, *self.shared.parts.values()) if not group.is_destroyed]
-
-    def await_connections(self) -> None:
-        """Return when every rank is connected: one that ended before would break what another still waits for."""
-        self.all_gather_small(torch.zeros(1))
 
     def free(self, reusable: bool = True) -> None:
         if self._spare is None:
@@ -223,9 +170,9 @@ class TorchGroup:
         wait = self.waits.enter(handed_over(self._name), "")
 
         def end(future: Future[None]) -> None:
-            if wait_for([future], _WATCH_S).not_done:
+            if wait_for([future], WATCH_S).not_done:
                 with self.waits.noted(wait) as check:
-                    while wait_for([future], _WATCH_S).not_done:
+                    while wait_for([future], WATCH_S).not_done:
                         check()  # what it publishes ends the other thread's wait, and so this one
 
         return end
@@ -287,78 +234,12 @@ class TorchGroup:
 
     def _closed(self) -> set[int]:
         """Return the ranks, in the numbers of `presence`, that have closed their connection with this one."""
-        numbers, closed = self.shared.ranks, set()
-        for peer, rank in enumerate(self.ranks if self.supports("cpu") and not self.is_destroyed else ()):
-            if rank in numbers and peer != self.rank:
-                try:
-                    self.pg.recv([torch.empty(1)], peer, _UNUSED_TAG)  # only begun: over a closed one it can't even be
-                except RuntimeError:
-                    closed.add(numbers.index(rank))
-        return closed
+        if self.is_destroyed:
+            return set()
+        closed = [self.ranks[peer] for peer in self.closed_by()]
+        return {self.shared.ranks.index(rank) for rank in closed if rank in self.shared.ranks}
 
     def abort(self) -> None:
-        """Close the connections: a gloo operation that can never end would hold up the exit of this process."""
-        if self.supports("cpu") and not self.is_destroyed:
-            # A time-out is what closes gloo's connections, all of them. Nobody sends what is waited for here, while a
-            # collective could meet one that the other ranks are in. At a connection that is closed already the wait
-            # does not even begin, so each is tried.
-            for peer in [rank for rank in range(self.size) if rank != self.rank]:
-                with suppress(RuntimeError):
-                    self.pg.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
-
-    def _started(self, is_gloo: bool, kind: str, work: Any) -> Work:
-        assert work is not None, "this process is not a member of the group"
-        wait = self.waits.enter(self._name, kind)
-        return _WatchedWork(work, self, wait) if is_gloo else work
-
-    def _finish(self, is_gloo: bool, wait: Wait, work: Any) -> None:
-        """End a collective on the host, also where its own `wait` only makes the stream wait."""
-        assert work is not None, "this process is not a member of the group"
-        if is_gloo:
-            _WatchedWork(work, self, wait).wait()
-        else:
-            self._look_out(wait, work)
-            work.wait()
-
-    def _look_out(self, wait: Wait, work: Any) -> None:
-        looked, check = time.monotonic(), None
-        with ExitStack() as noted:
-            while not work.is_completed():
-                time.sleep(_NAP_S)
-                if time.monotonic() - looked > _WATCH_S:
-                    check = check or noted.enter_context(self.waits.noted(wait, self.in_background))
-                    check()
-                    self.raise_if_broken()
-                    looked = time.monotonic()
-
-
-class _WatchedWork:
-    """A gloo collective under way, whose wait looks up now and then to see whether all ranks are still there."""
-
-    __slots__ = ("_group", "_wait", "_work")
-
-    def __init__(self, work: Any, group: TorchGroup, wait: Wait) -> None:
-        self._work = work
-        self._group = group
-        self._wait = wait
-
-    def wait(self) -> None:
-        try:
-            self._work.wait(timedelta(seconds=_WATCH_S))
-        except RuntimeError:  # the time was up, or the collective broke: `is_completed` tells which
-            self._wait_on()
-
-    def _wait_on(self) -> None:
-        group = self._group
-        try:
-            with group.waits.noted(self._wait, group.in_background) as check:
-                while not self._work.is_completed():
-                    check()
-                    group.raise_if_broken()
-                    with suppress(RuntimeError):
-                        self._work.wait(timedelta(seconds=_WATCH_S))
-            self._work.wait()
-        except (RankFailure, CollectiveMismatch):
-            raise
-        except RuntimeError as error:
-            raise group.failure(error) from error
+        """Close the connections, if it has not been destroyed."""
+        if not self.is_destroyed:
+            super().abort()

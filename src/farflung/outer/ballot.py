@@ -32,6 +32,7 @@ class Ballot:
         finished: this rank has no more data and only stays for the others.
         position: how many steps it has attempted.
         digest: of what was last agreed on, or -1.
+        awaited: a newcomer is known to wait.
     """
 
     number: int
@@ -42,6 +43,7 @@ class Ballot:
     finished: bool = False
     position: int = 0
     digest: int = -1
+    awaited: bool = False
 
 
 _HALF = 2**24  # whole numbers below this are exact in fp32
@@ -60,6 +62,7 @@ class Tally:
     finished: bool  # all of them are
     position: int  # the furthest
     digests: tuple[int, ...]
+    awaited: bool = False  # some of them say so
 
     def too_large(self, factors: Sequence[float], limit: float) -> tuple[int, ...]:
         """Name the ranks whose values would not be finite once summed under a codec's `limit`."""
@@ -109,7 +112,7 @@ class Voters:
     def _row(self, ballot: Ballot) -> list[float]:
         """Return the ballot as numbers that are exact in fp32."""
         norm = ballot.norm if not math.isfinite(ballot.norm) else min(ballot.norm, _LARGEST)
-        values = [ballot.weight, norm, ballot.largest, ballot.sound, ballot.finished]
+        values = [ballot.weight, norm, ballot.largest, ballot.sound, ballot.finished + 2 * ballot.awaited]
         whole = [*_halves(ballot.number), *_halves(ballot.position), *_halves(ballot.digest)]
         return [*self._fingerprint, *whole, *map(float, values)]
 
@@ -119,15 +122,16 @@ class Voters:
         if any(row[:4] != mine for row in listed):
             self._explain(ballot.number)
         columns = list(zip(*listed, strict=True))
-        weights, norms, largest, sound, finished = columns[8:]
+        weights, norms, largest, sound, flags = columns[8:]
         return Tally(
             weights,
             norms,
             largest,
             sound=tuple(map(bool, sound)),
-            finished=all(finished),
+            finished=all(flag % 2 for flag in flags),
             position=max(map(_whole, columns[4], columns[5])),
             digests=tuple(map(_whole, columns[6], columns[7])),
+            awaited=any(flag >= 2 for flag in flags),
         )
 
     def _explain(self, number: int) -> None:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from farflung.base.checks import check_type
-from farflung.base.errors import ConfigError, RankFailure, StateError
+from farflung.base.errors import ConfigError, StateError
 from farflung.base.sizes import bucket_bytes_for
 from farflung.base.torch_internals import COMPILED_FROM
 from farflung.comm.group import Group
@@ -124,10 +124,7 @@ class OuterLoop:
             self._rounds = Rounds(model, recipe, membership, cap_bytes, self._meter, self.listeners)
             self._warmup = GradientWarmup(recipe.warmup, model, self._rounds, self._meter, self._ddp is not None)
         self._timetable = Timetable(recipe, self._rounds, clock, inner)
-        if self._rounds.joined is not None:  # in the middle of the members' step, whose rounds begin now
-            self._position = self._rounds.joined["position"]
-            self._timetable.synced, self._timetable.began = self._position - 1, self._rounds.joined["began"]
-            self._sync()
+        self._take_place()
 
     def count(self, done: bool = True, items: float = 0) -> None:
         """Count one attempted optimizer step, without communication.
@@ -164,27 +161,24 @@ class OuterLoop:
             StateError: the loop has ended.
         """
         self._check_open()
-        self._sync({"position": self._position, "began": self._timetable.began})
-
-    def _sync(self, common: dict[str, Any] | None = None) -> None:
-        """Run the actions that are due. With `common`, enter the current epoch first and give that to newcomers."""
         due = self._timetable.until(self._position)
         if due:
             with self._meter.timed("exposed"), torch.no_grad():
-                try:
-                    if common is not None:
-                        self._rounds.enter(common)
-                    for action in due:
-                        if isinstance(action, Launch):
-                            self._rounds.launch(action, self._position, finished=False)
-                        else:
-                            self._rounds.apply(action.fragment)
-                except RankFailure as failure:
-                    if self._rounds.is_fixed:
-                        raise
-                    self._rounds.survive(failure)
+                for action in due:
+                    if isinstance(action, Launch):
+                        self._rounds.launch(action, self._position, finished=False)
+                    else:
+                        self._rounds.apply(action.fragment)
+                self._rounds.admit({"position": self._position, "began": self._timetable.began})
+            self._take_place()
             if any(isinstance(action, Launch) for action in due):
                 self._timetable.begin_round()  # not before the wait for slower ranks, which would grow with each round
+
+    def _take_place(self) -> None:
+        """Begin where the members are, if this rank came in as a newcomer."""
+        if self._rounds.joined is not None:
+            self._position, self._rounds.joined = self._rounds.joined["position"], None
+            self._timetable.begin_anew(self._position)
 
     def step(self, items: float = 0) -> None:
         """Count one completed optimizer step and run what is due; call it after each `optimizer.step()`.
@@ -433,5 +427,6 @@ class OuterLoop:
         if self._ddp is not None:
             self._ddp.end()
         self._rounds.free(reusable=is_in_step)
+        self._rounds.membership.end("" if is_in_step else "its loop has ended")
         for hook in self._hooks:
             hook.remove()

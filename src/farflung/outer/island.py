@@ -44,7 +44,7 @@ class Island:
         weight = torch.tensor(math.fsum(tally.weights) / self.size, dtype=torch.float32).item()
         norm = math.sqrt(self._of_all([norm * norm for norm in tally.norms]))
         said = replace(mine, weight=weight, norm=norm, largest=max(tally.largest), sound=all(tally.sound))
-        return replace(said, finished=tally.finished, position=tally.position)
+        return replace(said, finished=tally.finished, position=tally.position, awaited=tally.awaited)
 
     def square(self, mine: float) -> float:
         """Return the square of a norm of which this rank's values make up `mine`: a collective."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -30,6 +30,7 @@ class Needs:
         description, tensors: see `Voters`.
         num_votes: the number of this rank's next vote.
         admits: it is between rounds, so newcomers may come in.
+        has_state: this rank has what all members have in common; else it is a newcomer, unless nobody has it.
     """
 
     levels: tuple[int, ...]
@@ -39,6 +40,7 @@ class Needs:
     tensors: Sequence[str]
     num_votes: int
     admits: bool
+    has_state: bool
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,9 @@ def open_epoch(
     return epoch
 
 
+ALL = 2**31  # buckets: a round that some have behind them
+
+
 class Membership(Protocol):
     """Who takes part, from epoch to epoch."""
 
@@ -145,12 +150,30 @@ class Membership(Protocol):
     def enter(self, needs: Needs) -> Epoch:
         """Return the epoch of now: a collective of its members where it is a new one. Called between rounds."""
 
+    def is_awaited(self) -> bool:
+        """Whether somebody is known to wait to be let in, without asking anyone."""
+
+    def agree(self, num_votes: int, complete: Mapping[int, int]) -> dict[int, int]:
+        """Return how many buckets of its open rounds this rank shall apply, after a loss that all hear of.
+
+        Args:
+            num_votes: the number of this rank's next vote; what is not open of those before it has ended here.
+            complete: how many buckets of each open round this rank could apply, by the number of its vote.
+
+        Returns:
+            the same for all that are left, by vote: as many as all of them could apply; `ALL` where one has applied all
+            already.
+        """
+
     def lost(self, failure: RankFailure) -> None:
         """Take note that the epoch is over, as ranks were lost; the next one is without them.
 
         Raises:
             RankFailure: the same, where nothing can go on.
         """
+
+    def end(self, reason: str) -> None:
+        """Take no part any more; the loop has ended, by an error if there is a `reason`."""
 
 
 class FixedMembership:
@@ -171,6 +194,16 @@ class FixedMembership:
         if self._epoch is None:
             self._epoch = open_epoch(0, range(self.most), self._group, self.island, needs)
         return self._epoch
+
+    def is_awaited(self) -> bool:
+        return False
+
+    def agree(self, num_votes: int, complete: Mapping[int, int]) -> dict[int, int]:
+        group = self._group if self._epoch is None else self._epoch.group
+        return {vote: group.agree_min(number, f"round {vote}") for vote, number in complete.items()}
+
+    def end(self, reason: str) -> None:
+        """Do nothing: the groups know."""
 
     def lost(self, failure: RankFailure) -> None:
         raise failure

@@ -43,6 +43,7 @@ class BoundFragment:
         weights, buffers, counters: how each kind of values comes together; `agreements` has them by name.
         pending_weight: by level, what was done since values were last sent.
         num_rounds: that were applied.
+        num_landed: buckets that a round has brought in which goes on, as ranks were lost in it.
         digest: of what the last round agreed on, where it is to be compared with that of other ranks; else -1.
     """
 
@@ -59,7 +60,7 @@ class BoundFragment:
         self.num_ranks = group.size
         self.history = NormHistory()
         self.pending_weight = [0.0] * (1 + len(recipe.levels))
-        self.num_rounds, self.digest = 0, -1
+        self.num_rounds, self.digest, self.num_landed = 0, -1, 0
         self.is_whole = is_whole
         num_buffers = None if is_whole else num_buffers_among(most)
         parameters = _buckets(fragment.parameters, cap_bytes, num_buffers)
@@ -99,6 +100,7 @@ class BoundFragment:
         """Take over what `replicated` returned on another rank, the weights too."""
         self.history = NormHistory(**replicated["history"])
         self.num_rounds, self.digest = replicated["num_rounds"], replicated["digest"]
+        self.num_landed, self.pending_weight = 0, [0.0] * len(self.pending_weight)
         if replicated["agreed"] is not None:
             self.weights.join(replicated["agreed"])
 

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farflung.base.errors import StateError
 from farflung.outer.agreement import Payload, Pending
 from farflung.outer.background import Job
 from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
-from farflung.outer.membership import Epoch
+from farflung.outer.membership import ALL, Epoch
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment
 from farflung.outer.stats import Meter, Round
@@ -42,6 +43,7 @@ class OpenRound:
 
     Attributes:
         group: those who meet in it.
+        start_again: what opens it anew among others, as it was.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class OpenRound:
         self.ballot, self.step, self.level = ballot, step, level
         self._claimed = claimed
         self.job: Job | None = None
+        self.start_again: Callable[[], None] = lambda: None
         self.meter = Meter()
         self.tally: Tally | None = None
         self.decision = self._of_buffers = Decision((), 0.0)
@@ -73,7 +76,7 @@ class OpenRound:
         self._queue: deque[tuple[str, int, float]] = deque()  # kind of values, bucket, this rank's weight
         self._under_way: deque[tuple[str, int, Payload, Pending]] = deque()
         self._arrived: deque[tuple[str, int, Payload, Tensor, float]] = deque()
-        self._num_arrived = self._num_applied = 0
+        self._num_arrived = self._num_applied = fragment.num_landed  # in a try of this round before
         self._is_confirmed = False
 
     @property
@@ -151,28 +154,54 @@ class OpenRound:
             self._clip()
             while self._arrived:
                 self._apply_one()
+            self._fragment.num_landed = 0
 
     def give_back(self) -> None:
         """Nothing comes of it: what was done counts as not sent. (An eager anchor has moved by it already.)"""
         if not self._fragment.weights.is_eager:
             self._fragment.give_back(self._claimed)
 
-    def abort(self) -> None:
-        """End as a rank has died, in the same state as the survivors: they agree on how many buckets to apply."""
-        if self._fragment.weights.is_eager:
-            return
-        is_whole = self._fragment.is_whole
-        is_ready = not (self.is_dropped or self.is_empty or self._under_way or self._queue)
-        is_ready = is_ready and (self._square is not None or not self._clips)
-        complete = int(is_ready) if is_whole else self._num_arrived
-        common = self.group.agree_min(complete, f"round {self.ballot.number}")
+    @property
+    def num_complete(self) -> int:
+        """How many buckets could be applied, if others have them too: of a whole fragment all or none."""
+        if self.tally is not None and (self.is_dropped or self.is_empty):
+            return ALL
+        has_all = self.tally is not None and self._is_sent and not (self._under_way or self._queue)
+        if has_all and (self._square is not None or not self._clips):
+            return ALL
+        return 0 if self._fragment.is_whole or self._fragment.weights.is_eager else self._num_arrived
+
+    def abort(self, common: int) -> bool:
+        """End in the same state as all others that are left, as ranks were lost.
+
+        Args:
+            common: how many buckets all of them apply.
+
+        Returns:
+            whether it has come to its end with that. Otherwise what was done counts as not sent, and the buckets that
+            were applied are left out when it is tried again.
+
+        Raises:
+            StateError: this rank doesn't have so many.
+        """
+        if self.num_complete == common == ALL:
+            if self.is_dropped:
+                self.give_back()
+            elif not self.is_empty:
+                with torch.no_grad():
+                    self._clip()
+                    while self._arrived:
+                        self._apply_one()
+            self._fragment.num_landed = 0
+            return True
+        if common > self.num_complete:
+            raise StateError(f"Others have applied {common} buckets of a round, of which {self.num_complete} are here.")
         with torch.no_grad():
-            if common:
-                self._clip()
-            while self._arrived and common and (is_whole or self._num_applied < common):
+            while self._arrived and self._num_applied < common:
                 self._apply_one()
-        if not (common if is_whole else self._num_applied):
-            self.give_back()
+        self.give_back()
+        self._fragment.num_landed = self._num_applied
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has arrived, as copies."""
@@ -264,6 +293,8 @@ class OpenRound:
         for kind, agreement in self._fragment.agreements.items():
             if self.group.size > 1 or agreement.is_anchored:
                 self._queue.extend((kind, k, mine[kind]) for k in range(len(agreement.buckets)))
+        for _ in range(min(self._fragment.num_landed, len(self._queue))):
+            self._queue.popleft()
         self._fill()
 
     def _fill(self) -> None:
@@ -285,8 +316,9 @@ class OpenRound:
             self._under_way.popleft()[3].work.wait()
 
     def _receive(self) -> None:
-        kind, k, payload, pending = self._under_way.popleft()
+        kind, k, payload, pending = self._under_way[0]
         result, divisor = pending.wait(self._of_buffers if kind == "buffers" else self.decision)
+        self._under_way.popleft()  # not before: what never arrives stays under way
         if divisor:  # else no rank has floating buffers that can be used, and each keeps its own
             self._take(kind, k, payload, result, divisor)
 

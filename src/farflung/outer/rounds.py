@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from farflung.base.errors import RankFailure, StateError
+from farflung.base.errors import CollectiveMismatch, RankFailure, StateError
 from farflung.base.words import numbered
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.collectives import broadcast_object_list
@@ -24,7 +25,7 @@ from farflung.outer.agreement import average, take_largest
 from farflung.outer.background import BackgroundWorker
 from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
 from farflung.outer.inner import KeepState
-from farflung.outer.membership import Epoch, Membership, Needs
+from farflung.outer.membership import Membership, Needs, open_epoch
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment, Replica
 from farflung.outer.round import OpenRound
@@ -59,7 +60,7 @@ class Rounds:
         is_whole = recipe.is_whole or membership.island.size > 1
         self.replica = Replica(model, recipe, bucket_bytes, is_whole, membership.most)
         self._recipe = recipe
-        self._membership = membership
+        self.membership = membership
         self._meter = meter
         self._listeners = listeners
         self._cap_bytes = bucket_bytes
@@ -68,77 +69,118 @@ class Rounds:
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._is_sharded = model_has_dtensor(model)
         self._num_votes = 1
-        self.epoch = epoch = membership.enter(self._needs(admits=True))
-        self._begin()
-        self.replica.bind(SoloGroup() if epoch.joins else epoch.group)
+        self._is_awaited = False  # as the votes said
+        self._worker: BackgroundWorker | None = None
         self.joined: dict[str, Any] | None = None
-        if epoch.joins:
-            self.replica.enter(epoch.group, epoch.ids, epoch.ids)
-            self.joined = self._hand_over({})
+        self.epoch = open_epoch(-1, (), SoloGroup(), SoloGroup(), self._needs(admits=False))  # nobody yet
+        self._meet(admits=True)
 
     @property
     def is_fixed(self) -> bool:
         """Whether a lost rank ends the loop."""
-        return self._membership.is_fixed
+        return self.membership.is_fixed
 
     def _needs(self, admits: bool) -> Needs:
         levels, overlaps = self._recipe.levels, self._recipe.schedule.delay > 0
         said = (self.replica.description, self.replica.tensors)
-        return Needs(levels, overlaps, self._is_sharded, *said, self._num_votes, admits)
+        has_state = bool(self.replica.fragments)
+        return Needs(levels, overlaps, self._is_sharded, *said, self._num_votes, admits, has_state)
 
-    def _begin(self) -> None:
-        """Begin to meet the members of a new epoch."""
-        self._count_votes()
-        self._num_votes = self.epoch.num_votes
-        has_delay = self._recipe.schedule.delay > 0
-        self._worker = BackgroundWorker(self._device, self.epoch.background) if has_delay else None
-
-    def enter(self, common: dict[str, Any]) -> None:
-        """Meet those who are there now: a collective where that has changed, between rounds.
+    def _meet(self, admits: bool, common: Mapping[str, Any] | None = None) -> None:
+        """Go over to the epoch of now, and to the next one where members are lost meanwhile.
 
         Args:
-            common: what newcomers have to know of the loop.
+            admits: it is between rounds, so newcomers may come in.
+            common: what these have to know of the loop.
         """
-        epoch = self._membership.enter(self._needs(admits=True))
-        if epoch is not self.epoch:
-            self.apply_all()  # among those who began it
-            self.free(reusable=True)
-            self._go_over(epoch)
-            if epoch.newcomers:
-                self._hand_over(common)
+        while True:
+            try:
+                before, has_state = self.epoch, bool(self.replica.fragments)
+                epoch = self.membership.enter(self._needs(admits))
+                if epoch is before:
+                    return
+                if admits and before.ids:
+                    self.free(reusable=True)
+                self.epoch, self._num_votes = epoch, epoch.num_votes
+                self._count_votes()
+                has_delay = self._recipe.schedule.delay > 0
+                self._worker = BackgroundWorker(self._device, epoch.background) if has_delay else None
+                if not has_state:
+                    self.replica.bind(SoloGroup() if epoch.joins else epoch.group)
+                self.replica.enter(epoch.group, before.ids if has_state else epoch.ids, epoch.ids)
+                if epoch.newcomers:
+                    self._hand_over(common or {})
+                return
+            except RankFailure as failure:
+                if self.is_fixed:
+                    raise
+                if not has_state:
+                    self.replica.fragments = []  # it may have the values of some, and not of others
+                self._lose(failure)
+                admits = not has_state
 
-    def _go_over(self, epoch: Epoch) -> None:
-        before, self.epoch = self.epoch, epoch
-        self._begin()
-        self.replica.enter(epoch.group, before.ids, epoch.ids)
+    def admit(self, common: Mapping[str, Any]) -> None:
+        """Let newcomers in who wait, as the votes have said: a collective, between rounds.
 
-    def _hand_over(self, common: dict[str, Any]) -> dict[str, Any]:
-        """Give newcomers what all have in common between rounds: a collective. Returns `common` of a member."""
+        Args:
+            common: what they have to know of the loop.
+        """
+        if self._is_awaited:
+            self.apply_all()
+            self._is_awaited = False
+            self._meet(True, common)
+
+    def _hand_over(self, common: Mapping[str, Any]) -> None:
+        """Give newcomers what all have in common between rounds: a collective."""
         epoch, fragments = self.epoch, self.replica.fragments
         giver = next(rank for rank in range(epoch.group.size) if rank not in epoch.newcomers)
         said = [{"common": common, "fragments": [one.replicated() for one in fragments]}] if not epoch.joins else [None]
         (given,) = broadcast_object_list(Exchange(epoch.group), said, giver)
-        for fragment, replicated in zip(fragments, given["fragments"], strict=True) if epoch.joins else ():
-            fragment.join(replicated)
-        found: dict[str, Any] = given["common"]
-        return found
+        if epoch.joins:
+            for fragment, replicated in zip(fragments, given["fragments"], strict=True):
+                fragment.join(replicated)
+            self.joined = given["common"]
 
-    def survive(self, failure: RankFailure) -> None:
-        """Go on without ranks that were lost. What was under way and can't arrive any more counts as not sent.
-
-        Raises:
-            RankFailure: the same, where more is wrong than that.
-        """
-        self._settle()
+    def _lose(self, failure: RankFailure) -> None:
+        """Leave an epoch in which ranks were lost."""
         self.leave(f"it goes on without lost ranks: {failure}")
         self.free(reusable=False)
-        while True:
-            self._membership.lost(failure)
-            try:
-                self._go_over(self._membership.enter(self._needs(admits=False)))
-                return
-            except RankFailure as another:  # the next one is lost while those that are left meet
-                failure = another
+        self.membership.lost(failure)
+
+    def survives(self, failure: RankFailure) -> bool:
+        """Go on without ranks that were lost: what was under way begins again among those that are left.
+
+        Returns:
+            False where a lost rank ends the loop; then all that is under way has ended in the same state on all ranks.
+        """
+        if self.is_fixed:
+            self._end_all()
+            return False
+        self.leave(f"it goes on without lost ranks: {failure}")  # which ends what others wait for, and jobs here
+        again = self._end_all()
+        self._lose(failure)
+        self._meet(admits=False)
+        for start in again if not self.epoch.joins else ():
+            start()
+        return True
+
+    def _end_all(self) -> list[Callable[[], None]]:
+        """End all that is under way in the same state on all ranks that are left; return what starts the rest again."""
+        for this in self._open.values():
+            if this.job is not None:
+                with suppress(RankFailure, CollectiveMismatch):
+                    this.job.wait()
+        complete = {this.ballot.number: this.num_complete for this in self._open.values() if this.level == 0}
+        common, again = self.membership.agree(self._num_votes, complete), []
+        for number, this in list(self._open.items()):
+            if this.abort(common.get(this.ballot.number, 0)):
+                if this.level == 0 and not this.is_dropped and not this.is_empty:
+                    self.replica.fragments[number].note_round(self._recipe.agrees and self.group.size > 1)
+                self._close(number, this, None)
+            else:
+                again.append(this.start_again)
+        self._open.clear()
+        return again
 
     def retry_after_losses(self, act: Callable[[], object]) -> None:
         """Do something that all members do together, again where some are lost meanwhile."""
@@ -147,9 +189,8 @@ class Rounds:
                 act()
                 return
             except RankFailure as failure:
-                if self.is_fixed:
+                if not self.survives(failure):
                     raise  # not by name: it would hold the frame that holds it, and so all groups
-                self.survive(failure)
 
     def launch(self, action: Launch, position: int, finished: bool) -> None:
         """Send a fragment off, as it is now.
@@ -166,7 +207,8 @@ class Rounds:
                 self.epoch.describe(change.vote, change.tensors)
                 self._start(action, position, finished, is_empty=True)
                 waited = self._wait(number)
-                self._close(number, waited)
+                if number in self._open:
+                    self._close(number, self._open.pop(number), waited)
             self._follow(change)
         self._start(action, position, finished)
 
@@ -183,9 +225,11 @@ class Rounds:
             claimed = fragment.claim(level)
         weight = torch.tensor(claimed[level] / action.steps, dtype=torch.float32).item()  # as it goes on the wire
         digest = fragment.digest if level == 0 else -1
-        ballot = Ballot(self._num_votes, weight, norm, largest, sound, finished, position, digest)
+        is_awaited = self.membership.is_awaited()
+        ballot = Ballot(self._num_votes, weight, norm, largest, sound, finished, position, digest, is_awaited)
         self._num_votes += 1
         this = self._open[number] = OpenRound(fragment, epoch, self._recipe, ballot, position, level, claimed)
+        this.start_again = partial(self._start, action, position, finished, is_empty)
 
         def start() -> None:
             this.start()
@@ -199,14 +243,18 @@ class Rounds:
         if self._worker is not None:
             this.job = self._worker.submit(exchange)
         else:
-            with self._aborted_by_failure(number):
+            try:
                 start()
+            except RankFailure as failure:
+                if not self.survives(failure):
+                    raise
 
     def finished_tally(self, number: int) -> Tally | None:
         """Wait for the vote of an open round; return it if all ranks said in it that they have no more data."""
         self._wait(number)
-        this = self._open[number]
-        return this.tally if this.tally is not None and this.tally.finished and this.level == 0 else None
+        this = self._open.get(number)
+        tally = None if this is None or this.level > 0 else this.tally
+        return tally if tally is not None and tally.finished else None
 
     def apply(self, number: int) -> bool:
         """Bring a fragment's round in, if one is open, or drop it; eager updates move on without one, too.
@@ -214,28 +262,33 @@ class Rounds:
         Returns:
             Whether it was dropped.
         """
-        fragment, this = self.replica.fragments[number], self._open.get(number)
-        waited = 0.0
+        fragment, waited = self.replica.fragments[number], self._wait(number)
+        while (this := self._open.get(number)) is not None and not (this.is_dropped or this.is_empty):
+            if self._worker is not None:  # weights may have been put elsewhere while it was under way
+                self.replica.rebind(number)
+            try:
+                this.apply()
+                break
+            except RankFailure as failure:
+                if not self.survives(failure):
+                    raise
+                waited += self._wait(number)
         if this is not None:
-            waited = self._wait(number)
+            del self._open[number]  # it has ended here, whatever is lost from now on
             if this.is_dropped:
                 this.give_back()
                 self._warn(this)
             elif not this.is_empty:
-                with self._aborted_by_failure(number):
-                    if self._worker is not None:  # weights may have been put elsewhere while it was under way
-                        self.replica.rebind(number)
-                    this.apply()
                 self._after(number, this)
             elif this.tally is not None and this.tally.finished and this.level == 0:
-                self._average_buffers(fragment)
+                self.retry_after_losses(lambda: self._average_buffers(fragment))
         if fragment.weights.is_eager:
             self.replica.rebind(number)
             has_arrived = this is not None and not this.is_dropped and not this.is_empty
             fragment.weights.finish(fragment.pending_weight[0] > 0, has_arrived, self.epoch.island.agrees)
         if this is None:
             return False
-        self._close(number, waited)
+        self._close(number, this, waited)
         return this.is_dropped
 
     def apply_all(self) -> list[int]:
@@ -374,19 +427,16 @@ class Rounds:
 
     def _wait(self, number: int) -> float:
         """Wait for a round that goes on in the background; return the seconds."""
-        job = self._open[number].job
-        if job is None:
-            return 0.0
-        with self._aborted_by_failure(number):
-            return job.wait()
-
-    @contextmanager
-    def _aborted_by_failure(self, number: int) -> Iterator[None]:
-        try:
-            yield
-        except RankFailure:
-            self._open.pop(number).abort()
-            raise
+        waited = 0.0
+        while (this := self._open.get(number)) is not None and this.job is not None:
+            try:
+                waited += this.job.wait()
+                break
+            except RankFailure as failure:
+                this.job = None  # it has ended
+                if not self.survives(failure):
+                    raise
+        return waited
 
     @property
     def group(self) -> Group:
@@ -400,7 +450,11 @@ class Rounds:
             fragment.note_round(self._recipe.agrees and self.group.size > 1)
         if self._recipe.inner != KeepState():
             parameters = fragment.parameters()
-            self._count_bytes(self._recipe.inner(self.inner, parameters, fragment.num_rounds, group, this.decision))
+            try:
+                self._count_bytes(self._recipe.inner(self.inner, parameters, fragment.num_rounds, group, this.decision))
+            except RankFailure as failure:  # not tried again, as others may be done with it
+                if not self.survives(failure):
+                    raise
 
     def _warn(self, this: OpenRound) -> None:
         if not self._warned:
@@ -415,11 +469,11 @@ class Rounds:
                 stacklevel=6,
             )
 
-    def _close(self, number: int, waited: float) -> None:
+    def _close(self, number: int, this: OpenRound, waited: float | None) -> None:
         """Count what a round has cost, and tell the listeners of it."""
-        this = self._open.pop(number)
+        self._is_awaited |= this.level == 0 and this.tally is not None and this.tally.awaited
         self._meter.absorb(this.meter)
-        hidden = 0.0 if this.job is None else max(0.0, this.job.seconds - waited)
+        hidden = 0.0 if this.job is None else max(0.0, this.job.seconds - (waited or 0.0))
         self._meter.add("seconds_hidden", hidden)
         if this.tally is None or this.is_empty:
             return

@@ -204,14 +204,6 @@ class SimGroup:
 
         return self._join("all_gather", out, x, finish)
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
-
-        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
-            for part, mine in zip(_reduced(xs, op).view(-1).chunk(self.size), outs, strict=True):
-                mine.view(-1).copy_(part)
-
-        return self._join(f"reduce_scatter({op})", out, x, finish)
-
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
 
         def finish(xs: list[Tensor], outs: list[Tensor]) -> None:

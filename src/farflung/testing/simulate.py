@@ -368,6 +368,16 @@ class _Members:
                 self._epoch = open_epoch(self._number, self.group.members, self.group, self.island, needs)
         return self._epoch
 
+    def is_awaited(self) -> bool:
+        return False
+
+    def agree(self, num_votes: int, complete: Mapping[int, int]) -> dict[int, int]:
+        """Return what this replica has: what one got all have got."""
+        return dict(complete)
+
+    def end(self, reason: str) -> None:
+        """Do nothing."""
+
     def lost(self, failure: RankFailure) -> None:
         """Wait for those that are left.
 

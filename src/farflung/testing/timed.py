@@ -103,10 +103,6 @@ class TimedGroup(SimGroup):
         sent = copies("gathered", self.size) * x.nbytes
         return self._under_way(super().all_gather(out, x), sent, hops("gathered", self.size))
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
-        sent = copies("reduced", self.size) / 2 * x.nbytes
-        return self._under_way(super().reduce_scatter(out, x, op), sent, self.size - 1)
-
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
         sent = copies("reduced", self.size) / 2 * x.nbytes
         return self._under_way(super().all_to_all(out, x), sent, int(self.size > 1))

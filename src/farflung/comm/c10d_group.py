@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The collectives of a c10d process group as a `Group`, with waits that look up now and then."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farflung.base.errors import CollectiveMismatch, RankFailure
+from farflung.comm.group import Op, Work
+
+# torch 2.13 gave the flat collectives new names; older releases know the old ones only.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_NAP_S = 5e-5  # how long `all_gather_small` sleeps between two looks where a wait would not block the caller
+_UNUSED_TAG = 0x1ACC  # of messages between two ranks; a script's own usually count from 0
+WATCH_S = 0.2  # how often a waiting rank asks whether another one has left
+
+
+class C10dGroup(ABC):
+    """What all groups over c10d process groups do alike; they differ in how a wait hears of ranks that are gone.
+
+    Attributes:
+        supported: the kinds of device whose tensors can travel as they are.
+    """
+
+    rank: int
+    size: int
+    supported: set[str]
+
+    @property
+    @abstractmethod
+    def pg(self) -> dist.ProcessGroup:
+        """The process group."""
+
+    @abstractmethod
+    def enter(self, kind: str, nbytes: int) -> Any:
+        """Note that this rank starts a collective; return what tells it from others."""
+
+    @abstractmethod
+    def watching(self, entered: Any) -> AbstractContextManager[Callable[[], None]]:
+        """While a wait goes on: what is yielded is called now and then, and raises where the wait can't end."""
+
+    @abstractmethod
+    def failure(self, error: RuntimeError) -> RankFailure | CollectiveMismatch:
+        """Say in one error what is known about the ranks of this group, in which a collective ended with `error`."""
+
+    def supports(self, device: str) -> bool:
+        return device in self.supported
+
+    def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
+        return self._started(x, "all_reduce", dist.all_reduce(x, op=_REDUCE[op], group=self.pg, async_op=True))
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        return self._started(out, "all_gather", _all_gather_flat(out, x, group=self.pg, async_op=True))
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        return self._started(x, "all_to_all", dist.all_to_all_single(out, x, group=self.pg, async_op=True))
+
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        return self._started(x, "broadcast", dist.broadcast(x, group_src=src, group=self.pg, async_op=True))
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
+        listed = None if parts is None else list(parts)
+        return self._started(out, "scatter", dist.scatter(out, listed, group_src=src, group=self.pg, async_op=True))
+
+    def barrier(self) -> None:
+        work = dist.barrier(group=self.pg, async_op=True)
+        self._finish(self.supported == {"cpu"}, self.enter("barrier", 0), work)
+
+    def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
+        # Not two messages: gloo closes a connection on which a wait for a message runs out of time.
+        sent, received = [0] * self.size, [0] * self.size
+        sent[to], received[source] = x.numel(), out.numel()
+        work = dist.all_to_all_single(out, x, received, sent, group=self.pg, async_op=True)
+        return self._started(x, "all_to_all", work)
+
+    def all_gather_small(self, x: Tensor) -> Tensor:
+        return self.begin_all_gather_small(x)()
+
+    def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
+        device = torch.device("cpu") if self.supports("cpu") else torch.device("cuda", torch.cuda.current_device())
+        mine = x.to(device)
+        everyone = mine.new_empty(self.size * mine.numel())
+        work = _all_gather_flat(everyone, mine, group=self.pg, async_op=True)
+        entered = self.enter("all_gather", everyone.nbytes)
+
+        def end() -> Tensor:
+            self._finish(mine.is_cpu, entered, work)
+            return everyone.cpu().view(self.size, -1)
+
+        return end
+
+    def await_connections(self) -> None:
+        """Return when every rank is connected: one that ended before would break what another still waits for."""
+        self.all_gather_small(torch.zeros(1))
+
+    def abort(self) -> None:
+        """Close the connections: a gloo operation that can never end would hold up the exit of this process."""
+        if self.supports("cpu"):
+            # A time-out is what closes gloo's connections, all of them. Nobody sends what is waited for here, while a
+            # collective could meet one that the other ranks are in. At a connection that is closed already the wait
+            # does not even begin, so each is tried.
+            for peer in [rank for rank in range(self.size) if rank != self.rank]:
+                with suppress(RuntimeError):
+                    self.pg.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+    def closed_by(self) -> list[int]:
+        """Return the ranks that have closed their connection with this one."""
+        closed = []
+        for peer in range(self.size if self.supports("cpu") else 0):
+            if peer != self.rank:
+                try:
+                    self.pg.recv([torch.empty(1)], peer, _UNUSED_TAG)  # only begun: over a closed one it can't even be
+                except RuntimeError:
+                    closed.append(peer)
+        return closed
+
+    def _started(self, x: Tensor, kind: str, work: Any) -> Work:
+        assert work is not None, "this process is not a member of the group"
+        entered = self.enter(kind, x.nbytes)
+        return _WatchedWork(work, self, entered) if x.is_cpu else work
+
+    def _finish(self, is_gloo: bool, entered: Any, work: Any) -> None:
+        """End a collective on the host, also where its own `wait` only makes the stream wait."""
+        assert work is not None, "this process is not a member of the group"
+        if is_gloo:
+            _WatchedWork(work, self, entered).wait()
+        else:
+            self._look_out(entered, work)
+            work.wait()
+
+    def _look_out(self, entered: Any, work: Any) -> None:
+        looked, look = time.monotonic(), None
+        with ExitStack() as around:
+            while not work.is_completed():
+                time.sleep(_NAP_S)
+                if time.monotonic() - looked > WATCH_S:
+                    look = look or around.enter_context(self.watching(entered))
+                    look()
+                    looked = time.monotonic()
+
+
+class _WatchedWork:
+    """A gloo collective under way, whose wait looks up now and then to see whether all ranks are still there."""
+
+    __slots__ = ("_entered", "_group", "_work")
+
+    def __init__(self, work: Any, group: C10dGroup, entered: Any) -> None:
+        self._work = work
+        self._group = group
+        self._entered = entered
+
+    def wait(self) -> None:
+        try:
+            self._work.wait(timedelta(seconds=WATCH_S))
+        except RuntimeError:  # the time was up, or the collective broke: `is_completed` tells which
+            self._wait_on()
+
+    def _wait_on(self) -> None:
+        group = self._group
+        try:
+            with group.watching(self._entered) as look:
+                while not self._work.is_completed():
+                    look()
+                    with suppress(RuntimeError):
+                        self._work.wait(timedelta(seconds=WATCH_S))
+            self._work.wait()
+        except (RankFailure, CollectiveMismatch):
+            raise
+        except RuntimeError as error:
+            raise group.failure(error) from error
