@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -260,3 +261,29 @@ def num_groups() -> int:
 def is_flattened(parameter: Tensor) -> bool:
     """Say whether `FullyShardedDataParallel` has put a parameter into a flat one, or this is a flat one."""
     return any(getattr(parameter, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened"))
+
+
+def part_of(store: Any, name: str) -> Any:
+    """Return the part of a c10d store that has keys of its own."""
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+
+def bare_group(store: Any, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
+    """Return a process group that torch's default world knows nothing of: gloo, and NCCL too where there are GPUs.
+
+    Args:
+        timeout_s: how long the ranks wait for each other here; later they do without end.
+
+    Raises:
+        RuntimeError: some did not come.
+    """
+    use = "make groups of replicas that come and go"
+    group, kinds = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType
+    gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    taken(gloo, "_set_default_timeout", use)(timedelta(days=30))
+    taken(group, "_set_default_backend", use)(kinds.GLOO)
+    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        nccl = dist.ProcessGroupNCCL(part_of(store, "nccl"), rank, size, dist.ProcessGroupNCCL.Options())
+        group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+    return group

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -23,7 +24,13 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _NAP_S = 5e-5  # how long `all_gather_small` sleeps between two looks where a wait would not block the caller
 _UNUSED_TAG = 0x1ACC  # of messages between two ranks; a script's own usually count from 0
+_SOURCE_LINE = re.compile(r"\[\S+:\d+\] ")  # of gloo's, before what it says
 WATCH_S = 0.2  # how often a waiting rank asks whether another one has left
+
+
+def transport_said(error: RuntimeError) -> str:
+    """Return what gloo or NCCL says of an error, in a few words."""
+    return _SOURCE_LINE.sub("", str(error).split(". ", 1)[0])
 
 
 class C10dGroup(ABC):

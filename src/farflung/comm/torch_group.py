@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait as wait_for
@@ -18,12 +17,10 @@ import torch.distributed as dist
 
 from farflung.base.errors import CollectiveMismatch, RankFailure, StateError
 from farflung.base.torch_internals import num_groups
-from farflung.comm.c10d_group import WATCH_S, C10dGroup
+from farflung.comm.c10d_group import WATCH_S, C10dGroup, transport_said
 from farflung.comm.group import Group, check_blocks
 from farflung.comm.presence import PresenceStore
 from farflung.comm.waits import Wait, Waits, handed_over
-
-_SOURCE_LINE = re.compile(r"\[\S+:\d+\] ")  # of gloo's, before what it says
 
 
 @dataclass(frozen=True)
@@ -221,8 +218,8 @@ class TorchGroup(C10dGroup):
 
     def failure(self, error: RuntimeError) -> RankFailure | CollectiveMismatch:
         """Say in one error what is known about the ranks of this group, in which a collective ended with `error`."""
-        said = _SOURCE_LINE.sub("", str(error).split(". ", 1)[0])
-        return self._broken(f"A collective of rank {self.presence.rank} failed", f" The transport said: {said}.")
+        said = f" The transport said: {transport_said(error)}."
+        return self._broken(f"A collective of rank {self.presence.rank} failed", said)
 
     def _broken(self, what: str, said: str = "") -> RankFailure | CollectiveMismatch:
         """Close the connections, and say why: a rank that is late comes before those that left because of it."""

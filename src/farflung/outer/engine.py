@@ -163,22 +163,27 @@ class OuterLoop:
         self._check_open()
         due = self._timetable.until(self._position)
         if due:
+            self._rounds.place = {"position": self._position, "began": self._timetable.began}
             with self._meter.timed("exposed"), torch.no_grad():
                 for action in due:
                     if isinstance(action, Launch):
                         self._rounds.launch(action, self._position, finished=False)
                     else:
                         self._rounds.apply(action.fragment)
-                self._rounds.admit({"position": self._position, "began": self._timetable.began})
+                    if self._rounds.has_joined:  # what was due for this rank is behind the others
+                        break
+                self._rounds.admit()
             self._take_place()
             if any(isinstance(action, Launch) for action in due):
                 self._timetable.begin_round()  # not before the wait for slower ranks, which would grow with each round
 
     def _take_place(self) -> None:
         """Begin where the members are, if this rank came in as a newcomer."""
-        if self._rounds.joined is not None:
-            self._position, self._rounds.joined = self._rounds.joined["position"], None
+        if self._rounds.has_joined:
+            place, self._rounds.has_joined = self._rounds.place, False
+            self._position = place["position"]
             self._timetable.begin_anew(self._position)
+            self._timetable.began = place["began"]
 
     def step(self, items: float = 0) -> None:
         """Count one completed optimizer step and run what is due; call it after each `optimizer.step()`.
@@ -268,6 +273,7 @@ class OuterLoop:
         """
         self._check_open()
         self._rounds.retry_after_losses(self._flush)
+        self._take_place()
 
     def _flush(self) -> None:
         self._warmup.stay(self._position)

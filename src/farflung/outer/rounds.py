@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -44,7 +44,8 @@ class Rounds:
         listeners: called with every round that has ended.
 
     Attributes:
-        joined: what the members told this rank of the loop when it came in; None: it was there from the beginning.
+        place: the loop's in its schedule, as the engine says it, or as the members told a newcomer.
+        has_joined: this rank came in as a newcomer, and has not taken that place yet.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class Rounds:
         self._num_votes = 1
         self._is_awaited = False  # as the votes said
         self._worker: BackgroundWorker | None = None
-        self.joined: dict[str, Any] | None = None
+        self.place = {"position": 0, "began": 0}
+        self.has_joined = False
         self.epoch = open_epoch(-1, (), SoloGroup(), SoloGroup(), self._needs(admits=False))  # nobody yet
         self._meet(admits=True)
 
@@ -86,12 +88,11 @@ class Rounds:
         has_state = bool(self.replica.fragments)
         return Needs(levels, overlaps, self._is_sharded, *said, self._num_votes, admits, has_state)
 
-    def _meet(self, admits: bool, common: Mapping[str, Any] | None = None) -> None:
+    def _meet(self, admits: bool) -> None:
         """Go over to the epoch of now, and to the next one where members are lost meanwhile.
 
         Args:
             admits: it is between rounds, so newcomers may come in.
-            common: what these have to know of the loop.
         """
         while True:
             try:
@@ -109,7 +110,7 @@ class Rounds:
                     self.replica.bind(SoloGroup() if epoch.joins else epoch.group)
                 self.replica.enter(epoch.group, before.ids if has_state else epoch.ids, epoch.ids)
                 if epoch.newcomers:
-                    self._hand_over(common or {})
+                    self._hand_over()
                 return
             except RankFailure as failure:
                 if self.is_fixed:
@@ -119,27 +120,25 @@ class Rounds:
                 self._lose(failure)
                 admits = not has_state
 
-    def admit(self, common: Mapping[str, Any]) -> None:
-        """Let newcomers in who wait, as the votes have said: a collective, between rounds.
-
-        Args:
-            common: what they have to know of the loop.
-        """
+    def admit(self) -> None:
+        """Let newcomers in who wait, as the votes have said: a collective, between rounds."""
         if self._is_awaited:
             self.apply_all()
             self._is_awaited = False
-            self._meet(True, common)
+            self._meet(admits=True)
 
-    def _hand_over(self, common: Mapping[str, Any]) -> None:
+    def _hand_over(self) -> None:
         """Give newcomers what all have in common between rounds: a collective."""
         epoch, fragments = self.epoch, self.replica.fragments
         giver = next(rank for rank in range(epoch.group.size) if rank not in epoch.newcomers)
-        said = [{"common": common, "fragments": [one.replicated() for one in fragments]}] if not epoch.joins else [None]
+        said: list[Any] = [None]
+        if not epoch.joins:
+            said = [{"place": self.place, "fragments": [one.replicated() for one in fragments]}]
         (given,) = broadcast_object_list(Exchange(epoch.group), said, giver)
         if epoch.joins:
             for fragment, replicated in zip(fragments, given["fragments"], strict=True):
                 fragment.join(replicated)
-            self.joined = given["common"]
+            self.place, self.has_joined = given["place"], True
 
     def _lose(self, failure: RankFailure) -> None:
         """Leave an epoch in which ranks were lost."""

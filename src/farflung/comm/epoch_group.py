@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The members of an epoch as a `Group`: a process group of their own, whose end is nobody else's.
+
+torch's default world knows nothing of it, so a lost member takes nothing else along. A wait that fails closes this
+rank's connections, which ends the waits of others in turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+
+from farflung.base.errors import RankFailure
+from farflung.base.torch_internals import bare_group, part_of
+from farflung.comm.c10d_group import C10dGroup, transport_said
+from farflung.comm.group import Group, check_blocks
+
+
+class Entered(NamedTuple):
+    """A collective that this rank has started: which one, of how many bytes."""
+
+    place: str
+    nbytes: int
+
+
+class Watch(Protocol):
+    """What the groups of an epoch ask while they wait."""
+
+    connect_s: float  # how long members wait for each other's connections
+
+    def look(self, entered: Entered, waited_s: float) -> None:
+        """Raise RankFailure where this wait can't end."""
+
+    def break_off(self, reason: str) -> RankFailure:
+        """Tell all members that the epoch is over, and return that as an error."""
+
+
+class EpochGroup(C10dGroup):
+    """Members of an epoch. They connect when they first send something.
+
+    Args:
+        store: for this epoch alone.
+        name: the same for its members, and for no other group of the epoch.
+    """
+
+    is_concurrent = True
+
+    def __init__(self, store: Any, name: str, rank: int, size: int, watch: Watch) -> None:
+        self.rank, self.size = rank, size
+        self.supported = {"cpu", *(("cuda",) if dist.is_nccl_available() else ())}
+        self._store, self._name, self._watch = store, name, watch
+        self._connected: dist.ProcessGroup | None = None
+        self._num_entered = self._num_made = 0
+
+    @property
+    def pg(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            RankFailure: some members did not come.
+        """
+        if self._connected is None:
+            store = part_of(self._store, self._name)
+            try:
+                self._connected = bare_group(store, self.rank, self.size, self._watch.connect_s)
+            except RuntimeError as error:
+                raise self.failure(error) from None
+        return self._connected
+
+    def enter(self, kind: str, nbytes: int) -> Entered:
+        self._num_entered += 1
+        return Entered(f"{self._name}#{self._num_entered}", nbytes)
+
+    @contextmanager
+    def watching(self, entered: Entered) -> Iterator[Callable[[], None]]:
+        began = time.monotonic()
+        yield lambda: self._watch.look(entered, time.monotonic() - began)
+
+    def failure(self, error: RuntimeError) -> RankFailure:
+        self.abort()
+        return self._watch.break_off(f"the transport said: {transport_said(error)}")
+
+    def abort(self) -> None:
+        """Close the connections, if there are any."""
+        if self._connected is not None:
+            super().abort()
+
+    def duplicate(self, in_background: bool = False) -> Group:
+        self._num_made += 1
+        return EpochGroup(self._store, f"{self._name}.{self._num_made}", self.rank, self.size, self._watch)
+
+    def split(self, size: int) -> Group:
+        if self.size == 1:
+            return self
+        check_blocks(self.size, size)
+        self._num_made += 1
+        begin = self.rank - self.rank % size
+        name, length = f"{self._name}.{self._num_made}-{begin}", min(size, self.size - begin)
+        return EpochGroup(self._store, name, self.rank - begin, length, self._watch)
+
+    def free(self, reusable: bool = True) -> None:
+        """Close the connections."""
+        if not reusable:
+            self.abort()
+        self._connected = None
+
+    def hand_over(self) -> Callable[[Future[None]], None]:
+        """Wait for nothing: the other thread looks up by itself."""
+        return lambda future: None
+
+    def agree_min(self, number: int, name: str) -> int:
+        """Return `number`: what all have is agreed on by the membership, for all rounds at once."""
+        return number
+
+    def leave(self, reason: str, for_good: bool = False) -> None:
+        self._watch.break_off(reason)
+        self.abort()
+
+    def raise_if_broken(self) -> None:
+        self._watch.look(Entered("", 0), 0.0)

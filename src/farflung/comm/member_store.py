@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the members of an elastic run and their launchers tell each other, in one c10d store.
+
+The store alone decides who takes part: one key holds the current epoch, and it is replaced only by compare-and-set.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+_OF_EPOCH = re.compile(r"e(\d+)/")
+
+
+@dataclass(frozen=True)
+class Record:
+    """An epoch as the store has it.
+
+    Attributes:
+        number: 1 for the first one.
+        ids: of its members, in the order of their ranks.
+        newcomers: the ids of those that get what the others have in common.
+        common: of rounds that were under way, how many buckets all members apply, by vote.
+        past: the number of the first vote that no member has had yet.
+        lost: why members of the epoch before are not in it, by id.
+    """
+
+    number: int
+    ids: tuple[int, ...]
+    newcomers: tuple[int, ...] = ()
+    common: Mapping[int, int] = field(default_factory=dict)
+    past: int = 0
+    lost: Mapping[int, str] = field(default_factory=dict)
+
+    def encode(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Record:
+        """Return what `encode` made a text of."""
+        said = json.loads(text)
+        common = {int(vote): number for vote, number in said.pop("common").items()}
+        lost = {int(one): why for one, why in said.pop("lost").items()}
+        ids, newcomers = tuple(said.pop("ids")), tuple(said.pop("newcomers"))
+        return cls(ids=ids, newcomers=newcomers, common=common, lost=lost, **said)
+
+
+@dataclass(frozen=True)
+class Applicant:
+    """A replica that asks to be let in.
+
+    Attributes:
+        last: the number of the epoch that it was in before, 0 for none.
+        has_state: it has what members have in common, as they had it then.
+    """
+
+    member: int
+    last: int
+    has_state: bool
+
+
+class LauncherNotes:
+    """What launchers say of the processes that they have started, by the ids of the members.
+
+    Args:
+        store: a c10d store that all of them share.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def new_id(self) -> int:
+        """Return an id that no member has had."""
+        return int(self.store.add("ids", 1))
+
+    def name(self, member: int, name: str, machine: str) -> None:
+        """Say how a member is called, and which launcher looks after it."""
+        self.store.set(f"name/{member}", name)
+        self.store.set(f"machine/{member}", machine)
+
+    def name_of(self, member: int) -> str:
+        """Return how a member is called."""
+        return self._text(f"name/{member}") or f"member {member}"
+
+    def machine_of(self, member: int) -> str:
+        """Return which launcher looks after a member; empty if none does."""
+        return self._text(f"machine/{member}")
+
+    def note_end(self, member: int, how: str) -> None:
+        """Say that a member's process has ended, and how."""
+        self.store.set(f"gone/{member}", how)
+        self.store.add("ends", 1)
+
+    def num_ends(self) -> int:
+        """Return how many processes have ended."""
+        return int(self.store.add("ends", 0))
+
+    def end_of(self, member: int) -> str:
+        """Return how a member's process has ended; empty if it has not, as far as is known."""
+        return self._text(f"gone/{member}")
+
+    def note_stopped(self, member: int, is_stopped: bool) -> None:
+        """Say whether a member's process is stopped."""
+        self.store.set(f"stopped/{member}", "1" if is_stopped else "")
+
+    def is_stopped(self, member: int) -> bool:
+        """Whether a member's process is stopped, as far as is known."""
+        return bool(self._text(f"stopped/{member}"))
+
+    def beat(self, machine: str) -> None:
+        """Say that the launcher of a machine is alive."""
+        self.store.add(f"beat/{machine}", 1)
+
+    def beats_of(self, machine: str) -> int:
+        """Return how often that was said."""
+        return int(self.store.add(f"beat/{machine}", 0))
+
+    def forget(self, member: int) -> None:
+        """Delete all that is said of a member that nobody asks for any more."""
+        for key in ("name", "machine", "gone", "stopped", "left", "in"):
+            self.store.delete_key(f"{key}/{member}")
+
+    # ---- what members say
+
+    def note_in(self, member: int) -> None:
+        """Say that a member has been in an epoch."""
+        self.store.set(f"in/{member}", "1")
+
+    def was_in(self, member: int) -> bool:
+        """Whether a member has been in an epoch."""
+        return bool(self._text(f"in/{member}"))
+
+    def note_left(self, member: int, reason: str) -> None:
+        """Say that a member takes no part any more: with a reason, or as its work is done."""
+        self.store.set(f"left/{member}", reason or "done")
+
+    def left(self, member: int) -> str:
+        """Return why a member takes no part any more, `done` if its work is; empty if it does."""
+        return self._text(f"left/{member}")
+
+    def tell(self, event: str) -> None:
+        """Add a line to what launchers print."""
+        self.store.set(f"event/{self.store.add('events', 1)}", event)
+
+    def told(self, since: int) -> list[str]:
+        """Return, and delete, the lines after so many."""
+        lines = []
+        for number in range(since + 1, int(self.store.add("events", 0)) + 1):
+            lines.append(self._text(f"event/{number}"))
+            self.store.delete_key(f"event/{number}")
+        return lines
+
+    def _text(self, key: str) -> str:
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+
+class MemberStore:
+    """What the members of one outer loop tell each other.
+
+    Args:
+        store: for this loop alone.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def record(self) -> Record | None:
+        """Return the current epoch; None before the first one."""
+        return Record.decode(self.store.get("epoch").decode()) if self.store.check(["epoch"]) else None
+
+    def replace(self, now: Record | None, by: Record) -> bool:
+        """Put another epoch in the place of the current one, unless that is not `now` any more."""
+        text = by.encode()
+        return bool(self.store.compare_set("epoch", "" if now is None else now.encode(), text).decode() == text)
+
+    def apply(self, asks: Applicant) -> None:
+        """Ask to be let in."""
+        self.store.set(f"applicant/{self.store.add('applicants', 1)}", json.dumps(asdict(asks)))
+
+    def num_applied(self) -> int:
+        """Return how often anyone has asked to be let in."""
+        return int(self.store.add("applicants", 0))
+
+    def applicants(self, since: int) -> dict[int, Applicant]:
+        """Return those that asked after so many, by the number of their question."""
+        keys = {number: f"applicant/{number}" for number in range(since + 1, self.num_applied() + 1)}
+        texts = {number: self.store.get(key) for number, key in keys.items() if self.store.check([key])}
+        return {number: Applicant(**json.loads(text)) for number, text in texts.items()}
+
+    def forget_applicants(self, numbers: Iterable[int]) -> None:
+        """Delete questions that were answered."""
+        for number in numbers:
+            self.store.delete_key(f"applicant/{number}")
+
+    def say(self, epoch: int, what: str, member: int, text: str) -> None:
+        """Publish something of a member in an epoch, in place of what it said before."""
+        self.store.set(f"e{epoch}/{what}/{member}", text)
+
+    def said(self, epoch: int, what: str, members: Iterable[int]) -> dict[int, str]:
+        """Return what members have published in an epoch."""
+        keys = {member: f"e{epoch}/{what}/{member}" for member in members}
+        if keys and self.store.check(list(keys.values())):
+            return dict(zip(keys, (self.store.get(key).decode() for key in keys.values()), strict=True))
+        return {member: self.store.get(key).decode() for member, key in keys.items() if self.store.check([key])}
+
+    def mark_broken(self, epoch: int, reason: str) -> None:
+        """Say that an epoch is over, as a collective in it can't end. The first reason stays."""
+        self.store.compare_set(f"e{epoch}/broken", "", reason)
+
+    def broken(self, epoch: int) -> str:
+        """Return why an epoch is over; empty if it is not."""
+        key = f"e{epoch}/broken"
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def forget_before(self, epoch: int) -> None:
+        """Delete what was said in earlier epochs, where the store can list its keys."""
+        for key in self.store.list_keys() if hasattr(self.store, "list_keys") else ():
+            found = _OF_EPOCH.match(key)
+            if found and int(found[1]) < epoch:
+                self.store.delete_key(key)
