@@ -4,11 +4,8 @@ Replica i moves its weights by -(i + 1) in each step. It prints a line for each 
 """
 
 import json
-import os
-import signal
 import sys
 import time
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -45,7 +42,9 @@ def main(port, member, index, steps=10**9, step_s=0.01, numel=8, recipe="diloco"
         return float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
 
     with OuterLoop(model, RECIPES[recipe](), membership=membership, bucket_bytes=bucket_bytes) as outer:
-        outer.listeners.append(lambda one: say(round=one.number, step=one.step, weights=one.weights, fragment=one.fragment))
+        outer.listeners.append(
+            lambda one: say(round=one.number, step=one.step, weights=one.weights, fragment=one.fragment)
+        )
         say(joined=outer.position, ids=membership.record.ids, weight=weight())
         while outer.position < steps:
             time.sleep(step_s)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+_NONE = "-"  # no value of a key
 _OF_EPOCH = re.compile(r"e(\d+)/")
 
 
@@ -21,6 +22,7 @@ class Record:
 
     Attributes:
         number: 1 for the first one.
+        by: who has put it there.
         ids: of its members, in the order of their ranks.
         newcomers: the ids of those that get what the others have in common.
         common: of rounds that were under way, how many buckets all members apply, by vote.
@@ -29,6 +31,7 @@ class Record:
     """
 
     number: int
+    by: int
     ids: tuple[int, ...]
     newcomers: tuple[int, ...] = ()
     common: Mapping[int, int] = field(default_factory=dict)
@@ -63,6 +66,12 @@ class Applicant:
     has_state: bool
 
 
+def read(store: Any, key: str) -> str:
+    """Return what is under a key, empty if nothing is: `get` would wait, if another one deletes the key meanwhile."""
+    text = store.compare_set(key, _NONE, _NONE).decode()
+    return "" if text == _NONE else str(text)
+
+
 class LauncherNotes:
     """What launchers say of the processes that they have started, by the ids of the members.
 
@@ -84,11 +93,11 @@ class LauncherNotes:
 
     def name_of(self, member: int) -> str:
         """Return how a member is called."""
-        return self._text(f"name/{member}") or f"member {member}"
+        return read(self.store, f"name/{member}") or f"member {member}"
 
     def machine_of(self, member: int) -> str:
         """Return which launcher looks after a member; empty if none does."""
-        return self._text(f"machine/{member}")
+        return read(self.store, f"machine/{member}")
 
     def note_end(self, member: int, how: str) -> None:
         """Say that a member's process has ended, and how."""
@@ -101,7 +110,7 @@ class LauncherNotes:
 
     def end_of(self, member: int) -> str:
         """Return how a member's process has ended; empty if it has not, as far as is known."""
-        return self._text(f"gone/{member}")
+        return read(self.store, f"gone/{member}")
 
     def note_stopped(self, member: int, is_stopped: bool) -> None:
         """Say whether a member's process is stopped."""
@@ -109,7 +118,7 @@ class LauncherNotes:
 
     def is_stopped(self, member: int) -> bool:
         """Whether a member's process is stopped, as far as is known."""
-        return bool(self._text(f"stopped/{member}"))
+        return bool(read(self.store, f"stopped/{member}"))
 
     def beat(self, machine: str) -> None:
         """Say that the launcher of a machine is alive."""
@@ -132,7 +141,7 @@ class LauncherNotes:
 
     def was_in(self, member: int) -> bool:
         """Whether a member has been in an epoch."""
-        return bool(self._text(f"in/{member}"))
+        return bool(read(self.store, f"in/{member}"))
 
     def note_left(self, member: int, reason: str) -> None:
         """Say that a member takes no part any more: with a reason, or as its work is done."""
@@ -140,7 +149,7 @@ class LauncherNotes:
 
     def left(self, member: int) -> str:
         """Return why a member takes no part any more, `done` if its work is; empty if it does."""
-        return self._text(f"left/{member}")
+        return read(self.store, f"left/{member}")
 
     def tell(self, event: str) -> None:
         """Add a line to what launchers print."""
@@ -150,12 +159,9 @@ class LauncherNotes:
         """Return, and delete, the lines after so many."""
         lines = []
         for number in range(since + 1, int(self.store.add("events", 0)) + 1):
-            lines.append(self._text(f"event/{number}"))
+            lines.append(read(self.store, f"event/{number}"))
             self.store.delete_key(f"event/{number}")
         return lines
-
-    def _text(self, key: str) -> str:
-        return self.store.get(key).decode() if self.store.check([key]) else ""
 
 
 class MemberStore:
@@ -170,7 +176,8 @@ class MemberStore:
 
     def record(self) -> Record | None:
         """Return the current epoch; None before the first one."""
-        return Record.decode(self.store.get("epoch").decode()) if self.store.check(["epoch"]) else None
+        text = read(self.store, "epoch")
+        return Record.decode(text) if text else None
 
     def replace(self, now: Record | None, by: Record) -> bool:
         """Put another epoch in the place of the current one, unless that is not `now` any more."""
@@ -188,8 +195,8 @@ class MemberStore:
     def applicants(self, since: int) -> dict[int, Applicant]:
         """Return those that asked after so many, by the number of their question."""
         keys = {number: f"applicant/{number}" for number in range(since + 1, self.num_applied() + 1)}
-        texts = {number: self.store.get(key) for number, key in keys.items() if self.store.check([key])}
-        return {number: Applicant(**json.loads(text)) for number, text in texts.items()}
+        texts = {number: read(self.store, key) for number, key in keys.items()}
+        return {number: Applicant(**json.loads(text)) for number, text in texts.items() if text}
 
     def forget_applicants(self, numbers: Iterable[int]) -> None:
         """Delete questions that were answered."""
@@ -203,9 +210,8 @@ class MemberStore:
     def said(self, epoch: int, what: str, members: Iterable[int]) -> dict[int, str]:
         """Return what members have published in an epoch."""
         keys = {member: f"e{epoch}/{what}/{member}" for member in members}
-        if keys and self.store.check(list(keys.values())):
-            return dict(zip(keys, (self.store.get(key).decode() for key in keys.values()), strict=True))
-        return {member: self.store.get(key).decode() for member, key in keys.items() if self.store.check([key])}
+        texts = {member: read(self.store, key) for member, key in keys.items()}
+        return {member: text for member, text in texts.items() if text}
 
     def mark_broken(self, epoch: int, reason: str) -> None:
         """Say that an epoch is over, as a collective in it can't end. The first reason stays."""
@@ -213,8 +219,7 @@ class MemberStore:
 
     def broken(self, epoch: int) -> str:
         """Return why an epoch is over; empty if it is not."""
-        key = f"e{epoch}/broken"
-        return self.store.get(key).decode() if self.store.check([key]) else ""
+        return read(self.store, f"e{epoch}/broken")
 
     def forget_before(self, epoch: int) -> None:
         """Delete what was said in earlier epochs, where the store can list its keys."""

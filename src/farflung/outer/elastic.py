@@ -44,7 +44,7 @@ class Elastic:
         store: a c10d store that all members and launchers share, such as a `TCPStore`.
         member: this replica's id, which no other has had; the launcher gives it.
         expected: how many replicas the first epoch waits for.
-        least: how many suffice for it once `grace_s` are over, and for leaving out late ones later.
+        least: how many suffice for it once `grace_s` are over.
         most: how many there will be at most.
         grace_s: how many seconds the others wait for a replica that is late before they go on without it.
         island: the ranks that train this replica.
@@ -173,11 +173,10 @@ class Elastic:
                         self.notes.tell(f"epoch {new.number}: {counted(len(new.ids), 'replica')} begin")
             time.sleep(_POLL_S)
 
-    @staticmethod
-    def _first(number: int, there: Mapping[int, bool]) -> Record:
+    def _first(self, number: int, there: Mapping[int, bool]) -> Record:
         """Return an epoch of those that wait: all begin with the values of one that has been in the run, if any has."""
         ids = sorted(there, key=lambda one: (not there[one], one))
-        return Record(number, tuple(ids), tuple(ids[1:]) if there[ids[0]] else ())
+        return Record(number, self.member, tuple(ids), tuple(ids[1:]) if there[ids[0]] else ())
 
     def _is_alive(self, record: Record, asked: Iterable[Applicant]) -> bool:
         """Whether an epoch has members that can let others in.
@@ -206,7 +205,7 @@ class Elastic:
         """Return the next epoch, with those that wait, as one of the members decides it: all come here together."""
         waiting = self._waiting()
         newcomers = tuple(sorted(set(waiting.values())))[: self.most - len(record.ids)]
-        new = Record(record.number + 1, record.ids + newcomers, newcomers, past=num_votes)
+        new = Record(record.number + 1, self.member, record.ids + newcomers, newcomers, past=num_votes)
         if not self.members.replace(record, new):
             found = self.members.record()
             assert found is not None
@@ -257,7 +256,7 @@ class Elastic:
             have = [complete[one].get(vote, ALL if vote < posts[one]["votes"] else 0) for one in ids]
             has_passed = any(vote not in complete[one] and vote < posts[one]["votes"] for one in ids)
             common[vote] = ALL if has_passed else min(have)
-        new = Record(record.number + 1, ids, common=common, lost=dict(absent))
+        new = Record(record.number + 1, self.member, ids, common=common, lost=dict(absent))
         if self.members.replace(record, new):
             left = counted(len(ids), "replica")
             for one, why in absent.items():
@@ -295,6 +294,8 @@ class Elastic:
             return "its work is done" if left == "done" else left
         if silent_s := self.silent_s(member):
             return f"its machine gave no sign for {in_seconds(silent_s)}"
+        if self.record is not None and self.members.said(self.record.number, "late", [member]):
+            return f"it was late by more than {in_seconds(self.grace_s)}"
         if waited_s > self.grace_s and self.notes.is_stopped(member):
             return f"its process is stopped, and {in_seconds(self.grace_s)} are over"
         if waited_s > self.grace_s + self._gap_s:
@@ -364,6 +365,8 @@ class _EpochWatch:
                 return f"{elastic.notes.name_of(one)}: its machine gave no sign for {in_seconds(silent_s)}"
         name = ", ".join(map(elastic.notes.name_of, late))
         if late and waited_s > elastic.grace_s:
+            for one in late:
+                elastic.members.say(number, "late", one, "1")
             return f"{name}: late by more than {in_seconds(elastic.grace_s)}"
         if not late and waited_s > elastic.grace_s + entered.nbytes / _SLOWEST_BPS:
             return f"no values came for {in_seconds(waited_s)}, though all wait for them"
