@@ -22,6 +22,7 @@ from farflung.config.rendezvous import check_rendezvous
 from farflung.config.setting import Field, Value, setting
 
 _PREFIX = "FARFLUNG_"
+MEMBER_VARIABLES = ("FARFLUNG_STORE", "FARFLUNG_MEMBER")  # of a replica that comes and goes: host:port, its id
 _HOST_PART = re.compile(r"(?!-)[\w-]{1,63}(?<!-)")
 _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # what CUDA_VISIBLE_DEVICES takes
 
@@ -149,6 +150,18 @@ class LaunchSettings(LayoutSettings):
         flags=("--outer_recipe", "--outer"),
         choices=tuple(RECIPES),
     )
+    elastic: str | None = setting(
+        None,
+        "Start replicas that may be lost, leave and join at any time: at least and at most how many, such as 2:8.",
+    )
+    replicas: int | None = setting(None, "Replicas to start on this machine, with --elastic or --join. [the least; 1]")
+    ranks_per_replica: int = setting(1, "Processes that train one replica together, with --elastic or --join.")
+    grace_s: float = setting(
+        30.0, "Seconds that replicas wait for one that is late before they go on without it, with --elastic."
+    )
+    join: str | None = setting(
+        None, "Start replicas that join a run: host:port, as its first launcher has printed it.", in_file=False
+    )
     outer_options: Mapping[str, Value] = field(default_factory=dict)  # by name: `outer_*` in every other form
     debug: bool = setting(
         False,
@@ -161,7 +174,10 @@ class LaunchSettings(LayoutSettings):
     )
     as_accelerate: bool = setting(False, "Answer `import accelerate` with Farflung, also in libraries.")
     no_python: bool = setting(False, "Run the script directly, without Python.", in_file=False)
-    max_restarts: int = setting(0, "How many times all processes are restarted after a failure.")
+    max_restarts: int | None = setting(
+        None,
+        "How many times all processes are restarted after a failure. [0; with --elastic 3 for each replica and hour]",
+    )
     monitor_interval: float = setting(0.1, "Seconds between two checks of the processes.")
     rdzv_backend: str = setting(
         "static",
@@ -225,6 +241,39 @@ class LaunchSettings(LayoutSettings):
         if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", self.tee):
             raise ConfigError(f"tee is {self.tee!r}; use a number from 0 to 3, or a list such as 0:3,1:2.")
         check_rendezvous(self.rdzv_conf)
+        self._check_elastic()
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """At least and at most how many replicas there are."""
+        least, _, most = (self.elastic or "1:64").partition(":")
+        return int(least), int(most)
+
+    def _check_elastic(self) -> None:
+        if self.elastic is None and self.join is None:
+            for name, default in (("replicas", None), ("ranks_per_replica", 1)):
+                if getattr(self, name) != default:
+                    raise ConfigError(f"{name} is {getattr(self, name)}, but there is neither --elastic nor --join.")
+            return
+        flag = "--elastic" if self.join is None else "--join"
+        if self.elastic is not None and self.join is not None:
+            raise ConfigError("Both --elastic and --join are given: the run that is joined has its bounds already.")
+        if self.elastic is not None and not re.fullmatch(r"[1-9]\d{0,3}:[1-9]\d{0,3}", self.elastic):
+            raise ConfigError(f"elastic is {self.elastic!r}; use at least and at most how many replicas, such as 2:8.")
+        least, most = self.bounds
+        if least > most:
+            raise ConfigError(f"elastic is {self.elastic!r}: the least, {least}, is more than the most, {most}.")
+        if self.replicas is not None and self.replicas > most:
+            raise ConfigError(f"replicas is {self.replicas}, but elastic is {self.elastic}: at most {most}.")
+        host, _, port = (self.join or "host:1").rpartition(":")
+        if not port.isdecimal() or not 0 < int(port) < 65536 or not _is_host(host.strip("[]")):
+            raise ConfigError(f"join is {self.join!r}; use host:port, as the first launcher has printed it.")
+        others = {"num_processes": "ranks_per_replica", "island_size": "ranks_per_replica"}
+        for name, instead in others.items():
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name} and {flag} are both given. Use --{instead} for the processes of a replica.")
+        if self.num_machines > 1:
+            raise ConfigError(f"num_machines and {flag} are both given. On other machines, use --join host:port.")
 
     def _check_ranges(self) -> None:
         least: dict[str, float] = {
@@ -234,6 +283,8 @@ class LaunchSettings(LayoutSettings):
             "gradient_accumulation_steps": 1,
             "num_cpu_threads_per_process": 1,
             "max_restarts": 0,
+            "replicas": 1,
+            "ranks_per_replica": 1,
             "main_process_port": 0,
         }
         for name, bound in least.items():
@@ -242,7 +293,7 @@ class LaunchSettings(LayoutSettings):
                 raise ConfigError(f"{name} is {value}; it must be at least {bound}.")
         if not 0 <= self.hang_timeout_s < inf:
             raise ConfigError(f"hang_timeout_s is {self.hang_timeout_s}; it must be 0 (for ever) or more, and finite.")
-        for name in ("gradient_clipping", "monitor_interval"):
+        for name in ("gradient_clipping", "monitor_interval", "grace_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:
                 raise ConfigError(f"{name} is {value}; it must be greater than 0, and finite.")
@@ -341,7 +392,7 @@ def check_variables() -> None:
     for name in sorted(name for name in environ.snapshot() if name.startswith(_PREFIX)):
         if name in known:
             known[name].from_environment()
-        else:
+        elif name not in MEMBER_VARIABLES:
             meant = get_close_matches(name.removeprefix(_PREFIX), by_word, n=1)
             near = f" Did you mean `{by_word[meant[0]]}`?" if meant else ""
             raise ConfigError(f"The environment variable {name} is not a setting.{near} Unset or correct it.")
@@ -360,6 +411,18 @@ def launched_outer() -> OuterSettings | None:
 def outer_variables() -> dict[str, str]:
     """Return the environment variables of the outer loop's options, by option."""
     return {_option(entry.name): entry.variable for entry in FIELDS if entry.name.startswith("outer_")}
+
+
+def command_words(settings: LaunchSettings) -> list[str]:
+    """Return the flags that state these settings, as far as they are not the defaults."""
+    words = []
+    for entry in FIELDS:
+        value = settings.value(entry.name)
+        if value == entry.default or value is None:
+            continue
+        flag = max(entry.flags, key=len)
+        words += [flag if value else f"--no_{flag[2:]}"] if entry.is_switch else [flag, entry.text(value)]
+    return words
 
 
 def rank_variables(settings: LaunchSettings) -> dict[str, str]:

@@ -50,6 +50,9 @@ def launch_script(resolved: Resolved, script: str, script_args: tuple[str, ...],
         click.echo(f"farflung: settings from {resolved.file}{advice}", err=True)
     for note in resolved.notes:
         click.echo(f"farflung: {note}", err=True)
+    if settings.elastic is not None or settings.join is not None:
+        code: int = import_module("farflung.launch.replicas").run_replicas(settings, script, script_args)
+        return code
     plan = make_plan(settings, script, script_args)
     if settings.as_accelerate:
         variables = path_variables()
@@ -95,7 +98,7 @@ def start(settings: LaunchSettings, plan: Plan) -> int:
     It is the code of the rank that failed first, 128 + k for signal k; after Ctrl-C it is 130.
     """
     watch = Watch(
-        max_restarts=settings.max_restarts,
+        max_restarts=settings.max_restarts or 0,
         monitor_interval_s=settings.monitor_interval,
         role=settings.role,
         log_dir=settings.log_dir,

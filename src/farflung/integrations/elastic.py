@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The membership that `farflung launch --elastic` gives its replicas."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+
+from farflung.base.errors import ConfigError, RankFailure
+from farflung.comm.group import Group
+from farflung.config import environ
+from farflung.config.launch import MEMBER_VARIABLES
+from farflung.outer.elastic import Elastic
+
+_ANSWER_WITHIN = timedelta(seconds=120)  # the store, of which a machine may be cut off for a while
+
+
+def is_elastic() -> bool:
+    """Whether this process belongs to a replica that comes and goes."""
+    return bool(environ.text(MEMBER_VARIABLES[0]))
+
+
+def launched_membership(island: Group | None = None) -> Elastic | None:
+    """Return this replica's membership in the run of `farflung launch --elastic`, for one outer loop.
+
+        OuterLoop(model, recipe, membership=launched_membership())
+
+    Args:
+        island: the ranks that train this replica; None: this process alone.
+
+    Returns:
+        None if the replicas of this run don't come and go.
+
+    Raises:
+        ConfigError: the variables of the launcher can't be understood.
+        RankFailure: the launcher's store can't be reached.
+    """
+    if not is_elastic():
+        return None
+    where, member = (environ.text(name) or "" for name in MEMBER_VARIABLES)
+    host, _, port = where.rpartition(":")
+    if not port.isdecimal() or not member.isdecimal():
+        raise ConfigError(f"{' and '.join(MEMBER_VARIABLES)} are {where!r} and {member!r}; the launcher sets them.")
+    try:
+        store = TCPStore(host, int(port), is_master=False, timeout=_ANSWER_WITHIN)
+        run = json.loads(store.get("run"))
+    except DistError as error:
+        raise RankFailure(f"The store of the run at {where} can't be reached: {error}") from None
+    return Elastic(store, int(member), island=island, **run)

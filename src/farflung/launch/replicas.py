@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start replicas that may be lost, leave and join at any time, each a world of its own, and look after them.
+
+The first launcher serves the store in which they meet; no replica's end takes it along. Each launcher tells there how
+its replicas have ended, which are stopped, and that it is alive itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib import import_module
+from types import FrameType
+from typing import Any
+
+import click
+import psutil  # type: ignore[import-untyped]
+
+from farflung.base.errors import ConfigError
+from farflung.base.words import counted
+from farflung.config.launch import MEMBER_VARIABLES, LaunchSettings, command_words
+from farflung.launch.network import choose_interface, is_loopback, resolve_host
+from farflung.launch.plan import lone_environment, make_plan, network_variables, one_machine, torch_is_loaded
+from farflung.launch.script import command_line
+from farflung.process.sockets import serve_store
+
+_LOOK_S = 0.05
+_BEAT_S = 0.5
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0  # before a replica is started again
+_HOUR_S = 3600.0
+_END_WITHIN_S = 30.0
+_MEET_WITHIN = timedelta(minutes=5)
+_RESTARTS = 3
+
+
+@dataclass
+class _Replica:
+    """One replica of this machine.
+
+    Attributes:
+        member: the id of its process, another one each time that it is started.
+        before: that of the process before.
+        ended: the process has ended and is not started again.
+        start_at: when it is started again.
+        restarts: when it was, in the last hour.
+    """
+
+    name: str
+    process: subprocess.Popen[bytes] | None = None
+    member: int = 0
+    before: int = 0
+    ended: bool = False
+    is_stopped: bool = False
+    start_at: float = 0.0
+    restarts: list[float] = field(default_factory=list)
+
+
+def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]) -> int:
+    """Start this machine's replicas, look after them until all have ended, and return the exit code.
+
+    It is 0 if one has finished and none was given up; otherwise that of the last one that was given up, 128 + k for
+    signal k.
+
+    Raises:
+        ConfigError: the settings can't work on this machine, or there is no run to join.
+    """
+    own = dataclasses.replace(
+        settings,
+        elastic=None,
+        replicas=None,
+        join=None,
+        ranks_per_replica=1,
+        num_processes=settings.ranks_per_replica,
+        main_process_ip=None,
+        main_process_port=None,
+        max_restarts=None,
+    )
+    plan = make_plan(own, script, arguments)
+    host, _, port = (settings.join or f"{settings.main_process_ip or '127.0.0.1'}:").rpartition(":")
+    host = host.strip("[]")
+    interface = None if is_loopback(resolve_host(host)) else choose_interface(settings, host)
+    meeting = dataclasses.replace(one_machine(host), interface=interface)
+    variables = {**plan.variables, **network_variables(meeting, settings)}
+    count = settings.replicas or settings.bounds[0]
+    store = _store(settings, host, int(port or settings.main_process_port or 0), count, variables)
+    where = f"{host}:{store.port}"
+    if not settings.quiet:
+        said = "" if settings.join else f"; more join with `farflung launch --join {where}`"
+        click.echo(f"farflung: {counted(count, 'replica')} of a run at {where}{said}", err=True)
+    command = command_line(own, script, arguments, reported=True)
+    if settings.ranks_per_replica > 1:
+        command = (sys.executable, "-m", "farflung", "launch", *command_words(own), script, *arguments)
+    return _Launcher(settings, command, variables, store, where, count).run()
+
+
+def _store(settings: LaunchSettings, host: str, port: int, count: int, variables: Mapping[str, str]) -> Any:
+    """Serve the store of a run, or find that of the run to join."""
+    with torch_is_loaded(variables):
+        from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+    if settings.join is not None:
+        try:
+            return TCPStore(host, port, is_master=False, timeout=_MEET_WITHIN)
+        except DistError as error:
+            raise ConfigError(f"join is {settings.join}, but no run can be reached there: {error}") from None
+    try:
+        store = serve_store(host, port, timeout=_MEET_WITHIN, wait_for_workers=False)
+    except OSError as error:
+        raise ConfigError(f"This machine can't listen at {host}:{port}: {error.strerror}.") from None
+    least, most = settings.bounds
+    store.set("run", json.dumps({"expected": count, "least": least, "most": most, "grace_s": settings.grace_s}))
+    return store
+
+
+class _Launcher:
+    """Looks after the replicas of one machine."""
+
+    def __init__(
+        self,
+        settings: LaunchSettings,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        store: Any,
+        where: str,
+        count: int,
+    ) -> None:
+        self._notes = import_module("farflung.comm.member_store").LauncherNotes(store)
+        self._lost_store = import_module("torch.distributed").DistError
+        self._command, self._variables, self._where = command, variables, where
+        self._machine = f"{socket.gethostname()}:{os.getpid()}"
+        self._max_restarts = _RESTARTS if settings.max_restarts is None else settings.max_restarts
+        self._is_quiet, self._tells = settings.quiet, settings.join is None
+        self._replicas = [_Replica(self._name(number)) for number in range(count)]
+        self._asked_to_end = 0  # by this signal
+        self._code, self._has_finished, self._has_store = 0, False, True
+        self._num_told, self._beat_at = 0, 0.0
+
+    def run(self) -> int:
+        """Return the exit code once all have ended."""
+        with self._signals():
+            while not all(one.ended for one in self._replicas):
+                for one in self._replicas:
+                    self._look_after(one)
+                if time.monotonic() >= self._beat_at:
+                    self._beat_at = time.monotonic() + _BEAT_S
+                    self._beat()
+                time.sleep(_LOOK_S)
+        self._beat()
+        if self._asked_to_end:
+            return 128 + self._asked_to_end
+        return self._code if self._code or self._has_finished else 1
+
+    def _name(self, number: int) -> str:
+        return f"replica {number}" if self._tells else f"replica {number} of {self._machine}"
+
+    def _look_after(self, one: _Replica) -> None:
+        if one.process is None:
+            if not one.ended and time.monotonic() >= one.start_at:
+                self._start(one)
+            return
+        code = one.process.poll()
+        if code is None:
+            return
+        one.process, was_in = None, False
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        with self._reaching_store():
+            was_in = self._notes.was_in(one.member)
+            if code:
+                self._notes.note_end(one.member, how)
+        if code == 0:
+            one.ended = self._has_finished = True
+            if not was_in:
+                self._say(
+                    f"warning: {one.name} has ended well, but no outer loop of it ever met the others. Pass "
+                    "membership=launched_membership() to an OuterLoop of your own"
+                )
+        elif self._asked_to_end or self._has_finished:
+            one.ended = True  # the others have done the work
+        else:
+            self._restart(one, code, how, was_in)
+
+    def _restart(self, one: _Replica, code: int, how: str, was_in: bool) -> None:
+        """Have a replica started again, after a while that grows; not one that never got as far as to meet others."""
+        now = time.monotonic()
+        one.restarts = [at for at in one.restarts if now - at < _HOUR_S]
+        if (was_in or code < 0) and len(one.restarts) < self._max_restarts and self._has_store:
+            wait_s = min(_FIRST_WAIT_S * 2 ** len(one.restarts), _LONGEST_WAIT_S)
+            one.restarts.append(now)
+            one.start_at = now + wait_s
+            which = f"restart {len(one.restarts)} of {self._max_restarts} within an hour"
+            self._say(f"{one.name} {how}; it starts again in {wait_s:g} s ({which})")
+        else:
+            one.ended, self._code = True, 128 - code if code < 0 else code
+            self._say(f"{one.name} {how}; it is not started again")
+
+    def _start(self, one: _Replica) -> None:
+        with self._reaching_store():
+            member = self._notes.new_id()
+            self._notes.name(member, one.name, self._machine)
+            if one.before:
+                self._notes.forget(one.before)
+            one.before, one.member = one.member, member
+        told = dict(zip(MEMBER_VARIABLES, (self._where, str(one.member)), strict=True))
+        one.process = subprocess.Popen(self._command, env=lone_environment({**self._variables, **told}))
+
+    def _beat(self) -> None:
+        with self._reaching_store():
+            self._notes.beat(self._machine)
+            for one in self._replicas:
+                is_stopped = one.process is not None and _is_stopped(one.process.pid)
+                if is_stopped != one.is_stopped:
+                    one.is_stopped = is_stopped
+                    self._notes.note_stopped(one.member, is_stopped)
+            if self._tells:
+                lines = self._notes.told(self._num_told)
+                self._num_told += len(lines)
+                for line in lines:
+                    self._say(line)
+
+    @contextmanager
+    def _reaching_store(self) -> Iterator[None]:
+        """Go on without the store where it is gone, and say so once."""
+        try:
+            yield
+        except self._lost_store:
+            if self._has_store:
+                self._has_store = False
+                self._say(f"the store at {self._where} is gone; replicas go on, but none is started again")
+
+    def _say(self, line: str) -> None:
+        if not self._is_quiet:
+            click.echo(f"farflung: {line}", err=True)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Pass a request to end on to all replicas, and end those that take too long."""
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            is_first, self._asked_to_end = not self._asked_to_end, number
+            for one in self._replicas:
+                one.ended |= one.process is None
+                if one.process is not None:
+                    with suppress(ProcessLookupError):
+                        one.process.send_signal(number if is_first else signal.SIGKILL)
+            signal.setitimer(signal.ITIMER_REAL, _END_WITHIN_S)
+
+        heeded = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, before in heeded.items():
+                signal.signal(number, before)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process, or one that it has started, is stopped."""
+    try:
+        process = psutil.Process(pid)
+        return any(one.status() == psutil.STATUS_STOPPED for one in [process, *process.children(recursive=True)])
+    except psutil.Error:
+        return False
