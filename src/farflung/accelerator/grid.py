@@ -79,7 +79,7 @@ def _resolved(
         device_mesh = parallelism_config.get_device_mesh(world.device.type)
     if fsdp_plugin is None:
         return Layout(make_mesh(world.group, islands or 1, world.device.type), None, parallelism_config)
-    if islands is not None:
+    if islands is not None and not environ.is_elastic():
         raise ConfigError(
             f"island_size={shown(island_size)} and FSDP were both asked for. The ranks that share one sharded model "
             "are an island: give its size as ParallelismConfig(dp_shard_size=)."

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
         fsdp_from_environment as fsdp_from_environment,
     )
+    from farflung.integrations.elastic import launched_membership as launched_membership
     from farflung.outer.arguments import (
         OuterConfig as OuterConfig,
         check_model as check_model,
@@ -58,6 +59,7 @@ _WHERE = {
         "config.outer": "renamed",
         "config.parallelism": "ParallelismConfig parallelism_from_environment",
         "config.sharding": "FullyShardedDataParallelPlugin enable_fsdp_ram_efficient_loading fsdp_from_environment",
+        "integrations.elastic": "launched_membership",
         "outer.engine": "OuterLoop",
         "outer.arguments": "OuterConfig check_model chosen_recipe named_outer recipe_of",
         "outer.recipes": "local_sgd",

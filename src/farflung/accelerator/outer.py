@@ -67,7 +67,9 @@ class AttachedLoop:
         bare, mesh = self.optimizer.optimizer, strategy.mesh
         require_replicas(mesh)
         whole = strategy.unwrap(model)
-        self.loop = lazy.OuterLoop(whole, recipe, group=mesh.replicas, island=mesh.island, inner=bare)
+        membership = lazy.launched_membership(mesh.island)
+        group, island = (None, None) if membership else (mesh.replicas, mesh.island)
+        self.loop = lazy.OuterLoop(whole, recipe, group, island=island, membership=membership, inner=bare)
         self.epochs: EpochTracker | None = None
         self._attempts = 0
         self._hook: RemovableHandle = bare.register_step_pre_hook(lambda *_: self._begin_where_it_is())
@@ -157,7 +159,7 @@ class AttachedLoop:
 
     def _begin_where_it_is(self) -> None:
         """Reset the anchor before the very first step: weights may have been loaded after `prepare`."""
-        if self._attempts == self.loop.stats().attempts == 0:
+        if self._attempts == self.loop.stats().attempts == self.loop.position == 0:
             self.loop.reset_anchor()
 
     def _choose_who_averages(self) -> None:

@@ -13,6 +13,7 @@ from farflung.base.errors import ConfigError
 T = TypeVar("T")
 TRUE_WORDS = ("1", "true", "yes", "on", "y", "t")
 FALSE_WORDS = ("0", "false", "no", "off", "n", "f", "")
+MEMBER_VARIABLES = ("FARFLUNG_STORE", "FARFLUNG_MEMBER")  # of a replica that comes and goes: host:port, and its id
 
 
 def text(name: str, default: str | None = None) -> str | None:
@@ -50,6 +51,11 @@ def flag(name: str, default: bool = False) -> bool:
     if word in FALSE_WORDS:
         return False
     raise ConfigError(f"The environment variable {name} is {value!r}; use one of true, false, 1, 0, yes, no.")
+
+
+def is_elastic() -> bool:
+    """Whether this process belongs to a replica that comes and goes."""
+    return bool(text(MEMBER_VARIABLES[0]))
 
 
 def snapshot() -> dict[str, str]:

@@ -22,7 +22,6 @@ from farflung.config.rendezvous import check_rendezvous
 from farflung.config.setting import Field, Value, setting
 
 _PREFIX = "FARFLUNG_"
-MEMBER_VARIABLES = ("FARFLUNG_STORE", "FARFLUNG_MEMBER")  # of a replica that comes and goes: host:port, its id
 _HOST_PART = re.compile(r"(?!-)[\w-]{1,63}(?<!-)")
 _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # what CUDA_VISIBLE_DEVICES takes
 
@@ -392,7 +391,7 @@ def check_variables() -> None:
     for name in sorted(name for name in environ.snapshot() if name.startswith(_PREFIX)):
         if name in known:
             known[name].from_environment()
-        elif name not in MEMBER_VARIABLES:
+        elif name not in environ.MEMBER_VARIABLES:
             meant = get_close_matches(name.removeprefix(_PREFIX), by_word, n=1)
             near = f" Did you mean `{by_word[meant[0]]}`?" if meant else ""
             raise ConfigError(f"The environment variable {name} is not a setting.{near} Unset or correct it.")

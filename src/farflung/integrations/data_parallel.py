@@ -39,6 +39,7 @@ from farflung.comm.shards import is_sharded
 from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.launch import launched_outer
+from farflung.integrations.elastic import launched_membership
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.loop.scheduler import planned_updates
 from farflung.outer.arguments import OuterConfig, recipe_of
@@ -188,7 +189,7 @@ class DDPTakeover:
             raise ConfigError(
                 f"{asked}: weigh_by='items' needs an Accelerator, whose backward(num_items=) counts them."
             )
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if not dist.is_initialized() or (dist.get_world_size() == 1 and not environ.is_elastic()):
             raise ConfigError(
                 f"{asked}: this process trains alone, so there are no replicas to average. Start at least two with "
                 "--num_processes, and let the script call torch.distributed.init_process_group."
@@ -213,8 +214,10 @@ class DDPTakeover:
     def _open(self, one: FollowedModel, optimizer: Optimizer) -> None:
         """Open the loop over a model: a collective."""
         module, mesh = one.local.module, one.mesh
+        membership = launched_membership(mesh.island)
+        group, island = (None, None) if membership else (mesh.replicas, mesh.island)
         with self._in_round():
-            one.loop = OuterLoop(module, self._recipe, mesh.replicas, island=mesh.island, inner=optimizer)
+            one.loop = OuterLoop(module, self._recipe, group, island=island, membership=membership, inner=optimizer)
         self._outputs.listen(one.loop, self._followed.index(one))
         self._show_trainer(RoundFigures(one.loop, self._followed.index(one)))
         hooks: Any = module  # whose types are not complete in torch

@@ -11,15 +11,9 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm.group import Group
 from farflung.config import environ
-from farflung.config.launch import MEMBER_VARIABLES
 from farflung.outer.elastic import Elastic
 
 _ANSWER_WITHIN = timedelta(seconds=120)  # the store, of which a machine may be cut off for a while
-
-
-def is_elastic() -> bool:
-    """Whether this process belongs to a replica that comes and goes."""
-    return bool(environ.text(MEMBER_VARIABLES[0]))
 
 
 def launched_membership(island: Group | None = None) -> Elastic | None:
@@ -37,12 +31,14 @@ def launched_membership(island: Group | None = None) -> Elastic | None:
         ConfigError: the variables of the launcher can't be understood.
         RankFailure: the launcher's store can't be reached.
     """
-    if not is_elastic():
+    if not environ.is_elastic():
         return None
-    where, member = (environ.text(name) or "" for name in MEMBER_VARIABLES)
+    where, member = (environ.text(name) or "" for name in environ.MEMBER_VARIABLES)
     host, _, port = where.rpartition(":")
     if not port.isdecimal() or not member.isdecimal():
-        raise ConfigError(f"{' and '.join(MEMBER_VARIABLES)} are {where!r} and {member!r}; the launcher sets them.")
+        raise ConfigError(
+            f"{' and '.join(environ.MEMBER_VARIABLES)} are {where!r} and {member!r}; the launcher sets them."
+        )
     try:
         store = TCPStore(host, int(port), is_master=False, timeout=_ANSWER_WITHIN)
         run = json.loads(store.get("run"))

@@ -28,7 +28,8 @@ import psutil  # type: ignore[import-untyped]
 
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
-from farflung.config.launch import MEMBER_VARIABLES, LaunchSettings, command_words
+from farflung.config import environ
+from farflung.config.launch import LaunchSettings, command_words
 from farflung.launch.network import choose_interface, is_loopback, resolve_host
 from farflung.launch.plan import lone_environment, make_plan, network_variables, one_machine, torch_is_loaded
 from farflung.launch.script import command_line
@@ -209,7 +210,7 @@ class _Launcher:
             if one.before:
                 self._notes.forget(one.before)
             one.before, one.member = one.member, member
-        told = dict(zip(MEMBER_VARIABLES, (self._where, str(one.member)), strict=True))
+        told = dict(zip(environ.MEMBER_VARIABLES, (self._where, str(one.member)), strict=True))
         one.process = subprocess.Popen(self._command, env=lone_environment({**self._variables, **told}))
 
     def _beat(self) -> None:

@@ -50,6 +50,8 @@ def stated_island_size(local_size: int, asked: IslandSize | None = None, everyon
         asked: what the script says; None: what the launcher says counts.
         everyone: all ranks. With them the number is checked against theirs: for `host`, a collective.
     """
+    if environ.is_elastic() and asked is None and everyone is not None:
+        return everyone.size  # a replica is a world of its own
     size: Any = environ.text("FARFLUNG_ISLAND_SIZE") if asked is None else asked
     if size is None or size == "":
         return None
@@ -93,8 +95,8 @@ def make_mesh(everyone: Group, island_size: int, device_type: str, device_mesh: 
 
 
 def require_replicas(mesh: Mesh) -> None:
-    """Raise ConfigError where one island has all ranks, so that an outer loop has nothing to average."""
-    if mesh.replicas.size == 1 and mesh.island.size > 1:
+    """Raise ConfigError where one island has all ranks, so that an outer loop has nothing to average in this run."""
+    if not environ.is_elastic() and mesh.replicas.size == 1 and mesh.island.size > 1:
         raise ConfigError(
             f"An outer loop averages replicas, but all {mesh.island.size} processes share one. Make several: "
             f"ParallelismConfig(dp_replicate_size=2, dp_shard_size={max(1, mesh.island.size // 2)}), or a smaller "
