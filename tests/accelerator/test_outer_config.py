@@ -22,12 +22,14 @@ from farflung.outer import (
     AverageState,
     Int8,
     Levels,
+    RadialMean,
     ResetState,
     diloco,
     hierarchical,
     local_sgd,
     quadratic,
     sparse_loco,
+    streaming_diloco,
 )
 from farflung.outer.arguments import recipe_of
 from farflung.state import AcceleratorState
@@ -38,6 +40,7 @@ VALUES = {
     "lr": st.floats(0.1, 2),
     "momentum": st.floats(0, 0.85),
     "nesterov": st.booleans(),
+    "radial": st.booleans(),
     "alpha": st.floats(0.01, 1),
     "beta": st.floats(0.01, 0.95),
     "fragments": st.integers(1, 4),
@@ -132,6 +135,7 @@ MEANT = [
         replace(diloco(32, rounds=30, lr=0.5, codec=Int8()), inner=ResetState()),
     ),
     (OuterConfig("quadratic", every=4, alpha=0.1, inner="average"), replace(quadratic(4, 0.1), inner=AverageState())),
+    (OuterConfig("streaming_diloco", radial=True), replace(streaming_diloco(), aggregator=RadialMean())),
     (OuterConfig("sparse_loco", codec="e3m0"), sparse_loco(codec=E3M0())),
     (OuterConfig("local_sgd", every=3, weigh_by="items"), replace(local_sgd(3), weigh_by="items")),
 ]

@@ -56,6 +56,7 @@ RECIPES = {
     "in two hops": replace(diloco(2, codec=Int8()), aggregator=ReduceScatterMean()),
     "trimmed": replace(diloco(2), aggregator=TrimmedMean()),
     "gathered": replace(diloco(2), aggregator=GatherMean()),
+    "radial": diloco(2, codec=Int8(), radial=True),
     "streaming": streaming_diloco(4, 2, delay=1),
     "eager": eager_diloco(2),
     "sparse": sparse_loco(2),
@@ -102,6 +103,7 @@ def test_what_is_kept_follows_from_the_recipe():
     assert kept(diloco(8)) == (True, 1, False, False)
     assert kept(sparse_loco(8)) == (True, 0, True, True)
     assert kept(eager_diloco(8)) == (True, 1, True, True)
+    assert kept(diloco(8, radial=True)) == (True, 1, False, True)
     assert kept(edit(8)) == (True, 1, False, True)
     assert kept(replace(diloco(8), optimizer=lambda p: torch.optim.Adam(p, lr=0.1))) == (True, 2, False, False)
 

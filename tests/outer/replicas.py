@@ -75,6 +75,7 @@ RECIPES = {
     "quadratic": quadratic(1, alpha=0.1),
     "slowmo": slowmo(2),
     "diloco": diloco(2),
+    "diloco radial": diloco(2, radial=True),
     "streaming_diloco": streaming_diloco(4, 2, delay=1),
     "streaming_diloco without delay": streaming_diloco(3, 3, delay=0, alpha=0.0),
     "eager_diloco": eager_diloco(3),

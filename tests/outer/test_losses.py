@@ -22,6 +22,7 @@ PLAIN = {"lr": 1.0, "momentum": 0.0}
 RECIPES = {
     "summed": diloco(1, **PLAIN),
     "whole": edit(1, **PLAIN, threshold=1e6, temperature=float("inf"), max_norm=1e6),
+    "lengthened": diloco(1, **PLAIN, radial=True),
     "two in the air": streaming_diloco(4, 2, delay=3, alpha=0.0, codec=Identity(), **PLAIN),
 }
 OFTEN = ("local phase", "encode", "vote", "confirm", "apply")
@@ -29,6 +30,7 @@ OFTEN = ("local phase", "encode", "vote", "confirm", "apply")
 PHASES = {
     "summed": (*OFTEN, "unevenly"),
     "whole": ("collectives", "confirm"),
+    "lengthened": ("collectives", "lengthen", "confirm after that"),
     "two in the air": (*OFTEN, "collectives"),
 }
 STEPS = 16
@@ -91,8 +93,8 @@ def die_in(phase, outer):
     elif phase == "vote":
         dying(group, "begin_all_gather_small", 1)
         dying(group, "all_reduce", 1)
-    elif phase == "confirm":
-        dying(group, "all_gather_small", 1)
+    elif phase in ("confirm", "lengthen", "confirm after that"):
+        dying(group, "all_gather_small", 2 if phase == "confirm after that" else 1)
     else:
         for kind in ("all_reduce", "all_gather"):
             dying(group, kind, 12)
@@ -181,7 +183,7 @@ def check(name, phase, told):
         assert all(way == int(way) and 0 <= way <= 2 * recipe.schedule.delay + 4 for way in ways), (phase, ways)
         if recipe.schedule.delay == 0:
             assert set(ways) <= {0.0, 1.0}, phase
-            assert name != "whole" or len(ways) == 1, phase
+            assert name not in ("whole", "lengthened") or len(ways) == 1, phase
         again = OuterLoop(model_of_many_buckets(), recipe, SoloGroup(), bucket_bytes=1024)
         again.load_state_dict(state)
         assert [part._checksums() for part in again._rounds.replica.fragments] == mine

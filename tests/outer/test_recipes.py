@@ -23,6 +23,7 @@ from farflung.outer import (
     Int8,
     Mean,
     OuterLoop,
+    RadialMean,
     Recipe,
     ReduceScatterMean,
     ResetState,
@@ -157,7 +158,7 @@ def weighed(group, recipe):
     return sizes, counting.calls[began:], rounds
 
 
-KINDS = {Mean: "sum", GatherMean: "gather", ReduceScatterMean: "all to all", Gossip: "swap"}
+KINDS = {Mean: "sum", RadialMean: "sum", GatherMean: "gather", ReduceScatterMean: "all to all", Gossip: "swap"}
 
 
 @pytest.mark.law("stated-bytes")

@@ -11,7 +11,7 @@ from farflung.base.sizes import bucket_bytes_for
 from farflung.codec.feedback import ErrorFeedback
 from farflung.cost.methods import bits_on_the_wire
 from farflung.cost.model import Exchange, Method
-from farflung.outer.aggregate import Gossip, ReduceScatterMean
+from farflung.outer.aggregate import Gossip, RadialMean, ReduceScatterMean, mean_of
 from farflung.outer.agreement import Mean
 from farflung.outer.inner import AverageState
 from farflung.outer.recipe import Recipe
@@ -70,9 +70,10 @@ def method_of(
 
 
 def _exchange(recipe: Recipe) -> Exchange:
-    if isinstance(recipe.aggregator, (Mean, ReduceScatterMean)):
+    aggregator = mean_of(recipe.codec) if isinstance(recipe.aggregator, RadialMean) else recipe.aggregator
+    if isinstance(aggregator, (Mean, ReduceScatterMean)):
         return "reduced"
-    return "paired" if isinstance(recipe.aggregator, Gossip) else "gathered"
+    return "paired" if isinstance(aggregator, Gossip) else "gathered"
 
 
 def _outer_state(recipe: Recipe) -> int:

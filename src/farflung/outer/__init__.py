@@ -8,7 +8,7 @@ from farflung.codec.base import Cast, Identity
 from farflung.codec.blockwise import E3M0, Fp8, Int4, Int8
 from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.sparse import TopK
-from farflung.outer.aggregate import GatherMean, Gossip, ReduceScatterMean, TrimmedMean
+from farflung.outer.aggregate import GatherMean, Gossip, RadialMean, ReduceScatterMean, TrimmedMean
 from farflung.outer.agreement import Mean
 from farflung.outer.engine import OuterLoop
 from farflung.outer.fragments import apart, blocks, by_bytes, strided, whole
@@ -43,6 +43,7 @@ __all__ = [
     "MergedState",
     "OuterLoop",
     "Quadratic",
+    "RadialMean",
     "Recipe",
     "ReduceScatterMean",
     "Replace",

@@ -136,6 +136,32 @@ class TrimmedMean:
 
 
 @dataclass(frozen=True)
+class RadialMean:
+    """The direction of the mean, and the mean of the replicas' norms as its length, tensor by tensor.
+
+        m = sum_k w_k d_k / sum_k w_k;  result = m / |m| * sum_k w_k |d_k| / sum_k w_k;  of embeddings m itself
+
+    A mean of M deltas that have little in common is shorter by a factor of up to sqrt(M), so the outer learning rate
+    that suits it depends on M. With this length it doesn't. Equal deltas, and a single one, give their plain mean.
+    Norms are of what the other replicas decode. A fragment is kept in its buffers as a whole until all of it has come:
+    only then is the length of m known.
+
+    The direction is meaningless where deltas cancel out: what is left of them is lengthened.
+
+    Source: Decoupled DiLoCo (arXiv:2604.21428).
+    """
+
+    agrees: ClassVar[bool] = True
+
+    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
+        return mean_of(codec).prepare(x, codec, group, residual)
+
+    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
+        """Send what the mean needs; a round lengthens that by `Lengths`."""
+        return mean_of(codec).start(payload, codec, group, number)
+
+
+@dataclass(frozen=True)
 class Gossip:
     """Push-sum with one peer: each rank gives half of its values away and keeps the other half.
 

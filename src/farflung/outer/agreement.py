@@ -183,6 +183,11 @@ class Averaged:
         residual = self._residuals[k] if self._residuals else None
         return self.aggregator.prepare(self.buckets.flat(k), self.codec, group, residual)
 
+    def sent(self, payload: Payload) -> Tensor:
+        """Return what the other ranks decode of a payload that is not on its way yet, `[n]`."""
+        wire = self.codec.encode(payload.values) if payload.wire is None else payload.wire
+        return wire if wire is payload.values else self.codec.decode(wire, torch.empty_like(payload.values))
+
     def forget(self) -> None:
         """The buffers are used up."""
         self._num_loaded = 0

@@ -26,6 +26,7 @@ class Place:
     name: str
     owner: Mapping[str, Any]  # a module's own dictionary
     key: str
+    is_embedding: bool = False  # a parameter of an nn.Embedding, which another module may use too
 
     def get(self) -> Tensor:
         """Return the tensor that is there now."""
@@ -221,6 +222,7 @@ def _bytes(place: Place) -> int:
 
 
 def _parameters(model: nn.Module) -> Iterator[Place]:
+    embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     for path, module in model.named_modules():
         for key, parameter in own_parameters(module).items():
             name = f"{path}.{key}" if path else key
@@ -228,7 +230,7 @@ def _parameters(model: nn.Module) -> Iterator[Place]:
                 raise ConfigError(f"The parameter {name} has no shape yet. Run one batch through the model first.")
             if parameter is not None:
                 check_exchangeable([(name, parameter)], takes_float8=not parameter.requires_grad)  # frozen ones stay
-                yield Place(name, own_parameters(module), key)
+                yield Place(name, own_parameters(module), key, id(parameter) in embeddings)
 
 
 def _buffers(model: nn.Module) -> Iterator[Place]:

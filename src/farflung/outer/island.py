@@ -48,7 +48,14 @@ class Island:
 
     def square(self, mine: float) -> float:
         """Return the square of a norm of which this rank's values make up `mine`: a collective."""
-        return mine if self.size == 1 else self._of_all(self._gathered(mine))
+        return self.squares([mine])[0]
+
+    def squares(self, mine: Sequence[float]) -> list[float]:
+        """Return the squares of several norms: one collective, of the same number on all ranks."""
+        if self.size == 1:
+            return list(mine)
+        rows = self.voters.group.all_gather_small(torch.tensor(mine, dtype=torch.float64)).tolist()
+        return [self._of_all(column) for column in zip(*rows, strict=True)]
 
     def agrees(self, flag: bool) -> bool:
         """Return whether all ranks say so: a collective."""

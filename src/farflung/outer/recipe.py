@@ -17,7 +17,7 @@ from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.named import codec_of
 from farflung.comm.group import SoloGroup
 from farflung.config.outer import FEW_ROUNDS
-from farflung.outer.aggregate import Gossip, ReduceScatterMean, TrimmedMean
+from farflung.outer.aggregate import Gossip, RadialMean, ReduceScatterMean, TrimmedMean
 from farflung.outer.agreement import Aggregator, MakeOptimizer, Mean
 from farflung.outer.fragments import Cut, whole
 from farflung.outer.inner import Inner, KeepState
@@ -76,7 +76,7 @@ class Recipe:
         fits = isinstance(inside, Streaming) and inside.fragments == 1 and inside.delay == inside.every
         if self.eager and not fits:
             raise ConfigError("eager needs a schedule with one fragment and a delay equal to every.")
-        if self.eager and isinstance(self.aggregator, (Gossip, TrimmedMean)):
+        if self.eager and isinstance(self.aggregator, (Gossip, RadialMean, TrimmedMean)):
             raise ConfigError(f"eager replaces this rank's term in a mean, and {self.aggregator} is no such mean.")
         if isinstance(self.aggregator, ReduceScatterMean) and (self.eager or self.policy.norm == "sent"):
             name = "eager" if self.eager else str(self.policy)
@@ -126,15 +126,20 @@ class Recipe:
             raise ConfigError(f"{self.codec} with {self.merge} needs an anchor: give the recipe an outer optimizer.")
         if self.eager:
             raise ConfigError("eager needs an anchor: give the recipe an outer optimizer.")
-        if self.policy.norm != "none":
-            raise ConfigError(
-                f"{self.policy} needs the replicas' pseudo-gradients: give the recipe an outer optimizer."
-            )
+        if self.is_radial or self.policy.norm != "none":
+            part = self.aggregator if self.is_radial else self.policy
+            raise ConfigError(f"{part} needs the replicas' pseudo-gradients: give the recipe an outer optimizer.")
 
     @property
     def is_whole(self) -> bool:
-        """Whether a fragment must be in its buffers as a whole: it is sent during training, or clipped."""
-        return bool(self.schedule.delay) or self.policy.norm == "sent" or self.policy.max_norm < math.inf
+        """Whether a fragment must be in its buffers as a whole: it is sent during training, or its norm is changed."""
+        changes_norm = self.policy.norm == "sent" or self.policy.max_norm < math.inf or self.is_radial
+        return bool(self.schedule.delay) or changes_norm
+
+    @property
+    def is_radial(self) -> bool:
+        """Whether the mean of each tensor is given the mean length of what it is made of."""
+        return isinstance(self.aggregator, RadialMean)
 
     @property
     def votes_first(self) -> bool:

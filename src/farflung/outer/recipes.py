@@ -23,7 +23,7 @@ from farflung.base.errors import ConfigError
 from farflung.codec.base import Codec
 from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.named import codec_of
-from farflung.outer.aggregate import Gossip, mean_of
+from farflung.outer.aggregate import Gossip, RadialMean, mean_of
 from farflung.outer.agreement import MakeOptimizer
 from farflung.outer.fragments import Cut, Fragment, by_bytes, strided
 from farflung.outer.merge import Blend
@@ -167,6 +167,7 @@ def diloco(
     lr: float = 0.7,
     momentum: float | None = None,
     nesterov: bool = True,
+    radial: bool = False,
     codec: Codec | str | None = None,
 ) -> Recipe:
     """Train independently for `every` steps; the mean pseudo-gradient then drives an outer SGD with momentum.
@@ -186,14 +187,16 @@ def diloco(
         lr: learning rate of the outer optimizer.
         momentum: momentum of the outer optimizer, the same in all rounds. None: it grows with them.
         nesterov: use Nesterov momentum in the outer optimizer; without momentum it has no effect.
+        radial: give the mean of each tensor the mean of the replicas' norms as its length (`RadialMean`), so that one
+            `lr` suits any number of replicas; embeddings keep the plain mean.
         codec: encoding of what is sent: a cast, quantization or top-k.
 
     Raises:
         ConfigError: a number is out of its range.
 
-    Source: DiLoCo (arXiv:2311.08105).
+    Source: DiLoCo (arXiv:2311.08105); `radial` is of Decoupled DiLoCo (arXiv:2604.21428).
     """
-    return _anchored(Every(every), codec, _nesterov(lr, momentum, rounds, nesterov))
+    return _anchored(Every(every), codec, _nesterov(lr, momentum, rounds, nesterov), radial=radial)
 
 
 def streaming_diloco(
@@ -205,6 +208,7 @@ def streaming_diloco(
     rounds: int | None = None,
     lr: float = 0.7,
     momentum: float | None = None,
+    radial: bool = False,
     codec: Codec | str | None = None,
     cut: Cut | None = None,
 ) -> Recipe:
@@ -238,7 +242,7 @@ def streaming_diloco(
     optimizer = _nesterov(lr, momentum, rounds)
     schedule = Streaming(every, fragments, delay)
     parts = {"merge": Blend(alpha), "fragments": cut or by_layers}
-    return _anchored(schedule, codec, optimizer, usual="e3m0", **parts)
+    return _anchored(schedule, codec, optimizer, usual="e3m0", radial=radial, **parts)
 
 
 def eager_diloco(
@@ -393,10 +397,17 @@ def _averaging(schedule: Schedule, codec: Codec | str | None) -> Recipe:
 
 
 def _anchored(
-    schedule: Schedule, codec: Codec | str | None, optimizer: MakeOptimizer, usual: str = "none", **parts: Any
+    schedule: Schedule,
+    codec: Codec | str | None,
+    optimizer: MakeOptimizer,
+    usual: str = "none",
+    radial: bool = False,
+    **parts: Any,
 ) -> Recipe:
+    check_flag("radial", radial)
     codec = codec_of(codec, usual)
-    return Recipe(schedule=schedule, codec=codec, aggregator=mean_of(codec), optimizer=optimizer, **parts)
+    aggregator = RadialMean() if radial else mean_of(codec)
+    return Recipe(schedule=schedule, codec=codec, aggregator=aggregator, optimizer=optimizer, **parts)
 
 
 def _nesterov(

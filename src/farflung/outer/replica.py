@@ -195,6 +195,11 @@ class BoundFragment:
         return [local(place.get()) for place in averages], [local(place.get()) for place in counters]
 
     @property
+    def embeddings(self) -> list[bool]:
+        """Which of the parameters are those of embeddings."""
+        return [place.is_embedding for place in self._fragment.parameters]
+
+    @property
     def names(self) -> set[str]:
         """The names of all that is exchanged."""
         return {place.name for place in self._fragment.places}

@@ -23,6 +23,7 @@ from farflung.outer.agreement import Payload, Pending
 from farflung.outer.background import Job
 from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
 from farflung.outer.membership import ALL, Epoch
+from farflung.outer.lengths import Lengths
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment
 from farflung.outer.stats import Meter, Round
@@ -67,12 +68,15 @@ class OpenRound:
         self._voters = epoch.levels[level]
         self._island = epoch.in_round
         self.group = self._voters.group
+        measures = recipe.is_radial and self.group.size > 1
+        self._lengths = Lengths(fragment.weights.buckets, fragment.embeddings) if measures else None  # until used
         self._recipe = recipe
         self._votes_first = recipe.votes_first or self.group.size == 1
         self._is_sent = False
         self._encoded: dict[int, Payload] = {}  # of the weights, before the vote
         self._squares: list[Tensor] = []  # of the weights' aggregate here, by bucket
         self._square: float | None = None  # of the whole island's
+        self._mean_square: float | None = None  # the same before it was lengthened
         self._queue: deque[tuple[str, int, float]] = deque()  # kind of values, bucket, this rank's weight
         self._under_way: deque[tuple[str, int, Payload, Pending]] = deque()
         self._arrived: deque[tuple[str, int, Payload, Tensor, float]] = deque()
@@ -127,7 +131,8 @@ class OpenRound:
             self._fill()
         if self._is_confirmed or self.is_dropped or self.is_empty:
             return
-        if self._clips:  # whoever has to apply it without the others must know the norm before anyone applies
+        self._lengthen()
+        if self._changes_norm:  # whoever has to apply it without the others must know the norm before anyone applies
             self._square = self._island.square(self._square_here())
         if self._arrived and self.group.size > (2 if self._island.size == 1 else 1):
             mark = torch.zeros(1)
@@ -167,7 +172,7 @@ class OpenRound:
         if self.tally is not None and (self.is_dropped or self.is_empty):
             return ALL
         has_all = self.tally is not None and self._is_sent and not (self._under_way or self._queue)
-        if has_all and (self._square is not None or not self._clips):
+        if has_all and (self._square is not None or not self._changes_norm):
             return ALL
         return 0 if self._fragment.is_whole or self._fragment.weights.is_eager else self._num_arrived
 
@@ -218,6 +223,7 @@ class OpenRound:
                 (kind, k, payload.weight, payload.values.clone(), result.clone(), divisor)
                 for kind, k, payload, result, divisor in self._arrived
             ],
+            **({} if self._mean_square is None else {"mean_square": self._mean_square}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -225,7 +231,8 @@ class OpenRound:
         self.decision = Decision(**state["decision"])
         self.tally = None if state["tally"] is None else Tally(**state["tally"])
         self.meter.load(state["stats"])
-        self._square = state.get("square")
+        self._square, self._mean_square = state.get("square"), state.get("mean_square")
+        self._lengths = None
         for kind, k, weight, values, result, divisor in state["arrived"]:
             flat = self._fragment.agreements[kind].buckets.flat(k).copy_(values)
             result = result.to(flat.device)
@@ -282,7 +289,7 @@ class OpenRound:
                 for k in range(len(weights.buckets)):
                     payload = self._encoded[k] = weights.prepare(k, self.group)
                     assert payload.wire is not None
-                    sent = weights.codec.decode(payload.wire, torch.empty_like(payload.values))
+                    sent = weights.sent(payload)
                     total += float(torch.dot(sent, sent))
             self.ballot = replace(self.ballot, norm=math.sqrt(total))
 
@@ -304,6 +311,8 @@ class OpenRound:
                 agreement = self._fragment.agreements[kind]
                 payload = self._encoded.pop(k, None) if kind == "weights" else None
                 payload = replace(payload or agreement.prepare(k, self.group), weight=weight)
+                if self._lengths is not None and kind == "weights":
+                    self._lengths.note_sent(k, agreement.sent(payload))
                 pending = agreement.aggregator.start(payload, agreement.codec, self.group, self.ballot.number)
             self._under_way.append((kind, k, payload, pending))
             self.meter.add("bytes_sent", pending.bytes_sent)
@@ -327,6 +336,22 @@ class OpenRound:
         self._num_arrived += 1
         if kind == "weights" and self._fragment.weights.is_anchored:
             self._squares.append(torch.dot(result, result) / divisor**2)
+            if self._lengths is not None:
+                self._lengths.note_mean(k, result, divisor)
+
+    def _lengthen(self) -> None:
+        """Give the mean the length that `RadialMean` wants: a collective."""
+        lengths, contributors = self._lengths, sum(map(bool, self.decision.factors))
+        if lengths is None or contributors == 1:  # whose values have their length already
+            return
+        self._mean_square = lengths.agree(self.group, self._island, self.decision)
+        self.meter.add("bytes_voting", (self.group.size - 1) * lengths.num_bytes)
+        self._squares.clear()
+        for kind, k, _, result, divisor in self._arrived:
+            if kind == "weights":
+                lengths.lengthen(k, result)
+                self._squares.append(torch.dot(result, result) / divisor**2)
+        self._lengths = None
 
     def _apply_one(self) -> None:
         kind, k, payload, result, divisor = self._arrived.popleft()
@@ -334,22 +359,23 @@ class OpenRound:
         self._num_applied += 1
 
     @property
-    def _clips(self) -> bool:
-        return self._recipe.policy.max_norm < math.inf
+    def _changes_norm(self) -> bool:
+        return self._recipe.is_radial or self._recipe.policy.max_norm < math.inf
 
     def _square_here(self) -> float:
         return float(torch.stack(self._squares).sum()) if self._squares else 0.0
 
     def _clip(self) -> None:
         max_norm = self._recipe.policy.max_norm
-        if self._clips and self.norm > max_norm:
+        if max_norm < math.inf and self.norm > max_norm:
             for kind, _, _, result, _ in self._arrived:
                 if kind == "weights":
                     result.mul_(max_norm / self.norm)
 
     def _cosine(self, norms: tuple[float, ...]) -> float:
         """From |sum f_i d_i|^2 = sum f_i^2 |d_i|^2 + the products of different replicas."""
+        norm = self.norm if self._mean_square is None else math.sqrt(self._mean_square)
         ways = [factor * norm for factor, norm in zip(self.decision.factors, norms, strict=True) if factor]
         squares = sum(way * way for way in ways)
         between = sum(ways) ** 2 - squares
-        return ((self.norm * self.decision.total) ** 2 - squares) / between if between > 0 else 0.0
+        return ((norm * self.decision.total) ** 2 - squares) / between if between > 0 else 0.0
