@@ -146,11 +146,12 @@ def weights_of_replicas(shares, weigh_by):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("weigh_by", ["steps", "items"])
+@pytest.mark.parametrize("weigh_by", ["steps", "items", "items_squared"])
 def test_a_replica_weighs_in_a_round_as_much_as_it_did(ranks, weigh_by):
     shares = [sizes if any(sizes) else (1, 0) for sizes in SHARES[ranks]]
     outcome = run_ranks(weights_of_replicas, ranks, shares, weigh_by)
-    parts = torch.tensor([sum(sizes) if weigh_by == "items" else 1.0 for sizes in shares])
+    power = {"steps": 0, "items": 1, "items_squared": 2}[weigh_by]
+    parts = torch.tensor([float(sum(sizes)) ** power for sizes in shares])
     mean = sum(part * apart for part, (apart, _) in zip(parts, outcome, strict=True)) / parts.sum()
     for _, agreed in outcome:
         assert torch.allclose(agreed, mean, atol=1e-6)

@@ -4,6 +4,7 @@
 import math
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -239,6 +240,35 @@ def test_replicas_count_by_their_items():
     assert run_replicas(moved, 2, recipe, (1.0, 5.0), (30, 10)) == [[2.0] * 6] * 2
     with pytest.raises(ConfigError, match="how many"):
         run_replicas(moved, 2, recipe, (1.0, 5.0), (30, 0))
+
+
+def weighed(group, recipe, items):
+    """Rounds of three attempts, in which replica r moves by r + 1; a step without items is not done."""
+    model, rounds = nn.ParameterList([torch.zeros(5)]), []
+    outer = OuterLoop(model, recipe, group)
+    outer.listeners.append(rounds.append)
+    for number in items[group.rank]:
+        with torch.no_grad():
+            model[0].add_((group.rank + 1.0) / 4)
+        outer.count(done=number > 0, items=number)
+        outer.sync_if_due()
+    return [this.weights for this in rounds], model[0][0].item()
+
+
+@pytest.mark.law("weights-are-work")
+@pytest.mark.parametrize("codec", [None, "fp16", "int8"])
+@pytest.mark.parametrize("weigh_by", ["steps", "items", "items_squared"])
+def test_replicas_count_by_their_steps_their_items_or_items_squared_over_steps(weigh_by, codec):
+    items = [(4096, 4096, 4096, 4096, 0, 0), (512, 0, 512, 512, 512, 512), (0, 0, 8192, 8192, 8192, 8192)]
+    recipe = replace(diloco(3, lr=1.0, momentum=0.0, codec=codec), weigh_by=weigh_by)
+    rows = np.array(items, dtype=np.float64).reshape(3, 2, 3)
+    tokens, steps = rows.sum(2), (rows > 0).sum(2)
+    work = {"steps": steps, "items": tokens, "items_squared": tokens**2 / steps}[weigh_by]
+    shares = work / work.sum(0)
+    moved = (shares * (np.arange(3)[:, None] + 1.0) * 3 / 4).sum()
+    for seen, way in run_replicas(weighed, 3, recipe, items):
+        assert np.allclose(np.array(seen).T, shares)
+        assert way == pytest.approx(moved, rel=2e-3 if codec else 1e-6)
 
 
 @pytest.mark.law("outliers-are-left-out")

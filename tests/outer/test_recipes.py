@@ -336,7 +336,7 @@ def test_replicas_differ_between_rounds_and_some_for_ever(name):
             "an anchor of its own",
         ),
         (lambda: replace(streaming_diloco(4, 2), inner=ResetState()), ConfigError, "rounds that block training"),
-        (lambda: replace(diloco(2), weigh_by="tokens"), ConfigError, "one of steps, items"),
+        (lambda: replace(diloco(2), weigh_by="tokens"), ConfigError, "one of steps, items, items_squared"),
         (lambda: replace(diloco(2), codec=Int8()), Unsupported, "GatherMean"),
         (lambda: replace(diloco(2), aggregator=ReduceScatterMean()), Unsupported, "Mean"),
         (lambda: gossip(2, codec=ErrorFeedback(Int8())), ConfigError, "needs an anchor"),

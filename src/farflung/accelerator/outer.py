@@ -74,7 +74,7 @@ class AttachedLoop:
         self._attempts = 0
         self._hook: RemovableHandle = bare.register_step_pre_hook(lambda *_: self._begin_where_it_is())
         self.optimizer.attached.append(self)
-        if recipe.weigh_by == "items":
+        if recipe.weighs_items:
             self.optimizer.loop_state.counts_samples = True
         self._choose_who_averages()
 
@@ -110,7 +110,7 @@ class AttachedLoop:
         """After an attempted step: count it, run the rounds that are due, and flush on the last batch of the data."""
         if not done:
             self._begin_where_it_is()  # as those do whose first step is not skipped
-        items = self._items_of_step() if self.recipe.weigh_by == "items" else 0
+        items = self._items_of_step() if self.recipe.weighs_items else 0
         self.loop.count(done, items)
         self._attempts += 1
         if self._attempts == 2:  # schedulers have followed the first step by now
@@ -152,7 +152,7 @@ class AttachedLoop:
             self._items = fresh or self._items  # a second step on the same batch
         if not self._items:
             raise ConfigError(
-                "weigh_by='items': the number of items in this step is unknown. Pass it to "
+                f"weigh_by={self.recipe.weigh_by!r}: the number of items in this step is unknown. Pass it to "
                 "accelerator.backward(loss_sum, num_items=n), or train from a prepared loader of batches with tensors."
             )
         return self._items

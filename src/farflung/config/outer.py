@@ -45,8 +45,9 @@ COMMON = (
     Option(
         "weigh_by",
         str,
-        "Weight replicas by the optimizer steps or the items (samples, tokens) they processed.",
-        ("steps", "items"),
+        "Weight replicas by the optimizer steps, the items (samples, tokens), or the squares of each step's items that "
+        "they processed.",
+        ("steps", "items", "items_squared"),
     ),
     Option("anchor_on_cpu", bool, "Keep the anchor and the outer optimizer's state in host memory."),
     Option("inner", str, "What a round does with the inner optimizer's state.", ("keep", "reset", "average")),

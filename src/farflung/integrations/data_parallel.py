@@ -185,9 +185,10 @@ class DDPTakeover:
     def _check(self, optimizer: Optimizer, trained: list[torch.Tensor], has_models: bool) -> None:
         asked = f"--outer {self._config.recipe}"
         engine = next((name for name in ("deepspeed", "megatron") if name in sys.modules), None)
-        if self._recipe.weigh_by == "items":
+        if self._recipe.weighs_items:
             raise ConfigError(
-                f"{asked}: weigh_by='items' needs an Accelerator, whose backward(num_items=) counts them."
+                f"{asked}: weigh_by={self._recipe.weigh_by!r} needs an Accelerator, whose backward(num_items=) counts "
+                "them."
             )
         if not dist.is_initialized() or (dist.get_world_size() == 1 and not environ.is_elastic()):
             raise ConfigError(

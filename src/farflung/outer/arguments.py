@@ -50,8 +50,8 @@ class OuterConfig(OuterSettings):
             the recipe. `codec` is one of `none` (as it is), `bf16`, `fp16`, `int8`, `int4`, `fp8`, `e3m0` and `topk`.
             `levels` of `hierarchical` may be a text, `4:machine,64:all`, and may say `machine` for the ranks of a
             machine: `{4: "machine", 64: None}`.
-        weigh_by: weight replicas by their `steps`, or by the `items` in them: those passed to `backward(num_items=)`,
-            or else the samples of their batches.
+        weigh_by: weight replicas by their `steps`, by the `items` in them (those passed to `backward(num_items=)`, or
+            else the samples of their batches), or by `items_squared`, the squares of each step's items.
         anchor_on_cpu: keep the anchor and the outer optimizer's state in host memory.
         inner: what a round does with the inner optimizer's state: `keep` (each rank its own), `reset`, `average`.
         bucket_bytes: bucket size; see `OuterLoop`. Larger buckets pay off on fast links with high latency.

@@ -140,7 +140,7 @@ class OuterLoop:
         """
         self._check_open()
         items = one_number("items", items)
-        if self._recipe.weigh_by == "items" and done and not items > 0:
+        if self._recipe.weighs_items and done and not items > 0:
             raise ConfigError(f"items is {items!r}; the recipe weighs by items, so each step done must say how many.")
         if self._hooks and not done:
             self._warmup.check_averaged(self._position)
@@ -149,7 +149,7 @@ class OuterLoop:
         self._meter.add("attempts")
         if done:
             if not is_shared:
-                self._rounds.replica.count(items if self._recipe.weigh_by == "items" else 1)
+                self._rounds.replica.count(self._recipe.work_of(items))
             self._meter.add("steps")
         if self._position == self._warmup.steps and self._warmup.are_alike:
             self.reset_anchor()
@@ -229,7 +229,7 @@ class OuterLoop:
         mine = {id(parameter) for parameter in self._model.parameters()}
         if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
             raise ConfigError("attach: this optimizer has no parameter of the outer loop's model.")
-        if self._recipe.weigh_by == "items":
+        if self._recipe.weighs_items:
             raise ConfigError(
                 "attach: the recipe weights replicas by items, which an optimizer doesn't count. Call step(items=n)."
             )

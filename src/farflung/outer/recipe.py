@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
@@ -25,7 +25,7 @@ from farflung.outer.merge import Blend, Merge, Replace
 from farflung.outer.schedule import Levels, Schedule, Streaming, Warmup, after_warmup, check_schedule, steps_between
 from farflung.outer.weighting import ByWork, Policy
 
-Work: TypeAlias = Literal["steps", "items"]
+Work: TypeAlias = Literal["steps", "items", "items_squared"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Recipe:
         codec: how values are encoded to be sent.
         aggregator: how all ranks' values are combined.
         policy: how much each rank counts.
-        weigh_by: what a rank's work is counted in: `steps`, or the `items` (samples, tokens) that `count` is given.
+        weigh_by: what a rank's work is counted in: `steps`; the `items` (samples, tokens) that `count` is given; or
+            `items_squared`, the square of each step's items. Where all steps of a replica have as many items, that is
+            items**2 / steps: its items times the size of its batches (arXiv:2604.21428).
         optimizer: makes the outer optimizer of the anchor's parameters, from `torch.optim`. None keeps no anchor: the
             weights themselves are averaged, which gives their exact mean (anchor - mean(anchor - local) does not).
         merge: how local weights take over the anchor.
@@ -101,7 +103,7 @@ class Recipe:
         object.__setattr__(self, "codec", codec_of(self.codec))
         check_protocol("aggregator", self.aggregator, ("prepare", "start", "agrees"), "an aggregator, such as Mean()")
         check_protocol("policy", self.policy, ("norm", "max_norm"), "a policy, such as ByWork()")
-        check_word("weigh_by", self.weigh_by, ("steps", "items"))
+        check_word("weigh_by", self.weigh_by, get_args(Work))
         if self.optimizer is not None:
             check_callable("optimizer", self.optimizer, "functools.partial(torch.optim.Adam, lr=1e-3)")
         is_merge = callable(self.merge) and not isinstance(self.merge, type)
@@ -137,6 +139,15 @@ class Recipe:
         return bool(self.schedule.delay) or changes_norm
 
     @property
+    def weighs_items(self) -> bool:
+        """Whether it must be said of each step how many items it has."""
+        return self.weigh_by != "steps"
+
+    def work_of(self, items: float) -> float:
+        """Return what a completed step with so many items counts."""
+        return {"steps": 1.0, "items": items, "items_squared": items * items}[self.weigh_by]
+
+    @property
     def is_radial(self) -> bool:
         """Whether the mean of each tensor is given the mean length of what it is made of."""
         return isinstance(self.aggregator, RadialMean)
@@ -146,9 +157,11 @@ class Recipe:
         """Whether nothing is sent before the votes are in.
 
         The votes decide what to send; or the round runs in the background and needs no hurry; or its size may differ
-        between ranks, if some have had a round in a smaller group since the model changed.
+        between ranks, if some have had a round in a smaller group since the model changed; or values times items, in
+        which each rank would scale its own, would be too large for the codec.
         """
-        return self.is_whole or self.policy != ByWork() or bool(self.levels)
+        is_tight = self.weighs_items and self.codec.limit < math.inf
+        return self.is_whole or self.policy != ByWork() or bool(self.levels) or is_tight
 
     @property
     def agrees(self) -> bool:

@@ -70,8 +70,13 @@ class ByWork:
 
 
 def in_proportion(weights: Sequence[float], unfit: tuple[int, ...] = ()) -> Decision:
-    """Let each rank count by its weight. Equal weights become 1, so that sums of exact values stay exact."""
-    scale = max(weights) if len(set(weights) - {0}) == 1 else 1.0
+    """Let each rank count by its weight, in a unit that makes the largest at least 1 and less than 2.
+
+    So sums fit into few bits where weights are items; and as the unit is a power of two, or the weight itself where all
+    are equal, sums of exact values stay exact.
+    """
+    largest = max(weights, default=0.0)
+    scale = largest if len(set(weights) - {0}) == 1 else math.ldexp(1.0, math.frexp(largest)[1] - 1)
     return Decision(tuple(weight / scale for weight in weights), float(sum(weights)) / scale, unfit)
 
 
