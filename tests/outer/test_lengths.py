@@ -214,7 +214,7 @@ def test_a_simulation_goes_on_when_a_replica_is_lost():
         steps=20,
         lost={2: 7},
     )
-    assert len(result.rounds) == 9
+    assert len(result.rounds) == 10
     assert result.losses[0][-1] < 0.1 * result.losses[0][0]
 
 

@@ -22,8 +22,8 @@ from farflung.base.errors import StateError
 from farflung.outer.agreement import Payload, Pending
 from farflung.outer.background import Job
 from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
-from farflung.outer.membership import ALL, Epoch
 from farflung.outer.lengths import Lengths
+from farflung.outer.membership import ALL, Epoch
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment
 from farflung.outer.stats import Meter, Round
