@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas as real processes that are killed, stopped and started again while they train.
+
+Each replica moves its weights by -1 in each step, and the outer optimizer takes the mean as it is. So the weights are
+`START - position` after every step of every replica, as long as no step is lost and none counts twice.
+"""
+
+import json
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import wait
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from farflung.comm.epoch_group import EpochGroup
+from farflung.comm.member_store import LauncherNotes
+from farflung.outer import OuterLoop, diloco
+from farflung.outer.elastic import Elastic
+from farflung.outer.replica import BoundFragment
+from farflung.outer.round import OpenRound
+from farflung.outer.rounds import Rounds
+from farflung.process.sockets import serve_store
+from farflung.testing.patience import patience
+
+START, EVERY = 2.0**20, 4
+PHASES = {  # where a replica dies: before this is called
+    "local step": None,
+    "encoding": (BoundFragment, "load"),
+    "vote": (OpenRound, "_begin_vote"),
+    "after the vote": (OpenRound, "_decide"),
+    "bucket": (OpenRound, "_receive"),
+    "confirmation": (EpochGroup, "all_gather_small"),
+    "landing": (OpenRound, "_apply_one"),
+    "admission": (Rounds, "_hand_over"),
+    "saving": (OuterLoop, "state_dict"),
+}
+
+
+class Blocks(nn.Module):
+    def __init__(self, numel):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(numel, 1, bias=False) for _ in range(2)])
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, START)
+
+
+def die_at(phase, number):
+    """Kill this process at the `number`-th time that it comes to a phase."""
+    owner, name = PHASES[phase]
+    before, seen = getattr(owner, name), []
+
+    def act(*args, **options):
+        seen.append(1)
+        if len(seen) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return before(*args, **options)
+
+    setattr(owner, name, act)
+
+
+def replica(pipe, port, member, step_s, numel, dies, recipe, saves, options):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    model, membership = Blocks(numel), Elastic(store, member, **options)
+    phase, number = dies or ("", 0)
+    if phase and PHASES[phase]:
+        die_at(phase, number)
+
+    def say(**what):
+        pipe.send({"member": member, "at": time.time(), "epoch": membership.record.number} | what)
+
+    def weight():
+        values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        assert bool((values == values[0]).all())
+        return float(values[0])
+
+    recipe = recipe or diloco(EVERY, lr=1.0, momentum=0.0)
+    with OuterLoop(model, recipe, membership=membership, bucket_bytes=4 * numel) as outer:
+        outer.listeners.append(lambda one: say(round=one.number, step=one.step, ranks=len(one.weights)))
+        say(joined=outer.position, weight=weight())
+        while not store.check(["last"]) or outer.position < int(store.get("last")):
+            time.sleep(step_s)
+            if phase == "local step" and outer.position >= number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 1
+            outer.step()
+            say(position=outer.position, weight=weight())
+            if saves and outer.position % saves == 0:
+                outer.state_dict()
+        stats = outer.stats()
+    say(end=outer.position, weight=weight(), stats=stats.as_dict())
+
+
+class ElasticRun:
+    """A run whose launcher is this process.
+
+    Args:
+        options: those of `Elastic`.
+    """
+
+    def __init__(self, step_s=0.005, numel=64, recipe=None, **options):
+        self._row = (step_s, numel)
+        self._recipe, self._options = recipe, options
+        self.store = serve_store("127.0.0.1", 0, wait_for_workers=False)
+        self.notes = LauncherNotes(self.store)
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(["farflung.testing.preload", "farflung.outer.elastic"])
+        self.processes, self.said, self.events, self._pipes = {}, [], [], {}
+        self._lock, self._goes_on = threading.Lock(), True
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._goes_on = False
+        self._reader.join()
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+
+    def start(self, name, dies=None, saves=0):
+        """Start a replica; return its id."""
+        member = self.notes.new_id()
+        self.notes.name(member, f"replica {name}", "")
+        here, there = self._context.Pipe(duplex=False)
+        row = (there, self.store.port, member, *self._row, dies, self._recipe, saves, self._options)
+        process = self._context.Process(target=replica, args=row)
+        process.start()
+        there.close()
+        with self._lock:
+            self.processes[member], self._pipes[here] = process, member
+        return member
+
+    def signal(self, member, number):
+        """Send a signal to a replica, and tell the others what a launcher would."""
+        os.kill(self.processes[member].pid, number)
+        if number in (signal.SIGSTOP, signal.SIGCONT):
+            self.notes.note_stopped(member, number == signal.SIGSTOP)
+
+    def _read(self):
+        """Collect what replicas say, and tell the others at once when one has ended."""
+        ended = set()
+        while self._goes_on:
+            with self._lock:
+                alive = {one.sentinel: member for member, one in self.processes.items() if member not in ended}
+                pipes = dict(self._pipes)
+            for ready in wait([*alive, *pipes], timeout=0.02):
+                if ready in pipes:
+                    try:
+                        self.said.append(ready.recv())
+                    except (EOFError, OSError):
+                        with self._lock:
+                            self._pipes.pop(ready)
+                else:
+                    member = alive[ready]
+                    ended.add(member)
+                    self.processes[member].join()
+                    if code := self.processes[member].exitcode:
+                        self.notes.note_end(member, f"killed by {signal.Signals(-code).name}" if code < 0 else "error")
+            self.events += self.notes.told(len(self.events))
+
+    def until(self, condition, timeout_s=20.0):
+        """Wait until something holds."""
+        deadline = time.monotonic() + patience(timeout_s)
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(json.dumps([self.events, self.said[-5:]]))
+            time.sleep(0.005)
+
+    def at(self, position):
+        """Whether some replica has come to a step."""
+        return any(one.get("position", 0) >= position for one in list(self.said))
+
+    def has_ended(self, *members):
+        """Whether replicas have ended, well or not."""
+        return all(self.processes[member].exitcode is not None for member in members)
+
+    def joined(self, *members):
+        """Whether replicas have begun to train."""
+        there = {one["member"] for one in list(self.said) if "joined" in one}
+        return there.issuperset(members)
+
+    def finish(self, steps=10, timeout_s=30.0):
+        """Let all train a few more steps, and end; return what they said."""
+        furthest = max((one.get("position", 0) for one in list(self.said)), default=0)
+        self.store.set("last", str(furthest + steps))
+        self.until(lambda: self.has_ended(*self.processes), timeout_s)
+        with suppress(TimeoutError):
+            self.until(lambda: not self._pipes, 2.0)
+        return self.said
+
+
+def wrong(said):
+    """Return what was said that shows a lost step, or one that counted twice."""
+    return [one for one in said if "weight" in one and one["weight"] != START - one.get("position", one.get("end", one.get("joined")))]
