@@ -77,16 +77,21 @@ def replica(pipe, port, member, step_s, numel, dies, recipe, saves, options):
     def say(**what):
         pipe.send({"member": member, "at": time.time(), "epoch": membership.record.number} | what)
 
+    def last():
+        try:
+            return int(store.get("last")) if store.check(["last"]) else 10**9
+        except dist.DistError:
+            return 10**9
+
     def weight():
         values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        assert bool((values == values[0]).all())
-        return float(values[0])
+        return float(values[0]) if bool((values == values[0]).all()) else values.unique().tolist()
 
     recipe = recipe or diloco(EVERY, lr=1.0, momentum=0.0)
     with OuterLoop(model, recipe, membership=membership, bucket_bytes=4 * numel) as outer:
         outer.listeners.append(lambda one: say(round=one.number, step=one.step, ranks=len(one.weights)))
         say(joined=outer.position, weight=weight())
-        while not store.check(["last"]) or outer.position < int(store.get("last")):
+        while outer.position < last():
             time.sleep(step_s)
             if phase == "local step" and outer.position >= number:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -101,6 +106,13 @@ def replica(pipe, port, member, step_s, numel, dies, recipe, saves, options):
     say(end=outer.position, weight=weight(), stats=stats.as_dict())
 
 
+def serve(pipe):
+    """Serve the store of a run."""
+    store = serve_store("127.0.0.1", 0, wait_for_workers=False)
+    pipe.send(store.port)
+    time.sleep(3600)
+
+
 class ElasticRun:
     """A run whose launcher is this process.
 
@@ -111,12 +123,15 @@ class ElasticRun:
     def __init__(self, step_s=0.005, numel=64, recipe=None, **options):
         self._row = (step_s, numel)
         self._recipe, self._options = recipe, options
-        self.store = serve_store("127.0.0.1", 0, wait_for_workers=False)
-        self.notes = LauncherNotes(self.store)
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["farflung.testing.preload", "farflung.outer.elastic"])
+        here, there = self._context.Pipe(duplex=False)
+        self._server = self._context.Process(target=serve, args=(there,))
+        self._server.start()
+        self.store = dist.TCPStore("127.0.0.1", here.recv(), is_master=False, timeout=timedelta(seconds=60))
+        self.notes = LauncherNotes(self.store)
         self.processes, self.said, self.events, self._pipes = {}, [], [], {}
-        self._lock, self._goes_on = threading.Lock(), True
+        self._lock, self._goes_on, self._has_store = threading.Lock(), True, True
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -126,7 +141,7 @@ class ElasticRun:
     def __exit__(self, *error):
         self._goes_on = False
         self._reader.join()
-        for process in self.processes.values():
+        for process in (*self.processes.values(), self._server):
             process.kill()
             process.join()
 
@@ -149,6 +164,11 @@ class ElasticRun:
         if number in (signal.SIGSTOP, signal.SIGCONT):
             self.notes.note_stopped(member, number == signal.SIGSTOP)
 
+    def close_store(self):
+        """End the store, as its launcher would."""
+        self._has_store = False
+        self._server.kill()
+
     def _read(self):
         """Collect what replicas say, and tell the others at once when one has ended."""
         ended = set()
@@ -167,9 +187,10 @@ class ElasticRun:
                     member = alive[ready]
                     ended.add(member)
                     self.processes[member].join()
-                    if code := self.processes[member].exitcode:
+                    if (code := self.processes[member].exitcode) and self._has_store:
                         self.notes.note_end(member, f"killed by {signal.Signals(-code).name}" if code < 0 else "error")
-            self.events += self.notes.told(len(self.events))
+            if self._has_store:
+                self.events += self.notes.told(len(self.events))
 
     def until(self, condition, timeout_s=20.0):
         """Wait until something holds."""
@@ -204,4 +225,5 @@ class ElasticRun:
 
 def wrong(said):
     """Return what was said that shows a lost step, or one that counted twice."""
-    return [one for one in said if "weight" in one and one["weight"] != START - one.get("position", one.get("end", one.get("joined")))]
+    places = ("position", "end", "joined")
+    return [one for one in said for place in places if place in one and one["weight"] != START - one[place]]

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from farflung.outer import streaming_diloco
 from tests.outer.elastic_run import PHASES, ElasticRun, wrong
 
 pytestmark = pytest.mark.ranks
@@ -21,6 +22,82 @@ def test_a_replica_may_die_at_any_time_and_come_back(phase):
         said = run.finish()
         assert not wrong(said)
         ends = {one["member"]: one["end"] for one in said if "end" in one}
-        assert ends.keys() == {first, second, back} and len(set(ends.values())) == 1
+        assert ends.keys() == {first, second, back}
+        assert len(set(ends.values())) == 1
         assert any("replica 2 is out: killed by SIGKILL" in event for event in run.events)
         assert any("replica 2 joined; 3 replicas train" in event for event in run.events)
+
+
+def test_one_that_dies_while_it_joins_or_lets_others_in_is_left_out():
+    with ElasticRun(expected=3, grace_s=20.0) as run:
+        first, second, giver = run.start(0), run.start(1), run.start(2, dies=("admission", 1))
+        run.until(lambda: run.joined(first, second, giver))
+        dies = run.start(3, dies=("admission", 1))
+        run.until(lambda: run.has_ended(dies, giver))
+        back = run.start(3)
+        run.until(lambda: run.joined(back))
+        said = run.finish()
+        assert not wrong(said)
+        assert {one["member"] for one in said if "end" in one} == {first, second, back}
+
+
+def test_two_die_at_once_one_is_left_and_others_come():
+    with ElasticRun(expected=3, grace_s=20.0) as run:
+        members = [run.start(name) for name in range(3)]
+        run.until(lambda: run.at(9))
+        for member in members[1:]:
+            run.signal(member, signal.SIGKILL)
+        run.until(lambda: run.has_ended(*members[1:]))
+        alone = max(one["position"] for one in run.said if "position" in one)
+        run.until(lambda: run.at(alone + 20))
+        back = [run.start(name) for name in range(1, 4)]
+        run.until(lambda: run.joined(*back))
+        said = run.finish()
+        assert not wrong(said)
+        assert {one["member"] for one in said if "end" in one} == {members[0], *back}
+        assert max(one["ranks"] for one in said if "ranks" in one) == 4
+
+
+def test_one_that_is_stopped_is_left_out_after_the_grace_and_comes_back_as_a_newcomer():
+    with ElasticRun(expected=3, grace_s=0.5) as run:
+        members = [run.start(name) for name in range(3)]
+        run.until(lambda: run.at(9))
+        run.signal(members[2], signal.SIGSTOP)
+        run.until(lambda: any("replica 2 is out" in event for event in run.events))
+        before = max(one["position"] for one in run.said if "position" in one)
+        run.until(lambda: run.at(before + 12))
+        run.signal(members[2], signal.SIGCONT)
+        run.until(lambda: any("replica 2 joined" in event for event in run.events))
+        said = run.finish()
+        mine = [one for one in said if one["member"] == members[2] and "position" in one]
+        assert not wrong([one for one in said if one["member"] != members[2]])
+        assert not wrong([one for one in mine if one["epoch"] == mine[-1]["epoch"]])  # until then it had stood still
+        assert {one["member"] for one in said if "end" in one} == set(members)
+
+
+def test_replicas_come_and_go_beside_rounds_that_overlap_with_training():
+    recipe = streaming_diloco(8, 2, delay=2, lr=1.0, momentum=0.0)
+    with ElasticRun(recipe=recipe, expected=3, grace_s=20.0) as run:
+        members = [run.start(name) for name in range(3)]
+        run.until(lambda: run.at(9))
+        run.signal(members[1], signal.SIGKILL)
+        run.until(lambda: any("replica 1 is out" in event for event in run.events))
+        back = run.start(1)
+        run.until(lambda: run.joined(back))
+        said = run.finish(20)
+        ends = {one["member"]: (one["end"], one["weight"]) for one in said if "end" in one}
+        assert ends.keys() == {members[0], members[2], back}
+        assert len(set(map(str, ends.values()))) == 1
+
+
+def test_without_the_store_training_goes_on_until_the_next_one_is_lost():
+    with ElasticRun(expected=2, grace_s=20.0) as run:
+        members = [run.start(name) for name in range(2)]
+        run.until(lambda: run.at(9))
+        run.close_store()
+        before = max(one["position"] for one in run.said if "position" in one)
+        run.until(lambda: run.at(before + 20))
+        run.signal(members[1], signal.SIGKILL)
+        run.until(lambda: run.has_ended(*members))
+        assert not wrong(run.said)
+        assert run.processes[members[0]].exitcode == 1
