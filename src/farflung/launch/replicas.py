@@ -193,7 +193,8 @@ class _Launcher:
         """Have a replica started again, after a while that grows; not one that never got as far as to meet others."""
         now = time.monotonic()
         one.restarts = [at for at in one.restarts if now - at < _HOUR_S]
-        if (was_in or code < 0) and len(one.restarts) < self._max_restarts and self._has_store:
+        was_killed = code < 0 or code > 128  # so that a launcher under this one says it, too
+        if (was_in or was_killed) and len(one.restarts) < self._max_restarts and self._has_store:
             wait_s = min(_FIRST_WAIT_S * 2 ** len(one.restarts), _LONGEST_WAIT_S)
             one.restarts.append(now)
             one.start_at = now + wait_s

@@ -65,7 +65,7 @@ class OpenRound:
         self.tally: Tally | None = None
         self.decision = self._of_buffers = Decision((), 0.0)
         self._fragment = fragment
-        self._voters = epoch.levels[level]
+        self._voters, self._members = epoch.levels[level], epoch.ids
         self._island = epoch.in_round
         self.group = self._voters.group
         measures = recipe.is_radial and self.group.size > 1
@@ -252,6 +252,7 @@ class OpenRound:
         busy = stats.seconds_voting + stats.seconds_encoding + stats.seconds_landing
         return Round(
             number=self.ballot.number,
+            members=self._members,
             step=self.step,
             fragment=number,
             dropped=self.is_dropped,

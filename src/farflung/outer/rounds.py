@@ -103,6 +103,9 @@ class Rounds:
                 if admits and before.ids:
                     self.free(reusable=True)
                 self.epoch, self._num_votes = epoch, epoch.num_votes
+                if has_state and before.ids:
+                    self._meter.add("replicas_lost", len({*before.ids} - {*epoch.ids}))
+                    self._meter.add("replicas_joined", 0 if epoch.joins else len(epoch.newcomers))
                 self._count_votes()
                 has_delay = self._recipe.schedule.delay > 0
                 self._worker = BackgroundWorker(self._device, epoch.background) if has_delay else None
@@ -136,6 +139,7 @@ class Rounds:
             said = [{"place": self.place, "fragments": [one.replicated() for one in fragments]}]
         (given,) = broadcast_object_list(Exchange(epoch.group), said, giver)
         if epoch.joins:
+            self._meter.add("steps_lost", fragments[0].pending_weight[0])
             for fragment, replicated in zip(fragments, given["fragments"], strict=True):
                 fragment.join(replicated)
             self.place, self.has_joined = given["place"], True
@@ -156,9 +160,10 @@ class Rounds:
             self._end_all()
             return False
         self.leave(f"it goes on without lost ranks: {failure}")  # which ends what others wait for, and jobs here
-        again = self._end_all()
-        self._lose(failure)
-        self._meet(admits=False)
+        with self._meter.timed("recovering"):
+            again = self._end_all()
+            self._lose(failure)
+            self._meet(admits=False)
         for start in again if not self.epoch.joins else ():
             start()
         return True

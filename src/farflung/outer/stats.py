@@ -39,6 +39,10 @@ class Stats:
         first_drift_norm: the same in the first round that had one.
         cosine: between the ways of two replicas in the latest round, on average; 0 without an anchor or alone.
         weight: this rank's part of the latest round, from 0 to 1.
+        replicas_lost: that others went on without, since this one came.
+        replicas_joined: that came after it.
+        seconds_recovering: from when a loss was noticed until those that were left had met again.
+        steps_lost: of this replica's own, made while the others went on without it.
     """
 
     steps: int = 0
@@ -58,6 +62,10 @@ class Stats:
     first_drift_norm: float = 0.0
     cosine: float = 0.0
     weight: float = 0.0
+    replicas_lost: int = 0
+    replicas_joined: int = 0
+    seconds_recovering: float = 0.0
+    steps_lost: float = 0.0
 
     def as_dict(self) -> dict[str, int | float]:
         """Return all figures by name."""
@@ -76,6 +84,9 @@ class Stats:
             "drift": f"{self.drift_norm:.3g} from the anchor, {self.first_drift_norm:.3g} in the first round",
             "cosine": f"{self.cosine:.3g} between replicas",
         }
+        if self.replicas_lost or self.replicas_joined:
+            changes = f"{self.replicas_lost} lost, {self.replicas_joined} joined"
+            rows["replicas"] = f"{changes}; {in_seconds(self.seconds_recovering)} to recover"
         return "\n".join(f"{name:<10}{value}" for name, value in rows.items())
 
 
@@ -85,6 +96,7 @@ class Round:
 
     Args:
         number: of the vote.
+        members: who took part, by rank: the ids of replicas that come and go, else the ranks.
         step: of this rank, when the fragment was sent off.
         dropped: some rank's values were not finite; nothing came of it.
         weights: how much each rank counted, by rank; they sum up to 1 unless some were clipped.
@@ -94,6 +106,7 @@ class Round:
     """
 
     number: int
+    members: tuple[int, ...]
     step: int
     fragment: int
     dropped: bool
@@ -147,7 +160,7 @@ class Meter:
 
     def load(self, stats: dict[str, Any]) -> None:
         """Go on from the figures that `asdict(stats())` gave."""
-        self._figures = {each.name: stats[each.name] for each in fields(Stats)}
+        self._figures = {each.name: stats.get(each.name, each.default) for each in fields(Stats)}
         self._began = time.perf_counter()
 
     def advice(self) -> str:
