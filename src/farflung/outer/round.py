@@ -211,11 +211,11 @@ class OpenRound:
     def state_dict(self) -> dict[str, Any]:
         """Return what has arrived, as copies."""
         return {
-            "ballot": asdict(self.ballot),
+            "ballot": _kept(self.ballot),
             "step": self.step,
             "level": self.level,
             "claimed_weight": list(self._claimed),
-            "tally": None if self.tally is None else asdict(self.tally),
+            "tally": None if self.tally is None else _kept(self.tally),
             "decision": asdict(self.decision),
             "square": self._square,
             "stats": asdict(replace(self.meter.stats(), seconds_total=0.0)),
@@ -380,3 +380,8 @@ class OpenRound:
         squares = sum(way * way for way in ways)
         between = sum(ways) ** 2 - squares
         return ((norm * self.decision.total) ** 2 - squares) / between if between > 0 else 0.0
+
+
+def _kept(said: Ballot | Tally) -> dict[str, Any]:
+    """Return all that was said, but for who waits to join, which is another matter in the run that resumes."""
+    return {name: value for name, value in asdict(said).items() if name != "awaited"}
