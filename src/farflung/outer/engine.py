@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -358,7 +357,7 @@ class OuterLoop:
             **self._timetable.state_dict(),
             "are_alike": self._warmup.are_alike,
             "shard": self._rounds.epoch.island.shard,
-            "stats": asdict(self.stats()),
+            "stats": self.stats().saved(),
             "rounds": self._rounds.state_dict(),
         }
 

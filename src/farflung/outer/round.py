@@ -218,7 +218,7 @@ class OpenRound:
             "tally": None if self.tally is None else _kept(self.tally),
             "decision": asdict(self.decision),
             "square": self._square,
-            "stats": asdict(replace(self.meter.stats(), seconds_total=0.0)),
+            "stats": replace(self.meter.stats(), seconds_total=0.0).saved(),
             "arrived": [
                 (kind, k, payload.weight, payload.values.clone(), result.clone(), divisor)
                 for kind, k, payload, result, divisor in self._arrived

@@ -67,6 +67,11 @@ class Stats:
     seconds_recovering: float = 0.0
     steps_lost: float = 0.0
 
+    def saved(self) -> dict[str, int | float]:
+        """Return what a checkpoint keeps: all but what this process has seen of others that came and went."""
+        seen = ("replicas_lost", "replicas_joined", "seconds_recovering", "steps_lost")
+        return {name: value for name, value in asdict(self).items() if name not in seen}
+
     def as_dict(self) -> dict[str, int | float]:
         """Return all figures by name."""
         return asdict(self)
