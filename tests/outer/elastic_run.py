@@ -131,7 +131,7 @@ class ElasticRun:
         self.store = dist.TCPStore("127.0.0.1", here.recv(), is_master=False, timeout=timedelta(seconds=60))
         self.notes = LauncherNotes(self.store)
         self.processes, self.said, self.events, self._pipes = {}, [], [], {}
-        self._lock, self._goes_on, self._has_store = threading.Lock(), True, True
+        self._lock, self._goes_on, self._has_store, self._num_told = threading.Lock(), True, True, 0
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -190,7 +190,9 @@ class ElasticRun:
                     if (code := self.processes[member].exitcode) and self._has_store:
                         self.notes.note_end(member, f"killed by {signal.Signals(-code).name}" if code < 0 else "error")
             if self._has_store:
-                self.events += self.notes.told(len(self.events))
+                lines = self.notes.told(self._num_told)
+                self._num_told += len(lines)
+                self.events += lines
 
     def until(self, condition, timeout_s=20.0):
         """Wait until something holds."""

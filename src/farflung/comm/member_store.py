@@ -207,6 +207,10 @@ class MemberStore:
         """Publish something of a member in an epoch, in place of what it said before."""
         self.store.set(f"e{epoch}/{what}/{member}", text)
 
+    def have_said(self, epoch: int, what: str, members: Iterable[int]) -> bool:
+        """Whether all these members have published something in an epoch."""
+        return bool(self.store.check([f"e{epoch}/{what}/{member}" for member in members]))
+
     def said(self, epoch: int, what: str, members: Iterable[int]) -> dict[int, str]:
         """Return what members have published in an epoch."""
         keys = {member: f"e{epoch}/{what}/{member}" for member in members}

@@ -29,7 +29,9 @@ from farflung.outer.membership import ALL, Epoch, Needs, open_epoch
 
 _T = TypeVar("_T")
 
-_POLL_S = 0.005  # how often those that meet look into the store
+_POLL_S = 0.005  # how often those that meet look whether all have come
+_CAUSES_S = 0.02  # and why some have not
+_JOIN_S = 0.02  # how often a newcomer looks whether it is let in
 _ASK_S = 0.5  # how often a member asks who waits to join, at most
 _LOOK_S = 1.0  # how long a wait goes on before it asks who is late
 _BEAT_LOST_S = 2.5  # without a sign from a launcher, which gives one every half second
@@ -84,6 +86,7 @@ class Elastic:
         self._gap_s = 0.0  # between two rounds
         self._beats: dict[str, tuple[int, float]] = {}  # by machine: how many there were, and since when
         self._is_over = False  # the run
+        self._is_newcomer = False  # in its epoch
         self._num_failed = 0  # epochs that did not come about, one after the other
 
     # ---- what an outer loop asks
@@ -99,6 +102,7 @@ class Elastic:
         if record == self.record and self._epoch is not None:
             return self._epoch
         self.record, self._epoch, self._decided = record, None, None
+        self._is_newcomer = self.member in record.newcomers
         self._shared(lambda: self._await_ready(record))
         watch = _EpochWatch(self, record, _CONNECT_S * 2**self._num_failed)
         store = part_of(self._loop_store, f"e{record.number}")
@@ -128,6 +132,8 @@ class Elastic:
         everyone = gather_object(self._share_group, [dict(complete)])
         least = {vote: min(one.get(vote, ALL) for one in everyone) for vote in set().union(*everyone)}
         record = self._decided = self._shared(lambda: self._settled(num_votes, least, True))
+        if self.member not in record.ids:
+            return dict.fromkeys(complete, 0)
         return {vote: ALL if vote < record.past else record.common.get(vote, 0) for vote in complete}
 
     def lost(self, failure: RankFailure) -> None:
@@ -135,7 +141,8 @@ class Elastic:
             raise failure
         needs, self._num_failed = self._needs, self._num_failed + (self._epoch is None)
         if self._decided is None and self.record is not None:
-            self._decided = self._shared(lambda: self._settled(needs.num_votes, {}, needs.has_state))
+            has_state = needs.has_state and not self._is_newcomer
+            self._decided = self._shared(lambda: self._settled(needs.num_votes, {}, has_state))
         self._epoch = None
 
     def end(self, reason: str) -> None:
@@ -171,7 +178,7 @@ class Elastic:
                     if self.members.replace(record, new):
                         self.members.forget_applicants(asked)
                         self.notes.tell(f"epoch {new.number}: {counted(len(new.ids), 'replica')} begin")
-            time.sleep(_POLL_S)
+            time.sleep(_JOIN_S)
 
     def _first(self, number: int, there: Mapping[int, bool]) -> Record:
         """Return an epoch of those that wait: all begin with the values of one that has been in the run, if any has."""
@@ -229,17 +236,21 @@ class Elastic:
         try:
             self.members.mark_broken(record.number, "members were lost")
             self.members.say(record.number, "post", self.member, said)
+            asked = 0.0
             while True:
                 now = self.members.record()
                 assert now is not None
                 if now.number > record.number:
                     return now
-                posts = {one: json.loads(text) for one, text in self._said(record, "post").items()}
-                absent = {one: self.cause(one, time.monotonic() - began) for one in record.ids if one not in posts}
-                if all(absent.values()):
-                    self._decide(record, posts, absent)
-                else:
-                    time.sleep(_POLL_S)
+                is_complete = self.members.have_said(record.number, "post", record.ids)
+                if is_complete or time.monotonic() > asked + _CAUSES_S:
+                    asked = time.monotonic()
+                    posts = {one: json.loads(text) for one, text in self._said(record, "post").items()}
+                    absent = {one: self.cause(one, asked - began) for one in record.ids if one not in posts}
+                    if all(absent.values()):
+                        self._decide(record, posts, absent)
+                        continue
+                time.sleep(_POLL_S)
         except dist.DistError as error:
             raise RankFailure(
                 "A replica was lost, and those that are left can't agree on who goes on, as the run's store is gone "
@@ -271,17 +282,20 @@ class Elastic:
         Raises:
             RankFailure: one of them was lost.
         """
-        began = time.monotonic()
+        began = asked = time.monotonic()
         self.members.say(record.number, "ready", self.member, "1")
-        while missing := [one for one in record.ids if one not in self._said(record, "ready")]:
-            causes = {one: self.cause(one, time.monotonic() - began) for one in missing}
+        while not self.members.have_said(record.number, "ready", record.ids):
+            time.sleep(_POLL_S)
+            if time.monotonic() < asked + _CAUSES_S:
+                continue
+            asked, come = time.monotonic(), self._said(record, "ready")
+            causes = {one: self.cause(one, asked - began) for one in record.ids if one not in come}
             found = [f"{self.notes.name_of(one)}: {why}" for one, why in causes.items() if why]
             now = self.members.record()
             if now is not None and now.number > record.number:
                 found.append("the others have gone on")
             if found:
                 raise RankFailure("; ".join(found))
-            time.sleep(_POLL_S)
 
     def _said(self, record: Record, what: str) -> dict[int, str]:
         return self.members.said(record.number, what, record.ids)

@@ -71,6 +71,7 @@ class Rounds:
         self._is_sharded = model_has_dtensor(model)
         self._num_votes = 1
         self._is_awaited = False  # as the votes said
+        self._has_state = False  # what all members have in common
         self._worker: BackgroundWorker | None = None
         self.place = {"position": 0, "began": 0}
         self.has_joined = False
@@ -85,8 +86,7 @@ class Rounds:
     def _needs(self, admits: bool) -> Needs:
         levels, overlaps = self._recipe.levels, self._recipe.schedule.delay > 0
         said = (self.replica.description, self.replica.tensors)
-        has_state = bool(self.replica.fragments)
-        return Needs(levels, overlaps, self._is_sharded, *said, self._num_votes, admits, has_state)
+        return Needs(levels, overlaps, self._is_sharded, *said, self._num_votes, admits, self._has_state)
 
     def _meet(self, admits: bool) -> None:
         """Go over to the epoch of now, and to the next one where members are lost meanwhile.
@@ -96,32 +96,34 @@ class Rounds:
         """
         while True:
             try:
-                before, has_state = self.epoch, bool(self.replica.fragments)
+                before, had_state = self.epoch, self._has_state
                 epoch = self.membership.enter(self._needs(admits))
                 if epoch is before:
                     return
                 if admits and before.ids:
                     self.free(reusable=True)
                 self.epoch, self._num_votes = epoch, epoch.num_votes
-                if has_state and before.ids:
+                if had_state and before.ids:
                     self._meter.add("replicas_lost", len({*before.ids} - {*epoch.ids}))
                     self._meter.add("replicas_joined", 0 if epoch.joins else len(epoch.newcomers))
                 self._count_votes()
                 has_delay = self._recipe.schedule.delay > 0
                 self._worker = BackgroundWorker(self._device, epoch.background) if has_delay else None
-                if not has_state:
+                self._has_state = had_state and not epoch.joins  # which a newcomer gets, also one that comes back
+                if not self.replica.fragments:
                     self.replica.bind(SoloGroup() if epoch.joins else epoch.group)
-                self.replica.enter(epoch.group, before.ids if has_state else epoch.ids, epoch.ids)
+                self.replica.enter(epoch.group, before.ids if had_state else epoch.ids, epoch.ids)
                 if epoch.newcomers:
                     self._hand_over()
+                self._has_state = True
                 return
             except RankFailure as failure:
                 if self.is_fixed:
                     raise
-                if not has_state:
+                if not self._has_state:
                     self.replica.fragments = []  # it may have the values of some, and not of others
                 self._lose(failure)
-                admits = not has_state
+                admits = not self._has_state
 
     def admit(self) -> None:
         """Let newcomers in who wait, as the votes have said: a collective, between rounds."""
