@@ -21,7 +21,7 @@ from farflung.accelerator.controller import OuterController
 from farflung.accelerator.engines import Axes
 from farflung.accelerator.grid import check_layout, resolve_layout
 from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics
-from farflung.accelerator.outer import OpenLoops, OuterMethods
+from farflung.accelerator.outer import OpenLoops, OuterMethods, launched_slots
 from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
 from farflung.accelerator.properties import AcceleratorProperties
 from farflung.accelerator.trackers import TrackerMethods
@@ -32,6 +32,7 @@ from farflung.base.errors import StateError
 from farflung.comm import collectives
 from farflung.comm.group import Group
 from farflung.comm.lost import explained
+from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import (
     AutocastKwargs,
@@ -142,6 +143,8 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         self._strategy = choose_strategy(self._world, layout.mesh, ddp, layout.fsdp, self._precision.dtype)
         self._distributed = self._world.size > 1
         self._registry = Registry()
+        if environ.is_elastic():
+            self._registry.slots = launched_slots(self._world.exchange, self._registry)
         self._open_loops = loops = OpenLoops()
         self._controller = OuterController(asked, self._world, self._strategy, self._loop, self._registry, loops)
         slot.flush_with(self._controller)

@@ -46,10 +46,10 @@ class EpochTracker:
         if iteration is self._iteration:
             self._iteration = None
             if not self._is_flushed and at_end:
-                self._flush()
+                self._flush(iteration)
             self.is_owed = not self._is_flushed
         elif at_end and iteration.num_batches == 0 and (not self._data or self._knows(iteration.loader)):
-            self._flush()
+            self._flush(iteration)
 
     def step_attempted(self, iteration: ActiveLoader | None) -> None:
         """Called after an attempted step, with the iteration whose loop stands around it."""
@@ -66,7 +66,7 @@ class EpochTracker:
         self._steps += 1
         # Not later, as many loops are left by `break` on their last batch.
         if iteration.end_of_dataloader and self._steps == self._usual and not self._is_flushed:
-            self._flush()
+            self._flush(iteration)
 
     def flush_owed(self) -> None:
         """Flush the loop if that is owed: a collective of all ranks."""
@@ -76,8 +76,12 @@ class EpochTracker:
     def _knows(self, loader: Any) -> bool:
         return any(loader.base_dataloader is other for other in self._data)
 
-    def _flush(self) -> None:
+    def _flush(self, after: ActiveLoader | None = None) -> None:
         self.is_owed = self.is_behind = False
         self._is_flushed = True
+        if after is not None and after.loader.is_past:  # the others are in the middle of a later epoch
+            return
         if not self._loop.is_warming:  # while gradients are averaged the replicas are alike
             self._loop.flush()
+        if after is not None:
+            after.loader.synchronized()

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
         enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
         fsdp_from_environment as fsdp_from_environment,
     )
-    from farflung.integrations.elastic import launched_membership as launched_membership
+    from farflung.data.slots import Slots as Slots
+    from farflung.integrations.elastic import launched_membership as launched_membership, launched_run as launched_run
     from farflung.outer.arguments import (
         OuterConfig as OuterConfig,
         check_model as check_model,
@@ -59,7 +60,8 @@ _WHERE = {
         "config.outer": "renamed",
         "config.parallelism": "ParallelismConfig parallelism_from_environment",
         "config.sharding": "FullyShardedDataParallelPlugin enable_fsdp_ram_efficient_loading fsdp_from_environment",
-        "integrations.elastic": "launched_membership",
+        "data.slots": "Slots",
+        "integrations.elastic": "launched_membership launched_run",
         "outer.engine": "OuterLoop",
         "outer.arguments": "OuterConfig check_model chosen_recipe named_outer recipe_of",
         "outer.recipes": "local_sgd",

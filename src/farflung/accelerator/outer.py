@@ -27,6 +27,8 @@ from farflung.process.world import World
 from farflung.strategy.base import Strategy
 
 if TYPE_CHECKING:
+    from farflung.comm.exchange import Exchange
+    from farflung.data.slots import FollowedLoop, Slots
     from farflung.outer.arguments import OuterConfig
     from farflung.outer.engine import OuterLoop
     from farflung.outer.recipe import Recipe
@@ -71,6 +73,11 @@ class AttachedLoop:
         group, island = (None, None) if membership else (mesh.replicas, mesh.island)
         self.loop = lazy.OuterLoop(whole, recipe, group, island=island, membership=membership, inner=bare)
         self.epochs: EpochTracker | None = None
+        self._slots = registry.slots
+        self._followed: FollowedLoop | None = None
+        if self._slots is not None and membership is not None:
+            self._followed = self._slots.follow(membership, recipe.schedule.fragments)
+            self.loop.listeners.append(self._followed.round_ended)
         self._attempts = 0
         self._hook: RemovableHandle = bare.register_step_pre_hook(lambda *_: self._begin_where_it_is())
         self.optimizer.attached.append(self)
@@ -113,6 +120,11 @@ class AttachedLoop:
         items = self._items_of_step() if self.recipe.weighs_items else 0
         self.loop.count(done, items)
         self._attempts += 1
+        if self._followed is not None:
+            around = self.around()
+            if around is not None:
+                around.loader.check_trains()
+            self._followed.step_attempted(self.loop.position)
         if self._attempts == 2:  # schedulers have followed the first step by now
             self._say_if_short()
         if self.each_step:
@@ -180,6 +192,9 @@ class AttachedLoop:
             self._alone = None
 
     def _detach(self) -> None:
+        if self._slots is not None and self._followed is not None:
+            self._slots.leave(self._followed)
+            self._followed = None
         if self in self.optimizer.attached:
             self.optimizer.attached.remove(self)
         self._hook.remove()
@@ -321,6 +336,13 @@ def driver(model: nn.Module, optimizers: Sequence[AcceleratedOptimizer]) -> Acce
             "parameters of this one. Give `accelerator.prepare` the model and its optimizer first."
         )
     return best
+
+
+def launched_slots(exchange: Exchange, registry: Registry) -> Slots:
+    """Return the shares that this replica of `farflung launch --elastic` has of the data."""
+    store, member, run = lazy.launched_run()
+    bounds = {name: run[name] for name in ("most", "expected")}
+    return lazy.Slots(store, member, exchange, **bounds, is_training=lambda: registry.is_training)
 
 
 def _share(one: nn.Module, other: nn.Module) -> bool:

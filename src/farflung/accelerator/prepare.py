@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Real
 from types import GeneratorType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,6 +33,9 @@ from farflung.process.world import World
 from farflung.strategy.base import Strategy
 from farflung.strategy.compile import compile_in_place
 
+if TYPE_CHECKING:
+    from farflung.data.slots import Slots
+
 _KINDS = (nn.Module, Optimizer, DataLoader, LRScheduler, AcceleratedScheduler)
 _STRANGERS = (str, bytes, Real, Tensor, Mapping, Set, GeneratorType)
 
@@ -43,9 +46,11 @@ PreparedLoader = DataLoaderShard | DataLoaderDispatcher
 class Registry:
     """What one Accelerator has prepared, in order, and which wrapper stands for which original.
 
-    `evaluated` are those of `models` that were prepared for evaluation alone.
+    `evaluated` are those of `models` that were prepared for evaluation alone; `slots` are the shares of a replica that
+    comes and goes, None where the replicas of the run are fixed.
     """
 
+    slots: Slots | None = None
     models: list[nn.Module] = field(default_factory=list)
     evaluated: list[nn.Module] = field(default_factory=list)
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
@@ -74,6 +79,11 @@ class Registry:
             for model in self.models
             if id(model) not in left_out and any(p.requires_grad for p in model.parameters())
         ]
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a model that is trained is in train mode, or there is none yet."""
+        return not self.trained or any(model.training for model in self.trained)
 
     def remember(self, original: Any, prepared: Any) -> None:
         """Note that `prepared` stands for `original`."""
@@ -232,6 +242,7 @@ class Preparer:
             config=self.data,
             rng_types=self.rng_types,
             slice_fn=slice_fn,
+            slots=self.registry.slots,
         )
         if self.loop.ends is not None:
             self.loop.ends.add(prepared)

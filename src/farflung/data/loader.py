@@ -121,6 +121,17 @@ class PreparedLoader(LoaderView):
             if isinstance(around, Iteration) and around.loader is self:
                 self._show(around)
 
+    @property
+    def is_past(self) -> bool:
+        """Whether other replicas were through with the epoch of the latest pass when it began."""
+        return False
+
+    def check_trains(self) -> None:
+        """Raise StateError if other replicas get the same batches as this one, from which a step of training came."""
+
+    def synchronized(self) -> None:
+        """Take note that all replicas have synchronized after the epoch of the latest pass."""
+
     def get_sampler(self) -> Any:
         return order_of(self.base_dataloader)[0]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,6 +38,9 @@ from farflung.loop.state import LoopState
 from farflung.process import world as slot
 from farflung.process.seed import share_rng_state
 
+if TYPE_CHECKING:
+    from farflung.data.slots import Slots
+
 _START = "iter(loader)"  # what ranks do together at the start of a pass, as errors name it
 
 
@@ -51,11 +54,13 @@ def prepare_loader(
     rng_types: Iterable[str],
     slice_fn: SliceFn | None = None,
     fixed_rank: Group | None = None,
+    slots: Slots | None = None,
 ) -> DataLoaderShard | DataLoaderDispatcher:
     """Make a loader that gives each rank its share; one that is prepared already comes back as it is.
 
     All ranks take the random states `rng_types` from rank 0 at the start of each iteration; `generator` is that of the
     sampler or of the iterable data set. With a `fixed_rank`, which has a rank and a size, nothing is exchanged.
+    `slots` are the shares of a replica that comes and goes.
     """
     if isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)):
         if state is not None:
@@ -64,6 +69,14 @@ def prepare_loader(
     check_type("prepare_data_loader: data_loader", loader, DataLoader, "a torch DataLoader")
     if config.use_seedable_sampler:
         loader = _with_seedable_sampler(loader, config.data_seed)
+    kind = DataLoaderShard if slots is None else slots.kind
+    if slots is not None:
+        if config.dispatch_batches:
+            raise ConfigError(
+                "dispatch_batches=True lets one rank read all the data, but the replicas of this run come and go, and "
+                "share it by index. Use dispatch_batches=None."
+            )
+        loader = slots.shared(loader, 1 if config.split_batches else exchange.group.size)
     common: dict[str, Any] = {"state": state, "device": device, "non_blocking": config.non_blocking}
     common["stateful"] = config.use_stateful_dataloader
     batch_size = _batch_size(loader)
@@ -76,7 +89,7 @@ def prepare_loader(
         loader = altered(loader, generator=None)  # as in Accelerate: a loader that dispatches draws no seeds from it
     if group.size == 1 and not config.dispatch_batches:
         count = partial(_short_count, batch_size) if batch_size is not None and reads_indices(loader) else None
-        return DataLoaderShard.over(loader, total_batch_size=batch_size, count=count, **common)
+        return kind.over(loader, total_batch_size=batch_size, count=count, **common)
     _refuse_unshareable(loader)
     factor = 1 if config.split_batches else group.size
     common["total_batch_size"] = None if batch_size is None else batch_size * factor
@@ -98,7 +111,7 @@ def prepare_loader(
         )
     if streams:
         return _sharded_stream(loader, group, config, common)
-    return _sharded(loader, group, exchange, config, common)
+    return _sharded(kind, loader, group, exchange, config, common)
 
 
 def _short_count(batch_size: int, batch: Any) -> int:
@@ -196,14 +209,19 @@ class _FixedRankGroup(SoloGroup):
 
 
 def _sharded(
-    loader: DataLoader[Any], group: Group, exchange: Exchange, config: DataLoaderConfiguration, common: dict[str, Any]
+    kind: type[DataLoaderShard],
+    loader: DataLoader[Any],
+    group: Group,
+    exchange: Exchange,
+    config: DataLoaderConfiguration,
+    common: dict[str, Any],
 ) -> DataLoaderShard:
     source = index_source(loader)
     shard = BatchSamplerShard(source, group.size, group.rank, config.split_batches, config.even_batches)
     in_batches = loader.batch_sampler is not None or isinstance(source, BatchSampler) or hasattr(source, "batch_size")
     base = with_indices(loader, shard, batch_size=_batch_size_of_rank(loader, group, config))
     count = partial(_remainder_count, shard, None if in_batches else exchange)
-    return DataLoaderShard.over(base, count=count, **common)
+    return kind.over(base, count=count, **common)
 
 
 def _remainder_count(shard: BatchSamplerShard, exchange: Exchange | None, batch: Any) -> int:

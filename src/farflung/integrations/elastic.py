@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
@@ -33,6 +34,16 @@ def launched_membership(island: Group | None = None) -> Elastic | None:
     """
     if not environ.is_elastic():
         return None
+    store, member, run = launched_run()
+    return Elastic(store, member, island=island, **run)
+
+
+def launched_run() -> tuple[Any, int, dict[str, Any]]:
+    """Return the store of the run that `farflung launch --elastic` has started, this replica's id, and the settings.
+
+    Raises:
+        ConfigError, RankFailure: as `launched_membership` does.
+    """
     where, member = (environ.text(name) or "" for name in environ.MEMBER_VARIABLES)
     host, _, port = where.rpartition(":")
     if not port.isdecimal() or not member.isdecimal():
@@ -41,7 +52,6 @@ def launched_membership(island: Group | None = None) -> Elastic | None:
         )
     try:
         store = TCPStore(host, int(port), is_master=False, timeout=_ANSWER_WITHIN)
-        run = json.loads(store.get("run"))
+        return store, int(member), json.loads(store.get("run"))
     except DistError as error:
         raise RankFailure(f"The store of the run at {where} can't be reached: {error}") from None
-    return Elastic(store, int(member), island=island, **run)

@@ -53,6 +53,7 @@ class Elastic:
 
     Attributes:
         record: the epoch that this replica is in, or was in last.
+        joined: the number of the epoch in which it came in as a newcomer; 0 if it was there from the first one on.
     """
 
     is_fixed = False
@@ -73,6 +74,7 @@ class Elastic:
         self.notes = LauncherNotes(store)
         self.member = member
         self.record: Record | None = None
+        self.joined = 0
         self._expected, self._least = expected, least
         self._share_group = Exchange(self.island.duplicate())
         number = self._shared(lambda: int(store.add(f"loops/{member}", 1)))  # as other replicas number theirs
@@ -103,6 +105,8 @@ class Elastic:
             return self._epoch
         self.record, self._epoch, self._decided = record, None, None
         self._is_newcomer = self.member in record.newcomers
+        if self._is_newcomer:
+            self.joined = record.number
         self._shared(lambda: self._await_ready(record))
         watch = _EpochWatch(self, record, _CONNECT_S * 2**self._num_failed)
         store = part_of(self._loop_store, f"e{record.number}")

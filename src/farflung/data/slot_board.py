@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which replica has which part of an epoch, in one key of a c10d store for each loader: replaced by compare-and-set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from farflung.base.errors import ConfigError
+from farflung.base.words import counted
+from farflung.comm.member_store import read
+
+_T = TypeVar("_T")
+
+_GIVEN_UP = 0  # in place of an owner; the ids of members begin at 1
+_SLOTS_EACH = 16  # of each of the most replicas, so that the last one to finish is late by 1/16 of a share at most
+_BATCHES_EACH = 16  # in a slot at least, as a claim is a question to the store
+
+
+class Claim(NamedTuple):
+    """The rest of a slot, of which `done` batches count already."""
+
+    epoch: int
+    slot: int
+    done: int
+
+
+def num_slots(batches: int, most: int) -> int:
+    """Return into how many slots so many batches are cut: one for each of the most replicas, where there are enough."""
+    return min(batches, max(most, min(_SLOTS_EACH * most, batches // _BATCHES_EACH)))
+
+
+@dataclass
+class _Open:
+    """An epoch that is not over: how far its slots were claimed, and those that are not done: owner, and how far."""
+
+    batches: int
+    digest: int
+    slots: int
+    claimed: int = 0
+    held: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def size(self, slot: int) -> int:
+        return len(range(slot, self.batches, self.slots))
+
+    def note(self, slot: int, done: int) -> None:
+        """Say how many batches of a slot are done; it is forgotten once all are."""
+        owner, before = self.held[slot]
+        self.held[slot] = owner, max(before, done)
+        if self.held[slot][1] >= self.size(slot):
+            del self.held[slot]
+
+
+@dataclass
+class _State:
+    """All that the store has of a loader.
+
+    Attributes:
+        epoch: the furthest that was begun.
+        ended: the furthest that a replica has come to the end of, and synchronized after.
+    """
+
+    seed: int
+    epoch: int = -1
+    ended: int = -1
+    open: dict[int, _Open] = field(default_factory=dict)
+
+    def encode(self) -> str:
+        rows = {
+            number: [
+                one.batches,
+                one.digest,
+                one.slots,
+                one.claimed,
+                {slot: list(held) for slot, held in one.held.items()},
+            ]
+            for number, one in self.open.items()
+        }
+        return json.dumps([self.seed, self.epoch, self.ended, rows])
+
+    @classmethod
+    def decode(cls, text: str) -> _State:
+        seed, epoch, ended, rows = json.loads(text)
+        made = {}
+        for number, (batches, digest, slots, claimed, held) in rows.items():
+            owners = {int(slot): (owner, done) for slot, (owner, done) in held.items()}
+            made[int(number)] = _Open(batches, digest, slots, claimed, owners)
+        return cls(seed, epoch, ended, made)
+
+    def tidy(self) -> None:
+        """Forget what is over."""
+        for number, one in list(self.open.items()):
+            if not one.held and (one.claimed == one.slots or number < self.epoch):
+                del self.open[number]
+
+
+class Board:
+    """What the replicas know of the epochs of one loader.
+
+    Args:
+        store: for this loader alone.
+        member: this replica's id.
+    """
+
+    def __init__(self, store: Any, member: int) -> None:
+        self._store, self._member = store, member
+
+    def seed(self, proposed: int) -> int:
+        """Return the seed that all draw their orders from: that of the first who asks."""
+        return self._change(lambda state: state.seed, _State(proposed))
+
+    def begin(self, epoch: int, batches: int, digest: int, most: int) -> bool:
+        """Begin an epoch, if nobody has; return whether the others are through with it, so that it has nothing for us.
+
+        What is left of those before it is what lost replicas had claimed.
+
+        Args:
+            digest: of its order.
+
+        Raises:
+            ConfigError: others have begun it with another number of batches, or in another order.
+        """
+
+        def act(state: _State) -> bool:
+            if epoch < state.epoch or epoch <= state.ended:
+                return True
+            if epoch > state.epoch:
+                for number, one in list(state.open.items()):
+                    if one.claimed < one.slots:
+                        del state.open[number]  # some replica has left it early
+                    else:
+                        one.held = {slot: held for slot, held in one.held.items() if held[0] != self._member}
+                state.epoch = epoch
+                if batches:
+                    state.open[epoch] = _Open(batches, digest, num_slots(batches, most))
+            theirs = state.open.get(epoch)
+            if theirs is not None and theirs.batches != batches:
+                raise ConfigError(
+                    f"Epoch {epoch} has {counted(theirs.batches, 'batch')} at another replica, and {batches} here. "
+                    "Give all replicas the same data set and the same batch size."
+                )
+            if theirs is not None and theirs.digest != digest:
+                raise ConfigError(
+                    f"Epoch {epoch} has its batches in another order at another replica. An order must be drawn from "
+                    "the generators of torch, numpy or random, which are seeded alike on all replicas, or from the "
+                    "number that set_epoch gives; not from a generator of the sampler's own."
+                )
+            return False
+
+        return self._change(act)
+
+    def end(self, epoch: int) -> None:
+        """Say that a replica has come to the end of an epoch, and synchronized after it."""
+
+        def act(state: _State) -> None:
+            state.ended = max(state.ended, epoch)
+
+        self._change(act)
+
+    def claim(self, epoch: int, is_here: Callable[[int], bool]) -> Claim | None:
+        """Take a slot: first what lost replicas have left, of epochs before too; None if there is none."""
+
+        def act(state: _State) -> Claim | None:
+            if state.epoch != epoch:
+                return None
+            for number, one in sorted(state.open.items()):
+                for slot, (owner, done) in one.held.items():
+                    if owner != self._member and (owner == _GIVEN_UP or not is_here(owner)):
+                        one.held[slot] = self._member, done
+                        return Claim(number, slot, done)
+                if number == epoch and one.claimed < one.slots:
+                    one.held[one.claimed] = self._member, 0
+                    one.claimed += 1
+                    return Claim(number, one.claimed - 1, 0)
+            return None
+
+        return self._change(act)
+
+    def note(self, done: Mapping[tuple[int, int], int], owner: int | None = None) -> None:
+        """Say how many batches of an owner's slots are done, by epoch and slot; those that are not its are left out."""
+        owner = self._member if owner is None else owner
+
+        def act(state: _State) -> None:
+            for (number, slot), count in done.items():
+                if number in state.open and state.open[number].held.get(slot, (_GIVEN_UP, 0))[0] == owner:
+                    state.open[number].note(slot, count)
+
+        self._change(act)
+
+    def give_up(self) -> None:
+        """Let others have the slots of this replica, and forget what it has said of them."""
+
+        def act(state: _State) -> None:
+            for one in state.open.values():
+                for slot, (owner, done) in one.held.items():
+                    if owner == self._member:
+                        one.held[slot] = _GIVEN_UP, done
+
+        self._store.delete_key(f"sent/{self._member}")
+        self._change(act)
+
+    # ---- what may be in a round that others have applied, and this replica did not live to note
+
+    def say_sent(self, steps: Iterable[tuple[int, int]], done: Mapping[tuple[int, int], int]) -> None:
+        """Say how far this replica's slots are at these steps of its outer loops, each with its membership's epoch."""
+        rows = [[*place, count] for place, count in done.items()]
+        self._store.set(f"sent/{self._member}", json.dumps([list(steps), rows]))
+
+    def note_for(self, lost: int, landed: Iterable[tuple[int, int]]) -> None:
+        """Note for a lost replica what has landed of it.
+
+        Args:
+            landed: of each outer loop, since which epoch it was a member, and up to which step the rounds have landed.
+        """
+        text = read(self._store, f"sent/{lost}")
+        steps, rows = json.loads(text) if text else ((), ())
+        pairs = zip(steps, landed, strict=False)
+        if rows and all(number >= since and step <= last for (number, step), (since, last) in pairs):
+            self.note({(epoch, slot): done for epoch, slot, done in rows}, lost)
+        self._store.delete_key(f"sent/{lost}")
+
+    def _change(self, act: Callable[[_State], _T], first: _State | None = None) -> _T:
+        text = read(self._store, "epochs")
+        while True:
+            state = _State.decode(text) if text else first
+            assert state is not None, "a seed was agreed on first"
+            found = act(state)
+            state.tidy()
+            new = state.encode()
+            if new == text:
+                return found
+            now = self._store.compare_set("epochs", text, new).decode()
+            if now == new:
+                return found
+            text = now

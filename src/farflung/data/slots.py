@@ -1,0 +1,486 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Epochs that replicas share while they come and go: each takes a slot, goes through it, and takes the next.
+
+An epoch's batches, in an order that all replicas agree on, are cut into S slots: slot s has the batches s, s + S,
+s + 2S ... Who has which slot, and how many of its batches are done, stands in the run's store. A batch is done when
+the outer loop's round is applied that its step went into. What is promised for the loaders that train:
+
+- A batch is handed out to one replica at a time, and once its step is in the common weights to none again.
+- What a replica had taken and not done is free again when it is lost, or left out as late: another one takes it from
+  the first batch that is not done, in this epoch or in the next one that is begun. A replica that was left out and
+  comes back goes on with none of it, not even with batches that it had read ahead.
+- So each batch of an epoch counts once in the common weights, but for: what was handed out after the last round of the
+  run, or was left by a replica that is lost while nobody begins another epoch; epochs that a script leaves early, which
+  are over for all once one replica begins the next; and the padding and dropping of batches among the ranks of one
+  replica, which are as ever. A batch counts twice only if its replica is lost between the landing of a round and its
+  own note of it, and the others can't tell: all of them are lost too, or had no more data, or rounds go on beside
+  training. If a model is sent in parts, a batch is done when all parts have been; some parts may have it twice.
+- A newcomer's script begins with epoch 0. Epochs that the others are through with hand out nothing.
+- When the run's store is lost, the epoch ends early, and later ones are shared by the members' places.
+
+A pass counts as an evaluation, and hands out all of the data on each replica, if the prepared models are in eval mode
+when it begins.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from farflung.base.errors import ConfigError, StateError
+from farflung.base.torch_internals import part_of
+from farflung.comm.collectives import broadcast_object_list
+from farflung.comm.exchange import Exchange
+from farflung.data.loader import DataLoaderShard
+from farflung.data.resume.iteration import Iteration
+from farflung.data.samplers import filled
+from farflung.data.slot_board import Board, Claim, num_slots
+from farflung.data.slot_order import agreed_order, announce, digest_of, proposed_seed
+from farflung.data.torch_loaders import LoaderView, index_source, samplers_of, with_indices
+
+if TYPE_CHECKING:
+    from farflung.outer.elastic import Elastic
+    from farflung.outer.stats import Round
+
+_T = TypeVar("_T")
+_Entry = tuple[int, int, int, int]  # tenure, epoch, slot, how many batches of the slot are done with this one
+
+
+class Slots:
+    """The shares of one replica in the epochs of all its loaders.
+
+    Args:
+        store: a c10d store that all replicas of the run share.
+        member: this replica's id.
+        exchange: of the ranks of this replica, of which the first speaks with the store.
+        most: how many replicas there will be at most.
+        expected: how many the run begins with.
+        is_training: whether a pass that begins now is one of training.
+
+    Attributes:
+        kind: of the loaders whose batches are shares.
+        tenure: how often this replica has come in; what it had taken before is no more its own.
+        num_given: batches that were handed out to the training of this rank.
+        num_steps: that were made with them.
+        is_gone: the store can't be reached any more.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        member: int,
+        exchange: Exchange,
+        *,
+        most: int,
+        expected: int = 1,
+        is_training: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.member, self.most, self.expected, self.is_training = member, most, expected, is_training
+        self.exchange = exchange
+        self.is_first = exchange.group.rank == 0
+        self.kind = SlotLoader
+        self._store = part_of(store, "data")
+        self._samplers: list[SlotSampler] = []
+        self._follows: list[FollowedLoop] = []
+        self._unrecorded: deque[tuple[int, SlotSampler, list[_Entry]]] = deque()
+        self.tenure = self.num_given = self.num_steps = 0
+        self.is_gone = False
+
+    def shared(self, loader: DataLoader[Any], per_round: int) -> DataLoader[Any]:
+        """Return a copy of a loader whose batches are this replica's share.
+
+        Args:
+            per_round: how many batches the ranks of the replica consume together.
+
+        Raises:
+            ConfigError: it can't be cut into slots.
+        """
+        if isinstance(loader.dataset, IterableDataset) or isinstance(loader, LoaderView):
+            raise ConfigError(
+                f"Replicas that come and go share the batches of a data set by index, but this loader reads "
+                f"{type(loader.dataset).__name__} as a stream. Use a data set with __len__ and __getitem__; a stream "
+                "whose replicas each draw their own samples can be iterated unprepared."
+            )
+        source: Any = index_source(loader)
+        sampler = getattr(source, "sampler", source)
+        if getattr(sampler, "num_replicas", 1) > 1:
+            raise ConfigError(
+                f"This loader's {type(sampler).__name__} hands out fixed shares, but the replicas of this run come and "
+                "go. Prepare the loader without it (with shuffle=True, if it shuffles)."
+            )
+        try:
+            len(source)
+        except TypeError:
+            raise ConfigError(
+                f"Replicas that come and go share epochs whose number of batches is known; {type(source).__name__} has "
+                "no __len__. Give it one."
+            ) from None
+        board = Board(part_of(self._store, str(len(self._samplers))), self.member)
+        made = SlotSampler(source, loader, self, board, per_round)
+        self._samplers.append(made)
+        return with_indices(loader, made)
+
+    def follow(self, membership: Elastic, num_fragments: int) -> FollowedLoop:
+        """Record from now on what the rounds of an outer loop bring into the common weights."""
+        made = FollowedLoop(self, membership, num_fragments)
+        self._follows.append(made)
+        return made
+
+    def leave(self, followed: FollowedLoop) -> None:
+        """Forget an outer loop that has ended."""
+        self._follows.remove(followed)
+
+    def is_here(self, member: int) -> bool:
+        """Whether a replica takes part, as far as this one knows."""
+        records = [one.membership.record for one in self._follows]
+        return all(record is None or member in record.ids for record in records)
+
+    def reach(self, act: Callable[[], _T], otherwise: _T) -> _T:
+        """Return what `act` finds in the store; `otherwise` once that is gone, which ends no training."""
+        if not self.is_gone:
+            try:
+                return act()
+            except dist.DistError:
+                self.is_gone = True
+                warnings.warn(
+                    "The run's store is gone, so replicas can't share what is left of this epoch, and it ends here. "
+                    "Later epochs are shared by the members' places.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+        return otherwise
+
+    def own_slots(self, number: int) -> range:
+        """Return which of so many slots are this replica's by its place among the members, where the store is gone."""
+        records = [one.membership.record for one in self._follows]
+        ids = next((record.ids for record in records if record is not None), (self.member,))
+        return range(ids.index(self.member), number, len(ids)) if self.is_gone else range(0)
+
+    def look(self) -> None:
+        """Give up what was taken, if this replica has been left out meanwhile and is back as a newcomer."""
+        joined = [one.membership.joined for one in self._follows]
+        if any(one.joined != now for one, now in zip(self._follows, joined, strict=True)):
+            self.tenure += 1
+            self._unrecorded.clear()
+            for one in self._follows:
+                one.begin_anew()
+            for sampler in self._samplers:
+                sampler.give_up()
+
+    def give(self, sampler: SlotSampler, entries: list[_Entry]) -> None:
+        """Note that the training gets these batches."""
+        self.num_given += 1
+        self._unrecorded.append((self.num_given, sampler, entries))
+        sampler.given |= {(epoch, slot): done for _, epoch, slot, done in entries}
+
+    def step_attempted(self) -> None:
+        """Say in the store what would be in rounds that are sent off now."""
+        self.num_steps += 1
+        if self.is_first:
+            steps = [(one.number, one.step) for one in self._follows]
+            for sampler in self._samplers:
+                if sampler.given:
+                    self.reach(partial(sampler.board.say_sent, steps, sampler.given), None)
+
+    def record(self) -> None:
+        """Record what all outer loops have in their common weights."""
+        landed = min(one.num_landed for one in self._follows)
+        done: dict[SlotSampler, dict[tuple[int, int], int]] = {}
+        while self._unrecorded and self._unrecorded[0][0] <= landed:
+            _, sampler, entries = self._unrecorded.popleft()
+            done.setdefault(sampler, {}).update({(epoch, slot): count for _, epoch, slot, count in entries})
+        for sampler, counts in done.items():
+            sampler.given = {place: one for place, one in sampler.given.items() if counts.get(place) != one}
+            if self.is_first:
+                self.reach(partial(sampler.board.note, counts), None)
+
+    def note_lost(self) -> None:
+        """Note for replicas that were lost what they did not live to note themselves."""
+        for lost in {member for one in self._follows for member in one.met if not self.is_here(member)}:
+            landed = [one.met.pop(lost, (0, -1)) for one in self._follows]
+            for sampler in self._samplers if self.is_first else ():
+                self.reach(partial(sampler.board.note_for, lost, landed), None)
+
+
+class FollowedLoop:
+    """Which batches are in the common weights of one outer loop.
+
+    Attributes:
+        joined: the epoch of the membership in which this replica came in last.
+        number, step: of the membership's epoch, and of the loop's step, at the latest step.
+        num_landed: of the batches that were handed out.
+        met: since which epoch of the membership other replicas have been in, and up to which step the rounds have
+            landed that they took part in, by their ids.
+    """
+
+    def __init__(self, slots: Slots, membership: Elastic, num_fragments: int) -> None:
+        self.membership = membership
+        self._slots, self._num_fragments = slots, num_fragments
+        self.num_landed = self.number = self.step = 0
+        self.met: dict[int, tuple[int, int]] = {}
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget what was sent off: this replica has been left out of it."""
+        self.joined = self.membership.joined
+        self._steps: deque[tuple[int, int]] = deque()  # number of the step, batches handed out by then
+        self._landed: dict[int, int] = {}  # step by fragment
+
+    def step_attempted(self, position: int) -> None:
+        """Called after a step of the training, before the rounds that are due then."""
+        self._meet()
+        self.step = position
+        self._steps.append((position, self._slots.num_given))
+        self._slots.step_attempted()
+
+    def round_ended(self, this: Round) -> None:
+        """Called with each round that has ended."""
+        self._meet()
+        record = self.membership.record
+        if record is None or this.dropped or len(this.weights) != len(record.ids):  # all take part in what counts
+            return
+        self._landed[this.fragment] = this.step
+        if len(self._landed) == self._num_fragments:
+            step = min(self._landed.values())
+            self.met = {member: (since, step) for member, (since, _) in self.met.items()}
+            while self._steps and self._steps[0][0] <= step:
+                self.num_landed = self._steps.popleft()[1]
+            self._slots.record()
+
+    def _meet(self) -> None:
+        """See who has come, who has gone, and whether this replica has been left out."""
+        self._slots.look()
+        self._slots.note_lost()
+        record = self.membership.record
+        if record is not None:
+            self.number = record.number
+            for member in set(record.ids).difference(self.met):
+                self.met[member] = record.number, -1
+
+
+class SlotSampler(BatchSampler):
+    """The batches of a batch sampler that this replica gets, or all of them in an evaluation.
+
+    The last batch of an epoch, which may be short, comes last. `len()` is the share of one of the replicas that the run
+    begins with, always the same: schedules are planned with it. In an evaluation it is the number of all batches; so it
+    is before the first pass if nothing shuffles.
+
+    Attributes:
+        is_shared: the latest pass is one of training.
+        is_past: the others were through with its epoch when it began.
+        given: how many batches of each slot the training has got, by epoch and slot, where that is not recorded.
+    """
+
+    def __init__(self, batch_sampler: Any, loader: DataLoader[Any], slots: Slots, board: Board, per_round: int) -> None:
+        self.batch_sampler: Any = batch_sampler
+        self.sampler: Any = getattr(batch_sampler, "sampler", batch_sampler)  # which may be replaced
+        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self.board = board
+        self.is_shared = not isinstance(self.sampler, SequentialSampler)
+        self.is_past = self.has_begun = False
+        self._loader, self._slots, self._per_round = loader, slots, per_round
+        self._seed = 0
+        self._epoch = self._ended = -1
+        self._drawn: deque[_Entry] = deque()
+        self._num_drawn = self._num_steps = 0
+        self.given: dict[tuple[int, int], int] = {}
+        self._orders: dict[int, list[Any]] = {}
+        self._own: Iterator[Claim] = iter(())  # without a store
+
+    @property
+    def _whole(self) -> Any:
+        return self.batch_sampler if hasattr(self.batch_sampler, "sampler") else self.sampler
+
+    def __len__(self) -> int:
+        whole = len(self._whole)
+        return -(-whole // self._slots.expected) if self.is_shared else whole
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._claimed() if self.is_shared else iter(self._whole)
+
+    def begin(self, epoch: int) -> None:
+        """Begin a pass: a collective of the ranks of this replica.
+
+        Raises:
+            ConfigError: this replica has been through this epoch; or the others have other data.
+        """
+        self.is_shared, self.is_past = self._slots.is_training(), False
+        self._drawn.clear()
+        self._orders.clear()
+        self._num_drawn = 0
+        if not self.is_shared:
+            return
+        if epoch <= self._ended:
+            raise ConfigError(
+                f"Epoch {epoch} of this loader was trained on already. Replicas that come and go name epochs by their "
+                "numbers, so each must have another: leave set_epoch out, or count its argument up."
+            )
+        if not self.has_begun:
+            self._seed = self._agreed(lambda: self.board.seed(proposed_seed(self._loader)))
+            self.has_begun = True
+        self._epoch, self._num_steps = epoch, self._slots.num_steps
+        order = self._order(epoch)
+        most, reach = self._slots.most, self._slots.reach
+        begin = partial(self.board.begin, epoch, len(order), digest_of(order), most)
+        self.is_past, mine = self._agreed(
+            lambda: (reach(begin, False), self._slots.own_slots(num_slots(len(order), most)))
+        )
+        self._own = iter([Claim(epoch, slot, 0) for slot in mine])
+
+    def hands_out(self) -> bool:
+        """Take note that the next batch is about to be handed out; say False where it has become another replica's."""
+        if not self.is_shared:
+            return True
+        self._slots.look()
+        entries = [self._drawn.popleft() for _ in range(min(self._per_round, len(self._drawn)))]
+        if any(entry[0] != self._slots.tenure for entry in entries):
+            return False
+        self._slots.give(self, entries)
+        return True
+
+    def finish(self) -> None:
+        """Take note that a pass came to its end. What the ranks have dropped of a last round is done."""
+        if self.is_shared:
+            self._ended = self._epoch
+            if self._num_drawn and self._num_steps == self._slots.num_steps:
+                warnings.warn(
+                    "A pass over a prepared loader made no step of training, but got this replica's share alone, as "
+                    "the model was in train mode. Call model.eval() before an evaluation, which gets all of the data.",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            rest = [entry for entry in self._drawn if entry[0] == self._slots.tenure]
+            if rest:
+                self._slots.give(self, rest)
+
+    def synchronized(self) -> None:
+        """Take note that all replicas have come to the end of the epoch."""
+        if self.is_shared and self._slots.is_first:
+            self._slots.reach(lambda: self.board.end(self._epoch), None)
+
+    def give_up(self) -> None:
+        """Let others have what this replica has taken."""
+        self.given = {}
+        if self.has_begun and self._slots.is_first:
+            self._slots.reach(self.board.give_up, None)
+
+    def _claimed(self) -> Iterator[Any]:
+        last: list[tuple[Any, _Entry]] = []  # batches of their epochs
+        while not self.is_past and (claim := self._agreed(self._claim)) is not None:
+            order, tenure = self._order(claim.epoch), self._slots.tenure
+            step = num_slots(len(order), self._slots.most)
+            for done, index in enumerate(range(claim.slot + claim.done * step, len(order), step), claim.done + 1):
+                entry = (tenure, claim.epoch, claim.slot, done)
+                if index == len(order) - 1:
+                    last.append((order[index], entry))
+                    break
+                yield self._draw(order[index], entry)
+                self._slots.look()
+                if self._slots.tenure != tenure:
+                    while self._num_drawn % self._per_round:  # the ranks take their parts of a round from its place
+                        yield self._draw(order[index], entry)
+                    break
+        for number, (batch, entry) in enumerate(last, 1):
+            if entry[0] == self._slots.tenure:
+                is_short = number < len(last) and self._slots.exchange.group.size > 1 and self.batch_size is not None
+                full = filled(batch, self._orders[entry[1]][0], self.batch_size or 0) if is_short else batch
+                yield self._draw(full, entry)
+
+    def _draw(self, batch: Any, entry: _Entry) -> Any:
+        self._drawn.append(entry)
+        self._num_drawn += 1
+        return batch
+
+    def _claim(self) -> Claim | None:
+        self._slots.look()
+        self._slots.note_lost()
+        if self._slots.is_gone:
+            return next(self._own, None)
+        return self._slots.reach(lambda: self.board.claim(self._epoch, self._slots.is_here), None)
+
+    def _agreed(self, act: Callable[[], Any]) -> Any:
+        """Return what the first rank of the replica finds out, on all of its ranks."""
+        if self._slots.exchange.group.size == 1:
+            return act()
+        said: list[Any] = [None, None]
+        if self._slots.is_first:
+            try:
+                said = [act(), None]
+            except ConfigError as error:
+                said = [None, error]
+        found, failure = broadcast_object_list(self._slots.exchange, said)
+        if failure is not None:
+            raise failure
+        return found
+
+    def _order(self, epoch: int) -> list[Any]:
+        if epoch not in self._orders:
+            self._orders[epoch] = agreed_order(self._whole, self._loader, self._seed, epoch)
+            announce(self._epoch, self._loader)
+        return self._orders[epoch]
+
+
+class SlotLoader(DataLoaderShard):
+    """A prepared loader of a replica that comes and goes: each pass of training hands out this replica's share."""
+
+    @property
+    def share(self) -> SlotSampler:
+        """The batches of this replica."""
+        return next(one for one in samplers_of(self.base_dataloader) if isinstance(one, SlotSampler))
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the others were through with the epoch of the latest pass when it began."""
+        return self.share.is_past
+
+    def skipping(self, num_batches: int) -> Any:
+        raise ConfigError(
+            f"skip_first_batches: num_batches is {num_batches}, but the replicas of this run come and go, so nobody "
+            "has a fixed share whose first batches could be left out. Leave the call out: what the run has done of an "
+            "epoch is not handed out again."
+        )
+
+    def check_trains(self) -> None:
+        """Raise StateError if this pass, from which a step of training came, hands out all of the data."""
+        if not self.share.is_shared:
+            raise StateError(
+                "This step trains on a loader whose pass began with the model in eval mode. That is taken for an "
+                "evaluation, in which each replica gets all of the data. Call model.train() before the loop."
+            )
+
+    def synchronized(self) -> None:
+        """Take note that all replicas have synchronized after the epoch."""
+        self.share.synchronized()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this loader stands: the epoch. What is done of it stands in the run's store."""
+        state = super().state_dict()
+        if state["position"] is not None and not state["position"]["ended"]:
+            state |= {"position": None, "under_way": False}
+        return state
+
+    def _stream(self, one: Iteration) -> Iterator[tuple[Any, bool, int]]:
+        share = self.share
+        share.begin(one.epoch)
+        if share.is_shared and one.resumed_at is not None:
+            one.arrive()
+            if one.resumed_at.ended:
+                return
+            warnings.warn(
+                f"The loaded position in epoch {one.epoch} is left out, as a replica that comes and goes has no fixed "
+                "share: the epoch goes on with what the replicas of this run have not done of it.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            one.skip, one.resumed_at = 0, None
+        for batch, last, real in super()._stream(one):
+            if share.hands_out():
+                yield batch, last, real
+        share.finish()

@@ -1,0 +1,507 @@
+"""Slots: replicas that come and go see each batch of an epoch as often as is promised."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings, strategies as st
+from torch.utils.data import DataLoader, DistributedSampler
+
+from farflung.base.errors import ConfigError, StateError
+from farflung.base.torch_internals import part_of
+from farflung.comm.exchange import Exchange
+from farflung.comm.group import SoloGroup
+from farflung.comm.member_store import read
+from farflung.config.handlers import DataLoaderConfiguration
+from farflung.data.prepare import prepare_loader, skip_first_batches
+from farflung.data.slots import Slots
+from farflung.loop.state import LoopState
+from farflung.outer.stats import Round
+from farflung.testing.sim import run_replicas
+from tests.data.support import Stream
+
+
+class Membership:
+    """What slots ask of `Elastic`."""
+
+    def __init__(self, joined=0):
+        self.record, self.joined = SimpleNamespace(ids=(), number=0), joined
+
+
+class Replica:
+    """A replica whose loop is driven by hand: it takes batches, makes a step with each, and is sent to rounds."""
+
+    def __init__(self, run, member, dataset=None, batch_size=1, fragments=1, exchange=None, **settings):
+        self.run, self.member = run, member
+        self.membership = Membership()
+        self.training = True
+        exchange = exchange or Exchange(SoloGroup())
+        self.slots = Slots(run.store, member, exchange, most=run.most, expected=2, is_training=lambda: self.training)
+        self.followed = self.slots.follow(self.membership, fragments)
+        self.loaders = [
+            prepare_loader(
+                DataLoader(run.dataset if dataset is None else dataset, **{"batch_size": batch_size, **arguments}),
+                exchange=exchange,
+                device=None,
+                state=LoopState(),
+                config=DataLoaderConfiguration(**settings),
+                rng_types=["generator"],
+                slots=self.slots,
+            )
+            for arguments in run.loaders
+        ]
+        self.position, self.unsent, self.batches, self.epoch = 0, [], None, 0
+
+    def take(self, which=0):
+        """Train on the next batch; at the end of the epoch return False."""
+        loader = self.loaders[which]
+        if self.batches is None:
+            self.batches, self.epoch = iter(loader), loader.iteration
+        batch = next(self.batches, None)
+        if batch is None:
+            self.batches = None
+            return False
+        epoch = self.slots._unrecorded[-1][2][0][1]  # which it is of, where it was left of the epoch before
+        self.position += 1
+        self.followed.step_attempted(self.position)
+        self.unsent += [(which, epoch, one) for one in batch.tolist()]
+        return True
+
+
+class Run:
+    """Replicas in lockstep: the weights that all have in common count what was trained on."""
+
+    def __init__(self, num_batches=40, most=4, loaders=({"shuffle": True},)):
+        self.store, self.most, self.loaders = dist.HashStore(), most, loaders
+        self.dataset = torch.arange(num_batches)
+        self.counted, self.live, self.num_members, self.number = Counter(), [], 0, 0
+
+    def join(self, **options):
+        self.num_members += 1
+        one = Replica(self, self.num_members, **options)
+        one.position = max((other.position for other in self.live), default=0)
+        self.live.append(one)
+        self.members_changed()
+        return one
+
+    def members_changed(self):
+        self.number += 1
+        for one in self.live:
+            ids = tuple(other.member for other in self.live)
+            one.membership.record = SimpleNamespace(ids=ids, number=self.number)
+
+    def lose(self, one):
+        self.live.remove(one)
+        one.unsent.clear()
+        self.members_changed()
+
+    def round(self, dies=None):
+        """Let all meet, at the furthest position; one may die after the others have applied it."""
+        position = max(one.position for one in self.live)
+        for one in self.live:
+            for which, epoch, batch in one.unsent:
+                self.counted[which, epoch, batch] += 1
+            one.unsent.clear()
+        for one in self.live:
+            one.position = position
+            if one is not dies:
+                one.followed.round_ended(ended(position, len(self.live)))
+        if dies is not None:
+            self.lose(dies)
+
+    def expect(self, epochs, times=1, which=0):
+        wanted = {(which, epoch, batch): times for epoch in epochs for batch in range(len(self.dataset))}
+        found = {key: number for key, number in self.counted.items() if key[0] == which and key[1] in set(epochs)}
+        assert found == wanted
+
+
+def ended(step, replicas, fragment=0, dropped=False):
+    figures = (0.0, 0.0) + (0,) * 2 + (0.0,) * 2
+    weights = (1 / replicas,) * replicas
+    return Round(step, (), step, fragment, dropped, weights, weights, *figures)
+
+
+def finish(run, each=4):
+    """Let all come to the end of their epoch, with a round now and then."""
+    going = list(run.live)
+    while going:
+        going = [one for one in going if all(one.take() for _ in range(each))]
+        run.round()
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_batches", [1, 3, 40, 300])
+def test_replicas_of_changing_speeds_share_an_epoch(replicas, num_batches):
+    run, draw = Run(num_batches), random.Random(replicas)
+    for _ in range(replicas):
+        run.join()
+    for epoch in range(2):
+        going = list(run.live)
+        while going:
+            one = draw.choice([*going, going[0]])
+            if not one.take():
+                going.remove(one)
+            if draw.random() < 0.2:
+                run.round()
+        run.round()
+        run.expect([epoch])
+
+
+def test_an_order_is_drawn_anew_in_each_epoch_and_is_the_same_for_all_whatever_their_seeds():
+    run = Run()
+    torch.manual_seed(1)
+    first = run.join()
+    torch.manual_seed(2)
+    second = run.join()
+    first.take(), second.take()
+    orders = [one.loaders[0].share._orders[0] for one in run.live]
+    assert orders[0] == orders[1] != sorted(orders[0])
+    finish(run)
+    first.take()
+    assert first.loaders[0].share._orders[1] != orders[0]
+
+
+def test_threads_that_claim_at_once_share_an_epoch():
+    run, seen = Run(200), []
+    replicas = [run.join() for _ in range(4)]
+
+    def train(one):
+        while one.take():
+            pass
+        seen.extend(one.unsent)
+
+    threads = [threading.Thread(target=train, args=(one,)) for one in replicas]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(batch for _, _, batch in seen) == list(range(200))
+
+
+EVENTS = st.lists(
+    st.sampled_from(["take", "take", "take", "round", "lose", "dies in a round", "join", "out"]), max_size=60
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(events=EVENTS, draw=st.randoms(use_true_random=False))
+def test_each_batch_counts_once_whatever_happens(events, draw):
+    """2 -> 1 -> 3 and all else. What is left of an epoch goes into the next one; the last one has nobody lost."""
+    run = Run(24, most=3)
+    run.join(), run.join()
+    waiting = {}  # those at the end of their epoch, where all meet
+    for event in events:
+        one = draw.choice(run.live)
+        if event == "take" and one.member not in waiting and not one.take():
+            waiting[one.member] = one
+        elif event == "round":
+            run.round()
+        elif event == "lose" and len(run.live) > 1:
+            run.lose(one)
+        elif event == "dies in a round" and len(run.live) > 1 and not waiting:
+            position = max(other.position for other in run.live)
+            while one.position < position and one.member not in waiting:
+                if not one.take():
+                    waiting[one.member] = one
+            if not waiting:
+                run.round(dies=one)
+        elif event == "join" and len(run.live) < 3 and not waiting:
+            run.round()  # those that are there let others in right after one
+            newcomer = run.join()
+            while not newcomer.take() and newcomer.loaders[0].is_past:
+                pass
+            if newcomer.batches is None:
+                waiting[newcomer.member] = newcomer
+        elif event == "out" and len(run.live) > 1 and one.member not in waiting:  # late, and back as a newcomer
+            run.lose(one)
+            run.round()
+            run.live.append(one)
+            run.members_changed()
+            one.membership.joined = run.number
+            one.position = max(other.position for other in run.live)
+        if event in ("join", "out"):  # all make a step before they can hear of another loss
+            for other in run.live:
+                if other.member not in waiting and not other.take():
+                    waiting[other.member] = other
+        waiting = {member: each for member, each in waiting.items() if each in run.live}
+        if len(waiting) == len(run.live):
+            run.round()
+            for each in waiting.values():
+                each.loaders[0].synchronized()
+            waiting = {}
+    frontier = max(one.loaders[0].share._epoch for one in run.live)
+    for one in run.live:
+        while one.member not in waiting and one.take():
+            pass
+    run.round()
+    finish(run)  # an epoch more, in which what lost ones have left is taken
+    for epoch in range(max(frontier, 0) + 1):
+        run.expect([epoch])
+
+
+def test_a_newcomer_finds_epochs_that_are_over_empty_and_takes_part_in_the_one_of_now():
+    run = Run()
+    old = run.join()
+    for _ in range(2):
+        finish(run)
+    old.take()
+    run.round()
+    newcomer = run.join()
+    passes = []
+    while not newcomer.take():
+        passes.append(newcomer.loaders[0].is_past)
+    assert passes == [True, True]
+    assert newcomer.epoch == 2
+    finish(run)
+    run.expect([0, 1, 2])
+
+
+def test_one_that_comes_after_all_have_ended_an_epoch_and_synchronized_goes_on_to_the_next():
+    run = Run(8)
+    old = run.join()
+    finish(run)
+    old.loaders[0].synchronized()
+    newcomer = run.join()
+    assert not newcomer.take()
+    assert newcomer.loaders[0].is_past
+    assert newcomer.take()
+    assert newcomer.epoch == 1
+
+
+def test_two_loaders_have_epochs_of_their_own():
+    run = Run(20, loaders=({"shuffle": True}, {}))
+    run.join(), run.join()
+    finish(run)
+    going = list(run.live)
+    while going:
+        going = [one for one in going if one.take(1)]
+        run.round()
+    run.expect([0])
+    run.expect([0], which=1)
+
+
+def test_one_that_was_left_out_goes_on_with_nothing_that_it_had_read_ahead():
+    run = Run(64, most=2)
+    first, late = run.join(), run.join()
+    late.take(), first.take()
+    run.round()
+    late.take()
+    run.lose(late)
+    finish(run)
+    assert {batch for _, _, batch in run.counted} == set(range(64))
+    run.live.append(late)
+    run.members_changed()
+    late.membership.joined = run.number
+    assert not late.take()
+    run.expect([0])
+
+
+def test_a_dropped_round_and_a_part_of_a_model_record_nothing():
+    run = Run(8, most=1)
+    one = run.join(fragments=2)
+
+    def done():
+        rows = json.loads(read(part_of(part_of(run.store, "data"), "0"), "epochs"))[3]
+        return sum(count for *_, held in rows.values() for _, count in held.values())
+
+    for _ in range(3):
+        one.take()
+    one.followed.round_ended(ended(3, 1, fragment=0))
+    assert done() == 0
+    one.followed.round_ended(ended(2, 1, fragment=1, dropped=True))
+    assert done() == 0
+    one.followed.round_ended(ended(2, 1, fragment=1))
+    assert done() == 2
+
+
+def test_keys_don_t_grow_with_epochs_and_losses():
+    run, sizes = Run(16), []
+    run.join()
+    for _ in range(4):
+        lost = run.join()
+        while not lost.take():
+            pass
+        run.round()
+        run.lose(lost)
+        finish(run)
+        sizes.append(run.store.num_keys())
+    assert len(set(sizes)) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "options"), [(2, {}), (3, {}), (2, {"split_batches": True}), (2, {"even_batches": False})]
+)
+def test_the_ranks_of_a_replica_share_its_slots(size, options):
+    run = Run(26)
+    other = run.join(batch_size=2)
+    other.take()
+    run.round()
+    other.membership.record = SimpleNamespace(ids=(1, 2), number=9)
+
+    def train(group):
+        one = Replica(run, 2, batch_size=2, exchange=Exchange(group), **options)
+        one.membership.record = SimpleNamespace(ids=(1, 2), number=9)
+        while one.take():
+            pass
+        return [batch for _, _, batch in one.unsent]
+
+    shares = run_replicas(train, size, seed=0)
+    mine = Counter(batch for share in shares for batch in share)
+    while other.take():
+        pass
+    others = {batch for _, _, batch in run.counted} | {batch for _, _, batch in other.unsent}
+    assert not others & set(mine)
+    assert others | set(mine) == set(range(26))
+    assert sum(mine.values()) - len(mine) <= 2 * (size - 1)  # padding
+
+
+def test_the_ranks_of_a_replica_that_was_left_out_stay_in_step():
+    run = Run(60, most=1)
+
+    def train(group):
+        one = Replica(run, 1, exchange=Exchange(group))
+        one.take()
+        one.membership.joined = 3
+        while one.take():
+            pass
+        return [batch for _, _, batch in one.unsent]
+
+    first, second = run_replicas(train, 2, seed=0)
+    assert len(first) == len(second) == 31  # one round was made before, and its two batches are made again
+    assert set(first) | set(second) == set(range(60))
+
+
+class Store:
+    """One that can be lost."""
+
+    def __init__(self, store):
+        self.store, self.is_lost = store, False
+
+    def __getattr__(self, name):
+        if self.is_lost:
+            raise dist.DistNetworkError("connection reset")
+        return getattr(self.store, name)
+
+
+def test_without_the_store_the_epoch_ends_and_later_ones_are_shared_by_places():
+    run = Run(40)
+    run.join(), run.join()
+    stores = [Store(one.loaders[0].share.board._store) for one in run.live]
+    for one, store in zip(run.live, stores, strict=True):
+        one.loaders[0].share.board._store = store
+        one.take()
+    run.round()
+    for store in stores:
+        store.is_lost = True
+    with pytest.warns(RuntimeWarning, match="The run's store is gone"):
+        finish(run)
+    finish(run)
+    run.expect([1])
+
+
+def test_len_is_the_share_of_one_of_the_replicas_that_the_run_begins_with():
+    one = Run(40, loaders=({"shuffle": True}, {})).join()
+    assert [len(loader) for loader in one.loaders] == [20, 40]  # nothing shuffles the second: as for an evaluation
+    one.take(1)
+    assert len(one.loaders[1]) == 20
+
+
+def test_an_evaluation_gets_all_of_the_data_and_a_step_on_them_is_refused():
+    run = Run(40)
+    one, _ = run.join(), run.join()
+    one.training = False
+    assert sorted(torch.cat(list(one.loaders[0])).tolist()) == list(range(40))
+    assert len(one.loaders[0]) == 40
+    with pytest.raises(StateError, match=r"Call model\.train\(\) before the loop"):
+        one.loaders[0].check_trains()
+
+
+def test_a_pass_without_steps_in_train_mode_is_warned_of():
+    one = Run(4).join()
+    with pytest.warns(RuntimeWarning, match=r"Call model\.eval\(\) before an evaluation"):
+        list(one.loaders[0])
+
+
+class Lengthless:
+    batch_size = 1
+
+    def __iter__(self):
+        yield [0]
+
+
+@pytest.mark.parametrize(
+    ("loader", "says"),
+    [
+        (DataLoader(Stream(4)), "Use a data set with __len__ and __getitem__"),
+        (DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 0)), "Prepare the loader without it"),
+        (DataLoader(range(4), batch_sampler=Lengthless()), "no __len__"),
+    ],
+)
+def test_loaders_that_can_t_be_cut_are_refused(loader, says):
+    slots = Slots(dist.HashStore(), 1, Exchange(SoloGroup()), most=2)
+    with pytest.raises(ConfigError, match=says):
+        slots.shared(loader, 1)
+
+
+class OwnOrder:
+    """A batch sampler that draws from a generator of its own."""
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+
+    def __len__(self):
+        return 40
+
+    def __iter__(self):
+        return iter(self.rng.sample([[index] for index in range(40)], 40))
+
+
+def test_an_order_that_replicas_can_t_agree_on_is_refused():
+    run = Run()
+    for number in range(2):
+        run.loaders = ({"batch_size": 1, "batch_sampler": OwnOrder(number)},)
+        one = run.join()
+        with pytest.raises(ConfigError, match="in another order at another replica") if number else nullcontext():
+            one.take()
+
+
+def test_what_has_no_meaning_among_replicas_that_come_and_go_is_refused():
+    run = Run(8)
+    one = run.join()
+    with pytest.raises(ConfigError, match="Leave the call out"):
+        skip_first_batches(one.loaders[0], 2)
+    one.take()
+    with pytest.raises(ConfigError, match="Epoch 0 has 8 batches at another replica, and 5 here"):
+        run.join(dataset=torch.arange(5)).take()
+    run.lose(run.live[-1])
+    finish(run)
+    one.loaders[0].set_epoch(0)
+    with pytest.raises(ConfigError, match="Epoch 0 of this loader was trained on already"):
+        one.take()
+    with pytest.raises(ConfigError, match="dispatch_batches"):
+        Run(8).join(dispatch_batches=True)
+
+
+def test_a_checkpoint_says_the_epoch_and_the_store_what_is_done_of_it():
+    run = Run(16)
+    one = run.join()
+    finish(run)
+    for _ in range(3):
+        one.take()
+    run.round()
+    saved = one.loaders[0].state_dict()
+    run.lose(one)
+    newcomer = run.join()
+    newcomer.loaders[0].load_state_dict(saved)
+    assert newcomer.take()
+    assert newcomer.epoch == 1
+    finish(run)
+    run.expect([0, 1])
