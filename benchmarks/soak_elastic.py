@@ -92,8 +92,9 @@ def main():
                 back = [run.start(one) for one in names]
                 there |= dict(zip(back, names, strict=True))
             run.until(lambda: run.joined(*back), 30.0)
-            for one in [*run.processes][: -2 * REPLICAS]:  # as a launcher does
-                run.notes.forget(one)
+            for one, process in [*run.processes.items()][: -2 * REPLICAS]:  # as a launcher does
+                if process.exitcode is not None:
+                    run.notes.forget(one)
             run.events.clear()
             healthy = [one for one in run.said if one["member"] == keeper]
             mistakes += len(wrong(healthy))

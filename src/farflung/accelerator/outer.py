@@ -105,12 +105,14 @@ class AttachedLoop:
         try:
             self.loop.__exit__(kind, error, trace)
         finally:
+            self._stop_following()
             self._join()
 
     def drop(self) -> None:
         """End the loop where it stands. Nothing is exchanged."""
         self._detach()
         self.loop.detach()
+        self._stop_following()
         self._join()
 
     def step_attempted(self, done: bool) -> None:
@@ -191,10 +193,12 @@ class AttachedLoop:
             self._alone.close()
             self._alone = None
 
-    def _detach(self) -> None:
+    def _stop_following(self) -> None:
         if self._slots is not None and self._followed is not None:
             self._slots.leave(self._followed)
             self._followed = None
+
+    def _detach(self) -> None:
         if self in self.optimizer.attached:
             self.optimizer.attached.remove(self)
         self._hook.remove()

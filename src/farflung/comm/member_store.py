@@ -130,7 +130,7 @@ class LauncherNotes:
 
     def forget(self, member: int) -> None:
         """Delete all that is said of a member that nobody asks for any more."""
-        for key in ("name", "machine", "gone", "stopped", "left", "in"):
+        for key in ("name", "machine", "gone", "stopped", "left", "in", "loops"):
             self.store.delete_key(f"{key}/{member}")
 
     # ---- what members say

@@ -133,6 +133,7 @@ class Elastic:
         return False
 
     def agree(self, num_votes: int, complete: Mapping[int, int]) -> dict[int, int]:
+        self._end_island_waits()
         everyone = gather_object(self._share_group, [dict(complete)])
         least = {vote: min(one.get(vote, ALL) for one in everyone) for vote in set().union(*everyone)}
         record = self._decided = self._shared(lambda: self._settled(num_votes, least, True))
@@ -145,6 +146,7 @@ class Elastic:
             raise failure
         needs, self._num_failed = self._needs, self._num_failed + (self._epoch is None)
         if self._decided is None and self.record is not None:
+            self._end_island_waits()
             has_state = needs.has_state and not self._is_newcomer
             self._decided = self._shared(lambda: self._settled(needs.num_votes, {}, has_state))
         self._epoch = None
@@ -181,7 +183,7 @@ class Elastic:
                     new = self._first(1 if record is None else record.number + 1, there)
                     if self.members.replace(record, new):
                         self.members.forget_applicants(asked)
-                        self.notes.tell(f"epoch {new.number}: {counted(len(new.ids), 'replica')} begin")
+                        self.notes.tell(f"epoch {new.number} begins with {counted(len(new.ids), 'replica')}")
             time.sleep(_JOIN_S)
 
     def _first(self, number: int, there: Mapping[int, bool]) -> Record:
@@ -224,7 +226,7 @@ class Elastic:
         self.members.forget_applicants(number for number, one in waiting.items() if one in newcomers)
         names = ", ".join(map(self.notes.name_of, newcomers))
         if newcomers:
-            self.notes.tell(f"epoch {new.number}: {names} joined; {counted(len(new.ids), 'replica')} train")
+            self.notes.tell(f"epoch {new.number}: {names} joined: {counted(len(new.ids), 'replica')}")
         return new
 
     def _settled(self, num_votes: int, complete: Mapping[int, int], has_state: bool) -> Record:
@@ -275,7 +277,7 @@ class Elastic:
         if self.members.replace(record, new):
             left = counted(len(ids), "replica")
             for one, why in absent.items():
-                self.notes.tell(f"epoch {new.number}: {self.notes.name_of(one)} is out: {why}; {left} go on")
+                self.notes.tell(f"epoch {new.number}: {self.notes.name_of(one)} is out: {why}; {left} left")
             if not absent:
                 why = self.members.broken(record.number)
                 self.notes.tell(f"epoch {new.number}: {left} connected anew ({why})")
@@ -330,6 +332,11 @@ class Elastic:
         self._beats[machine] = (count, since if count == before else now)
         silent = now - self._beats[machine][1]
         return silent if silent > _BEAT_LOST_S else 0.0
+
+    def _end_island_waits(self) -> None:
+        """Let the other ranks of the replica, who may wait for this one in a round, come here too."""
+        if self.island.size > 1:
+            self.island.leave("its replica goes on without one that was lost")
 
     def _shared(self, act: Callable[[], _T]) -> _T:
         """Return what the first rank of the replica finds out, on all of its ranks."""
