@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that Farflung takes from inside torch: names that torch does not promise to keep, each with what it is for.
+"""All that Farflung takes from inside torch: names that torch does not promise to keep, and nobody else here uses.
 
-Nothing else in the package uses a private name of torch (a test looks), and a test holds that each name here exists.
 No version of torch is asked for: a name is used where it exists, and where it does not, `Unsupported` says so.
 """
 
@@ -68,10 +67,8 @@ def passing_buffers(module: nn.Module) -> set[str]:
 
 
 def changes_what_it_loads(module: nn.Module) -> bool:
-    """Say whether `module` has hooks of its own that change a state dict before it is loaded.
-
-    Those of FSDP and of activation checkpointing change nothing that a state dict shows.
-    """
+    """Say whether `module` has hooks of its own that change a state dict before it is loaded."""
+    # Those of FSDP and of activation checkpointing change nothing that a state dict shows.
     hooks = taken(module, "_load_state_dict_pre_hooks", "check a state dict before it is loaded").values()
     return not all(getattr(hook, "__module__", "").startswith("torch.distributed.") for hook in hooks)
 
@@ -133,9 +130,6 @@ def before_calls(module: nn.Module, act: Callable[..., None]) -> None:
 def _called_after(act: Callable[..., None], module: nn.Module, call: Any, *args: Any, **kwargs: Any) -> Any:
     act(module, args)
     return call(*args, **kwargs)
-
-
-# ---- loaders
 
 
 def copied_loader(loader: _Loader, attributes: Mapping[str, Any]) -> _Loader:
@@ -221,17 +215,11 @@ def set_unreduced_gradient(sharded: Any, gradient: Tensor | None) -> None:
         whole.grad = None
 
 
-# ---- schedulers
-
-
 def sequence_of(scheduler: torch.optim.lr_scheduler.SequentialLR) -> tuple[list[Any], list[int]]:
     """Return the schedulers that follow each other, and after how many steps each of them but the first begins."""
     schedulers: list[Any] = taken(scheduler, "_schedulers", "find the end of a schedule")
     milestones: list[int] = taken(scheduler, "_milestones", "find the end of a schedule")
     return schedulers, milestones
-
-
-# ---- process groups
 
 
 def add_joint_axis(mesh: Any, axes: Sequence[str], name: str) -> None:
@@ -245,15 +233,12 @@ def default_store() -> Any:
 
 
 def num_collectives(group: dist.ProcessGroup) -> int:
-    """Return how many collectives this rank has started in a gloo group, also those that DDP or the script started."""
+    """Return how many collectives this rank has started in a gloo group, also by DDP or the script."""
     return int(taken(group, "_get_sequence_number_for_group", "find ranks that are late")())
 
 
 def num_groups() -> int:
-    """Return how many process groups this rank is in: torch makes it part of the name of a group of some ranks.
-
-    Ranks that differ in it would wait for each other under different names, for ever.
-    """
+    """Return how many process groups this rank is in: torch names groups by it, so ranks that differ never meet."""
     use = "make groups of ranks"
     return len(taken(taken(dist.distributed_c10d, "_world", use), "pg_names", use))
 
@@ -263,19 +248,10 @@ def is_flattened(parameter: Tensor) -> bool:
     return any(getattr(parameter, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened"))
 
 
-def part_of(store: Any, name: str) -> Any:
-    """Return the part of a c10d store that has keys of its own."""
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-
-
 def bare_group(store: Any, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
     """Return a process group that torch's default world knows nothing of: gloo, and NCCL too where there are GPUs.
 
-    Args:
-        timeout_s: how long the ranks wait for each other here; later they do without end.
-
-    Raises:
-        RuntimeError: some did not come.
+    The ranks wait for each other for `timeout_s`, or raise RuntimeError; later they do without end.
     """
     use = "make groups of replicas that come and go"
     group, kinds = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType
@@ -284,6 +260,7 @@ def bare_group(store: Any, rank: int, size: int, timeout_s: float) -> dist.Proce
     taken(group, "_set_default_backend", use)(kinds.GLOO)
     group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     if torch.cuda.is_available() and dist.is_nccl_available():
-        nccl = dist.ProcessGroupNCCL(part_of(store, "nccl"), rank, size, dist.ProcessGroupNCCL.Options())
+        apart = dist.PrefixStore("nccl", store)  # type: ignore[attr-defined]
+        nccl = dist.ProcessGroupNCCL(apart, rank, size, dist.ProcessGroupNCCL.Options())
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
     return group

@@ -121,9 +121,7 @@ def send_to_device(
 ) -> Any:
     """Move every tensor of a tree, and everything that has a `to` method, to `device`.
 
-    Args:
-        non_blocking: do not wait for the copies; only useful from pinned memory.
-        skip_keys: keys of mappings whose values stay where they are.
+    `non_blocking` doesn't wait for copies from pinned memory; values of mappings under `skip_keys` stay where they are.
     """
     try:
         target = device if isinstance(device, torch.device) else torch.device(device)

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 from farflung.base.errors import RankFailure
-from farflung.base.torch_internals import bare_group, part_of
+from farflung.base.torch_internals import bare_group
 from farflung.comm.c10d_group import C10dGroup, transport_said
 from farflung.comm.group import Group, check_blocks
+from farflung.comm.member_store import part_of
 
 
 class Entered(NamedTuple):

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch.distributed as dist
+
 _NONE = "-"  # no value of a key
 _OF_EPOCH = re.compile(r"e(\d+)/")
 
@@ -64,6 +66,11 @@ class Applicant:
     member: int
     last: int
     has_state: bool
+
+
+def part_of(store: Any, name: str) -> Any:
+    """Return the part of a c10d store that has keys of its own."""
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
 def read(store: Any, key: str) -> str:

@@ -34,9 +34,9 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from farflung.base.errors import ConfigError, StateError
-from farflung.base.torch_internals import part_of
 from farflung.comm.collectives import broadcast_object_list
 from farflung.comm.exchange import Exchange
+from farflung.comm.member_store import part_of
 from farflung.data.loader import DataLoaderShard
 from farflung.data.resume.iteration import Iteration
 from farflung.data.samplers import filled

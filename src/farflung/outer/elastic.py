@@ -18,13 +18,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from farflung.base.errors import RankFailure
-from farflung.base.torch_internals import part_of
 from farflung.base.words import counted, in_seconds
 from farflung.comm.collectives import broadcast_object_list, gather_object
 from farflung.comm.epoch_group import Entered, EpochGroup
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
-from farflung.comm.member_store import Applicant, LauncherNotes, MemberStore, Record
+from farflung.comm.member_store import Applicant, LauncherNotes, MemberStore, Record, part_of
 from farflung.outer.membership import ALL, Epoch, Needs, open_epoch
 
 _T = TypeVar("_T")
