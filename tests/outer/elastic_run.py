@@ -5,6 +5,7 @@ Each replica moves its weights by -1 in each step, and the outer optimizer takes
 `START - position` after every step of every replica, as long as no step is lost and none counts twice.
 """
 
+import faulthandler
 import json
 import multiprocessing as mp
 import os
@@ -68,6 +69,7 @@ def die_at(phase, number):
 def replica(pipe, port, member, step_s, numel, dies, recipe, saves, options):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     model, membership = Blocks(numel), Elastic(store, member, **options)
     phase, number = dies or ("", 0)
@@ -199,6 +201,10 @@ class ElasticRun:
         deadline = time.monotonic() + patience(timeout_s)
         while not condition():
             if time.monotonic() > deadline:
+                for process in self.processes.values():
+                    if process.exitcode is None:
+                        os.kill(process.pid, signal.SIGUSR1)  # it prints where it is
+                time.sleep(0.5)
                 raise TimeoutError(json.dumps([self.events, self.said[-5:]]))
             time.sleep(0.005)
 

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the others wait when a replica is killed: Farflung's DiLoCo and torchft's, the same events in turns.
+
+`pip install --no-deps torchft==0.2.0`, then `python benchmarks/bench_recovery.py --events 10`. Both train three replicas
+of one model in steps of 10 ms, with a round every 4 steps; one is killed, and the longest gap between two rounds of the
+others is taken, less the usual one. torchft's Lighthouse runs in this process.
+"""
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import signal
+import statistics
+import sys
+import time
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.outer.elastic_run import EVERY, ElasticRun
+
+NUMEL, STEP_S, REPLICAS = 4096, 0.01, 3
+
+
+def torchft_replica(pipe, number, lighthouse):
+    """Train as torchft's own example does."""
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.local_sgd import DiLoCo
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    model = nn.Linear(NUMEL, 1, bias=False)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    outer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def load(state):
+        model.load_state_dict(state["model"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
+        min_replica_size=1,
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict()},
+        use_async_quorum=False,
+        replica_id=f"replica_{number}",
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=lighthouse,
+        timeout=timedelta(seconds=10),
+        hostname="127.0.0.1",
+    )
+    with DiLoCo(manager, [model], inner, outer, sync_every=EVERY):
+        step = 0
+        while True:
+            time.sleep(STEP_S)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            inner.step()
+            step += 1
+            if step % EVERY == 0:
+                pipe.send(time.time())
+
+
+def gap(ends, since):
+    """Return the longest gap between two rounds since a time, less the usual one."""
+    near = [at for at in ends if since - 1.0 < at]
+    gaps = [after - before for before, after in zip(near, near[1:], strict=False)]
+    return max(gaps) - statistics.median(gaps)
+
+
+def with_torchft():
+    """Kill one of three; return how long the others waited."""
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100, heartbeat_timeout_ms=1000)
+    context, ends, pipes, processes = mp.get_context("spawn"), {}, {}, []
+    for number in range(REPLICAS):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=torchft_replica, args=(there, number, lighthouse.address()), daemon=True)
+        process.start()
+        processes.append(process)
+        pipes[here], ends[number] = number, []
+
+    def listen(until):
+        while not until():
+            for pipe in wait(list(pipes), timeout=0.05):
+                try:
+                    ends[pipes[pipe]].append(pipe.recv())
+                except EOFError:
+                    pipes.pop(pipe)
+
+    listen(lambda: all(len(one) > 30 for one in ends.values()))
+    killed = time.time()
+    os.kill(processes[-1].pid, signal.SIGKILL)
+    listen(lambda: time.time() > killed + 12.0)
+    for process in processes:
+        process.kill()
+    lighthouse.shutdown()
+    return max(gap(ends[number], killed) for number in range(REPLICAS - 1))
+
+
+def with_farflung():
+    """Kill one of three; return how long the others waited."""
+    with ElasticRun(step_s=STEP_S, numel=NUMEL, expected=REPLICAS, grace_s=5.0) as run:
+        members = [run.start(number) for number in range(REPLICAS)]
+        run.until(lambda: run.joined(*members))
+        run.until(lambda: run.at(30 * EVERY))
+        killed = time.time()
+        run.signal(members[-1], signal.SIGKILL)
+        time.sleep(3.0)
+        said = list(run.said)
+    rounds = {one: [each["at"] for each in said if each["member"] == one and "round" in each] for one in members[:-1]}
+    return max(gap(ends, killed) for ends in rounds.values())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--events", type=int, default=10)
+    events = parser.parse_args().events
+    waits = {"farflung": [], "torchft": []}
+    for _ in range(events):
+        waits["farflung"].append(with_farflung())
+        waits["torchft"].append(with_torchft())
+    print(json.dumps({name: {"median_s": statistics.median(one), "worst_s": max(one)} for name, one in waits.items()}))
+
+
+if __name__ == "__main__":
+    main()
