@@ -203,6 +203,18 @@ def test_ranks_are_told_what_was_set_and_nothing_that_was_left_open():
         ({"module": True, "no_python": True}, "exclude each other"),
         ({"tee": "4"}, "from 0 to 3"),
         ({"rdzv_conf": "timeout"}, "key=value"),
+        ({"replicas": 2}, "neither --elastic nor --join"),
+        ({"ranks_per_replica": 2}, "neither --elastic nor --join"),
+        ({"elastic": "2"}, "at least and at most how many"),
+        ({"elastic": "4:2"}, "the least, 4, is more than the most, 2"),
+        ({"elastic": "1:2", "replicas": 0}, "at least 1"),
+        ({"elastic": "1:2", "replicas": 3}, "at most 2"),
+        ({"elastic": "1:2", "grace_s": 0.0}, "greater than 0"),
+        ({"elastic": "1:2", "join": "a:1"}, "has its bounds already"),
+        ({"elastic": "1:2", "num_processes": 2}, "Use --ranks_per_replica"),
+        ({"elastic": "1:2", "num_machines": 2, "main_process_ip": "a"}, "use --join host:port"),
+        ({"join": "a"}, "as the first launcher has printed it"),
+        ({"join": "a:1", "num_processes": 2}, "Use --ranks_per_replica"),
     ],
 )
 def test_settings_that_can_not_work_are_no_settings(said, message):

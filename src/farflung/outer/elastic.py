@@ -182,7 +182,7 @@ class Elastic:
                     new = self._first(1 if record is None else record.number + 1, there)
                     if self.members.replace(record, new):
                         self.members.forget_applicants(asked)
-                        self.notes.tell(f"epoch {new.number} begins with {counted(len(new.ids), 'replica')}")
+                        self.notes.tell(f"epoch {new.number}: training begins with {counted(len(new.ids), 'replica')}")
             time.sleep(_JOIN_S)
 
     def _first(self, number: int, there: Mapping[int, bool]) -> Record:
@@ -225,7 +225,7 @@ class Elastic:
         self.members.forget_applicants(number for number, one in waiting.items() if one in newcomers)
         names = ", ".join(map(self.notes.name_of, newcomers))
         if newcomers:
-            self.notes.tell(f"epoch {new.number}: {names} joined: {counted(len(new.ids), 'replica')}")
+            self.notes.tell(f"epoch {new.number}: {names} joined; {counted(len(new.ids), 'replica')} train")
         return new
 
     def _settled(self, num_votes: int, complete: Mapping[int, int], has_state: bool) -> Record:
@@ -276,7 +276,8 @@ class Elastic:
         if self.members.replace(record, new):
             left = counted(len(ids), "replica")
             for one, why in absent.items():
-                self.notes.tell(f"epoch {new.number}: {self.notes.name_of(one)} is out: {why}; {left} left")
+                name = self.notes.name_of(one)
+                self.notes.tell(f"epoch {new.number}: {name} is out: {why}; training goes on with {left}")
             if not absent:
                 why = self.members.broken(record.number)
                 self.notes.tell(f"epoch {new.number}: {left} connected anew ({why})")

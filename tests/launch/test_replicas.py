@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launchers of replicas that come and go: who is started again, who joins, and which code all of it ends with."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+
+import farflung.launch.replicas as replicas
+from farflung.base.errors import ConfigError
+from farflung.config.launch import LaunchSettings
+from farflung.launch.network import get_free_port
+from farflung.testing.patience import patience
+
+TRAINS = """
+import os, time
+from pathlib import Path
+import torch
+from farflung.elastic import launched_membership
+from farflung.outer import OuterLoop, diloco
+torch.set_num_threads(1)
+model = torch.nn.Linear(4, 1)
+with OuterLoop(model, diloco(2), membership=launched_membership()) as outer:
+    Path(f"in{os.getpid()}").touch()
+    while not Path("last").exists() or outer.position < int(Path("last").read_text()):
+        time.sleep(0.005)
+        outer.step()
+        Path("at").write_text(str(outer.position))
+"""
+WAITS = """
+import time
+open("up", "w").close()
+time.sleep(300)
+"""
+DIES = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+
+
+class Launcher:
+    """A launcher whose lines are kept."""
+
+    def __init__(self, *arguments):
+        command = [sys.executable, "-m", "farflung", "launch", "--cpu", *arguments]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        self.lines = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._reader.join()
+        self.process.stderr.close()
+
+    def _read(self):
+        for line in self.process.stderr:
+            self.lines.append(line)
+
+    def printed(self, pattern):
+        """Wait for a line, and return what it was matched by."""
+        return until(lambda: next((found for line in list(self.lines) if (found := re.search(pattern, line))), None))
+
+    def ended(self):
+        """Wait for the end, and return the exit code."""
+        return self.process.wait(patience(60))
+
+
+def until(condition):
+    deadline = time.monotonic() + patience(60)
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(home):
+    (home / "train.py").write_text(TRAINS)
+    with Launcher("--elastic", "2:3", "--replicas", "2", "train.py") as first:
+        where = first.printed(r"more join with `farflung launch --join (\S+)`")[1]
+        first.printed("epoch 1: training begins with 2 replicas")
+        mine = until(lambda: len(found := list(home.glob("in*"))) == 2 and found)
+        os.kill(int(mine[0].name[2:]), signal.SIGKILL)
+        lost = first.printed(r"(replica \d) was killed by SIGKILL; it starts again in 1 s \(restart 1 of 3 within an")[
+            1
+        ]
+        first.printed(
+            f"epoch 2: {lost} is out: was killed by SIGKILL; training goes on with 1 replica$"
+        )  # fewer than the least go on
+        first.printed(f"epoch 3: {lost} joined; 2 replicas train")
+        with Launcher("--join", where, "train.py") as second:
+            second.printed(f"1 replica of a run at {where}$")
+            first.printed(r"epoch 4: replica 0 of \S+ joined; 3 replicas train")
+            (home / "last.tmp").write_text(str(int((home / "at").read_text() or 0) + 40))
+            (home / "last.tmp").rename(home / "last")
+            assert (first.ended(), second.ended()) == (0, 0)
+
+
+def test_one_that_is_killed_again_and_again_waits_longer_and_is_given_up(home):
+    (home / "train.py").write_text(DIES)
+    with Launcher("--elastic", "1:2", "--max_restarts", "2", "train.py") as run:
+        assert run.ended() == 128 + signal.SIGKILL
+        run.printed(r"in 1 s \(restart 1 of 2 within an hour\)")
+        run.printed(r"in 2 s \(restart 2 of 2 within an hour\)")
+        run.printed("replica 0 was killed by SIGKILL; it is not started again")
+
+
+def test_a_script_that_fails_before_it_met_anyone_is_not_started_again(farflung, home):
+    (home / "train.py").write_text("raise SystemExit(3)")
+    done = farflung("launch", "--cpu", "--elastic", "1:2", "train.py")
+    assert done.returncode == 3
+    assert "replica 0 ended with exit code 3; it is not started again" in done.stderr
+
+
+def test_a_script_that_ends_well_without_an_outer_loop_gets_a_warning(farflung, home):
+    (home / "train.py").write_text("")
+    done = farflung("launch", "--cpu", "--elastic", "1:2", "train.py")
+    assert done.returncode == 0
+    assert "no outer loop of it ever met the others" in done.stderr
+
+
+def test_ctrl_c_ends_the_replicas(home):
+    (home / "train.py").write_text(WAITS)
+    with Launcher("--elastic", "1:2", "train.py") as run:
+        until((home / "up").exists)
+        run.process.send_signal(signal.SIGINT)
+        assert run.ended() == 128 + signal.SIGINT
+
+
+def test_a_run_that_nobody_serves_is_not_joined(monkeypatch):
+    monkeypatch.setattr(replicas, "_MEET_WITHIN", timedelta(seconds=1))
+    settings = LaunchSettings(use_cpu=True, join=f"127.0.0.1:{get_free_port()}")
+    with pytest.raises(ConfigError, match="no run can be reached there"):
+        replicas.run_replicas(settings, __file__, [])
