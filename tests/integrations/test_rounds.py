@@ -42,6 +42,16 @@ def test_a_loss_that_is_not_known_is_left_out(capsys):
     assert capsys.readouterr().err.startswith("farflung: round 1 of model 1, step 2: 0 B sent, ")
 
 
+@pytest.mark.parametrize("member", [None, 7])
+def test_a_line_of_the_log_says_which_replica_has_written_it_where_they_come_and_go(member, tmp_path, monkeypatch):
+    if member is not None:
+        monkeypatch.setenv("FARFLUNG_MEMBER", str(member))
+    loop, file = OuterLoop(nn.Linear(3, 3), local_sgd(2)), tmp_path / "rounds.jsonl"
+    RoundOutputs(OuterConfig("local_sgd", every=2, report="off", log=str(file)), 0).listen(loop, 0)
+    rounds(loop, 1)
+    assert json.loads(file.read_text()).get("member") == member
+
+
 def test_on_a_terminal_lines_come_every_few_seconds():
     every = OuterConfig("local_sgd", every=2)
     assert [every.report_seconds(on_terminal) for on_terminal in (True, False)] == [5.0, 0.0]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from farflung.base.errors import ConfigError
 from farflung.base.files import open_lines
 from farflung.base.words import in_bytes
+from farflung.config import environ
 from farflung.process.failure import OUTER_ROUND, leave_note
 
 if TYPE_CHECKING:
@@ -65,17 +66,21 @@ def opened_log(name: str | None, rank: int) -> Path | None:
 
 
 class RoundLog:
-    """Notes that there are rounds, and adds a line of JSON to a file for each, unless `path` is None."""
+    """Notes that there are rounds, and adds a line of JSON to a file for each, unless `path` is None.
+
+    Replicas that come and go are rank 0 each, so their lines say which of the `members` has written them.
+    """
 
     def __init__(self, path: Path | None, model: int) -> None:
         self._path = path
-        self._model = model
+        member = environ.integer(environ.MEMBER_VARIABLES[1])
+        self._who = {"model": model} if member is None else {"model": model, "member": member}
 
     def __call__(self, this: Round) -> None:
         leave_note(OUTER_ROUND)
         if self._path is None:
             return
-        line = json.dumps({"model": self._model, **_finite(asdict(this))}, allow_nan=False)
+        line = json.dumps({**self._who, **_finite(asdict(this))}, allow_nan=False)
         with open_lines(self._path) as file:
             file.write(line + "\n")
 
