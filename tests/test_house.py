@@ -44,6 +44,7 @@ LAZY_TABLES = (
     "launch/main.py",
     "launch/run.py",
     "launch/rank.py",
+    "launch/replicas.py",
     "demo/command.py",
     "accelerator/__init__.py",
     "accelerator/lazy.py",
