@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from farflung.outer import streaming_diloco
+from farflung.outer import local_sgd, streaming_diloco
 from tests.outer.elastic_run import PHASES, ElasticRun, wrong
 
 pytestmark = pytest.mark.ranks
@@ -88,6 +88,15 @@ def test_replicas_come_and_go_beside_rounds_that_overlap_with_training():
         ends = {one["member"]: (one["end"], one["weight"]) for one in said if "end" in one}
         assert ends.keys() == {members[0], members[2], back}
         assert len(set(map(str, ends.values()))) == 1
+
+
+def test_a_newcomer_begins_with_the_weights_of_the_others_where_there_is_no_anchor():
+    with ElasticRun(recipe=local_sgd(4), expected=1, grace_s=20.0) as run:
+        run.start(0)
+        run.until(lambda: run.at(9))
+        joins = run.start(1)
+        run.until(lambda: run.joined(joins))
+        assert not wrong(run.finish())
 
 
 def test_without_the_store_training_goes_on_until_the_next_one_is_lost():

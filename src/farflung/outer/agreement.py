@@ -223,11 +223,13 @@ class Averaged:
         """Take over what another agreement keeps that is not of single elements."""
 
     def replicated(self) -> Any:
-        """Return the part of the state that all replicas have in common, which a newcomer gets; None: there is none."""
-        return None
+        """Return copies of what a newcomer begins with: here the values, which right after a round all have alike."""
+        return [[piece.clone() for piece in self.buckets.pieces(k)] for k in range(len(self.buckets))]
 
     def join(self, replicated: Any) -> None:
-        """Take over what `replicated` returned on another rank, the weights too."""
+        """Take over what `replicated` returned on another rank, the values too."""
+        for k, pieces in enumerate(replicated):
+            foreach_copy_(self.buckets.pieces(k), pieces)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return copies of what is kept between rounds."""

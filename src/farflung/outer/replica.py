@@ -94,15 +94,15 @@ class BoundFragment:
     def replicated(self) -> dict[str, Any]:
         """Return what all replicas have in common between rounds."""
         common = {"history": asdict(self.history), "num_rounds": self.num_rounds, "digest": self.digest}
-        return {**common, "agreed": self.weights.replicated()}
+        return {**common, "agreed": {kind: one.replicated() for kind, one in self.agreements.items()}}
 
     def join(self, replicated: dict[str, Any]) -> None:
         """Take over what `replicated` returned on another rank, the weights too."""
         self.history = NormHistory(**replicated["history"])
         self.num_rounds, self.digest = replicated["num_rounds"], replicated["digest"]
         self.num_landed, self.pending_weight = 0, [0.0] * len(self.pending_weight)
-        if replicated["agreed"] is not None:
-            self.weights.join(replicated["agreed"])
+        for kind, agreement in self.agreements.items():
+            agreement.join(replicated["agreed"][kind])
 
     def rebind(self) -> None:
         """Find tensors again that were moved since the last round, in a model that has the same ones still.
