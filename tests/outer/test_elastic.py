@@ -5,8 +5,10 @@ import signal
 
 import pytest
 
+from farflung.base.torch_internals import part_of
+from farflung.comm.member_store import MemberStore
 from farflung.outer import local_sgd, streaming_diloco
-from tests.outer.elastic_run import PHASES, ElasticRun, wrong
+from tests.outer.elastic_run import EVERY, PHASES, ElasticRun, wrong
 
 pytestmark = pytest.mark.ranks
 
@@ -72,7 +74,10 @@ def test_one_that_is_stopped_is_left_out_after_the_grace_and_comes_back_as_a_new
         mine = [one for one in said if one["member"] == members[2] and "position" in one]
         assert not wrong([one for one in said if one["member"] != members[2]])
         assert not wrong([one for one in mine if one["epoch"] == mine[-1]["epoch"]])  # until then it had stood still
-        assert {one["member"] for one in said if "end" in one} == set(members)
+        stats = {one["member"]: one["stats"] for one in said if "end" in one}
+        assert stats.keys() == set(members)
+        assert [stats[one]["replicas_lost"] for one in members] == [1, 1, 0]
+        assert 0 < stats[members[2]]["steps_lost"] <= EVERY
 
 
 def test_replicas_come_and_go_beside_rounds_that_overlap_with_training():
@@ -96,6 +101,21 @@ def test_a_newcomer_begins_with_the_weights_of_the_others_where_there_is_no_anch
         run.until(lambda: run.at(9))
         joins = run.start(1)
         run.until(lambda: run.joined(joins))
+        assert not wrong(run.finish())
+
+
+def test_more_than_the_most_wait_until_one_leaves():
+    with ElasticRun(expected=2, most=2, grace_s=20.0) as run:
+        first, second = run.start(0), run.start(1)
+        run.until(lambda: run.joined(first, second))
+        third = run.start(2)
+        asked = MemberStore(part_of(run.store, "loop1"))
+        run.until(lambda: asked.num_applied() == 3)
+        asked_at = max(one["position"] for one in run.said if "position" in one)
+        run.until(lambda: run.at(asked_at + 20))
+        assert not run.joined(third)
+        run.signal(second, signal.SIGKILL)
+        run.until(lambda: run.joined(third))
         assert not wrong(run.finish())
 
 
