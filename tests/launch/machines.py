@@ -69,6 +69,10 @@ class Machines:
         """Cut the cable: packets vanish, and nobody is told."""
         _ip("-n", self._spaces[1], "link", "set", DEVICE, "down")
 
+    def mend(self) -> None:
+        """Mend the cable."""
+        _ip("-n", self._spaces[1], "link", "set", DEVICE, "up")
+
     def kill(self, machine: int) -> None:
         """Kill all that runs on a machine."""
         found = subprocess.run(["ip", "netns", "pids", self._spaces[machine]], capture_output=True, text=True)

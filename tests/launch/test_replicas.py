@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 
+import psutil
 import pytest
 
 import farflung.launch.replicas as replicas
@@ -20,6 +21,8 @@ from farflung.base.errors import ConfigError
 from farflung.config.launch import LaunchSettings
 from farflung.launch.network import get_free_port
 from farflung.testing.patience import patience
+from tests.launch.machines import ADDRESSES, two_machines, why_impossible
+from tests.launch.test_two_machines import Screen
 
 TRAINS = """
 import os, time
@@ -75,6 +78,20 @@ class Launcher:
     def ended(self):
         """Wait for the end, and return the exit code."""
         return self.process.wait(patience(60))
+
+
+@pytest.fixture
+def far(home):
+    """Two machines with a launcher each, whose one replica trains with the other's; and what they print."""
+    (home / "train.py").write_text(TRAINS)
+    first = ["--elastic", "1:2", "--main_process_ip", ADDRESSES[0], "--main_process_port", "29600", "train.py"]
+    join = ["--join", f"{ADDRESSES[0]}:29600", "train.py"]
+    with two_machines() as machines:
+        screens = [Screen(machines.start(0, ["farflung", "launch", "--cpu", *first], home))]
+        screens[0].wait_for("epoch 1: training begins with 1 replica")
+        screens.append(Screen(machines.start(1, ["farflung", "launch", "--cpu", *join], home)))
+        screens[0].wait_for("joined; 2 replicas train")
+        yield machines, *screens
 
 
 def until(condition):
@@ -143,3 +160,34 @@ def test_a_run_that_nobody_serves_is_not_joined(monkeypatch):
     settings = LaunchSettings(use_cpu=True, join=f"127.0.0.1:{get_free_port()}")
     with pytest.raises(ConfigError, match="no run can be reached there"):
         replicas.run_replicas(settings, __file__, [])
+
+
+on_two_machines = pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "-")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@on_two_machines
+def test_a_machine_that_is_cut_off_comes_back_with_the_line_and_one_that_is_gone_is_out(far):
+    machines, first, second = far
+    machines.cut()
+    first.wait_for("is out: its machine gave no sign for")
+    machines.mend()
+    first.wait_for("epoch 4: replica 0 of node1:")
+    machines.kill(1)
+    first.wait_for("epoch 5: replica 0 of node1:")
+    assert "epoch" not in second.end()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@on_two_machines
+def test_without_the_first_launcher_training_goes_on_until_the_next_loss_ends_it(far, home):
+    machines, first, second = far
+    psutil.Process(first.process.pid).kill()
+    second.wait_for("is gone; replicas go on, but none is started again")
+    furthest = int((home / "at").read_text() or 0)
+    until(lambda: int((home / "at").read_text() or 0) > furthest + 20)
+    machines.kill(0)
+    assert "the run's store is gone" in second.end()
+    assert second.process.returncode == 1
