@@ -25,7 +25,7 @@ from tests.launch.machines import ADDRESSES, two_machines, why_impossible
 from tests.launch.test_two_machines import Screen
 
 TRAINS = """
-import os, time
+import os, sys, time
 from pathlib import Path
 import torch
 from farflung.elastic import launched_membership
@@ -38,6 +38,7 @@ with OuterLoop(model, diloco(2), membership=launched_membership()) as outer:
         time.sleep(0.005)
         outer.step()
         Path("at").write_text(str(outer.position))
+time.sleep(float(sys.argv[1]) if sys.argv[1:] else 0)
 """
 WAITS = """
 import time
@@ -116,12 +117,13 @@ def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(h
             f"epoch 2: {lost} is out: was killed by SIGKILL; training goes on with 1 replica$"
         )  # fewer than the least go on
         first.printed(f"epoch 3: {lost} joined; 2 replicas train")
-        with Launcher("--join", where, "train.py") as second:
+        with Launcher("--join", where, "train.py", "1.5") as second:  # seconds that it takes longer to end
             second.printed(f"1 replica of a run at {where}$")
             first.printed(r"epoch 4: replica 0 of \S+ joined; 3 replicas train")
             (home / "last.tmp").write_text(str(int((home / "at").read_text() or 0) + 40))
             (home / "last.tmp").rename(home / "last")
             assert (first.ended(), second.ended()) == (0, 0)
+        assert len(second.lines) == 1, second.lines
 
 
 def test_one_that_is_killed_again_and_again_waits_longer_and_is_given_up(home):

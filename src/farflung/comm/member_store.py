@@ -135,6 +135,10 @@ class LauncherNotes:
         """Return how often that was said."""
         return int(self.store.add(f"beat/{machine}", 0))
 
+    def count_launchers(self, change: int) -> int:
+        """Add to the number of launchers at work, and return it."""
+        return int(self.store.add("launchers", change))
+
     def forget(self, member: int) -> None:
         """Delete all that is said of a member that nobody asks for any more."""
         for key in ("name", "machine", "gone", "stopped", "left", "in", "loops"):

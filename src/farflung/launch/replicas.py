@@ -40,6 +40,7 @@ _BEAT_S = 0.5
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0  # before a replica is started again
 _HOUR_S = 3600.0
 _END_WITHIN_S = 30.0
+_PART_WITHIN_S = 10.0
 _MEET_WITHIN = timedelta(minutes=5)
 _RESTARTS = 3
 
@@ -147,6 +148,8 @@ class _Launcher:
 
     def run(self) -> int:
         """Return the exit code once all have ended."""
+        with self._reaching_store():
+            self._notes.count_launchers(1)
         with self._signals():
             while not all(one.ended for one in self._replicas):
                 for one in self._replicas:
@@ -155,10 +158,22 @@ class _Launcher:
                     self._beat_at = time.monotonic() + _BEAT_S
                     self._beat()
                 time.sleep(_LOOK_S)
-        self._beat()
+            self._beat()
+            with self._reaching_store():
+                self._part()
         if self._asked_to_end:
             return 128 + self._asked_to_end
         return self._code if self._code or self._has_finished else 1
+
+    def _part(self) -> None:
+        """Leave; the launcher that serves the store waits a while for others, whose replicas end at the same step."""
+        deadline = time.monotonic() + _PART_WITHIN_S
+        others = self._notes.count_launchers(-1)
+        waits = self._tells and self._has_finished
+        while waits and others and not self._asked_to_end and time.monotonic() < deadline:
+            time.sleep(_BEAT_S)
+            self._beat()
+            others = self._notes.count_launchers(0)
 
     def _name(self, number: int) -> str:
         return f"replica {number}" if self._tells else f"replica {number} of {self._machine}"
@@ -179,7 +194,7 @@ class _Launcher:
                 self._notes.note_end(one.member, how)
         if code == 0:
             one.ended = self._has_finished = True
-            if not was_in:
+            if not was_in and self._has_store:
                 self._say(
                     f"warning: {one.name} has ended well, but no outer loop of it ever met the others. Pass "
                     "membership=launched_membership() to an OuterLoop of your own"
