@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -39,6 +40,27 @@ with OuterLoop(model, diloco(2), membership=launched_membership()) as outer:
         outer.step()
         Path("at").write_text(str(outer.position))
 time.sleep(float(sys.argv[1]) if sys.argv[1:] else 0)
+"""
+UNCHANGED = {
+    "DDP": """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer, backward = torch.optim.SGD(model.parameters(), lr=0.01), torch.Tensor.backward
+""",
+    "Accelerator": """
+import torch
+from farflung import Accelerator
+accelerator, model = Accelerator(), torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+backward = accelerator.backward
+""",
+}
+STEPS = """
+for _ in range(16):
+    backward(model(torch.randn(8, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
 """
 WAITS = """
 import time
@@ -124,6 +146,19 @@ def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(h
             (home / "last.tmp").rename(home / "last")
             assert (first.ended(), second.ended()) == (0, 0)
         assert len(second.lines) == 1, second.lines
+
+
+@pytest.mark.parametrize("kind", UNCHANGED)
+def test_scripts_that_know_nothing_of_it_train_with_the_others(farflung, home, kind):
+    (home / "train.py").write_text(UNCHANGED[kind] + STEPS)
+    outer = ["--outer", "diloco", "--outer-every", "4", "--outer-log", "rounds.jsonl"]
+    done = farflung("launch", "--cpu", "--elastic", "2:2", *outer, "train.py")
+    assert done.returncode == 0, done.stderr
+    rounds = [json.loads(line) for line in (home / "rounds.jsonl").read_text().splitlines()]
+    assert sorted((one["member"], one["step"]) for one in rounds) == [
+        (m, step) for m in (1, 2) for step in (4, 8, 12, 16)
+    ]
+    assert all(sorted(one["members"]) == [1, 2] for one in rounds)
 
 
 def test_one_that_is_killed_again_and_again_waits_longer_and_is_given_up(home):

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example of replicas that come and go learns, alone and as two replicas of a launcher."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from farflung.testing.patience import patience
+
+FILE = Path(__file__).parents[2] / "examples" / "elastic.py"
+LAUNCH = [sys.executable, "-m", "farflung", "launch", "--cpu", "--elastic", "1:4", "--replicas", "2"]
+
+
+@pytest.mark.parametrize(("launch", "replicas"), [([sys.executable], 1), (LAUNCH, 2)])
+def test_every_replica_learns_and_notes_its_rounds(launch, replicas, tmp_path):
+    flags = ["--steps", "160", "--pause", "0", "--log", str(tmp_path / "rounds.jsonl")]
+    ended = subprocess.run([*launch, str(FILE), *flags], capture_output=True, text=True, timeout=patience(90))
+    assert ended.returncode == 0, ended.stderr
+    losses = re.findall(r"^process \d+: 10 rounds, 0 lost, 0 joined, loss ([\d.]+)$", ended.stdout, re.MULTILINE)
+    assert len(losses) == replicas
+    assert all(float(loss) < 3.5 for loss in losses)  # log(256) is 5.5
+    rounds = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert len(rounds) == 10 * replicas
+    assert all(len(one["members"]) == replicas and one["member"] in one["members"] for one in rounds)
+
+
+def test_it_is_short():
+    assert len(FILE.read_text().splitlines()) <= 70
