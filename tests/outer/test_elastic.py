@@ -7,7 +7,7 @@ import pytest
 
 from farflung.base.torch_internals import part_of
 from farflung.comm.member_store import MemberStore
-from farflung.outer import local_sgd, streaming_diloco
+from farflung.outer import diloco, local_sgd, streaming_diloco
 from tests.outer.elastic_run import EVERY, PHASES, ElasticRun, wrong
 
 pytestmark = pytest.mark.ranks
@@ -102,6 +102,17 @@ def test_a_newcomer_begins_with_the_weights_of_the_others_where_there_is_no_anch
         joins = run.start(1)
         run.until(lambda: run.joined(joins))
         assert not wrong(run.finish())
+
+
+def test_a_newcomer_goes_on_with_the_momentum_of_the_others():
+    with ElasticRun(recipe=diloco(4, lr=0.5, momentum=0.5), expected=1, grace_s=20.0) as run:
+        run.start(0)
+        run.until(lambda: run.at(9))
+        joins = run.start(1)
+        run.until(lambda: run.joined(joins))
+        ends = [one["weight"] for one in run.finish() if "end" in one]
+        assert len(ends) == 2
+        assert ends[0] == ends[1]
 
 
 def test_more_than_the_most_wait_until_one_leaves():
