@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long the others wait when a replica is killed: Farflung's DiLoCo and torchft's, the same events in turns.
 
-`pip install --no-deps torchft==0.2.0`, then `python benchmarks/bench_recovery.py --events 10`. Both train three replicas
-of one model in steps of 10 ms, with a round every 4 steps; one is killed, and the longest gap between two rounds of the
-others is taken, less the usual one. torchft's Lighthouse runs in this process.
+`pip install --no-deps torchft==0.2.0`, then `python benchmarks/bench_recovery.py --events 10`. Both train three
+replicas of one model in steps of 10 ms, with a round every 4 steps; one is killed, and the longest gap between two
+rounds of the others is taken, less the usual one. torchft's Lighthouse runs in this process.
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing as mp
 import os
@@ -74,7 +75,7 @@ def torchft_replica(pipe, number, lighthouse):
 def gap(ends, since):
     """Return the longest gap between two rounds since a time, less the usual one."""
     near = [at for at in ends if since - 1.0 < at]
-    gaps = [after - before for before, after in zip(near, near[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(near)]
     return max(gaps) - statistics.median(gaps)
 
 

@@ -6,6 +6,7 @@ waited, whether any step was lost or counted twice, and what has grown (memory, 
 """
 
 import argparse
+import itertools
 import json
 import random
 import signal
@@ -45,8 +46,62 @@ def waited(run, members, since):
     gaps = []
     for member in members:
         ends = rounds_of(run, member, since - 1.0)
-        gaps += [after - before for before, after in zip(ends, ends[1:], strict=False)]
+        gaps += [after - before for before, after in itertools.pairwise(ends)]
     return max(gaps) - statistics.median(gaps) if len(gaps) > 2 else 0.0
+
+
+class Soak:
+    """One run, and what its events have cost so far."""
+
+    def __init__(self, run, draw):
+        self.run, self.draw = run, draw
+        self.there = {run.start(name): name for name in range(REPLICAS)}  # names by member
+        self.keeper = min(self.there)  # it is never lost, so what it holds can be watched
+        self.crashes, self.stops, self.mistakes = [], [], 0
+        run.until(lambda: run.joined(*self.there))
+
+    def event(self):
+        """Let something happen, and wait until all are there again; return what it was, and how long others waited."""
+        kind = self.draw.choice(["kill", "die", "die", "stop", "two", "late join"])
+        others = [one for one in self.there if one != self.keeper]
+        victims = self.draw.sample(others, 2 if kind == "two" else 1)
+        if kind == "stop":
+            self.stop(victims[0])
+        else:
+            self.crash(victims, kind)
+        self.mistakes += len(wrong([one for one in list(self.run.said) if one["member"] == self.keeper]))
+        del self.run.said[:-20_000], self.run.events[:]
+        for one, process in [*self.run.processes.items()][: -2 * REPLICAS]:
+            if process.exitcode is not None:
+                self.run.notes.forget(one)  # as a launcher does
+        return kind, (self.stops if kind == "stop" else self.crashes)[-1]
+
+    def stop(self, victim):
+        """Stop a replica until it is left out; then let it come back."""
+        run, since, name = self.run, time.time(), f"replica {self.there[victim]}"
+        run.signal(victim, signal.SIGSTOP)
+        run.until(lambda: any(name in event and " is out" in event for event in run.events))
+        time.sleep(0.5)
+        self.stops.append(waited(run, [one for one in self.there if one != victim], since))
+        run.signal(victim, signal.SIGCONT)
+        run.until(lambda: any(name in event and "joined" in event for event in run.events))
+
+    def crash(self, victims, kind):
+        """Kill replicas, or one at some phase of its first rounds, and start them again."""
+        run, since = self.run, time.time()
+        for one in victims:
+            run.signal(one, signal.SIGKILL)
+        names = [self.there.pop(one) for one in victims]
+        if kind == "die":
+            dying = run.start(names[0], dies=(self.draw.choice(DYING), self.draw.randint(1, 3)))
+            run.until(lambda: run.has_ended(dying))
+        if kind == "late join":
+            time.sleep(0.5)
+        time.sleep(0.5)
+        self.crashes.append(waited(run, self.there, since))
+        back = [run.start(name) for name in names]
+        self.there |= dict(zip(back, names, strict=True))
+        run.until(lambda: run.joined(*back), 30.0)
 
 
 def main():
@@ -55,61 +110,21 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--grace-s", type=float, default=1.0)
     asked = parser.parse_args()
-    draw, begun = random.Random(asked.seed), time.time()
-    crashes, stops, growth, mistakes = [], [], [], 0
+    begun, growth = time.time(), []
     with ElasticRun(step_s=0.01, numel=4096, expected=REPLICAS, grace_s=asked.grace_s) as run:
-        there = {run.start(name): name for name in range(REPLICAS)}
-        keeper = min(there)  # it is never lost, so its memory can be watched
-        run.until(lambda: run.joined(*there))
+        soak = Soak(run, random.Random(asked.seed))
         for number in range(1, asked.events + 1):
-            others = [one for one in there if one != keeper]
-            kind = draw.choice(["kill", "die", "die", "stop", "two", "late join"])
-            victims = draw.sample(others, 2 if kind == "two" else 1)
-            since, name = time.time(), there[victims[0]]
-            if kind == "stop":
-                run.signal(victims[0], signal.SIGSTOP)
-                run.until(lambda: any(f"replica {name} is out" in event for event in run.events))
-                time.sleep(0.5)
-                stops.append(waited(run, [one for one in there if one not in victims], since))
-                run.signal(victims[0], signal.SIGCONT)
-                run.until(lambda: any(f"replica {name} joined" in event for event in run.events))
-                back = []
-            else:
-                if kind == "die":  # a newcomer that dies at some phase of its first rounds
-                    run.signal(victims[0], signal.SIGKILL)
-                    there.pop(victims[0])
-                    victims = [run.start(name, dies=(draw.choice(DYING), draw.randint(1, 3)))]
-                    since = time.time()
-                    run.until(lambda: run.has_ended(*victims))
-                else:
-                    for one in victims:
-                        run.signal(one, signal.SIGKILL)
-                if kind == "late join":
-                    time.sleep(0.5)
-                names = [there.pop(one, name) for one in victims]
-                time.sleep(0.5)
-                crashes.append(waited(run, there, since))
-                back = [run.start(one) for one in names]
-                there |= dict(zip(back, names, strict=True))
-            run.until(lambda: run.joined(*back), 30.0)
-            for one, process in [*run.processes.items()][: -2 * REPLICAS]:  # as a launcher does
-                if process.exitcode is not None:
-                    run.notes.forget(one)
-            run.events.clear()
-            healthy = [one for one in run.said if one["member"] == keeper]
-            mistakes += len(wrong(healthy))
-            run.said[:] = [one for one in run.said if one["at"] > time.time() - 3.0 or "joined" in one]
+            kind, seconds = soak.event()
+            print(f"{number:4d} {kind:9} the others waited {seconds:.3f} s", flush=True)
             if number in (20, asked.events):
-                growth.append(held(run, [keeper]))
-            last = (stops if kind == "stop" else crashes)[-1]
-            print(f"{number:4d} {kind:9} the others waited {last:.3f} s", flush=True)
+                growth.append(held(run, [soak.keeper]))
         run.finish()
     summary = {
         "events": asked.events,
         "minutes": (time.time() - begun) / 60,
-        "steps lost or counted twice": mistakes,
-        "wait after a crash, median and worst (s)": [statistics.median(crashes), max(crashes)],
-        "wait after a stop, median and worst (s)": [statistics.median(stops), max(stops)] if stops else [],
+        "steps lost or counted twice": soak.mistakes,
+        "wait after a crash, median and worst (s)": [statistics.median(soak.crashes), max(soak.crashes)],
+        "wait after a stop, median and worst (s)": [statistics.median(soak.stops), max(soak.stops)],
         "held at the 20th event and at the last": growth,
     }
     print(json.dumps(summary, indent=2))

@@ -132,7 +132,7 @@ class ElasticRun:
         self._server.start()
         self.store = dist.TCPStore("127.0.0.1", here.recv(), is_master=False, timeout=timedelta(seconds=60))
         self.notes = LauncherNotes(self.store)
-        self.processes, self.said, self.events, self._pipes = {}, [], [], {}
+        self.processes, self.said, self.events, self._pipes, self._joined = {}, [], [], {}, set()
         self._lock, self._goes_on, self._has_store, self._num_told = threading.Lock(), True, True, 0
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -182,6 +182,8 @@ class ElasticRun:
                 if ready in pipes:
                     try:
                         self.said.append(ready.recv())
+                        if "joined" in self.said[-1]:
+                            self._joined.add(self.said[-1]["member"])
                     except (EOFError, OSError):
                         with self._lock:
                             self._pipes.pop(ready)
@@ -218,8 +220,7 @@ class ElasticRun:
 
     def joined(self, *members):
         """Whether replicas have begun to train."""
-        there = {one["member"] for one in list(self.said) if "joined" in one}
-        return there.issuperset(members)
+        return self._joined.issuperset(members)
 
     def finish(self, steps=10, timeout_s=30.0):
         """Let all train a few more steps, and end; return what they said."""
