@@ -16,10 +16,9 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from farflung.base.errors import ConfigError, StateError
-from farflung.base.torch_internals import part_of
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
-from farflung.comm.member_store import read
+from farflung.comm.member_store import part_of, read
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.prepare import prepare_loader, skip_first_batches
 from farflung.data.slots import Slots

@@ -132,7 +132,8 @@ class ElasticRun:
         self._server.start()
         self.store = dist.TCPStore("127.0.0.1", here.recv(), is_master=False, timeout=timedelta(seconds=60))
         self.notes = LauncherNotes(self.store)
-        self.processes, self.said, self.events, self._pipes, self._joined = {}, [], [], {}, set()
+        self.processes, self.said, self.events, self._pipes = {}, [], [], {}
+        self._joined, self._alive = set(), set()
         self._lock, self._goes_on, self._has_store, self._num_told = threading.Lock(), True, True, 0
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -158,6 +159,7 @@ class ElasticRun:
         there.close()
         with self._lock:
             self.processes[member], self._pipes[here] = process, member
+            self._alive.add(member)
         return member
 
     def signal(self, member, number):
@@ -173,30 +175,38 @@ class ElasticRun:
 
     def _read(self):
         """Collect what replicas say, and tell the others at once when one has ended."""
-        ended = set()
         while self._goes_on:
             with self._lock:
-                alive = {one.sentinel: member for member, one in self.processes.items() if member not in ended}
+                alive = {self.processes[member].sentinel: member for member in self._alive}
                 pipes = dict(self._pipes)
             for ready in wait([*alive, *pipes], timeout=0.02):
                 if ready in pipes:
-                    try:
-                        self.said.append(ready.recv())
-                        if "joined" in self.said[-1]:
-                            self._joined.add(self.said[-1]["member"])
-                    except (EOFError, OSError):
-                        with self._lock:
-                            self._pipes.pop(ready)
+                    self._take(ready)
                 else:
-                    member = alive[ready]
-                    ended.add(member)
-                    self.processes[member].join()
-                    if (code := self.processes[member].exitcode) and self._has_store:
-                        self.notes.note_end(member, f"killed by {signal.Signals(-code).name}" if code < 0 else "error")
+                    self._note_end(alive[ready])
             if self._has_store:
                 lines = self.notes.told(self._num_told)
                 self._num_told += len(lines)
                 self.events += lines
+
+    def _take(self, pipe):
+        """Take all that a replica has said, so that it never waits for this process."""
+        try:
+            while pipe.poll():
+                self.said.append(pipe.recv())
+                if "joined" in self.said[-1]:
+                    self._joined.add(self.said[-1]["member"])
+        except (EOFError, OSError):
+            with self._lock:
+                self._pipes.pop(pipe)
+
+    def _note_end(self, member):
+        with self._lock:
+            self._alive.remove(member)
+        self.processes[member].join()
+        code = self.processes[member].exitcode
+        if code and self._has_store:
+            self.notes.note_end(member, f"killed by {signal.Signals(-code).name}" if code < 0 else "error")
 
     def until(self, condition, timeout_s=20.0):
         """Wait until something holds."""

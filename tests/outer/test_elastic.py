@@ -5,8 +5,7 @@ import signal
 
 import pytest
 
-from farflung.base.torch_internals import part_of
-from farflung.comm.member_store import MemberStore
+from farflung.comm.member_store import MemberStore, part_of
 from farflung.outer import diloco, local_sgd, streaming_diloco
 from tests.outer.elastic_run import EVERY, PHASES, ElasticRun, wrong
 
