@@ -73,7 +73,7 @@ class RoundLog:
 
     def __init__(self, path: Path | None, model: int) -> None:
         self._path = path
-        member = environ.integer(environ.MEMBER_VARIABLES[1])
+        member = _member()
         self._who = {"model": model} if member is None else {"model": model, "member": member}
 
     def __call__(self, this: Round) -> None:
@@ -130,7 +130,10 @@ class RoundFigures:
 
 
 class RoundReport:
-    """Prints a line about a round on stderr, unless it printed one less than `interval` seconds ago."""
+    """Prints a line about a round on stderr, unless it printed one less than `interval` seconds ago.
+
+    Of replicas that come and go the first member of a round does.
+    """
 
     def __init__(
         self, loop: OuterLoop, number: int, interval: float, loss: Callable[[], float | None] | None = None
@@ -140,10 +143,11 @@ class RoundReport:
         self._interval = interval
         self._printed = -math.inf
         self._loss = loss
+        self._member = _member()
 
     def __call__(self, this: Round) -> None:
         now = time.perf_counter()
-        if now - self._printed < self._interval:
+        if now - self._printed < self._interval or self._member not in (None, this.members[0]):
             return
         self._printed = now
         values = self._figures.take()
@@ -152,6 +156,11 @@ class RoundReport:
         said += [f"{in_bytes(values['outer/bytes_sent'])} sent", f"{values['outer/waiting']:.0%} of the time waiting"]
         head = f"farflung: round {values['outer/round']}{self._model}, step {this.step}"
         print(f"{head}: {', '.join(said)}", file=sys.stderr, flush=True)
+
+
+def _member() -> int | None:
+    """Return the id of this replica, if it comes and goes."""
+    return environ.integer(environ.MEMBER_VARIABLES[1])
 
 
 def _finite(value: Any) -> Any:

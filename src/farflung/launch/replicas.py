@@ -41,6 +41,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0  # before a replica is started again
 _HOUR_S = 3600.0
 _END_WITHIN_S = 30.0
 _PART_WITHIN_S = 10.0
+_FIND_WITHIN = timedelta(seconds=20)
 _MEET_WITHIN = timedelta(minutes=5)
 _RESTARTS = 3
 
@@ -111,7 +112,9 @@ def _store(settings: LaunchSettings, host: str, port: int, count: int, variables
         from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
     if settings.join is not None:
         try:
-            return TCPStore(host, port, is_master=False, timeout=_MEET_WITHIN)
+            store = TCPStore(host, port, is_master=False, timeout=_FIND_WITHIN)
+            store.set_timeout(_MEET_WITHIN)
+            return store
         except DistError as error:
             raise ConfigError(f"join is {settings.join}, but no run can be reached there: {error}") from None
     try:
