@@ -126,7 +126,9 @@ def test_ranks_that_spoil_a_sum_are_named():
 
     assert too_large(1, 1, largest=(3e4, 3e4)) == ()
     assert too_large(1, 1, largest=(1.0, 65504.0)) == (1,)
-    assert too_large(30, 1, largest=(3e3, 3e3)) == (0,)  # weights are applied before the cast
+    assert too_large(30, 1, largest=(3e3, 3e3)) == ()  # in proportion, so that the largest is about 1
+    tally, _ = judged(30, 1, largest=(3e3, 3e3))
+    assert tally.too_large(tally.weights, 65504) == (0,)  # as they go on the wire before the vote
 
 
 def test_a_momentum_that_short_runs_do_not_pay_back_is_warned_of():
