@@ -40,6 +40,9 @@ class Watch(Protocol):
     def break_off(self, reason: str) -> RankFailure:
         """Tell all members that the epoch is over, and return that as an error."""
 
+    def retire(self, group: dist.ProcessGroup) -> None:
+        """Let go of a process group, later: a thread of gloo's may want Python's lock for what it has just ended."""
+
 
 class EpochGroup(C10dGroup):
     """Members of an epoch. They connect when they first send something.
@@ -108,7 +111,9 @@ class EpochGroup(C10dGroup):
         """Close the connections."""
         if not reusable:
             self.abort()
-        self._connected = None
+        if self._connected is not None:
+            self._watch.retire(self._connected)
+            self._connected = None
 
     def hand_over(self) -> Callable[[Future[None]], None]:
         """Wait for nothing: the other thread looks up by itself."""

@@ -35,6 +35,8 @@ _ASK_S = 0.5  # how often a member asks who waits to join, at most
 _LOOK_S = 1.0  # how long a wait goes on before it asks who is late
 _BEAT_LOST_S = 2.5  # without a sign from a launcher, which gives one every half second
 _CONNECT_S = 2.0
+_RELEASE_S = 0.1  # at the end, with Python's lock free
+_RETIRED_S = 1.0  # after which gloo's threads have let go of all that they ended
 _SLOWEST_BPS = 125_000  # bytes per second; slower values count as lost
 
 
@@ -86,6 +88,7 @@ class Elastic:
         self._asked_at = self._last_round_at = time.monotonic()
         self._gap_s = 0.0  # between two rounds
         self._beats: dict[str, tuple[int, float]] = {}  # by machine: how many there were, and since when
+        self._retired: list[tuple[float, dist.ProcessGroup]] = []  # groups of epochs before, and since when
         self._is_over = False  # the run
         self._is_newcomer = False  # in its epoch
         self._num_failed = 0  # epochs that did not come about, one after the other
@@ -123,6 +126,7 @@ class Elastic:
     def is_awaited(self) -> bool:
         now = time.monotonic()
         self._gap_s, self._last_round_at = now - self._last_round_at, now
+        self._retired = [(since, group) for since, group in self._retired if now < since + _RETIRED_S]
         is_first = self.record is not None and self.record.ids[0] == self.member and self.island.rank == 0
         if not is_first or now < self._asked_at + _ASK_S:
             return False
@@ -150,7 +154,14 @@ class Elastic:
             self._decided = self._shared(lambda: self._settled(needs.num_votes, {}, has_state))
         self._epoch = None
 
+    def retire(self, group: dist.ProcessGroup) -> None:
+        """Let go of a process group, when no thread of gloo's is busy with it any more."""
+        self._retired.append((time.monotonic(), group))
+
     def end(self, reason: str) -> None:
+        if self._retired:
+            time.sleep(_RELEASE_S)
+            self._retired.clear()
         if self.island.rank == 0:
             with suppress(dist.DistError):
                 self.notes.note_left(self.member, reason)
@@ -396,6 +407,9 @@ class _EpochWatch:
         if not late and waited_s > elastic.grace_s + entered.nbytes / _SLOWEST_BPS:
             return f"no values came for {in_seconds(waited_s)}, though all wait for them"
         return ""
+
+    def retire(self, group: dist.ProcessGroup) -> None:
+        self._elastic.retire(group)
 
     def break_off(self, reason: str) -> RankFailure:
         with suppress(dist.DistError):
