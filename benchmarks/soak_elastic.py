@@ -53,8 +53,8 @@ def waited(run, members, since):
 class Soak:
     """One run, and what its events have cost so far."""
 
-    def __init__(self, run, draw):
-        self.run, self.draw = run, draw
+    def __init__(self, run, draw, grace_s):
+        self.run, self.draw, self.grace_s = run, draw, grace_s
         self.there = {run.start(name): name for name in range(REPLICAS)}  # names by member
         self.keeper = min(self.there)  # it is never lost, so what it holds can be watched
         self.crashes, self.stops, self.mistakes = [], [], 0
@@ -80,11 +80,13 @@ class Soak:
         """Stop a replica until it is left out; then let it come back."""
         run, since, name = self.run, time.time(), f"replica {self.there[victim]}"
         run.signal(victim, signal.SIGSTOP)
-        run.until(lambda: any(name in event and " is out" in event for event in run.events))
+        late = since + 3 * self.grace_s + 5.0  # it may have been left out just before
+        run.until(lambda: any(name in event and " is out" in event for event in run.events) or time.time() > late)
         time.sleep(0.5)
         self.stops.append(waited(run, [one for one in self.there if one != victim], since))
         run.signal(victim, signal.SIGCONT)
-        run.until(lambda: any(name in event and "joined" in event for event in run.events))
+        newest = max(one["epoch"] for one in list(run.said)[-100:])
+        run.until(lambda: any(one["member"] == victim and one["epoch"] > newest for one in list(run.said)[-100:]))
 
     def crash(self, victims, kind):
         """Kill replicas, or one at some phase of its first rounds, and start them again."""
@@ -112,7 +114,7 @@ def main():
     asked = parser.parse_args()
     begun, growth = time.time(), []
     with ElasticRun(step_s=0.01, numel=4096, expected=REPLICAS, grace_s=asked.grace_s) as run:
-        soak = Soak(run, random.Random(asked.seed))
+        soak = Soak(run, random.Random(asked.seed), asked.grace_s)
         for number in range(1, asked.events + 1):
             kind, seconds = soak.event()
             print(f"{number:4d} {kind:9} the others waited {seconds:.3f} s", flush=True)
