@@ -34,7 +34,7 @@ def transport_said(error: RuntimeError) -> str:
 
 
 class C10dGroup(ABC):
-    """What all groups over c10d process groups do alike; they differ in how a wait hears of ranks that are gone.
+    """Collectives over a c10d process group. Subclasses differ in how a wait learns that ranks are gone.
 
     Attributes:
         supported: the kinds of device whose tensors can travel as they are.

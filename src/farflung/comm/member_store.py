@@ -128,11 +128,11 @@ class LauncherNotes:
         return bool(read(self.store, f"stopped/{member}"))
 
     def beat(self, machine: str) -> None:
-        """Say that the launcher of a machine is alive."""
+        """Count a heartbeat of the launcher of a machine."""
         self.store.add(f"beat/{machine}", 1)
 
     def beats_of(self, machine: str) -> int:
-        """Return how often that was said."""
+        """Return how many heartbeats there were."""
         return int(self.store.add(f"beat/{machine}", 0))
 
     def count_launchers(self, change: int) -> int:
@@ -140,7 +140,7 @@ class LauncherNotes:
         return int(self.store.add("launchers", change))
 
     def forget(self, member: int) -> None:
-        """Delete all that is said of a member that nobody asks for any more."""
+        """Delete all entries of a member."""
         for key in ("name", "machine", "gone", "stopped", "left", "in", "loops"):
             self.store.delete_key(f"{key}/{member}")
 
@@ -237,7 +237,7 @@ class MemberStore:
         return read(self.store, f"e{epoch}/broken")
 
     def forget_before(self, epoch: int) -> None:
-        """Delete what was said in earlier epochs, where the store can list its keys."""
+        """Delete the entries of earlier epochs, if the store can list its keys."""
         for key in self.store.list_keys() if hasattr(self.store, "list_keys") else ():
             found = _OF_EPOCH.match(key)
             if found and int(found[1]) < epoch:

@@ -31,7 +31,7 @@ def proposed_seed(loader: DataLoader[Any]) -> int:
 def agreed_order(batches: Iterable[Any], loader: DataLoader[Any], seed: int, epoch: int) -> list[Any]:
     """Return the batches of an epoch, in an order that depends on the seed and the epoch alone.
 
-    The samplers of the loader are told of the epoch; all random states are left as they were.
+    The samplers get the epoch through `set_epoch`; all random states are restored afterwards.
     """
     samplers, host = samplers_of(loader), rng.read_host()
     generators = [(one, one.generator) for one in samplers if hasattr(one, "generator")]

@@ -149,7 +149,7 @@ class Slots:
             except dist.DistError:
                 self.is_gone = True
                 warnings.warn(
-                    "The run's store is gone, so replicas can't share what is left of this epoch, and it ends here. "
+                    "The run's store is gone, so replicas can't share the rest of this epoch, which ends here. "
                     "Later epochs are shared by the members' places.",
                     RuntimeWarning,
                     stacklevel=3,

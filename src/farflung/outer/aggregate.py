@@ -146,7 +146,7 @@ class RadialMean:
     Norms are of what the other replicas decode. A fragment is kept in its buffers as a whole until all of it has come:
     only then is the length of m known.
 
-    The direction is meaningless where deltas cancel out: what is left of them is lengthened.
+    Where deltas nearly cancel out, their mean points in a random direction, and is scaled up all the same.
 
     Source: Decoupled DiLoCo (arXiv:2604.21428).
     """

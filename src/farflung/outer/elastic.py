@@ -382,13 +382,13 @@ class _EpochWatch:
         elastic, number = self._elastic, self._record.number
         if why := elastic.members.broken(number):
             return why
+        what = f"wait{elastic.island.rank}"
+        elastic.members.say(number, what, elastic.member, entered.place)  # before others ask who is late
         if waited_s < _LOOK_S:
             return ""
         now = elastic.members.record()
         if now is not None and now.number > number:
             return "the others have gone on"
-        what = f"wait{elastic.island.rank}"
-        elastic.members.say(number, what, elastic.member, entered.place)
         places = elastic.members.said(number, what, self._record.ids)
         late = [one for one in self._record.ids if places.get(one) != entered.place]
         num_ends, before = elastic.notes.num_ends(), self._num_ends

@@ -169,7 +169,7 @@ class OuterLoop:
                         self._rounds.launch(action, self._position, finished=False)
                     else:
                         self._rounds.apply(action.fragment)
-                    if self._rounds.has_joined:  # what was due for this rank is behind the others
+                    if self._rounds.has_joined:  # the others have completed the round of these actions
                         break
                 self._rounds.admit()
             self._take_place()

@@ -383,5 +383,5 @@ class OpenRound:
 
 
 def _kept(said: Ballot | Tally) -> dict[str, Any]:
-    """Return all that was said, but for who waits to join, which is another matter in the run that resumes."""
+    """Return the fields that a checkpoint keeps: all but `awaited`, which is of this run alone."""
     return {name: value for name, value in asdict(said).items() if name != "awaited"}
