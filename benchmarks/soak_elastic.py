@@ -76,6 +76,11 @@ class Soak:
                 self.run.notes.forget(one)  # as a launcher does
         return kind, (self.stops if kind == "stop" else self.crashes)[-1]
 
+    def death(self):
+        """Draw where a newcomer dies; it is let in once alone."""
+        phase, number = self.draw.choice(DYING), self.draw.randint(1, 3)
+        return phase, 1 if phase == "admission" else number
+
     def stop(self, victim):
         """Stop a replica until it is left out; then let it come back."""
         run, since, name = self.run, time.time(), f"replica {self.there[victim]}"
@@ -95,7 +100,7 @@ class Soak:
             run.signal(one, signal.SIGKILL)
         names = [self.there.pop(one) for one in victims]
         if kind == "die":
-            dying = run.start(names[0], dies=(self.draw.choice(DYING), self.draw.randint(1, 3)))
+            dying = run.start(names[0], dies=self.death())
             run.until(lambda: run.has_ended(dying))
         if kind == "late join":
             time.sleep(0.5)

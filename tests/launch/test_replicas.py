@@ -62,11 +62,34 @@ for _ in range(16):
     optimizer.step()
     optimizer.zero_grad()
 """
+RESUMES = """
+import sys, torch
+from pathlib import Path
+from farflung import Accelerator
+accelerator, model = Accelerator(), torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+if Path("kept").exists():
+    accelerator.load_state("kept")
+loop, draw = accelerator.outer_loops[0], torch.randn(1).item()
+begins = loop.position
+while loop.position < int(sys.argv[1]):
+    accelerator.backward(model(torch.randn(8, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    if loop.position % 4 == 0:
+        accelerator.save_state("kept")
+accelerator.end_training()
+accelerator.save_model(model, "out")
+print("ended", begins, model.weight.tolist(), draw, flush=True)
+if sys.argv[2:]:
+    raise ValueError("a bad value")
+"""
 WAITS = """
 import time
 open("up", "w").close()
 time.sleep(300)
 """
+DILOCO = ["--outer", "diloco", "--outer-every", "4"]
 DIES = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
 
 
@@ -151,8 +174,7 @@ def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(h
 @pytest.mark.parametrize("kind", UNCHANGED)
 def test_scripts_that_know_nothing_of_it_train_with_the_others(farflung, home, kind):
     (home / "train.py").write_text(UNCHANGED[kind] + STEPS)
-    outer = ["--outer", "diloco", "--outer-every", "4", "--outer-log", "rounds.jsonl"]
-    done = farflung("launch", "--cpu", "--elastic", "2:2", *outer, "train.py")
+    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "--outer-log", "rounds.jsonl", "train.py")
     assert done.returncode == 0, done.stderr
     rounds = [json.loads(line) for line in (home / "rounds.jsonl").read_text().splitlines()]
     assert sorted((one["member"], one["step"]) for one in rounds) == [
@@ -175,6 +197,28 @@ def test_a_script_that_fails_before_it_met_anyone_is_not_started_again(farflung,
     done = farflung("launch", "--cpu", "--elastic", "1:2", "train.py")
     assert done.returncode == 3
     assert "replica 0 ended with exit code 3; it is not started again" in done.stderr
+
+
+def test_one_replica_writes_the_checkpoint_from_which_another_number_of_them_goes_on(farflung, home):
+    (home / "train.py").write_text(RESUMES)
+    for replicas, begins, steps in (2, 0, 8), (3, 8, 16):
+        done = farflung("launch", "--cpu", "--elastic", f"{replicas}:{replicas}", *DILOCO, "train.py", str(steps))
+        assert done.returncode == 0, done.stderr
+        ended = [line.split(maxsplit=2)[1:] for line in done.stdout.splitlines() if line.startswith("ended")]
+        assert [int(began) for began, _ in ended] == [begins] * replicas
+        rows = [row.rsplit(maxsplit=1) for _, row in ended]
+        assert len({weights for weights, _ in rows}) == 1 and len({draw for _, draw in rows}) == replicas
+    assert sorted(path.name for path in home.iterdir()) == ["kept", "out", "train.py"]
+
+
+def test_what_several_replicas_fail_with_is_shown_once_in_a_box_that_names_the_newest_checkpoint(farflung, home):
+    (home / "train.py").write_text(RESUMES)
+    done = farflung("launch", "--cpu", "--elastic", "2:2", "--max_restarts", "0", *DILOCO, "train.py", "4", "fails")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == done.stderr.count(" failed on ") == 1
+    assert "Resume from kept, the newest checkpoint of this run" in done.stderr
+    for name in ("replica 0", "replica 1"):
+        assert f"{name} ended with exit code 1 (ValueError: a bad value); it is not started again" in done.stderr
 
 
 def test_a_script_that_ends_well_without_an_outer_loop_gets_a_warning(farflung, home):
@@ -226,5 +270,7 @@ def test_without_the_first_launcher_training_goes_on_until_the_next_loss_ends_it
     furthest = int((home / "at").read_text() or 0)
     until(lambda: int((home / "at").read_text() or 0) > furthest + 20)
     machines.kill(0)
-    assert "the run's store is gone" in second.end()
+    said = second.end()
+    assert said.count("failed on node1") == 1
+    assert said.count("A replica was lost, and those that are left can't agree on who goes on") == 2  # box and line
     assert second.process.returncode == 1

@@ -90,8 +90,12 @@ def replica(pipe, port, member, step_s, numel, dies, recipe, saves, options):
         return float(values[0]) if bool((values == values[0]).all()) else values.unique().tolist()
 
     recipe = recipe or diloco(EVERY, lr=1.0, momentum=0.0)
+    with OuterLoop(Blocks(numel), recipe, bucket_bytes=4 * numel) as another:
+        checkpoint = another.state_dict()
     with OuterLoop(model, recipe, membership=membership, bucket_bytes=4 * numel) as outer:
         outer.listeners.append(lambda one: say(round=one.number, step=one.step, ranks=len(one.weights)))
+        if outer.is_newcomer:  # a script that begins with its newest checkpoint does not know that it is one
+            outer.load_state_dict(checkpoint)
         say(joined=outer.position, weight=weight())
         while outer.position < last():
             time.sleep(step_s)

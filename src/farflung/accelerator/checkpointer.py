@@ -83,6 +83,9 @@ class Checkpointer:
                 "save_on_each_node=True keeps a whole checkpoint on each machine, but the shards of this model are "
                 "spread over several. Use a folder that all machines share, or state_dict_type='FULL_STATE_DICT'."
             )
+        if not run.outers.leads:
+            project.iteration += 1
+            return folder
         target = Path(os.path.abspath(folder))  # the script may change its directory meanwhile
         request = SaveRequest(target, self._facts(), project.automatic_checkpoint_naming, project.total_limit)
         with saver.begin(request) as staged:

@@ -217,4 +217,5 @@ class Checkpointing:
     @property
     def _writes(self) -> bool:
         world = self._run.world
-        return world.is_local_main if self.project_configuration.save_on_each_node else world.is_main
+        is_writer = world.is_local_main if self.project_configuration.save_on_each_node else world.is_main
+        return is_writer and self._run.outers.leads

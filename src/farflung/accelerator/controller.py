@@ -12,6 +12,7 @@ from farflung.accelerator import lazy
 from farflung.accelerator.epoch_tracker import EpochTracker
 from farflung.accelerator.outer import AttachedLoop, OpenLoops
 from farflung.accelerator.prepare import Registry
+from farflung.config import environ
 from farflung.integrations.rounds import RoundOutputs
 from farflung.loop.state import ActiveLoader, LoopState
 from farflung.process import world as slot
@@ -103,7 +104,7 @@ class OuterController:
             _advise(attached)
             unsent = attached.loop.steps_since_sync
             steps = "step was" if unsent == 1 else f"{unsent} steps were"
-            if epochs.is_behind and unsent and self._world.size > 1:
+            if epochs.is_behind and unsent and (self._world.size > 1 or environ.is_elastic()):
                 get_logger(__name__).warning(
                     f"The last {steps} averaged with nobody, as the loop over the data was left early. "
                     "Call accelerator.wait_for_everyone() or accelerator.end_training() after it."

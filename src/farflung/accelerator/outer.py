@@ -17,6 +17,7 @@ from farflung.accelerator import lazy
 from farflung.accelerator.epoch_tracker import EpochTracker
 from farflung.accelerator.prepare import Registry
 from farflung.base.errors import ConfigError
+from farflung.config import environ
 from farflung.integrations.rounds import RoundFigures
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import planned_updates
@@ -173,7 +174,8 @@ class AttachedLoop:
 
     def _begin_where_it_is(self) -> None:
         """Reset the anchor before the very first step: weights may have been loaded after `prepare`."""
-        if self._attempts == self.loop.stats().attempts == self.loop.position == 0:
+        is_here = self.loop.position == 0 or self.loop.is_newcomer
+        if is_here and self._attempts == self.loop.stats().attempts == 0:
             self.loop.reset_anchor()
 
     def _choose_who_averages(self) -> None:
@@ -210,12 +212,23 @@ class OpenLoops:
     def __init__(self) -> None:
         self.attached: list[AttachedLoop] = []
         self.waiting: list[dict[str, Any]] = []
+        self._last: OuterLoop | None = None  # that was opened
         self._figures: list[RoundFigures] = []
 
     @property
     def live(self) -> list[OuterLoop]:
         """The loops alone."""
         return [attached.loop for attached in self.attached]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica writes what all have in common, as the first one of those that come and go."""
+        return not environ.is_elastic() or self._last is None or self._last.is_first
+
+    @property
+    def member(self) -> int:
+        """This replica's id, where replicas come and go; else 0."""
+        return int(environ.text(environ.MEMBER_VARIABLES[1]) or 0)
 
     @property
     def can_begin_here(self) -> bool:
@@ -229,6 +242,7 @@ class OpenLoops:
         if attached.each_step:  # Accelerate's LocalSGD tells trackers nothing
             self._figures.append(RoundFigures(attached.loop, len(self.attached)))
         self.attached.append(attached)
+        self._last = attached.loop
 
     def closed(self, attached: AttachedLoop) -> None:
         """Forget a loop."""

@@ -104,7 +104,7 @@ def run_agent(
             agent = elastic_launch(_agent_settings(num_local, meeting, watch, log_dir), entrypoint)
             returned = agent(*_as_they_are(arguments))
         except ChildFailedError as error:
-            failures, newest = _named(error.failures), _newest_checkpoint(Path(log_dir))
+            failures, newest = _named(error.failures), newest_checkpoint(Path(log_dir))
             if not isinstance(entrypoint, str):
                 return Outcome((*failures, *_unnamed(error.failures, Path(log_dir))), checkpoint=newest)
             _end_sessions([failed.pid for failed in error.failures.values()])
@@ -182,7 +182,7 @@ def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Fa
     """Return the failures that stand in the error files of the last attempt and were written before a time."""
     last_attempt = _last_attempt(log_dir)
     files = {first_rank + int(file.parent.name): file for file in last_attempt.glob("*/error.json")}
-    found = (Failure.of(rank, 1, _read(file)) for rank, file in sorted(files.items()))
+    found = (Failure.of(rank, 1, read_report(file)) for rank, file in sorted(files.items()))
     return tuple(one for one in found if one.time_s < before_s)
 
 
@@ -190,8 +190,12 @@ def _last_attempt(log_dir: Path) -> Path:
     return max(log_dir.glob("*/attempt_*"), key=lambda folder: folder.stat().st_mtime, default=log_dir)
 
 
-def _newest_checkpoint(log_dir: Path) -> Path | None:
-    """Return the newest checkpoint that ranks of this machine have written, in any attempt, if it is still there."""
+def newest_checkpoint(log_dir: Path) -> Path | None:
+    """Return the newest checkpoint that ranks of this machine have written, in any attempt, if it is still there.
+
+    Args:
+        log_dir: with a folder `<run>/attempt_<number>/<local rank>` for each process, in which it leaves its notes.
+    """
     notes = _last_attempt(log_dir).parent.glob(f"attempt_*/*/{CHECKPOINT}")
     last = max(notes, key=lambda note: note.stat().st_mtime, default=None)
     folder = None if last is None else Path(last.read_text(encoding="utf-8"))
@@ -203,7 +207,8 @@ def _first_rank(failed: Mapping[int, Any]) -> int:
     return min(rank - int(one.local_rank) for rank, one in failed.items())
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_report(file: Path) -> dict[str, Any]:
+    """Return what a process has left in its error file, in torch's form; empty if it is unreadable."""
     try:
         left: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError:  # it was ended while it wrote

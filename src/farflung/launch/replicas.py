@@ -14,12 +14,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -30,9 +32,12 @@ from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings, command_words
+from farflung.launch.agent import newest_checkpoint, read_report
 from farflung.launch.network import choose_interface, is_loopback, resolve_host
 from farflung.launch.plan import lone_environment, make_plan, network_variables, one_machine, torch_is_loaded
+from farflung.launch.report import Failure, in_short, show
 from farflung.launch.script import command_line
+from farflung.process.failure import ERROR_FILE
 from farflung.process.sockets import serve_store
 
 _LOOK_S = 0.05
@@ -53,6 +58,7 @@ class _Replica:
     Attributes:
         member: the id of its process, another one each time that it is started.
         before: that of the process before.
+        report: the file in which the process leaves its error; with several ranks a launcher of its own shows that.
         ended: the process has ended and is not started again.
         start_at: when it is started again.
         restarts: when it was, in the last hour.
@@ -62,6 +68,7 @@ class _Replica:
     process: subprocess.Popen[bytes] | None = None
     member: int = 0
     before: int = 0
+    report: Path | None = None
     ended: bool = False
     is_stopped: bool = False
     start_at: float = 0.0
@@ -145,6 +152,9 @@ class _Launcher:
         self._max_restarts = _RESTARTS if settings.max_restarts is None else settings.max_restarts
         self._is_quiet, self._tells = settings.quiet, settings.join is None
         self._replicas = [_Replica(self._name(number)) for number in range(count)]
+        self._reports, self._num_started = Path(), 0
+        self._has_own_launchers = settings.ranks_per_replica > 1
+        self._shown: set[str] = set()  # errors
         self._asked_to_end = 0  # by this signal
         self._code, self._has_finished, self._has_store = 0, False, True
         self._num_told, self._beat_at = 0, 0.0
@@ -153,7 +163,8 @@ class _Launcher:
         """Return the exit code once all have ended."""
         with self._reaching_store():
             self._notes.count_launchers(1)
-        with self._signals():
+        with self._signals(), tempfile.TemporaryDirectory(prefix="farflung_") as folder:
+            self._reports = Path(folder)
             while not all(one.ended for one in self._replicas):
                 for one in self._replicas:
                     self._look_after(one)
@@ -195,6 +206,8 @@ class _Launcher:
             was_in = self._notes.was_in(one.member)
             if code:
                 self._notes.note_end(one.member, how)
+            else:
+                self._notes.note_left(one.member, "")
         if code == 0:
             one.ended = self._has_finished = True
             if not was_in and self._has_store:
@@ -202,10 +215,24 @@ class _Launcher:
                     f"warning: {one.name} has ended well, but no outer loop of it ever met the others. Pass "
                     "membership=launched_membership() to an OuterLoop of your own"
                 )
-        elif self._asked_to_end or self._has_finished:
+        elif self._asked_to_end:
+            one.ended = True
+        elif self._has_finished:
             one.ended = True  # the others have done the work
+            self._say(f"{one.name} {how}{self._said(one, code, in_box=False)}")
         else:
-            self._restart(one, code, how, was_in)
+            self._restart(one, code, how + self._said(one, code), was_in)
+
+    def _said(self, one: _Replica, code: int, in_box: bool = True) -> str:
+        """Return in brackets the error that a replica has reported; show all of it, once if several report the same."""
+        if one.report is None or not one.report.exists():
+            return ""
+        failure = Failure.of(0, code, read_report(one.report))
+        line = in_short(failure)
+        if in_box and line not in self._shown:
+            self._shown.add(line)
+            show([failure], checkpoint=newest_checkpoint(self._reports), name=one.name)
+        return f" ({line})" if failure.traceback else ""
 
     def _restart(self, one: _Replica, code: int, how: str, was_in: bool) -> None:
         """Have a replica started again, after a while that grows; not one that never got as far as to meet others."""
@@ -230,6 +257,11 @@ class _Launcher:
                 self._notes.forget(one.before)
             one.before, one.member = one.member, member
         told = dict(zip(environ.MEMBER_VARIABLES, (self._where, str(one.member)), strict=True))
+        if not self._has_own_launchers:
+            self._num_started += 1
+            one.report = self._reports / "run" / f"attempt_{self._num_started}" / "0" / "error.json"
+            one.report.parent.mkdir(parents=True)
+            told[ERROR_FILE] = str(one.report)
         one.process = subprocess.Popen(self._command, env=lone_environment({**self._variables, **told}))
 
     def _beat(self) -> None:

@@ -113,6 +113,7 @@ def explain(
     finished: Sequence[int] = (),
     others_at: str | None = None,
     checkpoint: Path | None = None,
+    name: str | None = None,
 ) -> tuple[str, str]:
     """Return title and text of the report.
 
@@ -120,11 +121,12 @@ def explain(
         finished: ranks of this machine that had ended well before.
         others_at: the address of this machine for others, whose names may be the same; None: there are no others.
         checkpoint: the newest that the run has written.
+        name: of what failed first; None: `rank 0`, for example.
     """
     own, ended = in_order(failures)
     cause = own[0]
     parts = [cause.traceback.rstrip() if cause.traceback else _without_traceback(cause)]
-    others = [f"rank {other.rank} failed too: {_in_short(other)}" for other in own[1:] if _distance(other) < 2]
+    others = [f"rank {other.rank} failed too: {in_short(other)}" for other in own[1:] if _distance(other) < 2]
     others += _listed([other for other in own[1:] if _distance(other) == 2], "lost the connection to it")
     others += _listed(ended, "ended by the launcher")
     if finished:
@@ -140,7 +142,7 @@ def explain(
         call = f"load_state({str(checkpoint)!r})"
         parts.append(f"Resume from {checkpoint.name}, the newest checkpoint of this run: {call}")
     here = socket.gethostname() + (f" ({others_at})" if others_at else "")
-    return f"rank {cause.rank} failed on {here}: {cause.how}", "\n\n".join(parts)
+    return f"{name or f'rank {cause.rank}'} failed on {here}: {cause.how}", "\n\n".join(parts)
 
 
 def _without_traceback(cause: Failure) -> str:
@@ -151,7 +153,8 @@ def _without_traceback(cause: Failure) -> str:
     return f"{cause.message or 'It left no traceback for the launcher.'} Its output is above."
 
 
-def _in_short(failure: Failure) -> str:
+def in_short(failure: Failure) -> str:
+    """Return what a process said of its end, or how it ended, in one line."""
     lines = (failure.message or "").strip().splitlines()
     return shorten(lines[0], 150, placeholder=" ...") if lines else failure.how
 
@@ -166,13 +169,14 @@ def show(
     finished: Sequence[int] = (),
     others_at: str | None = None,
     checkpoint: Path | None = None,
+    name: str | None = None,
 ) -> int:
     """Print the report on stderr and return the exit code of the rank that failed first; see `explain`."""
     from rich.console import Console  # late: only a failure needs it
     from rich.panel import Panel
     from rich.text import Text
 
-    title, text = explain(failures, finished, others_at, checkpoint)
+    title, text = explain(failures, finished, others_at, checkpoint, name)
     if log_dir is not None:
         text += f"\n\nlogs: {log_dir}"
     console = Console(stderr=True)

@@ -267,10 +267,10 @@ class Elastic:
                         self._decide(record, posts, absent)
                         continue
                 time.sleep(_POLL_S)
-        except dist.DistError as error:
+        except dist.DistError:
             raise RankFailure(
                 "A replica was lost, and those that are left can't agree on who goes on, as the run's store is gone "
-                f"too: the launcher that serves it has probably ended ({error})."
+                "too: the launcher that serves it has probably ended. Start the run again from its newest checkpoint."
             ) from None
 
     def _decide(self, record: Record, posts: Mapping[int, Any], absent: Mapping[int, str]) -> None:
@@ -383,7 +383,8 @@ class _EpochWatch:
         if why := elastic.members.broken(number):
             return why
         what = f"wait{elastic.island.rank}"
-        elastic.members.say(number, what, elastic.member, entered.place)  # before others ask who is late
+        if entered.place:
+            elastic.members.say(number, what, elastic.member, entered.place)  # before others ask who is late
         if waited_s < _LOOK_S:
             return ""
         now = elastic.members.record()

@@ -145,6 +145,7 @@ class OuterLoop:
             self._warmup.check_averaged(self._position)
         is_shared = self._warmup.makes_alike(self._position)
         self._position += 1
+        self._rounds.given = None
         self._meter.add("attempts")
         if done:
             if not is_shared:
@@ -247,18 +248,32 @@ class OuterLoop:
         """Number of attempted steps since the latest round was launched."""
         return self._position - self._timetable.began
 
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this replica came to a run of others, and has made no step since."""
+        return self._rounds.given is not None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first one of the replicas that are there: the one to write what they have in common."""
+        return self._rounds.group.rank == 0
+
     def reset_anchor(self) -> None:
         """Take the current weights as the new anchor, for example after loading weights. No collective.
 
         Exchanges in flight are waited for and discarded, and so is what error feedback has kept back. All ranks must
-        call it, and with the same weights: nothing compares them.
+        call it, and with the same weights: nothing compares them. Before the first step of a newcomer the weights of
+        the others take the place of its own instead.
 
         Raises:
             StateError: the loop has ended.
         """
         self._check_open()
         with torch.no_grad():
-            self._rounds.reset()
+            if self.is_newcomer:
+                self._rounds.join()
+            else:
+                self._rounds.reset()
 
     def flush(self) -> None:
         """Stay in the rounds until every rank has called this; afterwards all replicas are bitwise equal.
@@ -364,6 +379,8 @@ class OuterLoop:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state_dict`'s result, including the model's weights. No collective: each rank loads its own.
 
+        A newcomer to a run of others stays where they are, with their weights, whatever the state is.
+
         Raises:
             ConfigError: it is no such state, or of another model or recipe.
             StateError: the loop has ended.
@@ -373,6 +390,9 @@ class OuterLoop:
         check_same(state["description"], self._rounds.replica.description)
         check_shard(state.get("shard", 0), self._rounds.epoch.island.shard)
         reshard(self._model.modules())
+        if self.is_newcomer:
+            self.reset_anchor()
+            return
         self._rounds.load_state_dict(state["rounds"])
         self._position = state["position"]
         self._timetable.load_state_dict(state)

@@ -46,6 +46,7 @@ class Rounds:
     Attributes:
         place: the loop's in its schedule, as the engine says it, or as the members told a newcomer.
         has_joined: this rank came in as a newcomer, and has not taken that place yet.
+        given: what a newcomer got of the others, until its first step.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Rounds:
         self._worker: BackgroundWorker | None = None
         self.place = {"position": 0, "began": 0}
         self.has_joined = False
+        self.given: list[dict[str, Any]] | None = None
         self.epoch = open_epoch(-1, (), SoloGroup(), SoloGroup(), self._needs(admits=False))  # nobody yet
         self._meet(admits=True)
 
@@ -142,9 +144,13 @@ class Rounds:
         (given,) = broadcast_object_list(Exchange(epoch.group), said, giver)
         if epoch.joins:
             self._meter.add("steps_lost", fragments[0].pending_weight[0])
-            for fragment, replicated in zip(fragments, given["fragments"], strict=True):
-                fragment.join(replicated)
-            self.place, self.has_joined = given["place"], True
+            self.place, self.has_joined, self.given = given["place"], True, given["fragments"]
+            self.join()
+
+    def join(self) -> None:
+        """Take over what the others have given."""
+        for fragment, replicated in zip(self.replica.fragments, self.given or (), strict=True):
+            fragment.join(replicated)
 
     def _lose(self, failure: RankFailure) -> None:
         """Leave an epoch in which ranks were lost."""

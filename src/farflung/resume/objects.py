@@ -165,7 +165,10 @@ def _redistributed(state: dict[str, Any], total: int | None, source: Loading) ->
 
 
 class RNGStates(Part):
-    """Each rank's own: rank r draws on where old rank r stood, and ranks that there were none of begin their own."""
+    """Each rank's own: rank r draws on where old rank r stood, and ranks that there were none of begin their own.
+
+    So do replicas that come and go, as one of them has written the states of all.
+    """
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
         return {paths.random_states(self.run.world.rank): {"step": self.run.loop.step, **rng.read()}}
@@ -178,8 +181,8 @@ class RNGStates(Part):
         if self._states is None:
             source.notes.append(f"it has no random states for rank {source.rank}, so its random numbers differ")
             return
-        if source.rank >= source.old_size:
-            self._states = _fresh(self._states, source.rank)
+        if source.rank >= source.old_size or self.run.outers.member:
+            self._states = _fresh(self._states, source.rank + 1000 * self.run.outers.member)
         rng.check(self._states)
 
     def load(self, undo: list[Undo]) -> None:

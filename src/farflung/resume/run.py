@@ -46,6 +46,14 @@ class OuterLoopRegistry(Protocol):
     def live(self) -> Sequence[Any]: ...
 
     @property
+    def leads(self) -> bool:
+        """Whether this replica writes what all have in common, as the first one of those that come and go."""
+
+    @property
+    def member(self) -> int:
+        """This replica's id, where replicas come and go; else 0."""
+
+    @property
     def can_begin_here(self) -> bool:
         """Whether there are open loops, and none has done a step: they begin where the model is at the first one."""
 

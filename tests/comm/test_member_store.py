@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What launchers say of their replicas."""
+
+import time
+
+import pytest
+
+from farflung.comm.member_store import LauncherNotes
+from farflung.process.sockets import serve_store
+
+
+@pytest.fixture
+def notes():
+    return LauncherNotes(serve_store("127.0.0.1", 0, wait_for_workers=False))
+
+
+def test_what_was_taken_back_is_gone_and_what_nobody_said_is_empty(notes):
+    notes.name(1, "replica 0", "")
+    notes.note_stopped(1, True)
+    assert notes.is_stopped(1)
+    notes.note_stopped(1, False)
+    assert not notes.is_stopped(1) and not notes.machine_of(1) and not notes.end_of(1)
+    assert notes.name_of(1) == "replica 0" and notes.name_of(2) == "member 2"
+
+
+def test_no_question_takes_the_time_that_the_store_needs_for_empty_values(notes):
+    notes.name(1, "replica 0", "")
+    notes.note_stopped(1, True)
+    notes.note_stopped(1, False)
+
+    def ask():
+        began = time.perf_counter()
+        notes.machine_of(1), notes.is_stopped(1)
+        return time.perf_counter() - began
+
+    assert min(ask() for _ in range(5)) < 0.2
