@@ -19,8 +19,9 @@ def test_what_was_taken_back_is_gone_and_what_nobody_said_is_empty(notes):
     notes.note_stopped(1, True)
     assert notes.is_stopped(1)
     notes.note_stopped(1, False)
-    assert not notes.is_stopped(1) and not notes.machine_of(1) and not notes.end_of(1)
-    assert notes.name_of(1) == "replica 0" and notes.name_of(2) == "member 2"
+    assert not notes.is_stopped(1)
+    assert (notes.machine_of(1), notes.end_of(1)) == ("", "")
+    assert (notes.name_of(1), notes.name_of(2)) == ("replica 0", "member 2")
 
 
 def test_no_question_takes_the_time_that_the_store_needs_for_empty_values(notes):

@@ -63,7 +63,7 @@ for _ in range(16):
     optimizer.zero_grad()
 """
 RESUMES = """
-import sys, torch
+import json, os, sys, torch
 from pathlib import Path
 from farflung import Accelerator
 accelerator, model = Accelerator(), torch.nn.Linear(4, 1)
@@ -80,9 +80,24 @@ while loop.position < int(sys.argv[1]):
         accelerator.save_state("kept")
 accelerator.end_training()
 accelerator.save_model(model, "out")
-print("ended", begins, model.weight.tolist(), draw, flush=True)
+Path(f"ended{os.getpid()}").write_text(json.dumps([begins, draw, model.weight.tolist()]))
 if sys.argv[2:]:
     raise ValueError("a bad value")
+"""
+RANKS = """
+import os, torch, torch.distributed as dist
+from pathlib import Path
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+Path(f"rank{dist.get_rank()}_{os.getpid()}").touch()
+last = torch.zeros(())
+while not last:
+    last += Path("last").exists()
+    dist.all_reduce(last)
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 """
 WAITS = """
 import time
@@ -199,15 +214,31 @@ def test_a_script_that_fails_before_it_met_anyone_is_not_started_again(farflung,
     assert "replica 0 ended with exit code 3; it is not started again" in done.stderr
 
 
+def test_a_replica_of_several_ranks_is_started_again_if_one_of_them_dies(home):
+    (home / "train.py").write_text(RANKS)
+    with Launcher("--elastic", "2:2", "--ranks_per_replica", "2", *DILOCO, "train.py") as run:
+        run.printed("epoch 1: training begins with 2 replicas")
+        ranks = until(lambda: len(found := list(home.glob("rank1_*"))) == 2 and found)
+        os.kill(int(ranks[0].name[6:]), signal.SIGKILL)
+        lost = run.printed(r"farflung: (replica \d) ended with exit code 137; it starts again in 1 s")[1]
+        run.printed(f"epoch 2: {lost} is out: ended with exit code 137; training goes on with 1 replica")
+        run.printed(f"epoch 3: {lost} joined; 2 replicas train")
+        (home / "last").touch()
+        assert run.ended() == 0
+
+
 def test_one_replica_writes_the_checkpoint_from_which_another_number_of_them_goes_on(farflung, home):
     (home / "train.py").write_text(RESUMES)
-    for replicas, begins, steps in (2, 0, 8), (3, 8, 16):
-        done = farflung("launch", "--cpu", "--elastic", f"{replicas}:{replicas}", *DILOCO, "train.py", str(steps))
+    for size, begins, steps in (2, 0, 8), (3, 8, 16):
+        done = farflung("launch", "--cpu", "--elastic", f"{size}:{size}", *DILOCO, "train.py", str(steps))
         assert done.returncode == 0, done.stderr
-        ended = [line.split(maxsplit=2)[1:] for line in done.stdout.splitlines() if line.startswith("ended")]
-        assert [int(began) for began, _ in ended] == [begins] * replicas
-        rows = [row.rsplit(maxsplit=1) for _, row in ended]
-        assert len({weights for weights, _ in rows}) == 1 and len({draw for _, draw in rows}) == replicas
+        ended = list(home.glob("ended*"))
+        began, draws, weights = zip(*(json.loads(file.read_text()) for file in ended), strict=True)
+        assert began == (begins,) * size
+        assert len(set(draws)) == size
+        assert weights == weights[:1] * size
+        for file in ended:
+            file.unlink()
     assert sorted(path.name for path in home.iterdir()) == ["kept", "out", "train.py"]
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from farflung.base.errors import ConfigError
+from farflung.base.errors import CollectiveMismatch, ConfigError
 from farflung.comm.group import SoloGroup
 from farflung.outer import OuterLoop, diloco, eager_diloco, edit, gossip, local_sgd, quadratic, streaming_diloco
+from farflung.outer.agreement import Anchored
 from farflung.outer.membership import FixedMembership, open_epoch
 from farflung.testing.sim import SimGroup, run_replicas
 
@@ -174,6 +175,18 @@ def test_replicas_come_between_rounds_with_the_anchor_and_count_from_the_next_on
     anchors = anchors_of(members)
     for rank, (path, _) in enumerate(run_replicas(train, 4, first, DILOCO, None, 0, STEPS)):
         assert seen_of(path) == pytest.approx(anchors if rank in first else anchors[1:])
+
+
+def test_what_a_newcomer_got_is_compared_in_its_first_vote(monkeypatch):
+    join = Anchored.join
+
+    def damaged(weights, replicated):
+        join(weights, replicated)
+        weights.rows()["anchor"][0].add_(1)
+
+    monkeypatch.setattr(Anchored, "join", damaged)
+    with pytest.raises(CollectiveMismatch, match="no longer agree on weight: its value on rank 2 is not that of"):
+        run_replicas(train, 3, [0, 1], DILOCO, None, 0, STEPS)
 
 
 OTHERS = {

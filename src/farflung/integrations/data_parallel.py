@@ -226,11 +226,12 @@ class DDPTakeover:
         hooks.register_load_state_dict_post_hook(functools.partial(_begin_anew, weakref.ref(one)))
         leave_note(OUTER_ATTACHED)
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        size = mesh.replicas.size if membership is None or membership.record is None else len(membership.record.ids)
         each, where = "", "on their rank"
         if mesh.island.size > 1:
             each, where = f", each on {mesh.island.size} ranks,", "within their replica"
         self._say(
-            f"farflung: {self._config.recipe} over {mesh.replicas.size} replicas{each} of a DDP model with {trained:,} "
+            f"farflung: {self._config.recipe} over {counted(size, 'replica')}{each} of a DDP model with {trained:,} "
             f"parameters: {self._recipe.schedule}; its gradients stay {where}"
         )
 

@@ -312,7 +312,7 @@ class OuterLoop:
     @property
     def has_anchor(self) -> bool:
         """Whether the weights that all ranks last agreed on are at hand, beside those that this rank trains."""
-        return self._recipe.agrees and self._recipe.optimizer is not None
+        return self._recipe.has_anchor
 
     @contextmanager
     def synced(self) -> Iterator[None]:

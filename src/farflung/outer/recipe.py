@@ -169,6 +169,11 @@ class Recipe:
         return self.aggregator.agrees and not self.eager
 
     @property
+    def has_anchor(self) -> bool:
+        """Whether that anchor is kept between rounds, beside the weights that are trained."""
+        return self.agrees and self.optimizer is not None
+
+    @property
     def warmup(self) -> int:
         """The number of first steps in which gradients are averaged."""
         return self.schedule.steps if isinstance(self.schedule, Warmup) else 0

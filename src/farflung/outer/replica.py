@@ -93,13 +93,13 @@ class BoundFragment:
 
     def replicated(self) -> dict[str, Any]:
         """Return what all replicas have in common between rounds."""
-        common = {"history": asdict(self.history), "num_rounds": self.num_rounds, "digest": self.digest}
+        common = {"history": asdict(self.history), "num_rounds": self.num_rounds}
         return {**common, "agreed": {kind: one.replicated() for kind, one in self.agreements.items()}}
 
     def join(self, replicated: dict[str, Any]) -> None:
         """Take over what `replicated` returned on another rank, the weights too."""
         self.history = NormHistory(**replicated["history"])
-        self.num_rounds, self.digest = replicated["num_rounds"], replicated["digest"]
+        self.num_rounds = replicated["num_rounds"]
         self.num_landed, self.pending_weight = 0, [0.0] * len(self.pending_weight)
         for kind, agreement in self.agreements.items():
             agreement.join(replicated["agreed"][kind])
@@ -148,9 +148,13 @@ class BoundFragment:
     def note_round(self, is_common: bool) -> None:
         """Count a round that was applied, and note what it left now and then, if that is the same on all ranks."""
         self.num_rounds += 1
-        due = is_common and self.num_rounds % _DIGEST_EVERY == 1
-        text = " ".join(str(value) for _, value in self._checksums()) if due else ""
-        self.digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big") if due else -1
+        self.note_agreement(is_common and self.num_rounds % _DIGEST_EVERY == 1)
+
+    def note_agreement(self, is_compared: bool) -> None:
+        """Note what is agreed on, if it is to be compared in the next vote."""
+        text = " ".join(str(value) for _, value in self._checksums()) if is_compared else ""
+        digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
+        self.digest = int.from_bytes(digest, "big") if is_compared else -1
 
     def check_agreement(self, digests: Sequence[int], voters: Voters) -> None:
         """Compare what all ranks have noted.

@@ -146,6 +146,8 @@ class Rounds:
             self._meter.add("steps_lost", fragments[0].pending_weight[0])
             self.place, self.has_joined, self.given = given["place"], True, given["fragments"]
             self.join()
+        for fragment in fragments:
+            fragment.note_agreement(self._recipe.has_anchor)
 
     def join(self) -> None:
         """Take over what the others have given."""
