@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 import threading
+from ast import literal_eval
 from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -308,7 +308,7 @@ def test_a_dropped_round_and_a_part_of_a_model_record_nothing():
     one = run.join(fragments=2)
 
     def done():
-        rows = json.loads(read(part_of(part_of(run.store, "data"), "0"), "epochs"))[3]
+        rows = literal_eval(read(part_of(part_of(run.store, "data"), "0"), "epochs"))[3]
         return sum(count for *_, held in rows.values() for _, count in held.values())
 
     for _ in range(3):

@@ -180,7 +180,7 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
-class _SamplerView(BatchSampler):
+class SamplerView(BatchSampler):
     """A batch sampler that stands before another one."""
 
     def __init__(self, batch_sampler: BatchSampler | Iterable[Any]) -> None:
@@ -193,7 +193,7 @@ class _SamplerView(BatchSampler):
         return len(self.batch_sampler)
 
 
-class BatchSamplerShard(_SamplerView):
+class BatchSamplerShard(SamplerView):
     """The share of one process in the batches of a batch sampler.
 
     Args:
@@ -267,7 +267,7 @@ class BatchSamplerShard(_SamplerView):
         return last <= self.process_index * (inner.batch_size // self.num_processes)
 
 
-class SkipBatchSampler(_SamplerView):
+class SkipBatchSampler(SamplerView):
     """A batch sampler without its first batches, whose data is then never read.
 
     Args:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import json
+from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from farflung.base.errors import ConfigError
@@ -68,26 +68,12 @@ class _State:
     open: dict[int, _Open] = field(default_factory=dict)
 
     def encode(self) -> str:
-        rows = {
-            number: [
-                one.batches,
-                one.digest,
-                one.slots,
-                one.claimed,
-                {slot: list(held) for slot, held in one.held.items()},
-            ]
-            for number, one in self.open.items()
-        }
-        return json.dumps([self.seed, self.epoch, self.ended, rows])
+        return repr(astuple(self))
 
     @classmethod
     def decode(cls, text: str) -> _State:
-        seed, epoch, ended, rows = json.loads(text)
-        made = {}
-        for number, (batches, digest, slots, claimed, held) in rows.items():
-            owners = {int(slot): (owner, done) for slot, (owner, done) in held.items()}
-            made[int(number)] = _Open(batches, digest, slots, claimed, owners)
-        return cls(seed, epoch, ended, made)
+        seed, epoch, ended, rows = literal_eval(text)
+        return cls(seed, epoch, ended, {number: _Open(*row) for number, row in rows.items()})
 
     def tidy(self) -> None:
         """Forget what is over."""
@@ -127,12 +113,11 @@ class Board:
             if epoch < state.epoch or epoch <= state.ended:
                 return True
             if epoch > state.epoch:
-                for number, one in list(state.open.items()):
-                    if one.claimed < one.slots:
-                        del state.open[number]  # some replica has left it early
-                    else:
-                        one.held = {slot: held for slot, held in one.held.items() if held[0] != self._member}
                 state.epoch = epoch
+                # Some replica has left those early that were not claimed to their end.
+                state.open = {number: one for number, one in state.open.items() if one.claimed == one.slots}
+                for one in state.open.values():
+                    one.held = {slot: held for slot, held in one.held.items() if held[0] != self._member}
                 if batches:
                     state.open[epoch] = _Open(batches, digest, num_slots(batches, most))
             theirs = state.open.get(epoch)
@@ -203,10 +188,9 @@ class Board:
 
     # ---- what may be in a round that others have applied, and this replica did not live to note
 
-    def say_sent(self, steps: Iterable[tuple[int, int]], done: Mapping[tuple[int, int], int]) -> None:
+    def say_sent(self, steps: list[tuple[int, int]], done: dict[tuple[int, int], int]) -> None:
         """Say how far this replica's slots are at these steps of its outer loops, each with its membership's epoch."""
-        rows = [[*place, count] for place, count in done.items()]
-        self._store.set(f"sent/{self._member}", json.dumps([list(steps), rows]))
+        self._store.set(f"sent/{self._member}", repr((steps, done)))
 
     def note_for(self, lost: int, landed: Iterable[tuple[int, int]]) -> None:
         """Note for a lost replica what has landed of it.
@@ -214,12 +198,12 @@ class Board:
         Args:
             landed: of each outer loop, since which epoch it was a member, and up to which step the rounds have landed.
         """
-        text = read(self._store, f"sent/{lost}")
-        steps, rows = json.loads(text) if text else ((), ())
-        pairs = zip(steps, landed, strict=False)
-        if rows and all(number >= since and step <= last for (number, step), (since, last) in pairs):
-            self.note({(epoch, slot): done for epoch, slot, done in rows}, lost)
-        self._store.delete_key(f"sent/{lost}")
+        if text := read(self._store, f"sent/{lost}"):
+            steps, done = literal_eval(text)
+            pairs = zip(steps, landed, strict=False)
+            if all(number >= since and step <= last for (number, step), (since, last) in pairs):
+                self.note(done, lost)
+            self._store.delete_key(f"sent/{lost}")
 
     def _change(self, act: Callable[[_State], _T], first: _State | None = None) -> _T:
         text = read(self._store, "epochs")

@@ -3,23 +3,9 @@
 
 An epoch's batches, in an order that all replicas agree on, are cut into S slots: slot s has the batches s, s + S,
 s + 2S ... Who has which slot, and how many of its batches are done, stands in the run's store. A batch is done when
-the outer loop's round is applied that its step went into. What is promised for the loaders that train:
-
-- A batch is handed out to one replica at a time, and once its step is in the common weights to none again.
-- What a replica had taken and not done is free again when it is lost, or left out as late: another one takes it from
-  the first batch that is not done, in this epoch or in the next one that is begun. A replica that was left out and
-  comes back goes on with none of it, not even with batches that it had read ahead.
-- So each batch of an epoch counts once in the common weights, but for: what was handed out after the last round of the
-  run, or was left by a replica that is lost while nobody begins another epoch; epochs that a script leaves early, which
-  are over for all once one replica begins the next; and the padding and dropping of batches among the ranks of one
-  replica, which are as ever. A batch counts twice only if its replica is lost between the landing of a round and its
-  own note of it, and the others can't tell: all of them are lost too, or had no more data, or rounds go on beside
-  training. If a model is sent in parts, a batch is done when all parts have been; some parts may have it twice.
-- A newcomer's script begins with epoch 0. Epochs that the others are through with hand out nothing.
-- When the run's store is lost, the epoch ends early, and later ones are shared by the members' places.
-
-A pass counts as an evaluation, and hands out all of the data on each replica, if the prepared models are in eval mode
-when it begins.
+the outer loop's round is applied that its step went into. What a replica had taken and not done is free again when it
+is lost, or left out as late: another one takes it from the first batch that is not done. `docs/concepts/data.md` has
+what is promised, and the exceptions.
 """
 
 from __future__ import annotations
@@ -27,11 +13,10 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from farflung.base.errors import ConfigError, StateError
 from farflung.comm.collectives import broadcast_object_list
@@ -39,7 +24,7 @@ from farflung.comm.exchange import Exchange
 from farflung.comm.member_store import part_of
 from farflung.data.loader import DataLoaderShard
 from farflung.data.resume.iteration import Iteration
-from farflung.data.samplers import filled
+from farflung.data.samplers import SamplerView, filled
 from farflung.data.slot_board import Board, Claim, num_slots
 from farflung.data.slot_order import agreed_order, announce, digest_of, proposed_seed
 from farflung.data.torch_loaders import LoaderView, index_source, samplers_of, with_indices
@@ -48,7 +33,6 @@ if TYPE_CHECKING:
     from farflung.outer.elastic import Elastic
     from farflung.outer.stats import Round
 
-_T = TypeVar("_T")
 _Entry = tuple[int, int, int, int]  # tenure, epoch, slot, how many batches of the slot are done with this one
 
 
@@ -88,7 +72,7 @@ class Slots:
         self._store = part_of(store, "data")
         self._samplers: list[SlotSampler] = []
         self._follows: list[FollowedLoop] = []
-        self._unrecorded: deque[tuple[int, SlotSampler, list[_Entry]]] = deque()
+        self._unrecorded: deque[tuple[int, SlotSampler, list[_Entry]]] = deque()  # with the number given by then
         self.tenure = self.num_given = self.num_steps = 0
         self.is_gone = False
 
@@ -141,11 +125,11 @@ class Slots:
         records = [one.membership.record for one in self._follows]
         return all(record is None or member in record.ids for record in records)
 
-    def reach(self, act: Callable[[], _T], otherwise: _T) -> _T:
-        """Return what `act` finds in the store; `otherwise` once that is gone, which ends no training."""
+    def reach(self, act: Callable[..., Any], *args: Any) -> Any:
+        """Return what `act` finds in the store; None once that is gone, which ends no training."""
         if not self.is_gone:
             try:
-                return act()
+                return act(*args)
             except dist.DistError:
                 self.is_gone = True
                 warnings.warn(
@@ -154,7 +138,12 @@ class Slots:
                     RuntimeWarning,
                     stacklevel=3,
                 )
-        return otherwise
+        return None
+
+    def tell(self, act: Callable[..., Any], *args: Any) -> None:
+        """Write to the store, on one rank of the replica."""
+        if self.is_first:
+            self.reach(act, *args)
 
     def own_slots(self, number: int) -> range:
         """Return which of so many slots are this replica's by its place among the members, where the store is gone."""
@@ -182,11 +171,10 @@ class Slots:
     def step_attempted(self) -> None:
         """Say in the store what would be in rounds that are sent off now."""
         self.num_steps += 1
-        if self.is_first:
-            steps = [(one.number, one.step) for one in self._follows]
-            for sampler in self._samplers:
-                if sampler.given:
-                    self.reach(partial(sampler.board.say_sent, steps, sampler.given), None)
+        steps = [(one.number, one.step) for one in self._follows]
+        for sampler in self._samplers:
+            if sampler.given:
+                self.tell(sampler.board.say_sent, steps, sampler.given)
 
     def record(self) -> None:
         """Record what all outer loops have in their common weights."""
@@ -197,15 +185,14 @@ class Slots:
             done.setdefault(sampler, {}).update({(epoch, slot): count for _, epoch, slot, count in entries})
         for sampler, counts in done.items():
             sampler.given = {place: one for place, one in sampler.given.items() if counts.get(place) != one}
-            if self.is_first:
-                self.reach(partial(sampler.board.note, counts), None)
+            self.tell(sampler.board.note, counts)
 
     def note_lost(self) -> None:
         """Note for replicas that were lost what they did not live to note themselves."""
         for lost in {member for one in self._follows for member in one.met if not self.is_here(member)}:
             landed = [one.met.pop(lost, (0, -1)) for one in self._follows]
-            for sampler in self._samplers if self.is_first else ():
-                self.reach(partial(sampler.board.note_for, lost, landed), None)
+            for sampler in self._samplers:
+                self.tell(sampler.board.note_for, lost, landed)
 
 
 class FollowedLoop:
@@ -264,7 +251,7 @@ class FollowedLoop:
                 self.met[member] = record.number, -1
 
 
-class SlotSampler(BatchSampler):
+class SlotSampler(SamplerView):
     """The batches of a batch sampler that this replica gets, or all of them in an evaluation.
 
     The last batch of an epoch, which may be short, comes last. `len()` is the share of one of the replicas that the run
@@ -278,10 +265,8 @@ class SlotSampler(BatchSampler):
     """
 
     def __init__(self, batch_sampler: Any, loader: DataLoader[Any], slots: Slots, board: Board, per_round: int) -> None:
-        self.batch_sampler: Any = batch_sampler
+        super().__init__(batch_sampler)
         self.sampler: Any = getattr(batch_sampler, "sampler", batch_sampler)  # which may be replaced
-        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.board = board
         self.is_shared = not isinstance(self.sampler, SequentialSampler)
         self.is_past = self.has_begun = False
@@ -327,11 +312,13 @@ class SlotSampler(BatchSampler):
             self.has_begun = True
         self._epoch, self._num_steps = epoch, self._slots.num_steps
         order = self._order(epoch)
-        most, reach = self._slots.most, self._slots.reach
-        begin = partial(self.board.begin, epoch, len(order), digest_of(order), most)
-        self.is_past, mine = self._agreed(
-            lambda: (reach(begin, False), self._slots.own_slots(num_slots(len(order), most)))
-        )
+        slots, most = self._slots, self._slots.most
+
+        def begun() -> tuple[bool, range]:
+            is_past = slots.reach(self.board.begin, epoch, len(order), digest_of(order), most)
+            return bool(is_past), slots.own_slots(num_slots(len(order), most))
+
+        self.is_past, mine = self._agreed(begun)
         self._own = iter([Claim(epoch, slot, 0) for slot in mine])
 
     def hands_out(self) -> bool:
@@ -362,14 +349,14 @@ class SlotSampler(BatchSampler):
 
     def synchronized(self) -> None:
         """Take note that all replicas have come to the end of the epoch."""
-        if self.is_shared and self._slots.is_first:
-            self._slots.reach(lambda: self.board.end(self._epoch), None)
+        if self.is_shared:
+            self._slots.tell(self.board.end, self._epoch)
 
     def give_up(self) -> None:
         """Let others have what this replica has taken."""
         self.given = {}
-        if self.has_begun and self._slots.is_first:
-            self._slots.reach(self.board.give_up, None)
+        if self.has_begun:
+            self._slots.tell(self.board.give_up)
 
     def _claimed(self) -> Iterator[Any]:
         last: list[tuple[Any, _Entry]] = []  # batches of their epochs
@@ -403,7 +390,8 @@ class SlotSampler(BatchSampler):
         self._slots.note_lost()
         if self._slots.is_gone:
             return next(self._own, None)
-        return self._slots.reach(lambda: self.board.claim(self._epoch, self._slots.is_here), None)
+        claimed: Claim | None = self._slots.reach(self.board.claim, self._epoch, self._slots.is_here)
+        return claimed
 
     def _agreed(self, act: Callable[[], Any]) -> Any:
         """Return what the first rank of the replica finds out, on all of its ranks."""
