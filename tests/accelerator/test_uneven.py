@@ -104,8 +104,8 @@ def asked_of_the_store(even, train_it):
     """Iterate once, and return how often a loader's end was published and asked for."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PresenceStore, "publish_data", lambda *args: calls.append("published"))
-        patch.setattr(PresenceStore, "data_of", lambda *args: calls.append("asked") or {})
+        patch.setattr(PresenceStore, "post", lambda _, text, kind, *name: calls.append(("published", kind)))
+        patch.setattr(PresenceStore, "posts", lambda _, kind, *name, ranks: calls.append(("asked", kind)) or {})
         config = DataLoaderConfiguration(even_batches=even)
         accelerator = Accelerator(cpu=True, dataloader_config=config)
         model, loader = accelerator.prepare(nn.Linear(4, 4), DataLoader(torch.ones(8, 4), 1))
@@ -115,7 +115,7 @@ def asked_of_the_store(even, train_it):
             else:
                 with torch.no_grad():
                     model(batch)
-    return calls
+    return [what for what, kind in calls if kind == "data"]
 
 
 def test_the_store_is_asked_once_an_epoch_and_only_where_ranks_may_be_uneven_and_wait():

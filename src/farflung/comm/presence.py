@@ -20,8 +20,8 @@ _ALIVE_WAIT_S = 1.0  # how long the ranks of a broken group wait for each other'
 class PresenceStore:
     """What the ranks of one group publish for each other, in the store of the default process group.
 
-    Where the store is gone, `ask`, `asked`, `answer`, `answers` and `publish_hang` raise a `DistError`; for the others
-    that is one more thing that is known about a broken group.
+    Where the store is gone, `post`, `posts`, `ask`, `asked` and `publish_hang` raise a `DistError`; for the others that
+    is one more thing that is known about a broken group.
 
     Args:
         own_connection: talk to the store apart from everybody else in this process, who may be waiting in it.
@@ -42,18 +42,34 @@ class PresenceStore:
         # torch 2.6 cannot clone a store: there a thread that blocks in it blocks the others too.
         self._clone = getattr(default_store(), "clone", lambda: None)() if own_connection else None
 
+    # ---- what each rank says, under a name of one or more words
+
+    def post(self, text: str, *name: object) -> None:
+        """Publish something, in place of what this rank said under that name before."""
+        self._store.set(self._key(*name, self.rank), text)
+
+    def posts(self, *name: object, ranks: Iterable[int] | None = None) -> dict[int, str]:
+        """Return what each of `ranks` (None: all) has published under a name; only of those that have."""
+        keys = {rank: self._key(*name, rank) for rank in (range(self.size) if ranks is None else ranks)}
+        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+
+    def next_loader(self) -> int:
+        """Return a number for one more loader, the same on all ranks that have as many."""
+        self._num_loaders += 1
+        return self._num_loaders
+
     # ---- being on a machine
 
     def publish_host(self, host: str) -> None:
         """Publish the name and the address of this rank's machine, with a space between them."""
         self.hosts[self.rank] = host
-        self._store.set(self._key("host", self.rank), host)
+        self.post(host, "host")
 
     def read_hosts(self) -> None:
         """Read those of the other ranks' machines, as soon as all of them are there."""
-        keys = {rank: self._key("host", rank) for rank in range(self.size) if rank not in self.hosts}
-        if keys and self._store.check(list(keys.values())):
-            self.hosts |= {rank: self._store.get(key).decode() for rank, key in keys.items()}
+        others = [rank for rank in range(self.size) if rank not in self.hosts]
+        if others and self._store.check([self._key("host", rank) for rank in others]):
+            self.hosts |= self.posts("host", ranks=others)
 
     def describe(self, ranks: Iterable[int]) -> str:
         """Return `rank 1`, or with several machines `ranks 2 and 3 on node1`; those of one name by address too."""
@@ -77,7 +93,7 @@ class PresenceStore:
         # A rank may leave, come back and leave again. Only those that left more often than this one are gone.
         with suppress(dist.DistError):  # where the store is gone, there is nobody to tell
             times = self._store.add(self._key("left", self.rank), 1)
-            for key, text in ((self._key("left", self.rank, times), reason), (self._key("left", "any", times), "")):
+            for key, text in ((self._key("left", times, self.rank), reason), (self._key("left", "any", times), "")):
                 self._store.set(key, text)
                 self._read.append((key, times))
 
@@ -87,8 +103,7 @@ class PresenceStore:
             store = self._store
             times = store.add(self._key("left", self.rank), 0) + 1
             if store.check([self._key("left", "any", times)]):
-                keys = {rank: self._key("left", rank, times) for rank in range(self.size)}
-                gone = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+                gone = self.posts("left", times)
                 # Ranks that left because others had left say nothing new.
                 first = {rank: reason for rank, reason in gone.items() if not reason.startswith("RankFailure")} or gone
                 return "; ".join(f"rank {rank} left ({reason})" for rank, reason in first.items())
@@ -136,7 +151,7 @@ class PresenceStore:
         try:
             store = self._store
             store.set(self._key("alarm"), "")
-            store.set(self._key("alive", self.rank), "")
+            self.post("", "alive")
             silent = [rank for rank in range(self.size) if rank != self.rank]
             deadline = time.monotonic() + _ALIVE_WAIT_S
             while silent and time.monotonic() < deadline:
@@ -164,33 +179,23 @@ class PresenceStore:
         """Publish `number` under `name`, wait for the other ranks that still live, and return the smallest."""
         try:
             store = self._store
-            store.set(self._key("alive", self.rank), "")
-            store.set(self._key("agree_min", name, self.rank), str(number))
-            self._read.append((self._key("agree_min", name, self.rank), 0))
-            keys = {rank: self._key("agree_min", name, rank) for rank in range(self.size)}
+            self.post("", "alive")
+            self.post(str(number), "agree_min", name)
+            keys = [self._key("agree_min", name, rank) for rank in range(self.size)]
+            self._read.append((keys[self.rank], 0))
             began = time.monotonic()
             patience = 0.0 if self._has_checked_alive else _ALIVE_WAIT_S  # then all that live have given a sign already
             while time.monotonic() < began + _AGREE_WAIT_S:
-                silent = [rank for rank, key in keys.items() if not store.check([key])]
+                silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
                 is_late = time.monotonic() > began + patience
                 if not silent or (is_late and not any(store.check([self._key("alive", rank)]) for rank in silent)):
                     break
                 time.sleep(_ALIVE_WAIT_S / 50)
-            return min(int(store.get(key)) for key in keys.values() if store.check([key]))
+            return min(map(int, self.posts("agree_min", name).values()))
         except dist.DistError:
             return number
 
     # ---- waiting for each other
-
-    def post_wait(self, text: str) -> None:
-        """Publish what this rank waits for, in place of what it said before."""
-        self._store.set(self._key("wait", self.rank), text)
-
-    def posted_waits(self) -> dict[int, str]:
-        """Return what each rank that waits has published."""
-        keys = {rank: self._key("wait", rank) for rank in range(self.size)}
-        posts = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
-        return {rank: text for rank, text in posts.items() if text}
 
     def publish_mismatch(self, text: str) -> None:
         """Publish that ranks wait for each other in different calls. The first text stays."""
@@ -200,26 +205,7 @@ class PresenceStore:
 
     def mismatch(self) -> str:
         """Return what was published of a mismatch, or an empty string."""
-        with suppress(dist.DistError):
-            if self._store.check([self._key("mismatch")]):
-                return str(self._store.get(self._key("mismatch")).decode())
-        return ""
-
-    # ---- having no more data
-
-    def next_loader(self) -> int:
-        """Return a number for one more loader, the same on all ranks that have as many."""
-        self._num_loaders += 1
-        return self._num_loaders
-
-    def publish_data(self, name: str, text: str) -> None:
-        """Publish what is known of an iteration over data."""
-        self._store.set(self._key("data", name, self.rank), text)
-
-    def data_of(self, name: str, ranks: Iterable[int]) -> dict[int, str]:
-        """Return what those of `ranks` that have come to an iteration have published of it."""
-        keys = {rank: self._key("data", name, rank) for rank in ranks}
-        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        return self._text("mismatch")
 
     # ---- being late
 
@@ -231,15 +217,6 @@ class PresenceStore:
         """Return the number of the latest question; a report counts as one too."""
         return int(self._store.add(self._key("questions"), 0))
 
-    def answer(self, text: str) -> None:
-        """Publish where this rank is, in place of what it said before."""
-        self._store.set(self._key("answer", self.rank), text)
-
-    def answers(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the latest answer of each of `ranks` that has ever given one."""
-        keys = {rank: self._key("answer", rank) for rank in ranks}
-        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
-
     def publish_hang(self, report: str) -> None:
         """Publish which ranks are late, for all that wait."""
         self._store.set(self._key("hang"), report)
@@ -248,9 +225,13 @@ class PresenceStore:
 
     def hang_report(self) -> str:
         """Return what was published of a hang, or an empty string."""
+        return self._text("hang")
+
+    def _text(self, name: str) -> str:
+        """Return what was published for all under a name; empty where nothing was, or the store is gone."""
         with suppress(dist.DistError):
-            if self._store.check([self._key("hang")]):
-                return str(self._store.get(self._key("hang")).decode())
+            if self._store.check([self._key(name)]):
+                return str(self._store.get(self._key(name)).decode())
         return ""
 
     @property

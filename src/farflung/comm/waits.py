@@ -119,9 +119,9 @@ class DeadlockCheck:
             "doing": describe_call(sys._getframe()),
         }
         with suppress(dist.DistError):  # without a store the wait itself ends with an error
-            self._presence.post_wait(json.dumps(mine))
+            self._presence.post(json.dumps(mine), "wait")
             self._is_posted = True
-            posts = {rank: json.loads(text) for rank, text in self._presence.posted_waits().items()}
+            posts = {rank: json.loads(text) for rank, text in self._presence.posts("wait").items() if text}
             if any(_exclude(mine, post) for post in posts.values()):
                 self._presence.publish_mismatch(waits_differ({rank: post["doing"] for rank, post in posts.items()}))
 
@@ -129,7 +129,7 @@ class DeadlockCheck:
         """Take back what was written down."""
         if self._is_posted:
             with suppress(dist.DistError):
-                self._presence.post_wait("")
+                self._presence.post("", "wait")
 
 
 def _exclude(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

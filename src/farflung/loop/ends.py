@@ -40,9 +40,9 @@ class UnevenDataCheck:
         if not one.loader.may_be_uneven or one.name is None:
             return
         if one.end_of_dataloader or one.num_batches == 0:
-            self._group.presence.publish_data(one.name, str(one.skip + one.num_batches))
+            self._group.presence.post(str(one.skip + one.num_batches), "data", one.name)
         elif one.num_batches == 1:
-            self._group.presence.publish_data(one.name, _MORE)
+            self._group.presence.post(_MORE, "data", one.name)
 
     def check_before(
         self, model: nn.Module, ranks: Callable[[nn.Module], Iterable[int]], current: Callable[[], Any]
@@ -63,11 +63,11 @@ class UnevenDataCheck:
         if not others:
             return
         presence = self._group.presence
-        words = presence.data_of(one.name, others)
+        words = presence.posts("data", one.name, ranks=others)
         while one.num_batches == 1 and len(words) < len(others):  # no pass has waited for them yet
             self._group.raise_if_broken()
             time.sleep(_TICK_S)
-            words = presence.data_of(one.name, others)
+            words = presence.posts("data", one.name, ranks=others)
         gone = {rank: int(word) for rank, word in words.items() if word != _MORE and int(word) < at}
         if gone:
             who = numbered("rank", sorted(gone))

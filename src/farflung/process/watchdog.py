@@ -136,7 +136,7 @@ class Watchdog:
                 "needs": self._needs(wait) if wait == self._wait else {},  # a wait of a moment explains nothing
                 "stack": _stack(self._frame()),
             }
-            self._presence.answer(json.dumps(answer))
+            self._presence.post(json.dumps(answer), "answer")
             return
         self._halt.set()
         wait = self._current_wait()
@@ -200,7 +200,8 @@ class Watchdog:
         missing = set(range(self._group.size))
         while missing and time.monotonic() < deadline and not self._halt.wait(_TICK_S / 5):
             self._answer()  # and give this rank's own answer
-            came = {rank: json.loads(text) for rank, text in self._presence.answers(missing).items()}
+            posts = self._presence.posts("answer", ranks=missing)
+            came = {rank: json.loads(text) for rank, text in posts.items()}
             answers |= {rank: answer for rank, answer in came.items() if answer["question"] >= question}
             missing -= answers.keys()
             self._beat = time.monotonic()
