@@ -74,17 +74,6 @@ def test_leaves_are_aligned_disjoint_and_close_together(leaves):
 
 
 @settings(max_examples=50, deadline=None)
-@given(kinds, st.integers(1, 3))
-def test_views_of_many_payloads_are_stacked(leaves, size):
-    layout = PayloadLayout([shape for shape, _ in leaves], [dtype for _, dtype in leaves])
-    payloads = torch.randint(0, 2, (size, layout.nbytes + ALIGN), dtype=torch.uint8)
-    stacks = layout.views(payloads)
-    for rank in range(size):
-        for stack, view in zip(stacks, layout.views(payloads[rank]), strict=True):
-            assert same_bytes(stack[rank], view)
-
-
-@settings(max_examples=50, deadline=None)
 @given(kinds)
 def test_a_header_tells_its_tree(leaves):
     tensors, spec = flatten({"some": [torch.empty(shape, dtype=dtype) for shape, dtype in leaves]})

@@ -88,9 +88,13 @@ def gather(exchange: Exchange, tree: Any, ragged: bool = False, at: str | None =
     packets = exchange.share(exchange.header(signature, leaves, spec), leaves)
     if ragged and not packets.same:
         require_alike(packets.headers, "Only first dimensions may differ here; use gather_object.", _beyond_first)
-        return unflatten(spec, _joined_apart(exchange, packets, leaves))
-    require_alike(packets.headers, "Use pad_across_processes(dim=0) or gather_object.")
-    return unflatten(spec, _joined(packets, leaves) if all(packets.arrived) else payloads.gather(exchange, leaves))
+    else:
+        require_alike(packets.headers, "Use pad_across_processes(dim=0) or gather_object.")
+        if not all(packets.arrived):
+            return unflatten(spec, payloads.gather(exchange, leaves))
+    columns = zip(*_apart(exchange, packets, leaves), strict=True)
+    joined = [torch.stack(column) if column[0].dim() == 0 else torch.cat(column) for column in columns]
+    return unflatten(spec, [x.to(leaf.device) for x, leaf in zip(joined, leaves, strict=True)])
 
 
 def gather_object(exchange: Exchange, objects: Any, at: str | None = None, name: str = "gather_object") -> Any:
@@ -288,23 +292,11 @@ def pad_across_processes(
     return unflatten(spec, padded)
 
 
-def _joined(packets: Packets, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Copy the leaves of all ranks, that are of the same shapes, out of the packets."""
-    joined = [stack.clone(memory_format=torch.contiguous_format) for stack in packets.stacked()]
-    return [x if x.dim() == 1 else x.flatten(0, 1) for x in _back(joined, leaves)]
-
-
 def _apart(exchange: Exchange, packets: Packets, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return each rank's leaves, by rank, as views of scratch."""
     if all(packets.arrived):
         return [packets.views(rank) for rank in range(exchange.size)]
     return payloads.gather_apart(exchange, packets.headers, leaves)
-
-
-def _joined_apart(exchange: Exchange, packets: Packets, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Concatenate leaves whose first dimensions differ between ranks."""
-    columns = zip(*_apart(exchange, packets, leaves), strict=True)
-    return _back([torch.cat([x.view(-1) if x.dim() == 0 else x for x in column]) for column in columns], leaves)
 
 
 def _reduced(packets: Packets, dtypes: list[torch.dtype], op: Op) -> list[Tensor]:
@@ -333,13 +325,6 @@ def _padded(x: Tensor, dim: int, length: int, pad_index: float, pad_first: bool)
     padded = x.new_full(shape, pad_index)
     padded.narrow(dim, missing if pad_first else 0, x.shape[dim]).copy_(x)
     return padded
-
-
-def _back(results: list[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Bring each result to the device of its leaf."""
-    if all(x.is_cpu for x in leaves):
-        return results
-    return [x.to(leaf.device) for x, leaf in zip(results, leaves, strict=True)]
 
 
 def _placed(signature: Signature, at: str | None) -> Signature:

@@ -47,7 +47,6 @@ class Buffers:
     Attributes:
         mine: what this rank sends.
         everyone: what all ranks sent, `[size * capacity]`, and its bytes as `content`.
-        stacked: the same as packets `[size, capacity]`.
         ranks: the same as one packet for each rank.
     """
 
@@ -56,9 +55,7 @@ class Buffers:
         with torch.inference_mode(False):  # they are written in place later, in whatever mode
             self.mine = PacketBuffer(torch.zeros(capacity, dtype=torch.uint8, device="cpu"))
             self.everyone = torch.zeros(size * capacity, dtype=torch.uint8, device="cpu")
-            rows = self.everyone.view(size, capacity)
-            self.stacked = PacketBuffer(rows)
-            self.ranks = [PacketBuffer(row) for row in rows.unbind()]
+            self.ranks = [PacketBuffer(row) for row in self.everyone.view(size, capacity).unbind()]
         self.content = raw(self.everyone)
 
 
@@ -76,10 +73,6 @@ class Packets:
         self.arrived = arrived
         self.same = all(header is headers[0] for header in headers)
         self._buffers = buffers
-
-    def stacked(self) -> list[Tensor]:
-        """Return each leaf of all ranks as a view `[size, *shape]`; only where all headers are the same."""
-        return self._buffers.stacked.views(self.headers[0])
 
     def views(self, rank: int) -> list[Tensor]:
         """Return the leaves that `rank` sent, as views."""
@@ -191,7 +184,7 @@ class Exchange:
             self._buffers.clear()
         buffers = self._fitting_buffers()
         buffers.mine.write(header, leaves)
-        self._gather(buffers.everyone, buffers.mine.packets)
+        self._gather(buffers.everyone, buffers.mine.packet)
         capacity = buffers.capacity
         lengths = [LENGTHS.unpack_from(buffers.content, rank * capacity) for rank in range(self.size)]
         totals = [LENGTHS.size + aligned(length) + payload for length, payload in lengths]

@@ -9,6 +9,7 @@ and dtypes travel together. Headers are JSON, so equal trees have equal headers.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -67,26 +68,17 @@ class PayloadLayout:
         self.nbytes = 0
         for k in sorted(range(len(self.shapes)), key=lambda k: str(self.dtypes[k])):
             self.offsets[k] = self.nbytes
-            self.nbytes += aligned(num_elements(self.shapes[k]) * self.dtypes[k].itemsize)
+            self.nbytes += aligned(self._size(k))
+
+    def _size(self, k: int) -> int:
+        return math.prod(self.shapes[k]) * self.dtypes[k].itemsize
 
     def views(self, payload: Tensor) -> list[Tensor]:
-        """Return each leaf's place in `payload` as a typed view.
-
-        Args:
-            payload: `[..., n]` uint8 with n >= `nbytes`; each of its rows begins at a multiple of 16 bytes.
-
-        Returns:
-            for each leaf a view `[..., *shape]`.
-        """
-        rows = payload[..., : self.nbytes]
-        typed = {dtype: rows.view(dtype) for dtype in set(self.dtypes)}
-        views = []
-        for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True):
-            whole = typed[dtype]
-            size = (*whole.shape[:-1], *shape)
-            stride = (*whole.stride()[:-1], *_strides(shape))
-            views.append(whole.as_strided(size, stride, whole.storage_offset() + offset // dtype.itemsize))
-        return views
+        """Return each leaf's place in `payload` `[n]` uint8, from a multiple of 16 bytes on, as a typed view."""
+        return [
+            payload[offset : offset + self._size(k)].view(dtype).view(shape)
+            for k, (shape, dtype, offset) in enumerate(zip(self.shapes, self.dtypes, self.offsets, strict=True))
+        ]
 
 
 class Header:
@@ -112,9 +104,9 @@ class Header:
         self.payload_at = LENGTHS.size + aligned(len(encoded))
         self.carried = self.layout.nbytes
 
-    def views(self, packets: Tensor) -> list[Tensor]:
-        """Return each leaf's place in `packets` `[..., n]` uint8 as a view `[..., *shape]`."""
-        return self.layout.views(packets[..., self.payload_at :])
+    def views(self, packet: Tensor) -> list[Tensor]:
+        """Return each leaf's place in `packet` `[n]` uint8 as a typed view."""
+        return self.layout.views(packet[self.payload_at :])
 
 
 class Headers:
@@ -167,35 +159,31 @@ class Headers:
 
 
 class PacketBuffer:
-    """Memory for packets, and the views into it that headers have asked for.
+    """Memory for a packet, `[capacity]` uint8, and the views into it that headers have asked for."""
 
-    Args:
-        packets: `[..., capacity]` uint8; only one packet `[capacity]` can be written.
-    """
-
-    def __init__(self, packets: Tensor) -> None:
-        self.packets = packets
+    def __init__(self, packet: Tensor) -> None:
+        self.packet = packet
         self._header: Header | None = None  # of the packet that was written last
         self._views: dict[Header, list[Tensor]] = {}
 
     def write(self, header: Header, leaves: Sequence[Tensor]) -> None:
         """Put a packet in: as much of lengths, header and payload as fits."""
-        capacity = self.packets.numel()
+        capacity = self.packet.numel()
         if header is not self._header:
             head = LENGTHS.pack(len(header.encoded), header.carried) + header.encoded
             fitting = head if len(head) <= capacity else head[: LENGTHS.size]
-            raw(self.packets)[: len(fitting)] = fitting
+            raw(self.packet)[: len(fitting)] = fitting
             self._header = header
         if header.carried and header.payload_at + header.carried <= capacity:
             with torch.no_grad():
                 foreach_copy_(self.views(header), list(leaves))
 
     def views(self, header: Header) -> list[Tensor]:
-        """Return each leaf's place in packets with this header as a view `[..., *shape]`."""
+        """Return each leaf's place in a packet with this header as a typed view."""
         views = self._views.get(header)
         if views is None:
             with torch.inference_mode(False):  # a view made in inference mode could not be written outside of it
-                views = self._views[header] = header.views(self.packets)
+                views = self._views[header] = header.views(self.packet)
         return views
 
 
@@ -217,14 +205,6 @@ def not_plain_bytes(signature: Signature, leaf: Any) -> WrongType:
     )
 
 
-def num_elements(shape: Sequence[int]) -> int:
-    """Return the number of elements of a tensor of `shape`."""
-    numel = 1
-    for n in shape:
-        numel *= n
-    return numel
-
-
 def _named(spec: Spec) -> Any:
     """Replace types by their names and keys by their texts."""
     if spec is None:
@@ -234,10 +214,3 @@ def _named(spec: Spec) -> Any:
         keys = keys[1:]  # the first one is the factory
     names = None if keys is None else tuple([repr(key) for key in keys])
     return kind.__name__, names, tuple([_named(child) for child in children])
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
-    strides = [1] * len(shape)
-    for k in range(len(shape) - 1, 0, -1):
-        strides[k - 1] = strides[k] * shape[k]
-    return strides

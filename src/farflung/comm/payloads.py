@@ -25,7 +25,9 @@ def gather(exchange: Exchange, leaves: Sequence[Tensor]) -> list[Tensor]:
     """Concatenate each leaf over the ranks along its first dimension; shapes are the same on all ranks."""
     size, group, wire = exchange.size, exchange.group, exchange.wire(leaves)
     alone, shared = _split(leaves)
-    outputs = [torch.empty(gathered_shape(size, x.shape), dtype=x.dtype, device=wire) for x in leaves]
+    # Numbers become a vector.
+    shapes = [(size * x.shape[0], *x.shape[1:]) if x.shape else (size,) for x in leaves]
+    outputs = [torch.empty(shape, dtype=x.dtype, device=wire) for shape, x in zip(shapes, leaves, strict=True)]
     sources = [_dense(leaves[k], wire) for k in alone]
     works = [group.all_gather(_bytes(outputs[k]), _bytes(source)) for k, source in zip(alone, sources, strict=True)]
     if shared:
@@ -34,8 +36,9 @@ def gather(exchange: Exchange, leaves: Sequence[Tensor]) -> list[Tensor]:
         everyone = exchange.scratch("everyone", size * layout.nbytes, wire)
         foreach_copy_(layout.views(mine), [leaves[k] for k in shared])
         group.all_gather(everyone, mine).wait()
-        stacks = layout.views(everyone.view(size, layout.nbytes))
-        foreach_copy_([outputs[k].view(x.shape) for k, x in zip(shared, stacks, strict=True)], stacks)
+        targets = [outputs[k].view(size, *leaves[k].shape) for k in shared]
+        for rank, row in enumerate(everyone.view(size, layout.nbytes).unbind()):
+            foreach_copy_([target[rank] for target in targets], layout.views(row))
     for work in works:
         work.wait()
     return [output.to(leaf.device) for output, leaf in zip(outputs, leaves, strict=True)]
@@ -105,11 +108,6 @@ def overwrite(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy each value into its leaf; unlike torch's call for many, into leaves that are lazily conjugated too."""
     for leaf, value in zip(leaves, values, strict=True):
         leaf.copy_(value)
-
-
-def gathered_shape(size: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of `size` tensors of `shape` behind each other; numbers become a vector."""
-    return (size * shape[0], *shape[1:]) if shape else (size,)
 
 
 def _split(leaves: Sequence[Tensor]) -> tuple[list[int], list[int]]:

@@ -130,7 +130,7 @@ class Scatter:
         self.flush()  # the slices are in use until then
         if largest > self._capacity or needed < self._capacity // 2:
             for one in self._own_slices():
-                LENGTHS.pack_into(raw(one.packets), 0, 0, needed)
+                LENGTHS.pack_into(raw(one.packet), 0, 0, needed)
             self._start().wait()
             self._capacity, self._slices = needed, []
         slices = self._own_slices()
@@ -148,7 +148,7 @@ class Scatter:
 
     def _start(self) -> Work:
         there = wire_device(self._group)
-        sent = [one.packets.to(there) for one in self._slices]
+        sent = [one.packet.to(there) for one in self._slices]
         return self._group.scatter(torch.empty_like(sent[self._src]), sent, self._src)
 
     def _start_over_when_full(self) -> None:
