@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank hands every rank a nested value of its own: tensors and objects together, in one collective.
+"""Rank 0 hands every rank a nested value of its own: tensors and objects together, in one collective.
 
 Each rank's slice of the scatter is a packet, as of an exchange. Its first leaf is the rest of the value, pickled: the
 structure, and what is no plain tensor. Slices have the capacity that the sender announced last: where the packets do
@@ -30,50 +30,37 @@ _MEMORY = 8  # packets whose largest sets the capacity
 
 
 class Scatter:
-    """Sends from rank `src`: each rank receives a nested value of its own.
+    """Sends from rank 0 of `group`: each rank receives a nested value of its own.
 
-    Every rank makes one object, and the same number of calls: `send` (or `fail`) on the source, `receive` on the
-    others. Tensors arrive on the CPU, detached. Objects are pickled: the ranks of a group trust each other.
-
-    Args:
-        group: the ranks.
-        src: the rank in `group` that has the values.
+    Every rank makes one object, and the same number of calls: `send` (or `fail`) on rank 0, `receive` on the others.
+    Tensors arrive on the CPU, detached. Objects are pickled: the ranks of a group trust each other.
     """
 
-    def __init__(self, group: Group, src: int = 0) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
-        self._src = src
         self._headers = Headers()
         self._capacity = _LEAST_BYTES
         self._sizes: deque[int] = deque(maxlen=_MEMORY)
-        self._slices: list[PacketBuffer] = []  # on the source
+        self._slices: list[PacketBuffer] = []  # on rank 0
         self._under_way: Work | None = None
 
     def __reduce__(self) -> tuple[Callable[..., Scatter], tuple[Any, ...]]:
-        return Scatter, (self._group, self._src)
+        return Scatter, (self._group,)
 
     def send(self, values: Sequence[Any]) -> Any:
-        """Give `values[k]` to rank k, for each k, and return the one that belongs to this rank, as it is.
+        """Give `values[k]` to rank k, for each k, and return this rank's, as it is.
 
-        The tensors are copied; they are still on their way when this returns, and `flush` waits for them.
-
-        Args:
-            values: a nested value for each rank of the group; leaves may be tensors and any picklable objects.
-
-        Raises:
-            ValueError: there is not one value for each rank.
+        Leaves may be tensors and any picklable objects. The tensors are copied; they are still on their way when this
+        returns, and `flush` waits for them.
         """
-        size = self._group.size
-        if len(values) != size:
-            raise ValueError(f"Scatter.send: got {len(values)} values for {size} ranks; give one for each rank.")
-        if size > 1:
+        if self._group.size > 1:
             try:
-                packets = {k: self._packed(value) for k, value in enumerate(values) if k != self._src}
+                packets = [self._packed(value) for value in values[1:]]
             except Exception as error:  # whatever an object's own code raises; it goes on, and the others hear of it
                 self.fail(f"{type(error).__name__}: {error}")
                 raise
             self._deliver(packets)
-        return values[self._src]
+        return values[0]
 
     def flush(self) -> None:
         """Wait until what was sent last has left.
@@ -89,25 +76,25 @@ class Scatter:
         """Make the `receive` that the other ranks are in, or come to next, raise a `RankFailure` with `reason`."""
         if self._group.size > 1:
             header = self._headers.failure(_SIGNATURE, reason)
-            self._deliver({k: (header, []) for k in range(self._group.size) if k != self._src})
+            self._deliver([(header, [])] * (self._group.size - 1))
 
     def receive(self) -> Any:
-        """Return the value that the source sent to this rank. Its tensors share one block of memory, and nobody else's.
+        """Return the value that rank 0 sent to this rank. Its tensors share one block of memory, and nobody else's.
 
         Raises:
-            RankFailure: the source called `fail`.
+            RankFailure: rank 0 called `fail`.
         """
         length = 0
         while length == 0:
             buffer = torch.empty(self._capacity, dtype=torch.uint8, device=wire_device(self._group))
-            self._group.scatter(buffer, None, self._src).wait()
+            self._group.scatter(buffer, None, 0).wait()
             buffer = buffer.cpu()
             length, announced = LENGTHS.unpack_from(raw(buffer))
             self._capacity = self._capacity if length else announced
         self._start_over_when_full()
         header = self._headers.read(bytes(raw(buffer)[LENGTHS.size : LENGTHS.size + length]))
         if header.failed is not None:
-            raise RankFailure(f"rank {self._src} could not send: {header.failed}")
+            raise RankFailure(f"rank 0 could not send: {header.failed}")
         rest, *leaves = header.views(buffer)  # the buffer is fresh: the value may keep it
         spec, is_tensor, objects = pickle.loads(raw(rest))
         tensors, others = iter(leaves), iter(objects)
@@ -123,8 +110,8 @@ class Scatter:
         sent, shape = flatten([torch.frombuffer(rest, dtype=torch.uint8), *tensors])
         return self._headers.of(_SIGNATURE, shape, sent), sent
 
-    def _deliver(self, packets: dict[int, tuple[Header, list[Tensor]]]) -> None:
-        largest = max(header.payload_at + header.carried for header, _ in packets.values())
+    def _deliver(self, packets: list[tuple[Header, list[Tensor]]]) -> None:
+        largest = max(header.payload_at + header.carried for header, _ in packets)
         self._sizes.append(largest)
         needed = -(-max(_LEAST_BYTES, *self._sizes) // _STEP_BYTES) * _STEP_BYTES
         self.flush()  # the slices are in use until then
@@ -133,9 +120,8 @@ class Scatter:
                 LENGTHS.pack_into(raw(one.packet), 0, 0, needed)
             self._start().wait()
             self._capacity, self._slices = needed, []
-        slices = self._own_slices()
-        for rank, (header, leaves) in packets.items():
-            slices[rank].write(header, leaves)
+        for one, (header, leaves) in zip(self._own_slices()[1:], packets, strict=True):
+            one.write(header, leaves)
         self._under_way = self._start()
         self._start_over_when_full()
 
@@ -149,7 +135,7 @@ class Scatter:
     def _start(self) -> Work:
         there = wire_device(self._group)
         sent = [one.packet.to(there) for one in self._slices]
-        return self._group.scatter(torch.empty_like(sent[self._src]), sent, self._src)
+        return self._group.scatter(torch.empty_like(sent[0]), sent, 0)
 
     def _start_over_when_full(self) -> None:
         if self._headers.is_full:

@@ -82,11 +82,7 @@ class Waits:
 
     @contextmanager
     def noted(self, wait: Wait, in_background: bool = False) -> Iterator[DeadlockCheck]:
-        """Note that the calling thread waits, for the length of a block.
-
-        Args:
-            in_background: the thread only waits on behalf of another one, which may go on meanwhile.
-        """
+        """Note that the calling thread waits, for the length of a block; `in_background`: on behalf of another one."""
         check = DeadlockCheck(self, self._presence, wait, in_background)
         self.waiting[get_ident()] = wait
         try:
