@@ -144,11 +144,7 @@ class Buckets:
     def rebind(self, tensors: Sequence[Tensor]) -> None:
         """Find the tensors' memory again, if someone has given one of them another storage or put another in its place.
 
-        Args:
-            tensors: those of the constructor, or what took their places.
-
-        Raises:
-            StateError: a tensor has another shape, or a contiguous one is no longer contiguous.
+        StateError: one has another shape than the tensor of the constructor, or is contiguous no longer.
         """
         if addresses(tensors) != self._addresses:
             self._bind(tensors)

@@ -34,15 +34,11 @@ def transport_said(error: RuntimeError) -> str:
 
 
 class C10dGroup(ABC):
-    """Collectives over a c10d process group. Subclasses differ in how a wait learns that ranks are gone.
-
-    Attributes:
-        supported: the kinds of device whose tensors can travel as they are.
-    """
+    """Collectives over a c10d process group. Subclasses differ in how a wait learns that ranks are gone."""
 
     rank: int
     size: int
-    supported: set[str]
+    supported: set[str]  # the kinds of device whose tensors can travel as they are
 
     @property
     @abstractmethod

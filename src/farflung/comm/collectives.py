@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather, reduce, broadcast and pad nested tensors over ranks: one collective whatever the number of leaves and dtypes.
 
-The names, arguments and results are Accelerate's. Ranks that bring different things all raise the same
-`CollectiveMismatch`; a rank whose own arguments are wrong raises what is wrong with them, and the others learn of it.
-On one rank nothing is sent, and values are returned as they are.
+The names, arguments and results are Accelerate's. Ranks that bring different things (structures, shapes, dtypes, kinds
+of device) all raise the same `CollectiveMismatch`; a rank whose own arguments are wrong, as where a leaf is no tensor,
+raises what is wrong with them, and the others learn of it. On one rank nothing is sent, and values are returned as they
+are.
 """
 
 from __future__ import annotations
@@ -56,11 +57,7 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def wait_for_everyone(exchange: Exchange) -> None:
-    """Return when every rank has come here.
-
-    Raises:
-        CollectiveMismatch: a rank made another call instead; on every rank.
-    """
+    """Return when every rank has come here."""
     if exchange.size > 1:
         leaves, spec = exchange.flatten(_WAIT, ())
         exchange.share(exchange.header(_WAIT, leaves, spec), leaves)
@@ -76,10 +73,6 @@ def gather(exchange: Exchange, tree: Any, ragged: bool = False, at: str | None =
 
     Returns:
         a tree of new tensors, detached, each `[size * n, ...]` on the device it came from; alone, `tree` itself.
-
-    Raises:
-        CollectiveMismatch: structures, shapes, dtypes or devices differ; on every rank.
-        WrongType: a leaf is no tensor.
     """
     signature = _placed(_GATHER_RAGGED if ragged else _GATHER, at)
     leaves, spec = exchange.flatten(signature, tree)
@@ -108,9 +101,6 @@ def gather_object(exchange: Exchange, objects: Any, at: str | None = None, name:
 
     Returns:
         the list of all items; alone, `objects` itself.
-
-    Raises:
-        WrongType: `objects` is nothing to take items from.
     """
     signature = _placed(("gather_object",), at)
     if not isinstance(objects, Iterable) or isinstance(objects, (Mapping, str, bytes)):
@@ -133,10 +123,6 @@ def broadcast(exchange: Exchange, tree: Any, from_process: int = 0, within: str 
 
     Returns:
         `tree` built anew with the same tensors; alone, `tree` itself.
-
-    Raises:
-        CollectiveMismatch: structures, shapes, dtypes or devices differ; on every rank.
-        WrongType: a leaf is no tensor.
     """
     signature = _called(exchange, "broadcast", from_process)
     leaves, spec = exchange.flatten(signature, tree)
@@ -159,11 +145,7 @@ def broadcast(exchange: Exchange, tree: Any, from_process: int = 0, within: str 
 def broadcast_object_list(exchange: Exchange, object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Replace the items of `object_list`, in place, by those of rank `from_process`; return the list.
 
-    Args:
-        object_list: picklable objects; equally long on all ranks.
-
-    Raises:
-        CollectiveMismatch: the lists are not equally long; on every rank.
+    The items are picklable objects, as many on all ranks.
     """
     signature = _called(exchange, "broadcast_object_list", from_process)
     if not isinstance(object_list, list):
@@ -203,8 +185,6 @@ def reduce(exchange: Exchange, tree: Any, reduction: str = "mean", scale: float 
 
     Raises:
         ConfigError: the reduction is unknown, or makes no sense for a dtype, such as the mean of integers.
-        CollectiveMismatch: structures, shapes, dtypes or devices differ; on every rank.
-        WrongType: a leaf is no tensor.
     """
     try:
         check_number("reduce: scale", scale)
@@ -253,9 +233,7 @@ def pad_across_processes(
         a tree of the tensors as they were, where they are the longest, and of padded copies.
 
     Raises:
-        CollectiveMismatch: structures or numbers of dimensions differ; on every rank.
         ConfigError: `pad_index` is no value of a tensor's dtype.
-        WrongType: a leaf is no tensor.
     """
     if not hasattr(dim, "__index__"):
         exchange.fail(("pad_across_processes",), wrong_type("pad_across_processes: dim", dim, "a whole number"))

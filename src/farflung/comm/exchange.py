@@ -19,16 +19,7 @@ from farflung.base.errors import CollectiveMismatch, WrongType
 from farflung.base.tree import Spec, flatten
 from farflung.comm.group import Group
 from farflung.comm.mismatch import called, calls_differ
-from farflung.comm.packet import (
-    LENGTHS,
-    Header,
-    Headers,
-    PacketBuffer,
-    Signature,
-    aligned,
-    not_plain_bytes,
-    raw,
-)
+from farflung.comm.packet import LENGTHS, Header, Headers, PacketBuffer, Signature, aligned, not_plain_bytes, raw
 
 MIN_CAPACITY = 4 * 1024
 MAX_CAPACITY = 128 * 1024  # up to here gloo's time is nearly all latency
@@ -103,11 +94,7 @@ class Exchange:
         return (Exchange, (self.group,)) if self.pickled_as is None else (self.pickled_as, ())
 
     def flatten(self, signature: Signature, tree: Any) -> tuple[list[Tensor], Spec]:
-        """Flatten `tree`, which must hold tensors alone.
-
-        Raises:
-            TypeError: a leaf is no tensor; the other ranks raise too.
-        """
+        """Flatten `tree`, which must hold tensors alone: else all ranks raise."""
         leaves, spec = flatten(tree)
         for leaf in leaves:
             if not isinstance(leaf, Tensor) or leaf.is_nested:
@@ -115,13 +102,10 @@ class Exchange:
         return leaves, spec
 
     def header(self, signature: Signature, leaves: Sequence[Tensor], spec: Spec, limit: int = MAX_CAPACITY) -> Header:
-        """Return this rank's header.
+        """Return this rank's header; where a leaf is not made of plain bytes, all ranks raise.
 
         Args:
             limit: bytes of payload that may travel behind the header; more travel by themselves.
-
-        Raises:
-            TypeError: a leaf is not made of plain bytes; the other ranks raise too.
         """
 
         def carries(header: Header) -> bool:
@@ -135,11 +119,7 @@ class Exchange:
             self.fail(signature, error)
 
     def share(self, header: Header, leaves: list[Tensor]) -> Packets:
-        """Gather the packets of all ranks.
-
-        Raises:
-            CollectiveMismatch: a rank failed, or made another call; every rank raises.
-        """
+        """Gather the packets of all ranks; if one failed, or made another call, all raise CollectiveMismatch."""
         packets = self._gathered(header, leaves)
         if not packets.same:
             for rank, other in enumerate(packets.headers):

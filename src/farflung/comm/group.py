@@ -24,12 +24,7 @@ class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> Any:
-        """Block (or make the current stream wait) until the result may be read.
-
-        Raises:
-            RankFailure: a rank left or died, so that the collective can not end.
-            CollectiveMismatch: a rank waits in another call, which needs this one.
-        """
+        """Block (or make the current stream wait) until the result may be read."""
 
 
 class Group(Protocol):
@@ -65,11 +60,7 @@ class Group(Protocol):
         """Send `x` `[n]` to the rank `to` and fill `out` `[n]` with what `source` sends; each rank is sent to once."""
 
     def all_gather_small(self, x: Tensor) -> Tensor:
-        """Gather a few numbers, `[n]` on the CPU, as `[size, n]`, and look out for ranks that left while waiting.
-
-        Raises:
-            RankFailure: a rank called `leave`; the message names it and gives its reason.
-        """
+        """Gather a few numbers, `[n]` on the CPU, as `[size, n]`, and look out for ranks that left while waiting."""
 
     def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin what `all_gather_small` does; calling what is returned ends it."""
@@ -81,16 +72,11 @@ class Group(Protocol):
     def duplicate(self, in_background: bool = False) -> Group:
         """Return the same ranks once more, in an order of collectives of its own (`MPI_Comm_dup`): a collective.
 
-        Args:
-            in_background: it is for a thread that works on behalf of another one.
+        `in_background`: for a thread that works on behalf of another one.
         """
 
     def free(self, reusable: bool = True) -> None:
-        """Give back a duplicate or a block, for others to use.
-
-        Args:
-            reusable: all ranks have ended all that they began in it. Otherwise it is closed.
-        """
+        """Give back a duplicate or a block, for others to use; it is closed where a rank has not ended all in it."""
 
     def hand_over(self) -> Callable[[Future[None]], None]:
         """Count a job for this group that this thread gives to another one; what is returned waits for its end."""
@@ -98,8 +84,7 @@ class Group(Protocol):
     def split(self, size: int) -> Group:
         """Return this rank's block of `size` neighbouring ranks, the last of which may be smaller. A collective.
 
-        Raises:
-            ConfigError: there are no two ranks in a block.
+        ConfigError: a rank would be alone in its block.
         """
 
     def agree_min(self, number: int, name: str) -> int:
@@ -118,11 +103,7 @@ class Group(Protocol):
 
 
 def check_blocks(num_ranks: int, size: int) -> None:
-    """Refuse blocks of `size` neighbours in which a rank would be alone.
-
-    Raises:
-        ConfigError: there is such a rank.
-    """
+    """Raise ConfigError for blocks of `size` neighbours in which a rank would be alone."""
     if size < 2 or num_ranks % size == 1:
         raise ConfigError(
             f"{num_ranks} ranks can't be split into blocks of {size}: one rank would be left alone. Use another size."
@@ -151,8 +132,7 @@ class SoloGroup:
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         return self._copied(out, x)
 
-    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        return self._copied(out, x)
+    all_to_all = all_gather
 
     def broadcast(self, x: Tensor, src: int) -> Work:
         return Done()

@@ -31,15 +31,11 @@ def waits_differ(doing: Mapping[int, str]) -> str:
 
 
 def require_alike(headers: Sequence[Header], advice: str, alike: Callable[[Kind], Any] = lambda kind: kind) -> None:
-    """Compare the trees of the ranks.
+    """Raise CollectiveMismatch, with the first difference, where the ranks' trees differ in structure or in a leaf.
 
     Args:
-        headers: what each rank brought, by rank.
         advice: what to do about shapes that differ.
         alike: what must be equal of each leaf.
-
-    Raises:
-        CollectiveMismatch: they differ in structure or in a leaf; the first difference is shown.
     """
     if all(header is headers[0] for header in headers):
         return

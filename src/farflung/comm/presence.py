@@ -116,11 +116,7 @@ class PresenceStore:
         return hasattr(self._store, "list_keys")
 
     def forget(self, closed: Iterable[str]) -> None:
-        """Delete what nobody will read again, where all ranks have come together.
-
-        Args:
-            closed: names of groups that are closed.
-        """
+        """Delete what nobody will read again, and the keys of `closed` groups, where all ranks have come together."""
         store, read = self._store, self._read
         expired = []
         if read:

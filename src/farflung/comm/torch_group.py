@@ -102,11 +102,7 @@ class TorchGroup(C10dGroup):
 
     @property
     def pg(self) -> dist.ProcessGroup:
-        """The process group.
-
-        Raises:
-            StateError: it has been destroyed.
-        """
+        """The process group; StateError where it has been destroyed."""
         group = self._pg()
         if group is None:
             raise StateError("The process group of these ranks has been destroyed.")
@@ -119,7 +115,6 @@ class TorchGroup(C10dGroup):
 
     @property
     def is_destroyed(self) -> bool:
-        """Whether the process group is gone."""
         return self._pg() is None
 
     def enter(self, kind: str, nbytes: int) -> Wait:
@@ -138,7 +133,7 @@ class TorchGroup(C10dGroup):
     is_concurrent = True
 
     def duplicate(self, in_background: bool = False) -> Group:
-        return self._among(dist.get_process_group_ranks(self.pg), self.shared, in_background)
+        return self._among(self.ranks, self.shared, in_background)
 
     def within(self, pg: dist.ProcessGroup) -> TorchGroup:
         """Return the group of some of these ranks, as of a mesh: its waits hear of all of them, in their numbers."""
@@ -181,7 +176,7 @@ class TorchGroup(C10dGroup):
         begin = self.rank - self.rank % size
         is_block = self.size != self.presence.size  # else what is made of all ranks, as for checkpoints, is apart
         shared = self.shared if is_block else None
-        block = self._among(dist.get_process_group_ranks(self.pg)[begin : begin + size], shared, False)
+        block = self._among(self.ranks[begin : begin + size], shared, False)
         block._is_block = is_block
         return block
 

@@ -82,10 +82,9 @@ class Watchdog:
             return
         self._timeout_s, self._is_default = timeout_s, is_default
         self._watched = threading.get_ident()
-        self._presence = PresenceStore(
-            self._group.presence.prefix, self._group.rank, self._group.size, own_connection=True
-        )
-        self._presence.hosts = self._group.presence.hosts
+        own = self._group.presence
+        self._presence = PresenceStore(own.prefix, own.rank, own.size, own_connection=True)
+        self._presence.hosts = own.hosts
         self._presence.publish_host(_machine())
         self._seen = self._presence.asked()
         self._beat = time.monotonic()  # when the store last answered
@@ -209,9 +208,6 @@ class Watchdog:
         if (late or missing) and self._current_wait() == wait and not self._halt.is_set():
             self._presence.publish_hang(self._hang_report(late, sorted(missing)))
 
-    def _named(self, ranks: list[int]) -> str:
-        return self._presence.describe(ranks)
-
     def _is_machine(self, ranks: list[int]) -> bool:
         """Say whether `ranks` are all those of other machines."""
         hosts = self._presence.hosts
@@ -220,20 +216,18 @@ class Watchdog:
         return None not in lost and not lost & rest
 
     def _hang_report(self, late: dict[int, str], silent: list[int]) -> str:
-        call = describe_call(self._frame())
-        lines = []
+        call, named = describe_call(self._frame()), self._presence.describe
+        lines = [f"{call} has not ended for {self._timeout_s:g} s"]
         if late:
-            lines.append(f"{self._named(sorted(late))} did not reach {call} within {self._timeout_s:g} s")
-        else:
-            lines.append(f"{call} has not ended for {self._timeout_s:g} s")
+            lines = [f"{named(sorted(late))} did not reach {call} within {self._timeout_s:g} s"]
         for stack in dict.fromkeys(late.values()):
-            who = self._named([rank for rank, other in late.items() if other == stack])
+            who = named([rank for rank, other in late.items() if other == stack])
             lines.append(f"{who} was here, innermost call last:\n{stack}")
         if silent:
             why = "the process is gone or stopped, or in native code that holds Python's lock"
             if self._is_machine(silent):
                 why = "the machine is gone, or the line to it"
-            lines.append(f"{self._named(silent)} did not answer: {why}")
+            lines.append(f"{named(silent)} did not answer: {why}")
         lines.append(
             "If it may take so long, allow more: --hang_timeout_s, WatchdogKwargs(timeout_s=) or "
             "FARFLUNG_HANG_TIMEOUT_S"

@@ -61,17 +61,14 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the first process of all."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the first process of its machine."""
         return self.local_rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last process of all."""
         return self.rank == self.size - 1
 
 
