@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from farflung.base.errors import CheckpointError
 from farflung.checkpoint import paths
 from farflung.checkpoint.files import inside, is_file
-from farflung.checkpoint.reader import DAMAGE
+from farflung.checkpoint.reader import damage_as
 
 _CLASSES = (
     *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"),
@@ -39,15 +39,11 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / paths.SHARDS_INDEX
     if not is_file(path):
         raise CheckpointError(f"{path} does not exist: the checkpoint is not complete, or it is none of DCP.")
-    try:
-        with open(path, "rb") as file:
+    with damage_as(f"{path} can't be read, so it is damaged"), open(path, "rb") as file:
+        try:
             return _metadata(_Unpickler(file).load())
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} was not loaded: {error}") from error
-    except DAMAGE as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} can't be read, so it is damaged: {str(error)[:200]}") from error
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"{path} was not loaded: {error}") from error
 
 
 class _Unpickler(pickle.Unpickler):

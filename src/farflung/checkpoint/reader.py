@@ -49,6 +49,17 @@ _ARRAYS = (
 )
 
 
+@contextmanager
+def damage_as(what: str) -> Iterator[None]:
+    """Raise CheckpointError, which begins with `what`, for all that broken content makes readers raise."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except DAMAGE as error:
+        raise CheckpointError(f"{what}: {error!r:.300}") from error
+
+
 def allowed() -> list[Any]:
     """Return what may stand in a file beside torch's own and what the script has allowed: numpy's arrays."""
     paths = ("numpy.core.multiarray", "numpy._core.multiarray")  # numpy 1 and numpy 2 write different names

@@ -37,7 +37,7 @@ from farflung.checkpoint.dcp_metadata import read_metadata
 from farflung.checkpoint.entries import FolderEntry
 from farflung.checkpoint.files import inside, is_file
 from farflung.checkpoint.manifest import FileRecord
-from farflung.checkpoint.reader import DAMAGE, load
+from farflung.checkpoint.reader import damage_as, load
 from farflung.checkpoint.writer import FileWriter, save_object
 from farflung.comm.shards import is_sharded, local
 
@@ -195,21 +195,18 @@ class ShardReader:
         wanted = {name: self.like(name) if given is None else given for name, given in names.items()}
         planner = _Filler(wanted, self.dtypes)
         reader = _Reader(self.folder)
-        try:
+        with damage_as(f"{self.folder} can't be read"):
             planner.set_up_planner(dict(wanted), self._metadata)
             reader.set_up_storage_reader(self._metadata, False)
             plan = planner.create_local_plan()
             planner.check(plan)
-            reader.read_data(plan, planner).wait()
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{self.folder} was not loaded: it holds something that would run code. Only tensors, numbers, texts "
-                "and their lists and dictionaries are loaded."
-            ) from error
-        except DAMAGE as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{self.folder} can't be read: {str(error)[:300]}") from error
+            try:
+                reader.read_data(plan, planner).wait()
+            except pickle.UnpicklingError as error:
+                raise CheckpointError(
+                    f"{self.folder} was not loaded: it holds something that would run code. Only tensors, numbers, "
+                    "texts and their lists and dictionaries are loaded."
+                ) from error
         return planner.found
 
     def read_whole(self) -> Any:

@@ -16,7 +16,7 @@ from farflung.base.tree import leaves_of, rebuilt
 from farflung.base.words import counted
 from farflung.checkpoint import paths
 from farflung.checkpoint.entries import Entry
-from farflung.checkpoint.reader import DAMAGE, read_torch
+from farflung.checkpoint.reader import damage_as, read_torch
 from farflung.comm.shards import full, is_sharded, local, spread_like, with_local
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.resume import lazy
@@ -101,10 +101,8 @@ def _kept(optimizer: AcceleratedOptimizer) -> Undo:
 
 
 def _check_groups(state: Any, optimizer: AcceleratedOptimizer, path: Path) -> None:
-    try:
+    with damage_as(f"{path} is not the state of an optimizer"):
         saved = [len(group["params"]) for group in state["param_groups"]]
-    except (LookupError, TypeError) as error:
-        raise CheckpointError(f"{path} is not the state of an optimizer: {error!r}") from error
     here = [len(group["params"]) for group in optimizer.param_groups]
     if saved != here:
         raise CheckpointError(
@@ -262,17 +260,13 @@ def read_optimizer(models: Sequence[nn.Module], optimizer: Any, folder: Path, in
     """Read the state dict of an optimizer, in shards where its parameters are, and check that it is one."""
     shards = folder / paths.optimizer_shards(index)
     path = shards if shards.is_dir() else folder / paths.optimizer(index)
-    try:
+    with damage_as(f"{path} is not the state of an optimizer"):
         if shards.is_dir():
             return _read_optimizer_shards(models, optimizer, shards)
         state: dict[str, Any] = read_torch(path)
         if any(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
             state = by_number(state, parameter_names(models, optimizer), optimizer, path)
         return _like_parameters(state, optimizer, lambda shard: shard.shape, spread_like)
-    except CheckpointError:
-        raise
-    except DAMAGE as error:
-        raise CheckpointError(f"{path} is not the state of an optimizer: {error!r}") from error
 
 
 def _read_optimizer_shards(models: Sequence[nn.Module], optimizer: Any, folder: Path) -> dict[str, Any]:

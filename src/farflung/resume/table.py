@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from farflung.base.errors import CheckpointError
 from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.manager import CheckpointGroup
-from farflung.checkpoint.reader import DAMAGE
+from farflung.checkpoint.reader import damage_as
 from farflung.resume import lazy
 from farflung.resume.loops import OuterLoops
 from farflung.resume.models import Models, OwnBuffers
@@ -79,15 +78,11 @@ def load(run: Run, group: CheckpointGroup, doing: str, source: Loading, verify: 
 
     def read() -> None:
         try:
-            if source.is_other:
-                source.note_other_size()
-            for part in parts:
-                part.read(source)
-        except CheckpointError:
-            raise
-        except DAMAGE as error:
-            folder = source.checkpoint.folder
-            raise CheckpointError(f"{folder} holds something other than the state of a run: {error!r}") from error
+            with damage_as(f"{source.checkpoint.folder} holds something other than the state of a run"):
+                if source.is_other:
+                    source.note_other_size()
+                for part in parts:
+                    part.read(source)
         finally:  # what is wrong with the bytes explains what is wrong with their content
             verify()
 
