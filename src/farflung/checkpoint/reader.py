@@ -57,7 +57,8 @@ def damage_as(what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except DAMAGE as error:
-        raise CheckpointError(f"{what}: {error!r:.300}") from error
+        reason = repr(error) if isinstance(error, KeyError) else str(error)  # of a KeyError that is the key alone
+        raise CheckpointError(f"{what}: {reason:.300}") from error
 
 
 def allowed() -> list[Any]:

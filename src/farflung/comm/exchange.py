@@ -33,13 +33,7 @@ def wire_device(group: Group) -> torch.device:
 
 
 class Buffers:
-    """Memory for one packet of each rank, of one capacity.
-
-    Attributes:
-        mine: what this rank sends.
-        everyone: what all ranks sent, `[size * capacity]`, and its bytes as `content`.
-        ranks: the same as one packet for each rank.
-    """
+    """Memory for one packet of each rank, of one capacity: what this rank sends, and what all ranks sent."""
 
     def __init__(self, size: int, capacity: int) -> None:
         self.capacity = capacity
@@ -51,17 +45,11 @@ class Buffers:
 
 
 class Packets:
-    """What all ranks sent. All views into it are of memory that the next exchange overwrites.
-
-    Attributes:
-        headers: by rank.
-        same: the headers are all the same.
-        arrived: for each rank, whether its payload came along with the header.
-    """
+    """What all ranks sent. All views into it are of memory that the next exchange overwrites."""
 
     def __init__(self, headers: list[Header], arrived: list[bool], buffers: Buffers) -> None:
-        self.headers = headers
-        self.arrived = arrived
+        self.headers = headers  # by rank
+        self.arrived = arrived  # for each rank, whether its payload came along with the header
         self.same = all(header is headers[0] for header in headers)
         self._buffers = buffers
 
@@ -74,12 +62,9 @@ class Exchange:
     """Swaps nested values between the ranks of a group; whoever owns the group owns one of these.
 
     Not for use by several threads at a time.
-
-    Attributes:
-        pickled_as: finds it where it is unpickled; None: a new one is made.
     """
 
-    pickled_as: Callable[[], Exchange] | None = None
+    pickled_as: Callable[[], Exchange] | None = None  # finds it where it is unpickled; None: a new one is made
 
     def __init__(self, group: Group) -> None:
         self.group = group

@@ -55,11 +55,7 @@ def raw(buffer: Tensor) -> memoryview:
 
 
 class PayloadLayout:
-    """Where tensors of given shapes and dtypes lie in a payload: sorted by dtype, each at a multiple of 16 bytes.
-
-    Attributes:
-        nbytes: bytes of the whole payload, a multiple of 16.
-    """
+    """Where tensors of given shapes and dtypes lie in a payload: sorted by dtype, each at a multiple of 16 bytes."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> None:
         self.shapes = [tuple(shape) for shape in shapes]
@@ -82,27 +78,17 @@ class PayloadLayout:
 
 
 class Header:
-    """What a header says of the packet behind it. `Headers` keeps one object for each, so `is` compares them.
-
-    Attributes:
-        encoded: the header itself.
-        signature: the operation and the arguments that all ranks must agree on.
-        tree: the structure, with names in place of types.
-        kinds: of each leaf.
-        failed: why the rank can't take part; None: it can.
-        layout: where the leaves lie in the payload.
-        payload_at: where the payload begins, in bytes from the packet's first.
-        carried: bytes of payload that this rank sends behind the header; 0 when the payload travels by itself.
-    """
+    """What a header says of the packet behind it. `Headers` keeps one object for each, so `is` compares them."""
 
     def __init__(self, encoded: bytes) -> None:
         self.encoded = encoded
+        # The structure has names in place of types; `failed` says why the rank can't take part, None: it can.
         signature, self.tree, kinds, self.failed = json.loads(encoded)
         self.signature: Signature = tuple(signature)
         self.kinds = [Kind(tuple(shape), getattr(torch, dtype), device) for shape, dtype, device in kinds]
         self.layout = PayloadLayout([kind.shape for kind in self.kinds], [kind.dtype for kind in self.kinds])
-        self.payload_at = LENGTHS.size + aligned(len(encoded))
-        self.carried = self.layout.nbytes
+        self.payload_at = LENGTHS.size + aligned(len(encoded))  # in bytes from the packet's first
+        self.carried = self.layout.nbytes  # that travel behind the header; 0 when the payload travels by itself
 
     def views(self, packet: Tensor) -> list[Tensor]:
         """Return each leaf's place in `packet` `[n]` uint8 as a typed view."""

@@ -25,10 +25,6 @@ class PresenceStore:
 
     Args:
         own_connection: talk to the store apart from everybody else in this process, who may be waiting in it.
-
-    Attributes:
-        rank, size: this rank among those.
-        hosts: the names and addresses of the ranks' machines, as far as they are known.
     """
 
     def __init__(self, prefix: str, rank: int, size: int, own_connection: bool = False) -> None:
@@ -37,7 +33,7 @@ class PresenceStore:
         self.size = size
         self._has_checked_alive = False
         self._read: list[tuple[str, int]] = []  # keys, and how often each rank has left once nobody reads them again
-        self.hosts: dict[int, str] = {}
+        self.hosts: dict[int, str] = {}  # names and addresses of the ranks' machines, as far as they are known
         self._num_loaders = 0
         # torch 2.6 cannot clone a store: there a thread that blocks in it blocks the others too.
         self._clone = getattr(default_store(), "clone", lambda: None)() if own_connection else None

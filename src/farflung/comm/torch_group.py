@@ -25,19 +25,12 @@ from farflung.comm.waits import Wait, Waits, handed_over
 
 @dataclass(frozen=True)
 class SharedState:
-    """What a process group shares with its duplicates, and with groups of some of its ranks.
+    """What a process group shares with its duplicates, and with groups of some of its ranks."""
 
-    Attributes:
-        presence: what the ranks tell each other beside their collectives.
-        ranks: those of the process group, in the numbers of all.
-        waits: what this process has entered, and waits for.
-        spare: groups that were made of it and given back, by what they are.
-    """
-
-    presence: PresenceStore
-    waits: Waits
-    ranks: list[int]
-    spare: dict[tuple[int | bool, ...], list[TorchGroup]] = field(default_factory=dict)
+    presence: PresenceStore  # what the ranks tell each other beside their collectives
+    waits: Waits  # what this process has entered, and waits for
+    ranks: list[int]  # those of the process group, in the numbers of all
+    spare: dict[tuple[int | bool, ...], list[TorchGroup]] = field(default_factory=dict)  # given back, by what they are
     serials: Iterator[int] = field(default_factory=count)  # one for each use of a group, the same on all ranks
     parts: dict[str, TorchGroup] = field(default_factory=dict)  # what `within` made, by name
 
@@ -63,13 +56,9 @@ class TorchGroup(C10dGroup):
     Args:
         shared: of the group that this is a duplicate or a part of. None: of this process group.
         in_background: only threads use it that work on behalf of others.
-
-    Attributes:
-        presence, waits: see `SharedState`.
-        pickled_as: finds the group where it is unpickled; None: it can't be pickled.
     """
 
-    pickled_as: Callable[[], TorchGroup] | None = None
+    pickled_as: Callable[[], TorchGroup] | None = None  # finds it where it is unpickled; None: it can't be pickled
 
     def __init__(
         self, pg: dist.ProcessGroup | None = None, shared: SharedState | None = None, in_background: bool = False

@@ -49,18 +49,13 @@ def handed_over(group: str) -> str:
 
 
 class Waits:
-    """The collectives over one set of ranks, in a group and its duplicates, as this process knows them.
-
-    Attributes:
-        entered: how many collectives this rank has started, by group; 0 at first in each that it is in.
-        kinds: of which kind the latest of them were, by group.
-        waiting: what each thread has been waiting for, since a moment at least, by the thread.
-    """
+    """The collectives over one set of ranks, in a group and its duplicates, as this process knows them."""
 
     def __init__(self, presence: PresenceStore) -> None:
+        # How many this rank has started, by group; 0 at first in each that it is in. And of which kind the latest were.
         self.entered: defaultdict[str, int] = defaultdict(int)
         self.kinds: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
-        self.waiting: dict[int, Wait] = {}
+        self.waiting: dict[int, Wait] = {}  # what each thread has been waiting for, since a moment at least
         self._presence = presence
 
     def join(self, group: str) -> None:

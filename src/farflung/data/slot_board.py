@@ -55,16 +55,11 @@ class _Open:
 
 @dataclass
 class _State:
-    """All that the store has of a loader.
-
-    Attributes:
-        epoch: the furthest that was begun.
-        ended: the furthest that a replica has come to the end of, and synchronized after.
-    """
+    """All that the store has of a loader."""
 
     seed: int
-    epoch: int = -1
-    ended: int = -1
+    epoch: int = -1  # the furthest that was begun
+    ended: int = -1  # the furthest that a replica has come to the end of, and synchronized after
     open: dict[int, _Open] = field(default_factory=dict)
 
     def encode(self) -> str:
@@ -83,12 +78,7 @@ class _State:
 
 
 class Board:
-    """What the replicas know of the epochs of one loader.
-
-    Args:
-        store: for this loader alone.
-        member: this replica's id.
-    """
+    """What the replicas know of the epochs of one loader; `store` is for it alone, `member` this replica's id."""
 
     def __init__(self, store: Any, member: int) -> None:
         self._store, self._member = store, member
@@ -100,13 +90,8 @@ class Board:
     def begin(self, epoch: int, batches: int, digest: int, most: int) -> bool:
         """Begin an epoch, if nobody has; return whether the others are through with it, so that it has nothing for us.
 
-        What is left of those before it is what lost replicas had claimed.
-
-        Args:
-            digest: of its order.
-
-        Raises:
-            ConfigError: others have begun it with another number of batches, or in another order.
+        What is left of those before it is what lost replicas had claimed. ConfigError: others have begun it with other
+        batches, or in an order with another digest.
         """
 
         def act(state: _State) -> bool:
@@ -138,11 +123,7 @@ class Board:
 
     def end(self, epoch: int) -> None:
         """Say that a replica has come to the end of an epoch, and synchronized after it."""
-
-        def act(state: _State) -> None:
-            state.ended = max(state.ended, epoch)
-
-        self._change(act)
+        self._change(lambda state: setattr(state, "ended", max(state.ended, epoch)))
 
     def claim(self, epoch: int, is_here: Callable[[int], bool]) -> Claim | None:
         """Take a slot: first what lost replicas have left, of epochs before too; None if there is none."""
@@ -195,8 +176,7 @@ class Board:
     def note_for(self, lost: int, landed: Iterable[tuple[int, int]]) -> None:
         """Note for a lost replica what has landed of it.
 
-        Args:
-            landed: of each outer loop, since which epoch it was a member, and up to which step the rounds have landed.
+        `landed` says of each outer loop since which epoch it was a member, and up to which step the rounds have landed.
         """
         if text := read(self._store, f"sent/{lost}"):
             steps, done = literal_eval(text)

@@ -46,13 +46,6 @@ class Slots:
         most: how many replicas there will be at most.
         expected: how many the run begins with.
         is_training: whether a pass that begins now is one of training.
-
-    Attributes:
-        kind: of the loaders whose batches are shares.
-        tenure: how often this replica has come in; what it had taken before is no more its own.
-        num_given: batches that were handed out to the training of this rank.
-        num_steps: that were made with them.
-        is_gone: the store can't be reached any more.
     """
 
     def __init__(
@@ -68,13 +61,16 @@ class Slots:
         self.member, self.most, self.expected, self.is_training = member, most, expected, is_training
         self.exchange = exchange
         self.is_first = exchange.group.rank == 0
-        self.kind = SlotLoader
+        self.kind = SlotLoader  # of the loaders whose batches are shares
         self._store = part_of(store, "data")
         self._samplers: list[SlotSampler] = []
         self._follows: list[FollowedLoop] = []
         self._unrecorded: deque[tuple[int, SlotSampler, list[_Entry]]] = deque()  # with the number given by then
-        self.tenure = self.num_given = self.num_steps = 0
-        self.is_gone = False
+        self.tenure = 0  # how often this replica has come in; what it had taken before is no more its own
+        self.num_given = self.num_steps = (
+            0  # batches that the training of this rank got, and steps that it made of them
+        )
+        self.is_gone = False  # the store can't be reached any more
 
     def shared(self, loader: DataLoader[Any], per_round: int) -> DataLoader[Any]:
         """Return a copy of a loader whose batches are this replica's share.
@@ -196,26 +192,21 @@ class Slots:
 
 
 class FollowedLoop:
-    """Which batches are in the common weights of one outer loop.
-
-    Attributes:
-        joined: the epoch of the membership in which this replica came in last.
-        number, step: of the membership's epoch, and of the loop's step, at the latest step.
-        num_landed: of the batches that were handed out.
-        met: since which epoch of the membership other replicas have been in, and up to which step the rounds have
-            landed that they took part in, by their ids.
-    """
+    """Which batches are in the common weights of one outer loop."""
 
     def __init__(self, slots: Slots, membership: Elastic, num_fragments: int) -> None:
         self.membership = membership
         self._slots, self._num_fragments = slots, num_fragments
-        self.num_landed = self.number = self.step = 0
+        self.num_landed = 0  # of the batches that were handed out
+        self.number = self.step = 0  # of the membership's epoch, and of the loop's step, at the latest step
+        # Since which epoch of the membership other replicas have been in, and up to which step the rounds have landed
+        # that they took part in, by their ids.
         self.met: dict[int, tuple[int, int]] = {}
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """Forget what was sent off: this replica has been left out of it."""
-        self.joined = self.membership.joined
+        self.joined = self.membership.joined  # the membership's epoch in which it came in last
         self._steps: deque[tuple[int, int]] = deque()  # number of the step, batches handed out by then
         self._landed: dict[int, int] = {}  # step by fragment
 
@@ -257,25 +248,20 @@ class SlotSampler(SamplerView):
     The last batch of an epoch, which may be short, comes last. `len()` is the share of one of the replicas that the run
     begins with, always the same: schedules are planned with it. In an evaluation it is the number of all batches; so it
     is before the first pass if nothing shuffles.
-
-    Attributes:
-        is_shared: the latest pass is one of training.
-        is_past: the others were through with its epoch when it began.
-        given: how many batches of each slot the training has got, by epoch and slot, where that is not recorded.
     """
 
     def __init__(self, batch_sampler: Any, loader: DataLoader[Any], slots: Slots, board: Board, per_round: int) -> None:
         super().__init__(batch_sampler)
         self.sampler: Any = getattr(batch_sampler, "sampler", batch_sampler)  # which may be replaced
         self.board = board
-        self.is_shared = not isinstance(self.sampler, SequentialSampler)
-        self.is_past = self.has_begun = False
+        self.is_shared = not isinstance(self.sampler, SequentialSampler)  # the latest pass is one of training
+        self.is_past = self.has_begun = False  # the others were through with the latest pass's epoch; there was a pass
         self._loader, self._slots, self._per_round = loader, slots, per_round
         self._seed = 0
         self._epoch = self._ended = -1
         self._drawn: deque[_Entry] = deque()
         self._num_drawn = self._num_steps = 0
-        self.given: dict[tuple[int, int], int] = {}
+        self.given: dict[tuple[int, int], int] = {}  # batches that were not recorded, by epoch and slot
         self._orders: dict[int, list[Any]] = {}
         self._own: Iterator[Claim] = iter(())  # without a store
 

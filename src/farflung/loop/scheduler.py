@@ -130,12 +130,9 @@ def _length_of(loader: Any) -> int | None:
 
 def horizon_of(scheduler: Any) -> int | None:
     """Return after how many ticks a schedule has run its course, or None where it has no end or does not tell."""
-    if isinstance(scheduler, CosineAnnealingLR):
-        return int(scheduler.T_max)
-    if isinstance(scheduler, OneCycleLR):
-        return int(scheduler.total_steps)
-    if isinstance(scheduler, PolynomialLR):
-        return int(scheduler.total_iters)
+    for kind, name in ((CosineAnnealingLR, "T_max"), (OneCycleLR, "total_steps"), (PolynomialLR, "total_iters")):
+        if isinstance(scheduler, kind):
+            return int(getattr(scheduler, name))
     if isinstance(scheduler, LinearLR):  # where it rises it is a warm-up, after which training goes on at full rate
         return int(scheduler.total_iters) if scheduler.end_factor < scheduler.start_factor else None
     if isinstance(scheduler, SequentialLR):

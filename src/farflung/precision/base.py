@@ -21,16 +21,11 @@ class Precision:
     """How numbers are kept: as they are, unless a subclass says otherwise.
 
     One object a session; it remembers which optimizers' gradients are unscaled.
-
-    Attributes:
-        name: `no`, `bf16`, `fp16` or `fp8`.
-        dtype: what forward passes compute in, where that is not what the model is in.
-        scaler: the `torch.amp.GradScaler`, or None.
     """
 
-    name = "no"
-    dtype: torch.dtype | None = None
-    scaler: Any = None
+    name = "no"  # or `bf16`, `fp16`, `fp8`
+    dtype: torch.dtype | None = None  # what forward passes compute in, where that is not what the model is in
+    scaler: Any = None  # the `torch.amp.GradScaler`, or None
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Make the forward pass of `model` compute in this precision; the module stays the same object."""

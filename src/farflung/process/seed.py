@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -64,37 +64,24 @@ def share_rng_state(
 ) -> None:
     """Give every rank the state of rank 0, as `synchronize_rng_state` does; `within` is that of `broadcast`."""
     check_word("rng_type", rng_type, RNGType.list())
-    kind = RNGType(str(rng_type))
-    state = _read(kind, generator)
+    read, write = _state_of(RNGType(str(rng_type)), generator)
+    state = read()
     broadcast(exchange, state, within=within)
-    _write(kind, generator, state)
+    write(state)
 
 
-def _read(kind: RNGType, generator: torch.Generator | None) -> Tensor:
+def _state_of(kind: RNGType, generator: torch.Generator | None) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
+    """Return what reads and what writes a random state."""
     if kind is RNGType.TORCH:
-        return torch.get_rng_state()
+        return torch.get_rng_state, torch.set_rng_state
     if kind is RNGType.GENERATOR:
         if not isinstance(generator, torch.Generator):
             wanted = "a torch.Generator; synchronize_rng_state('generator') needs generator=, the one to synchronize"
             raise wrong_type("generator", generator, wanted)
-        return generator.get_state()
-    return _device_module(kind).get_rng_state()  # type: ignore[no-any-return]
-
-
-def _write(kind: RNGType, generator: torch.Generator | None, state: Tensor) -> None:
-    if kind is RNGType.TORCH:
-        torch.set_rng_state(state)
-    elif kind is RNGType.GENERATOR:
-        assert generator is not None
-        generator.set_state(state)
-    else:
-        _device_module(kind).set_rng_state(state)
-
-
-def _device_module(kind: RNGType) -> Any:
-    module = getattr(torch, kind.value, None)
+        return generator.get_state, generator.set_state
+    module: Any = getattr(torch, kind.value, None)
     if module is None or not module.is_available():
         raise Unsupported(
             f"rng_types has {kind.value!r}, but this machine has no such device. Use 'torch' or 'generator'."
         )
-    return module
+    return module.get_rng_state, module.set_rng_state

@@ -29,27 +29,18 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class World:
-    """One process among those of a run.
-
-    Attributes:
-        device: where its models and batches go.
-        group: all processes.
-        exchange: what gather, reduce and the like over `group` work with.
-        backend: how the processes talk (`gloo`, `cpu:gloo,cuda:nccl` ...), None when there is one.
-        owns_group: Farflung initialized torch.distributed, so Farflung destroys it.
-        watchdog: finds ranks that do not come, once it is started; None where there is one process.
-    """
+    """One process among those of a run."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-    device: torch.device
-    group: Group
-    exchange: Exchange
-    backend: str | None = None
-    owns_group: bool = False
-    watchdog: Watchdog | None = None
+    device: torch.device  # where its models and batches go
+    group: Group  # all processes
+    exchange: Exchange  # what gather, reduce and the like over `group` work with
+    backend: str | None = None  # how the processes talk (`gloo`, `cpu:gloo,cuda:nccl` ...), None when there is one
+    owns_group: bool = False  # Farflung initialized torch.distributed, so Farflung destroys it
+    watchdog: Watchdog | None = None  # finds ranks that do not come, once it is started; None: there is one process
 
     def __reduce__(self) -> tuple[Callable[[], World], tuple[()]]:
         return joined, ()
@@ -91,13 +82,11 @@ def joined() -> World:
     return _slot
 
 
-def joined_group() -> Any:
-    """Return the group of all processes, as `joined` does."""
+def _joined_group() -> Any:
     return joined().group
 
 
-def joined_exchange() -> Exchange:
-    """Return what gather, reduce and the like work with, as `joined` does."""
+def _joined_exchange() -> Exchange:
     return joined().exchange
 
 
@@ -108,7 +97,7 @@ def occupy(world: World) -> World:
         raise StateError(f"This process is already rank {_slot.rank} of {_slot.size}.")
     _slot = world
     if isinstance(world.group, TorchGroup):
-        world.group.pickled_as, world.exchange.pickled_as = joined_group, joined_exchange
+        world.group.pickled_as, world.exchange.pickled_as = _joined_group, _joined_exchange
     return world
 
 

@@ -43,15 +43,8 @@ class RandomStates:
 
 
 # Of a position after so many batches, of which nothing else is known.
-NOTHING_READ: dict[str, Any] = {
-    "num_prefetched": 0,
-    "prefetched": None,
-    "first": None,
-    "dataset": None,
-    "exhausted": False,
-    "worker_plan": None,
-}
-
+NOTHING_READ: dict[str, Any] = {"num_prefetched": 0, "exhausted": False}
+NOTHING_READ |= dict.fromkeys(("prefetched", "first", "dataset", "worker_plan"))
 
 # What the keys of a loader's state were called in checkpoints of before 0.1.0, which are still read.
 _FORMER_KEYS = {
