@@ -240,11 +240,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: FileWriter, metadata:
         if tensor.dtype not in _SAFE_TYPES or tensor.layout is not torch.strided or tensor.is_quantized:
             raise ConfigError(f"{name} is a {tensor.dtype} tensor ({tensor.layout}), which safetensors can't hold.")
         end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _SAFE_TYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
+        header[name] = {"dtype": _SAFE_TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

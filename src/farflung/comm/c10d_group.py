@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -153,32 +154,29 @@ class C10dGroup(ABC):
                     looked = time.monotonic()
 
 
+@dataclass(eq=False, slots=True)
 class _WatchedWork:
     """A gloo collective under way, whose wait looks up now and then to see whether all ranks are still there."""
 
-    __slots__ = ("_entered", "_group", "_work")
-
-    def __init__(self, work: Any, group: C10dGroup, entered: Any) -> None:
-        self._work = work
-        self._group = group
-        self._entered = entered
+    work: Any
+    group: C10dGroup
+    entered: Any
 
     def wait(self) -> None:
         try:
-            self._work.wait(timedelta(seconds=WATCH_S))
+            self.work.wait(timedelta(seconds=WATCH_S))
         except RuntimeError:  # the time was up, or the collective broke: `is_completed` tells which
             self._wait_on()
 
     def _wait_on(self) -> None:
-        group = self._group
         try:
-            with group.watching(self._entered) as look:
-                while not self._work.is_completed():
+            with self.group.watching(self.entered) as look:
+                while not self.work.is_completed():
                     look()
                     with suppress(RuntimeError):
-                        self._work.wait(timedelta(seconds=WATCH_S))
-            self._work.wait()
+                        self.work.wait(timedelta(seconds=WATCH_S))
+            self.work.wait()
         except (RankFailure, CollectiveMismatch):
             raise
         except RuntimeError as error:
-            raise group.failure(error) from error
+            raise self.group.failure(error) from error

@@ -67,9 +67,7 @@ class Slots:
         self._follows: list[FollowedLoop] = []
         self._unrecorded: deque[tuple[int, SlotSampler, list[_Entry]]] = deque()  # with the number given by then
         self.tenure = 0  # how often this replica has come in; what it had taken before is no more its own
-        self.num_given = self.num_steps = (
-            0  # batches that the training of this rank got, and steps that it made of them
-        )
+        self.num_given = self.num_steps = 0  # batches that the training of this rank got, steps that it made of them
         self.is_gone = False  # the store can't be reached any more
 
     def shared(self, loader: DataLoader[Any], per_round: int) -> DataLoader[Any]:
@@ -149,8 +147,7 @@ class Slots:
 
     def look(self) -> None:
         """Give up what was taken, if this replica has been left out meanwhile and is back as a newcomer."""
-        joined = [one.membership.joined for one in self._follows]
-        if any(one.joined != now for one, now in zip(self._follows, joined, strict=True)):
+        if any(one.joined != one.membership.joined for one in self._follows):
             self.tenure += 1
             self._unrecorded.clear()
             for one in self._follows:

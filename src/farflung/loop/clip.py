@@ -24,12 +24,7 @@ from farflung.precision.base import Precision
 
 
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float,
-    *,
-    precision: Precision,
-    state: LoopState,
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float, *, precision: Precision, state: LoopState
 ) -> Tensor:
     """Clip the gradients' common norm to `max_norm` and return the norm that they had.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,18 +82,16 @@ class UnevenDataCheck:
         self._checked = one.name, at
 
 
+@dataclass(eq=False)
 class _EvenCheck:
-    def __init__(
-        self, ends: UnevenDataCheck, ranks: Callable[[nn.Module], Iterable[int]], current: Callable[[], Any]
-    ) -> None:
-        self._ends = ends
-        self._ranks = ranks
-        self._current = current
+    ends: UnevenDataCheck
+    ranks: Callable[[nn.Module], Iterable[int]]
+    current: Callable[[], Any]
 
-    def __call__(self, model: nn.Module, inputs: Any = ()) -> None:
-        one = None if torch.compiler.is_compiling() else self._current()
+    def __call__(self, model: nn.Module, inputs: Any) -> None:
+        one = None if torch.compiler.is_compiling() else self.current()
         if one is not None and one.loader.may_be_uneven:
-            self._ends.check(one, self._ranks(model), model)
+            self.ends.check(one, self.ranks(model), model)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Unchecked, ()  # a copy of the model is its own, and is in no run

@@ -16,8 +16,23 @@ def forwarded(holder: str, name: str) -> Any:
     )
 
 
+def _seen(name: str, doc: str) -> Any:
+    """Return a property that is read from the attribute `name` of the loop."""
+    return property(lambda view: getattr(view._loop, name), doc=doc)
+
+
 class LoopView:
     """A view of one loop."""
+
+    sync_gradients = _seen("sync_gradients", "Whether the current micro-batch completes its accumulation window.")
+    num_steps = _seen("num_steps", "Micro-batches in one accumulation window.")
+    sync_with_dataloader = _seen("sync_with_dataloader", "Whether the last batch of a loader completes its window.")
+    end_of_dataloader = _seen("end_of_dataloader", "Whether the latest batch was the last one of its loader.")
+    remainder = _seen(
+        "remainder",
+        "Samples of the final global batch that are no padding; 0: all of them, -1: not known or no loader.",
+    )
+    is_xla_gradients_synced = False  # XLA is not supported
 
     def __init__(self, loop: LoopState) -> None:
         self._given = loop
@@ -25,31 +40,6 @@ class LoopView:
     @property
     def _loop(self) -> LoopState:
         return self._given
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch completes its accumulation window."""
-        return self._loop.sync_gradients
-
-    @property
-    def num_steps(self) -> int:
-        """Micro-batches in one accumulation window."""
-        return self._loop.num_steps
-
-    @property
-    def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader completes its window."""
-        return self._loop.sync_with_dataloader
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the latest batch was the last one of its loader."""
-        return self._loop.end_of_dataloader
-
-    @property
-    def remainder(self) -> int:
-        """Samples of the final global batch that are no padding; 0: all of them, -1: not known or no loader."""
-        return self._loop.remainder
 
     @property
     def active_dataloader(self) -> Any:
@@ -66,11 +56,6 @@ class LoopView:
     def in_dataloader(self) -> bool:
         """Whether a loader is being iterated."""
         return self.active_dataloader is not None
-
-    @property
-    def is_xla_gradients_synced(self) -> bool:
-        """False: XLA is not supported."""
-        return False
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Say whether the micro-batch in hand completes its window, for loops that count on their own."""

@@ -159,10 +159,7 @@ def restore_forward(model: nn.Module) -> None:
 
 
 def choose_precision(
-    name: str,
-    device: torch.device,
-    autocast: AutocastKwargs | None = None,
-    scaler: GradScalerKwargs | None = None,
+    name: str, device: torch.device, autocast: AutocastKwargs | None = None, scaler: GradScalerKwargs | None = None
 ) -> Precision:
     """Return the precision for one of `no`, `bf16`, `fp16`; that for `fp8` is `precision.fp8.Float8`.
 

@@ -5,20 +5,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from farflung.base.checks import check_word
 from farflung.comm.collectives import wait_for_everyone
 from farflung.config import environ
 from farflung.process import world as slot
 
-if TYPE_CHECKING:
-    _Adapter = logging.LoggerAdapter[logging.Logger]
-else:
-    _Adapter = logging.LoggerAdapter
 
-
-class MultiProcessAdapter(_Adapter):
+class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # Python 3.10 knows no such arguments
     """A logger whose lines name their rank. Each call takes two more arguments.
 
     `main_process_only` (default True) logs on the first process alone; `in_order` logs on every process, one after the

@@ -13,16 +13,10 @@ from farflung.base.words import counted
 from farflung.checkpoint import paths
 from farflung.resume import lazy, models
 from farflung.resume.part import Loading, Part, Saving
-from farflung.resume.run import Run
 
 
 class OuterLoops(Part):
     """The outer loops that are open, and those of a checkpoint that were not opened again yet."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self._states: list[dict[str, Any]] = []
-        self._weights: list[dict[str, Tensor]] = []
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
         outers = self.run.outers
@@ -33,7 +27,8 @@ class OuterLoops(Part):
 
     def read(self, source: Loading) -> None:
         self._check_columns(source)
-        self._states = source.apart.get("loops", [])
+        self._states: list[dict[str, Any]] = source.apart.get("loops", [])
+        self._weights: list[dict[str, Tensor]] = []
         if source.is_other:
             self._redistribute(source)
         if self.run.outers.can_begin_here and not self._states:
