@@ -31,7 +31,7 @@ from farflung.base.enums import DynamoBackend
 from farflung.base.errors import StateError
 from farflung.comm import collectives
 from farflung.comm.group import Group
-from farflung.comm.lost import explained
+from farflung.comm.torch_group import explained
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import (

@@ -15,7 +15,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from farflung.base.errors import CollectiveMismatch, RankFailure, StateError
+from farflung.base.errors import PEER_LOST, CollectiveMismatch, FarflungError, RankFailure, StateError
 from farflung.base.torch_internals import num_groups
 from farflung.comm.c10d_group import WATCH_S, C10dGroup, transport_said
 from farflung.comm.group import Group, check_blocks
@@ -224,3 +224,15 @@ class TorchGroup(C10dGroup):
         """Close the connections, if it has not been destroyed."""
         if not self.is_destroyed:
             super().abort()
+
+
+def explained(error: BaseException, group: Group) -> BaseException:
+    """Return what the ranks of `group` know of the one that was lost, in place of what the transport says; or `error`.
+
+    torch's own collectives name nobody. `group` should be as large as possible, so that the lost rank is in it.
+    """
+    if isinstance(error, FarflungError) or not isinstance(error, RuntimeError):
+        return error
+    if not isinstance(group, TorchGroup) or not any(words in str(error) for words in PEER_LOST):
+        return error
+    return group.failure(error).with_traceback(error.__traceback__)

@@ -19,8 +19,8 @@ from farflung.comm.bucket import broadcast_values
 from farflung.comm.collectives import broadcast_object_list
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
-from farflung.comm.lost import explained
 from farflung.comm.shards import local, model_has_dtensor
+from farflung.comm.torch_group import explained
 from farflung.outer.agreement import average, take_largest
 from farflung.outer.background import BackgroundWorker
 from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally

@@ -27,8 +27,7 @@ from farflung.base.errors import ConfigError, RankFailure, Unsupported
 from farflung.base.words import counted, numbered
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
-from farflung.comm.lost import explained
-from farflung.comm.torch_group import TorchGroup
+from farflung.comm.torch_group import TorchGroup, explained
 from farflung.config import environ
 from farflung.config.handlers import InitProcessGroupKwargs, WatchdogKwargs
 from farflung.process import world as slot
