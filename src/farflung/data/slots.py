@@ -408,7 +408,6 @@ class SlotLoader(DataLoaderShard):
 
     @property
     def is_past(self) -> bool:
-        """Whether the others were through with the epoch of the latest pass when it began."""
         return self.share.is_past
 
     def skipping(self, num_batches: int) -> Any:
@@ -419,7 +418,6 @@ class SlotLoader(DataLoaderShard):
         )
 
     def check_trains(self) -> None:
-        """Raise StateError if this pass, from which a step of training came, hands out all of the data."""
         if not self.share.is_shared:
             raise StateError(
                 "This step trains on a loader whose pass began with the model in eval mode. That is taken for an "
@@ -427,7 +425,6 @@ class SlotLoader(DataLoaderShard):
             )
 
     def synchronized(self) -> None:
-        """Take note that all replicas have synchronized after the epoch."""
         self.share.synchronized()
 
     def state_dict(self) -> dict[str, Any]:

@@ -45,10 +45,7 @@ _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANK
 
 _MEET_WITHIN = timedelta(minutes=30)  # torch's own
 
-_ENGINES = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed is not supported. Use DDP, or an outer loop over it.",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM is not supported. Use DDP, or an outer loop over it.",
-}
+_ENGINES = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
 
 # A worker thread of gloo lets go of the tensors of its last collective after the caller has been told that it is done,
 # and needs Python's lock for that. If the group is destroyed meanwhile by a thread that holds the lock (as a DDP model
@@ -133,13 +130,10 @@ def join_world(
             raise ConfigError(f"cpu=True, but this process already uses device {here.device}.")
         _watch(here, watchdog)
         return here
-    for name, message in _ENGINES.items():
-        if environ.flag(name):
-            raise Unsupported(f"{name} is set. {message}")
-    if dist.is_initialized():
-        info = _rank_info_of_group()
-    else:
-        info = read_rank_info()
+    for variable, engine in _ENGINES.items():
+        if environ.flag(variable):
+            raise Unsupported(f"{variable} is set. {engine} is not supported. Use DDP, or an outer loop over it.")
+    info = _rank_info_of_group() if dist.is_initialized() else read_rank_info()
     device = choose_device(info, cpu)
     if info.size > 1:
         _install_exit_report()
