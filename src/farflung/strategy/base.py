@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rest of the house asks of a way to distribute training, and the simplest one; each is one object."""
+"""What the rest of the house asks of a way to distribute training; each is one object."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,54 +16,16 @@ from farflung.config.handlers import DistributedDataParallelKwargs
 from farflung.process.mesh import Mesh
 
 
-class Strategy(Protocol):
-    """How the gradients of several processes come together; `ddp_handler` has arguments for torch's DDP."""
+class Strategy:
+    """How the gradients of several processes come together. What it does by default is what one process alone needs.
 
-    ddp_handler: DistributedDataParallelKwargs | None
+    Attributes:
+        mesh: the ranks; an outer loop averages over its columns.
+        places: whether `prepare` moves models to their device itself, piece by piece.
+        ddp_handler: arguments for torch's DDP.
+    """
 
-    @property
-    def kind(self) -> DistributedType: ...
-
-    @property
-    def mesh(self) -> Mesh:
-        """The ranks: an outer loop averages over the columns."""
-
-    @property
-    def places(self) -> bool:
-        """Whether `prepare` moves models to their device itself, piece by piece."""
-
-    def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
-        """Wrap each model, given with the optimizers that own its parameters; the wrappers come in the same order."""
-
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Let an optimizer that was made before its models were prepared train what they have become."""
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which the gradients of `model` stay on this process."""
-
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context whose backward passes synchronize the gradients of `model`, wherever its forward ran."""
-
-    def local(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which nothing of `model` leaves its island by itself: neither gradients nor buffers."""
-
-    def averaged_over(self, model: nn.Module) -> Group | None:
-        """Return the ranks over which the gradients of `model` are averaged: all, or the island inside `local`.
-
-        None: they are not, as this rank is alone there, or `model` is not wrapped for it.
-        """
-
-    def awaited(self, model: nn.Module) -> Group | None:
-        """Return the ranks that a forward pass of `model`, or the backward pass after it, waits for now; None: none."""
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the module that `prepare` was given."""
-
-
-class Single:
-    """One process alone: nothing to wrap and nothing to synchronize."""
-
-    kind = DistributedType.NO
+    kind: DistributedType
     places = False
     ddp_handler: DistributedDataParallelKwargs | None = None
 
@@ -71,25 +33,41 @@ class Single:
         self.mesh = mesh
 
     def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
+        """Wrap each model, given with the optimizers that own its parameters; the wrappers come in the same order."""
         return [model for model, _ in pairs]
 
     def adopt(self, optimizer: Optimizer) -> None:
-        return None
+        """Let an optimizer that was made before its models were prepared train what they have become."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which the gradients of `model` stay on this process."""
         return nullcontext()
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context whose backward passes synchronize the gradients of `model`, wherever its forward ran."""
         return nullcontext()
 
     def local(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which nothing of `model` leaves its island by itself: neither gradients nor buffers."""
         return nullcontext()
 
     def averaged_over(self, model: nn.Module) -> Group | None:
+        """Return the ranks over which the gradients of `model` are averaged: all, or the island inside `local`.
+
+        None: they are not, as this rank is alone there, or `model` is not wrapped for it.
+        """
         return None
 
     def awaited(self, model: nn.Module) -> Group | None:
+        """Return the ranks that a forward pass of `model`, or the backward pass after it, waits for now; None: none."""
         return None
 
     def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the module that `prepare` was given."""
         return model
+
+
+class Single(Strategy):
+    """One process alone: nothing to wrap and nothing to synchronize."""
+
+    kind = DistributedType.NO

@@ -34,8 +34,6 @@ class DDP(ShardedModels):
     gradients are averaged over a row alone inside `local`.
     """
 
-    places = False
-
     def __init__(self, kind: DistributedType, mesh: Mesh, device: torch.device) -> None:
         super().__init__(mesh)
         self.kind = kind

@@ -23,7 +23,6 @@ from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.base.torch_internals import own_parameters
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.shards import model_has_dtensor, reshard, spread_like
-from farflung.config.handlers import DistributedDataParallelKwargs
 from farflung.process.mesh import Mesh
 from farflung.strategy.base import Single
 from farflung.strategy.recompute import recompute_activations
@@ -54,7 +53,6 @@ class FSDP(ShardedModels):
 
     kind = DistributedType.FSDP
     places = True
-    ddp_handler: DistributedDataParallelKwargs | None = None
 
     def __init__(
         self,
@@ -104,9 +102,6 @@ class FSDP(ShardedModels):
                     kept = optimizer.state.pop(old)
                     optimizer.state[shard] = {name: _spread(value, old, shard) for name, value in kept.items()}
         refuse_muon(optimizer)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
 
     def _shard(self, model: nn.Module) -> None:
         plugin = self._plugin

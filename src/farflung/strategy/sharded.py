@@ -20,13 +20,14 @@ from farflung.base.torch_internals import taken
 from farflung.comm.group import Group
 from farflung.comm.shards import is_sharded, meshes, reshard, sharded_parts
 from farflung.process.mesh import Mesh
+from farflung.strategy.base import Strategy
 
 
-class ShardedModels:
+class ShardedModels(Strategy):
     """Holds back, or lets happen, what sharded models send: within the rows of a mesh, and along its columns."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+        super().__init__(mesh)
         self._silent: list[nn.Module] = []  # inside `no_sync`
         self._local: list[nn.Module] = []  # inside `local`
 
