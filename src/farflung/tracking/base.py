@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from numbers import Real
@@ -14,6 +15,7 @@ from farflung.process.bootstrap import read_rank_info
 from farflung.process.world import current
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Kind = TypeVar("Kind", bound=type)
 
 
 def on_main_process(function: Function) -> Function:
@@ -26,6 +28,14 @@ def on_main_process(function: Function) -> Function:
         return function(self, *args, **kwargs)
 
     return guarded  # type: ignore[return-value]
+
+
+def guarded(kind: Kind) -> Kind:
+    """Put each public method that a tracker's class defines itself under `on_main_process`."""
+    for name, method in list(vars(kind).items()):
+        if inspect.isfunction(method) and not name.startswith("_"):
+            setattr(kind, name, on_main_process(method))
+    return kind
 
 
 def _is_main() -> bool:
@@ -79,19 +89,23 @@ class GeneralTracker:
 
 
 class ClientTracker(GeneralTracker):
-    """A tracker over the official client of a service, which `start` opens.
+    """A tracker over the official client of a service, whose library has the tracker's name.
 
     Args:
         run_name: the name of the project.
-        kwargs: arguments of what the client opens.
+        kwargs: arguments of what `start` opens.
     """
 
     requires_logging_directory = False
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
-        self.run_name = run_name
+        self.run_name: Any = run_name
         self.init_kwargs = kwargs
+
+    @property
+    def _client(self) -> Any:
+        return __import__(self.name)
 
 
 def is_number(value: Any) -> bool:

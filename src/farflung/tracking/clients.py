@@ -10,27 +10,23 @@ from typing import Any
 from farflung.base.errors import ConfigError
 from farflung.base.tree import listify
 from farflung.config import environ
-from farflung.tracking.base import ClientTracker, GeneralTracker, is_number, on_main_process, taken
+from farflung.tracking.base import ClientTracker, guarded, is_number, taken
 
 
+@guarded
 class CometMLTracker(ClientTracker):
     """Comet, by `comet_ml.start`, whose further arguments it takes. Its key is read from Comet's own configuration."""
 
     name = "comet_ml"
     tracker = property(attrgetter("writer"), doc="Comet's experiment.")
 
-    @on_main_process
     def start(self) -> None:
-        import comet_ml
-
-        begin = getattr(comet_ml, "start", None) or comet_ml.Experiment  # `start` came with 3.41
+        begin = getattr(self._client, "start", None) or self._client.Experiment  # `start` came with 3.41
         self.writer = begin(project_name=self.run_name, **self.init_kwargs)
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.writer.log_parameters(values)
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers, dictionaries of numbers, and texts, by `log_metric`, `log_metrics` and `log_other`."""
         if step is not None:
@@ -46,11 +42,11 @@ class CometMLTracker(ClientTracker):
             else:
                 self.writer.log_metric(key, value, step=step, **kwargs)
 
-    @on_main_process
     def finish(self) -> None:
         self.writer.end()
 
 
+@guarded
 class AimTracker(ClientTracker):
     """Aim.
 
@@ -68,24 +64,18 @@ class AimTracker(ClientTracker):
         super().__init__(run_name, **kwargs)
         self.aim_repo_path = logging_dir
 
-    @on_main_process
     def start(self) -> None:
-        from aim import Run
-
-        self.writer = Run(repo=self.aim_repo_path, **self.init_kwargs)
+        self.writer = self._client.Run(repo=self.aim_repo_path, **self.init_kwargs)
         self.writer.name = self.run_name
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.writer["hparams"] = values
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record values; keyword arguments are those of the run's `track`."""
         for key, value in values.items():
             self.writer.track(value, name=key, step=step, **kwargs)
 
-    @on_main_process
     def log_images(
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
@@ -93,20 +83,18 @@ class AimTracker(ClientTracker):
 
         `kwargs` has arguments of `aim.Image` under `aim_image`, and of the run's `track` under `track`.
         """
-        import aim
-
         given = kwargs or {}
         for key, value in values.items():
             image, caption = value if isinstance(value, tuple) else (value, "")
-            picture = aim.Image(image, caption=caption, **given.get("aim_image", {}))
+            picture = self._client.Image(image, caption=caption, **given.get("aim_image", {}))
             self.writer.track(picture, name=key, step=step, **given.get("track", {}))
 
-    @on_main_process
     def finish(self) -> None:
         self.writer.close()
 
 
-class ClearMLTracker(GeneralTracker):
+@guarded
+class ClearMLTracker(ClientTracker):
     """ClearML. A task that runs already is used, and left open at the end.
 
     A name that begins with `eval_`, `test_` or `train_` is reported without that, in the series of the same name; any
@@ -118,33 +106,26 @@ class ClearMLTracker(GeneralTracker):
     """
 
     name = "clearml"
-    requires_logging_directory = False
     tracker = property(attrgetter("task"), doc="ClearML's task.")
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__()
+        super().__init__(run_name, **kwargs)
         self.user_provided_run_name = run_name
         self._initialized_externally = False
-        self.init_kwargs = kwargs
 
-    @on_main_process
     def start(self) -> None:
-        from clearml import Task
-
-        running = Task.current_task()
+        running = self._client.Task.current_task()
         self._initialized_externally = bool(running)
         name = self.user_provided_run_name
         names = {
             "project_name": environ.text("CLEARML_PROJECT", name),
             "task_name": environ.text("CLEARML_TASK", name),
         }
-        self.task = running or Task.init(**{**names, **self.init_kwargs})
+        self.task = running or self._client.Task.init(**{**names, **self.init_kwargs})
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.task.connect_configuration(values)
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers: as points at `step` by `report_scalar`, or, without one, by `report_single_value`."""
         logger = self.task.get_logger()
@@ -155,14 +136,12 @@ class ClearMLTracker(GeneralTracker):
                 title, series = _title_and_series(key)
                 logger.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
 
-    @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record an image by name; keyword arguments are those of `report_image`."""
         for key, image in values.items():
             title, series = _title_and_series(key)
             self.task.get_logger().report_image(title=title, series=series, iteration=step, image=image, **kwargs)
 
-    @on_main_process
     def log_table(
         self,
         table_name: str,
@@ -189,7 +168,6 @@ class ClearMLTracker(GeneralTracker):
         title, series = _title_and_series(table_name)
         self.task.get_logger().report_table(title=title, series=series, table_plot=table, iteration=step, **kwargs)
 
-    @on_main_process
     def finish(self) -> None:
         if not self._initialized_externally:
             self.task.close()
@@ -200,7 +178,8 @@ def _title_and_series(name: str) -> tuple[str, str]:
     return (title, series) if title and series in ("eval", "test", "train") else (name, "train")
 
 
-class DVCLiveTracker(GeneralTracker):
+@guarded
+class DVCLiveTracker(ClientTracker):
     """DVCLive.
 
     Args:
@@ -210,25 +189,18 @@ class DVCLiveTracker(GeneralTracker):
     """
 
     name = "dvclive"
-    requires_logging_directory = False
     tracker = property(attrgetter("live"), doc="The `dvclive.Live`.")
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
-        super().__init__()
+        super().__init__(run_name, **kwargs)
         self.live = live
-        self.init_kwargs = kwargs
 
-    @on_main_process
     def start(self) -> None:
-        from dvclive import Live
+        self.live = self.live if self.live is not None else self._client.Live(**self.init_kwargs)
 
-        self.live = self.live if self.live is not None else Live(**self.init_kwargs)
-
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.live.log_params(values)
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record metrics, and go on to the next step; keyword arguments are those of `log_metric`."""
         from dvclive.plots import Metric
@@ -239,6 +211,5 @@ class DVCLiveTracker(GeneralTracker):
             self.live.log_metric(key, value, **kwargs)
         self.live.next_step()
 
-    @on_main_process
     def finish(self) -> None:
         self.live.end()

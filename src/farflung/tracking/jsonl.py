@@ -12,9 +12,10 @@ from typing import Any, TextIO
 
 from farflung.base.files import open_lines
 from farflung.base.tree import listify
-from farflung.tracking.base import GeneralTracker, is_number, on_main_process
+from farflung.tracking.base import GeneralTracker, guarded, is_number
 
 
+@guarded
 class JSONLTracker(GeneralTracker):
     """Appends each event to `{logging_dir}/{run_name}.jsonl`, at once: what was logged survives a crash.
 
@@ -40,22 +41,18 @@ class JSONLTracker(GeneralTracker):
         """The open file."""
         return self._file
 
-    @on_main_process
     def start(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open_lines(self.path)
         self._write("start")
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self._write("config", config=values)
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write a line; keyword arguments are written beside `step`."""
         self._write("log", step=step, **kwargs, values=values)
 
-    @on_main_process
     def log_table(
         self,
         table_name: str,
@@ -70,7 +67,6 @@ class JSONLTracker(GeneralTracker):
             columns, data = list(dataframe.columns), dataframe.to_numpy().tolist()
         self._write("table", step=step, **kwargs, table=table_name, columns=columns, data=data)
 
-    @on_main_process
     def finish(self) -> None:
         self._write("finish")
         self._file.close()

@@ -11,10 +11,11 @@ from typing import Any
 
 from farflung.base.tree import listify
 from farflung.config import environ
-from farflung.tracking.base import GeneralTracker, is_number, on_main_process, taken
+from farflung.tracking.base import ClientTracker, guarded, is_number, taken
 
 
-class MLflowTracker(GeneralTracker):
+@guarded
+class MLflowTracker(ClientTracker):
     """A run of an MLflow experiment. Where the run is stored, MLflow's own settings say (`MLFLOW_TRACKING_URI`).
 
     The environment variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN are read before
@@ -30,7 +31,6 @@ class MLflowTracker(GeneralTracker):
     """
 
     name = "mlflow"
-    requires_logging_directory = False
     tracker = property(attrgetter("active_run"), doc="MLflow's `ActiveRun`.")
 
     def __init__(
@@ -43,20 +43,17 @@ class MLflowTracker(GeneralTracker):
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(run_name)
         tags = environ.text("MLFLOW_TAGS") or tags
         self.experiment_name = environ.text("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir = logging_dir
         self.run_id = environ.text("MLFLOW_RUN_ID", run_id)
         self.tags: dict[str, Any] | None = json.loads(tags) if isinstance(tags, str) else tags
         self.nested_run = environ.flag("MLFLOW_NESTED_RUN", bool(nested_run))
-        self.run_name = run_name
         self.description = description
 
-    @on_main_process
     def start(self) -> None:
-        import mlflow
-
+        mlflow = self._client
         name, experiment_id = self.experiment_name, None  # None: MLflow's default experiment
         if name is not None:
             experiment = mlflow.get_experiment_by_name(name)
@@ -75,47 +72,30 @@ class MLflowTracker(GeneralTracker):
             description=self.description,
         )
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record parameters; a value whose text is longer than MLflow takes is left out, with a warning."""
-        import mlflow
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
         limit = f"values of at most {MAX_PARAM_VAL_LENGTH} characters"
         pairs = iter(taken(self, values, lambda value: len(str(value)) <= MAX_PARAM_VAL_LENGTH, limit).items())
         while batch := dict(islice(pairs, MAX_PARAMS_TAGS_PER_BATCH)):
-            mlflow.log_params(batch)
+            self._client.log_params(batch)
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers; keyword arguments are those of `mlflow.log_metrics`."""
-        import mlflow
+        self._client.log_metrics(taken(self, listify(values), is_number, "numbers"), step=step, **kwargs)
 
-        mlflow.log_metrics(taken(self, listify(values), is_number, "numbers"), step=step, **kwargs)
-
-    @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         """Record a figure, of Matplotlib or Plotly, as the artifact `artifact_file`."""
-        import mlflow
+        self._client.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
 
-        mlflow.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
-
-    @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
         """Record all files of a folder, below `artifact_path`."""
-        import mlflow
+        self._client.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
-        mlflow.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
-
-    @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
         """Record a file, below `artifact_path`."""
-        import mlflow
+        self._client.log_artifact(local_path=local_path, artifact_path=artifact_path)
 
-        mlflow.log_artifact(local_path=local_path, artifact_path=artifact_path)
-
-    @on_main_process
     def finish(self) -> None:
-        import mlflow
-
-        mlflow.end_run()
+        self._client.end_run()

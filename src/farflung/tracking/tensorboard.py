@@ -13,11 +13,12 @@ import torch
 import yaml
 
 from farflung.base.tree import listify
-from farflung.tracking.base import ClientTracker, is_number, on_main_process, taken
+from farflung.tracking.base import ClientTracker, guarded, is_number, taken
 
 _LOGGABLE = "numbers, texts, and dictionaries of numbers"
 
 
+@guarded
 class TensorBoardTracker(ClientTracker):
     """Writes event files into `{logging_dir}/{run_name}`.
 
@@ -35,7 +36,6 @@ class TensorBoardTracker(ClientTracker):
         super().__init__(run_name, **kwargs)
         self.logging_dir_param = logging_dir
 
-    @on_main_process
     def start(self) -> None:
         try:
             from torch.utils import tensorboard
@@ -44,7 +44,6 @@ class TensorBoardTracker(ClientTracker):
         self.logging_dir = os.path.join(self.logging_dir_param, self.run_name)
         self.writer = tensorboard.SummaryWriter(self.logging_dir, **self.init_kwargs)
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record hyperparameters, and write them to `hparams.yml`; what is no number or text becomes its text."""
         plain = {key: value if _is_hyperparameter(value) else str(value) for key, value in values.items()}
@@ -55,7 +54,6 @@ class TensorBoardTracker(ClientTracker):
         numbers = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in plain.items()}
         (folder / "hparams.yml").write_text(yaml.safe_dump(numbers), encoding="utf-8")
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers, texts and dictionaries of numbers, by `add_scalar`, `add_text` and `add_scalars`."""
         for key, value in taken(self, listify(values), _is_loggable, _LOGGABLE).items():
@@ -67,7 +65,6 @@ class TensorBoardTracker(ClientTracker):
                 self.writer.add_scalar(key, value, global_step=step, **kwargs)
         self.writer.flush()
 
-    @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record batches of images.
 
@@ -78,7 +75,6 @@ class TensorBoardTracker(ClientTracker):
         for key, images in values.items():
             self.writer.add_images(key, images, global_step=step, **kwargs)
 
-    @on_main_process
     def finish(self) -> None:
         self.writer.close()
 
