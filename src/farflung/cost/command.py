@@ -14,8 +14,10 @@ from farflung.config.spelling import BOTH_SPELLINGS
 from farflung.cost.forecast import Forecast
 from farflung.cost.units import parse_count, parse_rate, parse_seconds
 
+_AT_LEAST_ONE = click.IntRange(min=1)
 
-@click.command(context_settings=BOTH_SPELLINGS)
+
+@click.command(context_settings=BOTH_SPELLINGS | {"show_default": True})
 @click.option("--parameters", required=True, metavar="COUNT", help="Number of trainable parameters: 366k, 124M, 1.1B.")
 @click.option(
     "--step_seconds", required=True, metavar="TIME", help="Duration of one optimizer step without communication: 0.5."
@@ -24,24 +26,11 @@ from farflung.cost.units import parse_count, parse_rate, parse_seconds
     "--bandwidth", required=True, metavar="RATE", help="Bandwidth of each replica's link: 100Mbit, 1Gbit/s, 12.5MB/s."
 )
 @click.option("--steps", required=True, metavar="COUNT", help="Number of optimizer steps of the whole run: 500, 20k.")
-@click.option(
-    "--latency",
-    default="0ms",
-    show_default=True,
-    metavar="TIME",
-    help="One-way latency, half of a ping's round trip: 25ms.",
-)
-@click.option("--replicas", default=2, show_default=True, type=click.IntRange(min=1), help="Number of replicas.")
-@click.option(
-    "--layers", default=24, show_default=True, type=click.IntRange(min=1), help="Number of the model's layers."
-)
+@click.option("--latency", default="0ms", metavar="TIME", help="One-way latency, half of a ping's round trip: 25ms.")
+@click.option("--replicas", default=2, type=_AT_LEAST_ONE, help="Number of replicas.")
+@click.option("--layers", default=24, type=_AT_LEAST_ONE, help="Number of the model's layers.")
 @click.option("--bucket", metavar="SIZE", help="Bucket size, counted in fp32: 64MiB. [each method's own default]")
-@click.option(
-    "--utilization",
-    default=0.9,
-    show_default=True,
-    help="Share of the time spent computing that counts as fast enough.",
-)
+@click.option("--utilization", default=0.9, help="Share of the time spent computing that counts as fast enough.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, in bytes, bits and seconds.")
 @click.option("--picture", metavar="FILE", help="Plot utilization against bandwidth to this PNG file.")
 def plan(

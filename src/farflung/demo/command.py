@@ -28,6 +28,7 @@ from farflung.launch.run import start
 
 DEFAULT_OUTPUT = "farflung-demo"
 PROMPT = "def main("
+AT_LEAST_ONE = click.IntRange(min=1)
 
 
 def _late(module: str) -> Any:
@@ -35,30 +36,18 @@ def _late(module: str) -> Any:
     return importlib.import_module(f"farflung.demo.{module}")
 
 
-@click.command()
-@click.option(
-    "--steps", default=480, show_default=True, type=click.IntRange(min=1), help="Optimizer steps of each run."
-)
-@click.option("--processes", default=2, show_default=True, type=click.IntRange(min=2), help="Number of processes.")
-@click.option("--size", default="small", show_default=True, type=click.Choice(list(SIZES)), help="Size of the model.")
+@click.command(context_settings={"show_default": True})
+@click.option("--steps", default=480, type=AT_LEAST_ONE, help="Optimizer steps of each run.")
+@click.option("--processes", default=2, type=click.IntRange(min=2), help="Number of processes.")
+@click.option("--size", default="small", type=click.Choice(list(SIZES)), help="Size of the model.")
 @click.option("--data", metavar="FOLDER", help="Folder of text to train on.  [default: the standard library's sources]")
-@click.option("--output", default=DEFAULT_OUTPUT, show_default=True, metavar="FOLDER", help="Folder for results.")
-@click.option("--every", default=16, show_default=True, type=click.IntRange(min=1), help="Sync interval H, in steps.")
-@click.option(
-    "--batch", default=8, show_default=True, type=click.IntRange(min=1), help="Sequences per step, per process."
-)
-@click.option(
-    "--bandwidth",
-    default="20Mbit",
-    show_default=True,
-    metavar="RATE",
-    help="Line to compute times for: 100Mbit, 1Gbit.",
-)
-@click.option("--seed", default=0, show_default=True, help="Seed of weights, data order and generated text.")
+@click.option("--output", default=DEFAULT_OUTPUT, metavar="FOLDER", help="Folder for results.")
+@click.option("--every", default=16, type=AT_LEAST_ONE, help="Sync interval H, in steps.")
+@click.option("--batch", default=8, type=AT_LEAST_ONE, help="Sequences per step, per process.")
+@click.option("--bandwidth", default="20Mbit", metavar="RATE", help="Line to compute times for: 100Mbit, 1Gbit.")
+@click.option("--seed", default=0, help="Seed of weights, data order and generated text.")
 @click.option("--generate", metavar="TEXT", help="Don't train; let the saved model continue TEXT.")
-@click.option(
-    "--length", default=400, show_default=True, type=click.IntRange(min=1), help="Number of bytes to generate."
-)
+@click.option("--length", default=400, type=AT_LEAST_ONE, help="Number of bytes to generate.")
 def demo(generate: str | None, length: int, output: str, seed: int, bandwidth: str, **knobs: Any) -> None:
     """Train a small GPT on text by DDP, Local SGD, DiLoCo and streaming DiLoCo, and compare them.
 
