@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from farflung.base.checks import check_flag, check_whole, check_word, shown, wrong_type
 from farflung.base.errors import ConfigError, Unsupported
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from torch import dtype, nn
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-WrapPolicy = Callable[..., bool]
-StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 
 WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 STATE_DICT_TYPES = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
@@ -42,7 +40,7 @@ _TORCH_POLICIES = {
 }
 
 
-@dataclass(init=False)
+@dataclass
 class FullyShardedDataParallelPlugin:
     """How `prepare` shards models by torch's `fully_shard`. Not frozen: trainers set a policy after making it.
 
@@ -83,76 +81,51 @@ class FullyShardedDataParallelPlugin:
         Unsupported: a setting of version 1 that has no equal in FSDP2.
     """
 
-    fsdp_version: int
-    sharding_strategy: None
-    reshard_after_forward: bool | int
-    backward_prefetch: None
-    mixed_precision_policy: MixedPrecisionPolicy | None
-    auto_wrap_policy: Literal["transformer_based_wrap", "size_based_wrap"] | WrapPolicy | None
-    cpu_offload: bool
-    ignored_modules: list[nn.Module] | str | None
-    state_dict_type: StateDictType
-    state_dict_config: Any
-    optim_state_dict_config: Any
-    limit_all_gathers: bool
-    use_orig_params: None
-    param_init_fn: None
-    sync_module_states: None
-    forward_prefetch: None
-    activation_checkpointing: bool
-    activation_checkpointing_offload: bool
-    cpu_ram_efficient_loading: bool
-    transformer_cls_names_to_wrap: list[str] | None
-    min_num_params: int
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = None
+    ignored_modules: Any = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: Any = None
+    min_num_params: Any = None
 
-    def __init__(
-        self,
-        fsdp_version: int | None = None,
-        sharding_strategy: Any = None,
-        reshard_after_forward: Any = None,
-        backward_prefetch: Any = None,
-        mixed_precision_policy: Any = None,
-        auto_wrap_policy: WrapPolicy | str | None = None,
-        cpu_offload: Any = None,
-        ignored_modules: Iterable[nn.Module] | str | None = None,
-        state_dict_type: Any = None,
-        state_dict_config: Any = None,
-        optim_state_dict_config: Any = None,
-        limit_all_gathers: bool = True,
-        use_orig_params: bool | None = None,
-        param_init_fn: Callable[[nn.Module], None] | None = None,
-        sync_module_states: bool | None = None,
-        forward_prefetch: bool | None = None,
-        activation_checkpointing: bool | None = None,
-        activation_checkpointing_offload: bool | None = None,
-        cpu_ram_efficient_loading: bool | None = None,
-        transformer_cls_names_to_wrap: Iterable[str] | str | None = None,
-        min_num_params: int | None = None,
-    ) -> None:
-        version = _version(fsdp_version)
+    def __post_init__(self) -> None:
+        version = _version(self.fsdp_version)
         self.fsdp_version = 2
-        self.reshard_after_forward = _reshards(version, sharding_strategy, reshard_after_forward)
-        _refuse_prefetch(backward_prefetch, _flag("forward_prefetch", forward_prefetch))
-        _refuse_version_1(limit_all_gathers, use_orig_params, sync_module_states, param_init_fn)
+        self.reshard_after_forward = _reshards(version, self.sharding_strategy, self.reshard_after_forward)
+        _refuse_prefetch(self.backward_prefetch, _flag("forward_prefetch", self.forward_prefetch))
+        _refuse_version_1(self)
         self.sharding_strategy = self.backward_prefetch = self.forward_prefetch = None
         self.use_orig_params = self.sync_module_states = self.param_init_fn = None
         self.limit_all_gathers = True
-        self.mixed_precision_policy = None if mixed_precision_policy is None else _policy(mixed_precision_policy)
-        self._set_offload(cpu_offload)
-        self.ignored_modules = _ignored(ignored_modules)
-        self.state_dict_type = _state_dict_type(version, state_dict_type)
-        self.state_dict_config = _state_dict_config("state_dict_config", state_dict_config)
-        self.optim_state_dict_config = _state_dict_config("optim_state_dict_config", optim_state_dict_config)
-        self.activation_checkpointing = _flag("activation_checkpointing", activation_checkpointing)
-        self.activation_checkpointing_offload = _flag(
-            "activation_checkpointing_offload", activation_checkpointing_offload
-        )
+        if self.mixed_precision_policy is not None:
+            self.mixed_precision_policy = _policy(self.mixed_precision_policy)
+        self._set_offload(self.cpu_offload)
+        self.ignored_modules = _ignored(self.ignored_modules)
+        self.state_dict_type = _state_dict_type(version, self.state_dict_type)
+        for name in ("state_dict_config", "optim_state_dict_config"):
+            _check_state_dict_config(name, getattr(self, name))
+        for name in ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"):
+            setattr(self, name, _flag(name, getattr(self, name)))
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ConfigError(
                 f"{_NAME}: activation_checkpointing_offload is True, but activation_checkpointing is not. Set both."
             )
-        self.cpu_ram_efficient_loading = _flag("cpu_ram_efficient_loading", cpu_ram_efficient_loading)
-        self._set_wrapping(auto_wrap_policy, transformer_cls_names_to_wrap, min_num_params)
+        self._set_wrapping()
 
     def _set_offload(self, asked: Any) -> None:
         self._offload_policy = None
@@ -167,8 +140,9 @@ class FullyShardedDataParallelPlugin:
                 raise wrong_type(f"{_NAME}: cpu_offload", asked, "True, False, or torch's CPUOffloadPolicy()")
             self.cpu_offload, self._offload_policy = isinstance(asked, CPUOffloadPolicy), asked
 
-    def _set_wrapping(self, policy: Any, names: Any, least: Any) -> None:
-        self.auto_wrap_policy = _wrap_policy(policy)
+    def _set_wrapping(self) -> None:
+        names, least = self.transformer_cls_names_to_wrap, self.min_num_params
+        self.auto_wrap_policy = _wrap_policy(self.auto_wrap_policy)
         by_class, by_size = (self.auto_wrap_policy == word for word in WRAP_POLICIES[:2])
         for given, fits, name, word in (
             (names, by_class, "transformer_cls_names_to_wrap", WRAP_POLICIES[0]),
@@ -359,17 +333,17 @@ def _refuse_prefetch(backward: Any, forward: bool) -> None:
         )
 
 
-def _refuse_version_1(limit: Any, original: Any, sync: Any, init: Any) -> None:
-    for name, value in (("use_orig_params", original), ("sync_module_states", sync)):
-        if value is not None:
-            check_flag(f"{_NAME}: {name}", value)
-    check_flag(f"{_NAME}: limit_all_gathers", limit)
-    if not limit:
+def _refuse_version_1(said: FullyShardedDataParallelPlugin) -> None:
+    for name in ("use_orig_params", "sync_module_states"):
+        if getattr(said, name) is not None:
+            check_flag(f"{_NAME}: {name}", getattr(said, name))
+    check_flag(f"{_NAME}: limit_all_gathers", said.limit_all_gathers)
+    if not said.limit_all_gathers:
         raise Unsupported(f"{_NAME}: limit_all_gathers is False, but FSDP2 always limits them. Leave it out.")
-    if init is not None:
+    if said.param_init_fn is not None:
         raise Unsupported(
-            f"{_NAME}: param_init_fn is {shown(init)}, which FSDP2 does not call. Leave it out, and initialize the "
-            "model on a device before `prepare`."
+            f"{_NAME}: param_init_fn is {shown(said.param_init_fn)}, which FSDP2 does not call. Leave it out, and "
+            "initialize the model on a device before `prepare`."
         )
 
 
@@ -420,7 +394,7 @@ def _ignored(given: Any) -> list[Any] | str | None:
     return modules
 
 
-def _state_dict_type(version: int, given: Any) -> StateDictType:
+def _state_dict_type(version: int, given: Any) -> str:
     said, called = _asked("state_dict_type", given)
     if said is None:
         return "SHARDED_STATE_DICT" if version == 2 else "FULL_STATE_DICT"
@@ -428,13 +402,12 @@ def _state_dict_type(version: int, given: Any) -> StateDictType:
     if word == "LOCAL_STATE_DICT":
         raise Unsupported(f"{called} is {shown(said)}, which FSDP2 does not have. Use SHARDED_STATE_DICT.")
     check_word(called, word, STATE_DICT_TYPES)
-    return "FULL_STATE_DICT" if word == "FULL_STATE_DICT" else "SHARDED_STATE_DICT"
+    return word
 
 
-def _state_dict_config(name: str, given: Any) -> Any:
+def _check_state_dict_config(name: str, given: Any) -> None:
     if given is not None and not hasattr(given, "offload_to_cpu"):
         raise wrong_type(f"{_NAME}: {name}", given, "one of torch's, such as FullStateDictConfig()")
-    return given
 
 
 def _wrap_policy(given: Any) -> Any:

@@ -189,7 +189,7 @@ def _keep_in_fp32(model: nn.Module) -> None:
 
 def _recompute(model: nn.Module, wrapped: Sequence[nn.Module], plugin: FullyShardedDataParallelPlugin) -> None:
     if plugin.activation_checkpointing:
-        recompute_activations(wrapped or [model], offload=plugin.activation_checkpointing_offload)
+        recompute_activations(wrapped or [model], offload=bool(plugin.activation_checkpointing_offload))
 
 
 def _is_on_meta(model: nn.Module, mesh: Mesh) -> bool:
