@@ -231,7 +231,7 @@ def test_setters_change_what_trainers_change_later():
     plugin.cpu_offload = "yes"
     with pytest.raises(ConfigError, match="cpu_offload"):
         plugin.validate_cpu_offload()
-    with pytest.raises(ConfigError, match="Linear has no module of the classes"):
+    with pytest.raises(ConfigError, match="Linear has no _no_split_modules"):
         plugin.set_auto_wrap_policy(nn.Linear(1, 1))
     plugin.set_auto_wrap_policy(Blocks(Block(nn.Linear(1, 1))))
     assert plugin.auto_wrap_policy.keywords == {"transformer_layer_cls": {Block}}

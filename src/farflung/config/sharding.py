@@ -163,24 +163,35 @@ class FullyShardedDataParallelPlugin:
 
         return self._offload_policy or (CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy())
 
-    def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Replace a policy that is a word by torch's function for `model`. `prepare` needs no such call."""
+    def policy_for(self, model: nn.Module) -> Callable[..., bool] | None:
+        """Return which modules of `model` are sharded by themselves, as a function of torch's kind; None: none."""
         from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
         if self.auto_wrap_policy == "size_based_wrap":
-            policy = functools.partial(size_based_auto_wrap_policy, min_num_params=self.min_num_params)
-        elif self.auto_wrap_policy == "transformer_based_wrap":
-            names = self.transformer_cls_names_to_wrap or list(getattr(model, "_no_split_modules", None) or ())
-            classes = {type(module) for module in model.modules() if type(module).__name__ in names}
-            if not classes:
-                raise ConfigError(
-                    f"{_NAME}: {type(model).__name__} has no module of the classes {names}. Name the class of its "
-                    "repeated blocks: transformer_cls_names_to_wrap=['...']."
-                )
-            policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
-        else:
-            return
-        self.auto_wrap_policy = policy
+            return functools.partial(size_based_auto_wrap_policy, min_num_params=self.min_num_params)
+        if self.auto_wrap_policy != "transformer_based_wrap":
+            policy: Callable[..., bool] | None = self.auto_wrap_policy
+            return policy
+        wanted = self.transformer_cls_names_to_wrap
+        if wanted is None:  # transformers' models say which modules not to split
+            declared = [getattr(module, "_no_split_modules", None) or () for module in model.modules()]
+            wanted = list(dict.fromkeys(name for names in declared for name in names))
+        if not wanted:
+            raise ConfigError(
+                f"auto_wrap_policy is transformer_based_wrap, but {type(model).__name__} has no _no_split_modules. "
+                "Name its layers' class in transformer_cls_names_to_wrap, or use size_based_wrap."
+            )
+        classes = {type(module) for module in model.modules() if type(module).__name__ in wanted}
+        if not classes:
+            raise ConfigError(
+                f"No module of this {type(model).__name__} is of a class to wrap: {wanted}. It has modules of "
+                f"{sorted({type(module).__name__ for module in model.modules()})}."
+            )
+        return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Replace a policy that is a word by torch's function for `model`. `prepare` needs no such call."""
+        self.auto_wrap_policy = self.policy_for(model)
 
     def set_mixed_precision(
         self, mixed_precision: str | dtype, buffer_autocast: bool = False, override: bool = False

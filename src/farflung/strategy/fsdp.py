@@ -27,7 +27,7 @@ from farflung.process.mesh import Mesh
 from farflung.strategy.base import Single
 from farflung.strategy.recompute import recompute_activations
 from farflung.strategy.sharded import ShardedModels, refuse_muon
-from farflung.strategy.wrapping import modules_to_wrap, policy_for
+from farflung.strategy.wrapping import modules_to_wrap
 
 if TYPE_CHECKING:
     from farflung.config.sharding import FullyShardedDataParallelPlugin
@@ -44,7 +44,7 @@ class OneShard(Single):
 
     def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
         for model, _ in pairs:
-            _recompute(model, modules_to_wrap(model, policy_for(model, self._plugin)), self._plugin)
+            _recompute(model, modules_to_wrap(model, self._plugin.policy_for(model)), self._plugin)
         return super().prepare(pairs)
 
 
@@ -120,7 +120,7 @@ class FSDP(ShardedModels):
         if not spares_memory:
             broadcast_values([*model.parameters(), *model.buffers()], self.mesh.everyone)
         ignored = _ignored(model, plugin.ignored_modules)
-        wrapped = modules_to_wrap(model, policy_for(model, plugin), ignored)
+        wrapped = modules_to_wrap(model, plugin.policy_for(model), ignored)
         _recompute(model, wrapped, plugin)
         settings: dict[str, Any] = {"mesh": self.mesh.row, "mp_policy": self._policy(model)}
         settings["offload_policy"] = plugin.offload_policy if self._device.type != "cpu" else OffloadPolicy()
