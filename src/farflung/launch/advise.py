@@ -22,11 +22,7 @@ _UTILIZATION = 0.9  # of the time spent computing is fast enough
 def ask_outer(answers: Mapping[str, Value]) -> dict[str, Value]:
     """Ask whether replicas shall agree only now and then, and over which line; return the settings of what is advised.
 
-    Args:
-        answers: to the questions before, by the settings' names. For one replica alone nothing is asked.
-
-    Returns:
-        nothing where plain data parallelism is wanted, or fast enough.
+    `answers` are those to the questions before. One replica is asked nothing; plain data parallelism needs no settings.
     """
     machines = int(answers["num_machines"] or 1)
     count = answers["num_processes"] or (machines if answers["use_cpu"] else max(2, machines))
@@ -72,11 +68,7 @@ def _number(question: str, parse: Callable[[str, str], Any], default: str | None
 
 
 def found_rate(root: Path = Path("/")) -> str | None:
-    """Return how fast the network interface is that leads out of this machine: `1000Mbit`; None: the system can't tell.
-
-    Args:
-        root: where `proc` and `sys` are.
-    """
+    """Return how fast the network interface is that leads out of this machine: `1000Mbit`; None: it isn't known."""
     try:
         routes = [line.split() for line in (root / "proc/net/route").read_text().splitlines()[1:]]
         name = next(route[0] for route in routes if route[1] == "00000000")

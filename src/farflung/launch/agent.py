@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
 from math import inf
@@ -39,20 +39,13 @@ _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.mu
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended on this machine: well, by failures, or by a signal to the launcher.
+    """How a run ended on this machine: well, by failures, or by a signal to the launcher."""
 
-    Attributes:
-        failures: of ranks; with a signal, those that were reported before it.
-        finished: ranks that ended well, though others failed.
-        notes: the names of the notes that any rank left for the launcher.
-        checkpoint: the newest that a run which failed has written; None if there is none.
-    """
-
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[Failure, ...] = ()  # with a signal, those that were reported before it
     signal: int | None = None
-    finished: tuple[int, ...] = ()
-    notes: frozenset[str] = frozenset()
-    checkpoint: Path | None = None
+    finished: tuple[int, ...] = ()  # ranks that ended well, though others failed
+    notes: frozenset[str] = frozenset()  # their names, that any rank left for the launcher
+    checkpoint: Path | None = None  # the newest that a run which failed has written
 
 
 @dataclass(frozen=True)
@@ -79,13 +72,8 @@ def run_agent(
 ) -> Outcome:
     """Start `num_local` connected processes, wait for them, and return how it ended. None of them is left behind.
 
-    Args:
-        entrypoint: a program, or a function for forked processes.
-        arguments: for the program or the function, as they are.
-        variables: environment variables for the processes.
-
-    Raises:
-        RankFailure: the machines did not find each other.
+    `entrypoint` is a program, or a function for forked processes; it gets `arguments` as they are. Raises RankFailure
+    if the machines do not find each other.
     """
     with torch_is_loaded(variables):
         from torch.distributed import DistNetworkError, DistStoreError
@@ -203,26 +191,23 @@ def newest_checkpoint(log_dir: Path) -> Path | None:
 
 
 def _first_rank(failed: Mapping[int, Any]) -> int:
-    """Return the first rank of this machine; `failed` holds torch's `ProcessFailure` by rank, one at least."""
+    """Return the first rank of this machine, of which one at least has failed."""
     return min(rank - int(one.local_rank) for rank, one in failed.items())
 
 
 def read_report(file: Path) -> dict[str, Any]:
     """Return what a process has left in its error file, in torch's form; empty if it is unreadable."""
-    try:
-        left: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError:  # it was ended while it wrote
-        return {}
+    left: dict[str, Any] = {}
+    with suppress(json.JSONDecodeError):  # it was ended while it wrote
+        left = json.loads(file.read_text(encoding="utf-8"))
     return left
 
 
 def _end_sessions(leaders: Sequence[int]) -> None:
     """End what failed programs have started and left behind: the agent gives each program a session of its own."""
     for pid in leaders:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
 
 
 @contextmanager
@@ -264,9 +249,8 @@ def _signals_put_back() -> Iterator[None]:
 def _interrupts_raise(error: Callable[[str, signal.Signals], Exception]) -> Iterator[list[float]]:
     """Make Ctrl-C raise the agent's `error`, which passes it on to the ranks, and say so when they are slow to end.
 
-    Yields a list that receives the times, in seconds since the epoch, at which the keys were pressed.
-
-    A rank may be writing a checkpoint, or be stuck in a collective: who pressed the keys knows which.
+    A rank may be writing a checkpoint, or be stuck in a collective: who pressed the keys knows which. Yields a list
+    that receives the times, in seconds since the epoch, at which the keys were pressed.
     """
     pressed: list[float] = []
     if threading.current_thread() is not threading.main_thread():

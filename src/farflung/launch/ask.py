@@ -117,10 +117,6 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
 
     Returns:
         the file's path, or False if the file exists, which is not changed.
-
-    Raises:
-        ConfigError: `mixed_precision` is none of those words.
-        Unsupported: it is `fp8`.
     """
     path = Path(save_location).expanduser() if save_location is not None else own_file()
     if path.is_file():

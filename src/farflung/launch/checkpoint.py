@@ -261,11 +261,7 @@ def _step(manifest: Manifest) -> str:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, or in `checkpoints` in it, where automatic naming puts those of a project.
-
-    Raises:
-        CheckpointError: there are none.
-    """
+    """Return the checkpoints in a folder, or in `checkpoints` in it, where automatic naming puts those of a project."""
     inner = folder / paths.CHECKPOINTS
     found = candidates(folder) or (candidates(inner) if inner.is_dir() else [])
     if not found:

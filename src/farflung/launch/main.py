@@ -45,12 +45,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the subcommand.
-
-        Raises:
-            Unsupported: it is one of Accelerate's that Farflung does not have.
-            UsageError: there is none of this name; the message has the nearest.
-        """
+        """Find the subcommand; raise Unsupported for one of Accelerate's, UsageError with the nearest for others."""
         asked = " ".join([*ctx.command_path.split()[1:], args[0]])
         if asked in ELSEWHERE:
             raise Unsupported(f"There is no `farflung {asked}`. {ELSEWHERE[asked]}")
@@ -72,9 +67,7 @@ class LazyGroup(CommandGroup):
         return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Load the subcommand `cmd_name`, or return None when there is none of that name."""
-        if cmd_name not in self.table:
-            return None
+        """Load the subcommand `cmd_name`."""
         module, name = self.table[cmd_name][0].split(":")
         command: click.Command = getattr(import_module(module), name)
         return command
@@ -95,11 +88,7 @@ checkpoint = LazyGroup("checkpoint", table=CHECKPOINT, help="List, verify, compa
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command; an error of ours or of the command line ends it with one clear line and exit code 2.
-
-    Args:
-        arguments: what stands behind `farflung` on the command line; by default this process's own arguments.
-    """
+    """Run the command with these arguments or this process's own; an error ends it with one clear line and code 2."""
     try:
         code = farflung.main(args=arguments, prog_name="farflung", standalone_mode=False)
     except click.ClickException as error:

@@ -32,13 +32,7 @@ class Interface:
 
 def choose_interface(settings: LaunchSettings, host: str) -> Interface:
     """Return the interface through which this machine talks to the others: the one named by the flag, else the one in
-    GLOO_SOCKET_IFNAME, else that of the route to the main machine.
-
-    Args:
-        host: name or address of the main machine.
-
-    Raises:
-        ConfigError: there is none, or the main machine can't be reached through it.
+    GLOO_SOCKET_IFNAME, else that of the route to `host`, the main machine. Raises ConfigError if there is none.
     """
     there = interfaces()
     wanted = settings.network_interface
@@ -122,14 +116,7 @@ def is_loopback(address: str) -> bool:
 
 
 def resolve_host(host: str, called: str = "main_process_ip") -> str:
-    """Return the address of `host`, a name or an address, as this machine sees it.
-
-    Args:
-        called: the setting as its user knows it.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Return the address of `host`, a name or an address, as this machine sees it; `called` is its setting's name."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

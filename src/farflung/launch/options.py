@@ -81,11 +81,7 @@ class SettingsCommand(click.Command):
                 formatter.write_dl(records)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the flags.
-
-        Raises:
-            Unsupported: a flag of Accelerate's for something that Farflung does not do.
-        """
+        """Parse the flags; raise Unsupported for Accelerate's of something that Farflung does not do."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

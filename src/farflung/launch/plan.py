@@ -45,54 +45,31 @@ PLACE_VARIABLES = (
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and how the machines of a run find each other; torch's rendezvous.
+    """Where and how the machines of a run find each other; torch's rendezvous."""
 
-    Attributes:
-        backend: `static`, which is ours, or `c10d`, which is torch's.
-        endpoint: `host:port` of machine 0; port 0 is any free one.
-        conf: more for the backend.
-        run_id: the same on all machines.
-        address: how the ranks of this machine call it, None: by its host name.
-        interface: through which this machine talks to others; None: there are none.
-        listen: the address at which machine 0 serves the store; None: the endpoint's.
-    """
-
-    backend: str
-    endpoint: str
-    conf: Mapping[str, str | int]
-    run_id: str
+    backend: str  # `static`, which is ours, or `c10d`, which is torch's
+    endpoint: str  # `host:port` of machine 0; port 0 is any free one
+    conf: Mapping[str, str | int]  # more for the backend
+    run_id: str  # the same on all machines
     num_machines: int = 1
-    address: str | None = None
-    interface: Interface | None = None
-    listen: str | None = None
+    address: str | None = None  # how the ranks of this machine call it; None: by its host name
+    interface: Interface | None = None  # through which this machine talks to others; None: there are none
+    listen: str | None = None  # the address at which machine 0 serves the store; None: the endpoint's
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens on this machine.
+    """What happens on this machine."""
 
-    Attributes:
-        command: program and arguments of each process.
-        num_local: processes on this machine.
-        variables: environment variables that they get besides the launcher's own.
-        meeting: where they meet.
-        alone: one process that needs no agent over it.
-    """
-
-    command: tuple[str, ...]
-    num_local: int
-    variables: Mapping[str, str]
+    command: tuple[str, ...]  # program and arguments of each process
+    num_local: int  # processes
+    variables: Mapping[str, str]  # of the environment, that they get besides the launcher's own
     meeting: Meeting
-    alone: bool
+    alone: bool  # one process that needs no agent over it
 
 
 def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -> Plan:
-    """Return what to do on this machine.
-
-    Raises:
-        ConfigError: the script does not exist, GPUs are missing, the port is in use, or nothing can be written
-            in `log_dir`.
-    """
+    """Return what to do on this machine."""
     command_line(settings, script, arguments)  # what can't be found is refused before GPUs are counted
     num_local, on_cpu = _count_processes(settings)
     check_layout(settings, num_local * settings.num_machines, settings.num_machines, settings.outer_recipe)
@@ -167,13 +144,9 @@ def _count_processes(settings: LaunchSettings) -> tuple[int, bool]:
 
 
 def fit_for_cores(number: int, called: str, noun: str = "process") -> int:
-    """Return `number`, if a machine of so many cores may run so many processes (or threads of one) on its CPU.
+    """Return `number`, unless it is of more processes (or threads of one) than this machine's cores may run.
 
-    Args:
-        called: the setting as its user knows it.
-
-    Raises:
-        ConfigError: they are more than `MAX_PER_CORE` for each core.
+    `called` is the setting as its user knows it.
     """
     cores = usable_cores()
     if number > MAX_PER_CORE * cores:
@@ -225,11 +198,7 @@ def usable_cores() -> int:
 
 
 def meet(settings: LaunchSettings) -> Meeting:
-    """Return where the processes meet; on one machine and without a port, at a free port that nobody else can take.
-
-    Raises:
-        ConfigError: this machine should listen on the port, and another program does.
-    """
+    """Return where the processes meet; on one machine and without a port, at a free port that nobody else can take."""
     conf: dict[str, str | int] = {}
     for part in filter(None, settings.rdzv_conf.split(",")):
         key, _, value = part.partition("=")
@@ -246,17 +215,19 @@ def meet(settings: LaunchSettings) -> Meeting:
         return one_machine(host, port, conf)
     if settings.rdzv_backend == "static":
         conf["rank"] = settings.machine_rank
-    endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     interface = choose_interface(settings, host)
     listen = address_towards(host, interface) if settings.machine_rank == 0 else None
     row = (conf, "farflung", settings.num_machines, interface.address, interface, listen)
-    return Meeting(settings.rdzv_backend, endpoint, *row)
+    return Meeting(settings.rdzv_backend, _endpoint(host, port), *row)
 
 
 def one_machine(host: str = "127.0.0.1", port: int = 0, conf: Mapping[str, str | int] | None = None) -> Meeting:
     """Return how the processes of one machine meet; on port 0 the store says which one it got, so that none is lost."""
-    endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return Meeting("static", endpoint, conf or {}, uuid4().hex, 1, host)
+    return Meeting("static", _endpoint(host, port), conf or {}, uuid4().hex, 1, host)
+
+
+def _endpoint(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def lone_environment(variables: Mapping[str, str]) -> dict[str, str]:

@@ -38,11 +38,7 @@ class StoreRendezvous:
         return NAME
 
     def next_rendezvous(self) -> Any:
-        """Return the store, this machine's number and how many there are, once all have come.
-
-        Raises:
-            RendezvousConnectionError: machine 0 can't listen there.
-        """
+        """Return the store, this machine's number and how many there are, once all have come."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 

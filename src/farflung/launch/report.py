@@ -21,32 +21,19 @@ _GRACE_S = 20  # the agent waits 30 s before it kills: who ends by a signal this
 
 @dataclass(frozen=True)
 class Failure:
-    """A process that did not end well.
-
-    Attributes:
-        exit_code: as the system says it; -k for signal k.
-        message: the error in one line, where the process left one.
-        traceback: the whole of it.
-        time_s: when, in seconds since the epoch; of whole seconds where the process left no report.
-        reported_code: the exit code that the process was about to end with when it left its report.
-    """
+    """A process that did not end well."""
 
     rank: int
-    exit_code: int
+    exit_code: int  # as the system says it; -k for signal k
     pid: int = 0
-    message: str | None = None
-    traceback: str | None = None
-    time_s: float = 0.0
-    reported_code: int | None = None
+    message: str | None = None  # the error in one line, where the process left one
+    traceback: str | None = None  # the whole of it
+    time_s: float = 0.0  # when, in seconds since the epoch; of whole seconds where the process left no report
+    reported_code: int | None = None  # the exit code that the process was about to end with when it left its report
 
     @classmethod
     def of(cls, rank: int, exit_code: int, left: Mapping[str, Any], *, pid: int = 0, seen_s: float = 0.0) -> Failure:
-        """Return what is known of `rank`.
-
-        Args:
-            left: what the process wrote to its error file, in torch's form; empty when it wrote none.
-            seen_s: when its end was noticed, for want of a time of its own.
-        """
+        """Return what is known of `rank`: by its error file (`left`, in torch's form), and when its end was seen."""
         said = left.get("message")
         if not isinstance(said, Mapping):
             return cls(rank, exit_code, pid, time_s=seen_s)
@@ -117,10 +104,9 @@ def explain(
 ) -> tuple[str, str]:
     """Return title and text of the report.
 
-    Args:
-        finished: ranks of this machine that had ended well before.
-        others_at: the address of this machine for others, whose names may be the same; None: there are no others.
-        checkpoint: the newest that the run has written.
+        Args:
+            finished: ranks of this machine that had ended well before.
+            others_at: the address of this machine for others, whose names may be the same; None: there are no others.
         name: of what failed first; None: `rank 0`, for example.
     """
     own, ended = in_order(failures)

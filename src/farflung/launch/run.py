@@ -38,11 +38,7 @@ def _launch(script: str, script_args: tuple[str, ...], **params: Any) -> None:
 
 
 def launch_script(resolved: Resolved, script: str, script_args: tuple[str, ...], exec_alone: bool = False) -> int:
-    """Run a script to its end with these settings, and return its exit code.
-
-    Args:
-        exec_alone: where one process suffices, let it take the place of this one.
-    """
+    """Run a script to its end and return its exit code; with `exec_alone`, one process takes the place of this one."""
     settings = resolved.settings
     if resolved.file is not None and not settings.quiet:
         new = former_files().get(resolved.file)
@@ -55,8 +51,7 @@ def launch_script(resolved: Resolved, script: str, script_args: tuple[str, ...],
         return code
     plan = make_plan(settings, script, script_args)
     if settings.as_accelerate:
-        variables = path_variables()
-        plan = dataclasses.replace(plan, variables={**plan.variables, **variables})
+        plan = dataclasses.replace(plan, variables={**plan.variables, **path_variables()})
     _check_recipe(resolved, plan)
     if settings.num_machines > 1 and not settings.quiet:
         where = f"machine {settings.machine_rank} of {settings.num_machines}"
@@ -105,14 +100,8 @@ def start(settings: LaunchSettings, plan: Plan) -> int:
         tee=settings.tee,
         show_logs=settings.debug,
     )
-    outcome = run_agent(
-        plan.command[0],
-        plan.command[1:],
-        plan.num_local,
-        variables=plan.variables,
-        meeting=plan.meeting,
-        watch=watch,
-    )
+    program, *arguments = plan.command
+    outcome = run_agent(program, arguments, plan.num_local, variables=plan.variables, meeting=plan.meeting, watch=watch)
     if outcome.failures:
         interface = plan.meeting.interface
         others_at = None if settings.num_machines == 1 else interface.address if interface else ""

@@ -19,21 +19,14 @@ RANK_STARTER = ("-m", "farflung.launch.rank")  # between Python and the script: 
 def command_line(
     settings: LaunchSettings, script: str, arguments: Sequence[str], reported: bool = False
 ) -> tuple[str, ...]:
-    """Return program and arguments that run `script`.
-
-    Args:
-        reported: a launcher is there to show what the process reports of its failure.
-
-    Raises:
-        ConfigError: there is no such file, module or program.
-    """
+    """Return program and arguments that run `script`; `reported`: a launcher shows what it reports of its failure."""
     if settings.no_python:
         if shutil.which(script) is None:
             raise ConfigError(f"There is no executable program {script!r} (--no_python).")
         return (script, *arguments)
     python = (sys.executable, "-u", *(RANK_STARTER if reported else ()))
     if settings.module:
-        _find_module(script)
+        _check_module(script)
         return (*python, "-m", script, *arguments)
     path = Path(script)
     if not script or not path.exists():
@@ -43,12 +36,8 @@ def command_line(
     return (*python, script, *arguments)
 
 
-def _find_module(name: str) -> ModuleSpec:
-    """Return where the module `name` is. None is imported for that.
-
-    Raises:
-        ConfigError: there is none.
-    """
+def _check_module(name: str) -> None:
+    """Raise ConfigError if there is no module `name`. None is imported to find out."""
     where: Sequence[str] | None = [os.getcwd(), *sys.path]
     spec: ModuleSpec | None = None
     parts = name.split(".")
@@ -62,4 +51,3 @@ def _find_module(name: str) -> ModuleSpec:
         raise ConfigError(
             f"There is no module {name!r}, neither here ({os.getcwd()}) nor among those installed.{advice}"
         )
-    return spec
