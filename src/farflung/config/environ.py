@@ -46,10 +46,8 @@ def flag(name: str, default: bool = False) -> bool:
     if value is None:
         return default
     word = value.strip().lower()
-    if word in TRUE_WORDS:
-        return True
-    if word in FALSE_WORDS:
-        return False
+    if word in TRUE_WORDS + FALSE_WORDS:
+        return word in TRUE_WORDS
     raise ConfigError(f"The environment variable {name} is {value!r}; use one of true, false, 1, 0, yes, no.")
 
 
@@ -79,16 +77,12 @@ def patched(variables: Mapping[str, str | None]) -> Iterator[None]:
     """Set `variables` for the length of a block (None unsets) and put back what was there."""
     before = {name: os.environ.get(name) for name in variables}
     try:
-        for name, value in variables.items():
-            _put(name, value)
+        _put(variables)
         yield
     finally:
-        for name, value in before.items():
-            _put(name, value)
+        _put(before)
 
 
-def _put(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
+def _put(variables: Mapping[str, str | None]) -> None:
+    remove(*variables)
+    export({name: value for name, value in variables.items() if value is not None})

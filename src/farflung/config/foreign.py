@@ -8,21 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Foreign:
-    """Something that Farflung does not do.
-
-    Attributes:
-        what: its name.
-        instead: what to use.
-        flags: how the flags begin that ask for it, without `--`; the whole word where it ends in `$`.
-        keys: the keys of Accelerate's configuration file that belong to it.
-        idle: what those keys hold, in lower case, when they ask for nothing; besides nothing at all and `false`.
-    """
+    """Something that Farflung does not do."""
 
     what: str
-    instead: str
-    flags: str = ""
-    keys: str = ""
-    idle: str = ""
+    instead: str  # what to use
+    flags: str = ""  # how the flags begin that ask for it, without `--`; the whole word where it ends in `$`
+    keys: str = ""  # of Accelerate's configuration file that belong to it
+    idle: str = ""  # what those keys hold when they ask for nothing, besides nothing at all and `false`; in lower case
 
     def owns_flag(self, word: str) -> bool:
         """Whether the flag `--word` asks for this."""

@@ -18,11 +18,16 @@ from farflung.config import environ
 from farflung.config.grid import GRID, LayoutSettings, check_layout
 from farflung.config.outer import OPTIONS, Option, OuterSettings, outer_config, renamed
 from farflung.config.recipes import RECIPES
-from farflung.config.rendezvous import check_rendezvous
 from farflung.config.setting import Field, Value, setting
 
 _PREFIX = "FARFLUNG_"
 _HOST_PART = re.compile(r"(?!-)[\w-]{1,63}(?<!-)")
+# What torch's rendezvous can be told in `rdzv_conf`, where it would pass over other keys in silence. Times in seconds.
+_RENDEZVOUS_NUMBERS = (
+    *("timeout", "read_timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout"),
+    *("keep_alive_interval", "keep_alive_max_attempt"),
+)
+_RENDEZVOUS_KEYS = (*_RENDEZVOUS_NUMBERS, "is_host", "store_type")
 _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # what CUDA_VISIBLE_DEVICES takes
 
 
@@ -239,8 +244,17 @@ class LaunchSettings(LayoutSettings):
             raise ConfigError("--module and --no_python exclude each other: a module needs Python to run it.")
         if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", self.tee):
             raise ConfigError(f"tee is {self.tee!r}; use a number from 0 to 3, or a list such as 0:3,1:2.")
-        check_rendezvous(self.rdzv_conf)
+        self._check_rendezvous()
         self._check_elastic()
+
+    def _check_rendezvous(self) -> None:
+        for part in filter(None, self.rdzv_conf.split(",")):
+            key, _, value = (word.strip() for word in part.partition("="))
+            if key not in _RENDEZVOUS_KEYS:
+                known = ", ".join(_RENDEZVOUS_KEYS)
+                raise ConfigError(f"rdzv_conf holds {part!r}; each part must be key=value, with a key among {known}.")
+            if key in _RENDEZVOUS_NUMBERS and not value.isdecimal():
+                raise ConfigError(f"rdzv_conf holds {part!r}; it must be key=value with a whole number, {key}=60.")
 
     @property
     def bounds(self) -> tuple[int, int]:

@@ -115,21 +115,12 @@ def _check_used(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> Non
 
 
 def _explained(error: ConfigError, path: Path | None, origins: Mapping[str, Origin]) -> ConfigError:
-    return ConfigError(f"{renamed(error, _written(origins))}{_blame(path, origins)}")
-
-
-def _written(origins: Mapping[str, Origin]) -> dict[str, str]:
-    """Return what the user wrote for each option of the outer loop: a flag, a variable, or a line of a file."""
-    names: dict[str, str] = {}
+    """Name the option of the outer loop as the user wrote it, and the file, for readers who don't know about it."""
+    written: dict[str, str] = {}  # a flag, a variable, or a line of a file
     for setting, origin in origins.items():
         option = setting.removeprefix("outer_")
         if option != setting and origin.place:
-            names[option] = f"{origin.place}: {option}" if origin.kind == "file" else origin.place
-    return names
-
-
-def _blame(path: Path | None, origins: Mapping[str, Origin]) -> str:
-    """Say which settings came from a file, for readers who don't know about it."""
-    if path is None or all(origin.kind != "file" for origin in origins.values()):
-        return ""
-    return f" (Settings that the command line did not give were read from {path}.)"
+            written[option] = f"{origin.place}: {option}" if origin.kind == "file" else origin.place
+    from_file = path is not None and any(origin.kind == "file" for origin in origins.values())
+    blame = f" (Settings that the command line did not give were read from {path}.)" if from_file else ""
+    return ConfigError(f"{renamed(error, written)}{blame}")

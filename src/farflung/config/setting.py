@@ -16,46 +16,28 @@ Question = str | Callable[[Mapping[str, Value]], str]
 
 @dataclass(frozen=True)
 class Field:
-    """One launch setting and every form it takes.
+    """One launch setting and every form it takes."""
 
-    Attributes:
-        name: its name in `LaunchSettings`, and its key in a configuration file.
-        kind: int, float, bool or str.
-        default: its value where no flag, variable or file sets it.
-        help: what it does.
-        variable: the environment variable that sets it.
-        told_as: the environment variable in which the ranks find it; None: they need not know.
-        flags: the words of the command line, without their negative forms; either spelling, `_` or `-`, works for each.
-        in_file: a configuration file may set it.
-        says_word: its flag is followed by `true` or `false`, as Accelerate's for FSDP are; of a bool alone.
-        choices: the words it may take; empty: any.
-        refused: words that Accelerate knows and Farflung does not do, each with what to use instead.
-        question: how `farflung config` asks for it, which may depend on the answers so far; None: it does not.
-        asked_when: whether the question makes sense after the answers so far.
-    """
-
-    name: str
-    kind: type
-    default: Value
+    name: str  # in `LaunchSettings`, and its key in a configuration file
+    kind: type  # int, float, bool or str
+    default: Value  # where no flag, variable or file sets it
     help: str
-    variable: str
-    told_as: str | None
-    flags: tuple[str, ...]
-    in_file: bool = True
-    says_word: bool = False
-    choices: tuple[str, ...] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
-    question: Question | None = None
-    asked_when: Callable[[Mapping[str, Value]], bool] = lambda answers: True
+    variable: str  # of the environment, that sets it
+    told_as: str | None  # the environment variable in which the ranks find it; None: they need not know
+    flags: tuple[str, ...]  # without their negative forms; either spelling, `_` or `-`, works for each
+    in_file: bool = True  # a configuration file may set it
+    says_word: bool = False  # its flag is followed by `true` or `false`, as Accelerate's for FSDP are; of a bool alone
+    choices: tuple[str, ...] = ()  # the words it may take; empty: any
+    refused: Mapping[str, str] = field(default_factory=dict)  # Accelerate's words, each with what to use instead
+    question: Question | None = None  # of `farflung config`, which may depend on the answers so far
+    asked_when: Callable[[Mapping[str, Value]], bool] = lambda answers: True  # whether the question makes sense after
 
     def parse(
         self, text: str, called: str, true: tuple[str, ...] = ("true",), false: tuple[str, ...] = ("false",)
     ) -> Value:
         """Return the value that `text` stands for; raise ConfigError or Unsupported if there is none.
 
-        Args:
-            called: the setting as its user knows it, to name it in an error: `--num_processes`, `train.yaml:3: debug`.
-            true, false: the words (in lower case) that mean yes and no.
+        An error names the setting as it is `called`: `--num_processes`, `train.yaml:3: debug`.
         """
         if self.kind is bool:
             word = text.strip().lower()
