@@ -102,9 +102,7 @@ def attach_execution_device_hook(
 ) -> None:
     """Let a module and its submodules bring their inputs and weights to a device, except those that have hooks.
 
-    Args:
-        skip_keys, tied_params_map: see `AlignDevicesHook`.
-        preload_module_classes: names of classes whose submodules get no hooks.
+    Submodules of `preload_module_classes` get no hooks; the other arguments are those of `AlignDevicesHook`.
     """
     attacher = _Attacher(None, False, skip_keys, preload_module_classes or (), tied_params_map)
     attacher.execute(module, execution_device)
@@ -148,8 +146,7 @@ def attach_align_device_hook_on_blocks(
 ) -> None:
     """Attach an `AlignDevicesHook` to each block of a model. Arguments are those of `attach_align_device_hook`.
 
-    Args:
-        execution_device, offload: one for all, or one for each name of a module or tensor.
+    There is one `execution_device` and one `offload` for all, or one for each name of a module or tensor.
     """
     ties = TiedWeights(module) if tied_params_map is None else tied_params_map
     attacher = _Attacher(weights_map, offload_buffers, skip_keys, preload_module_classes or (), ties)

@@ -169,11 +169,8 @@ class _Placement:
     def _go_on(self, name: str, module: nn.Module | Tensor, whole: float) -> None:
         """Turn to the next device."""
         if not self.used[self._device]:
-            _log.info(
-                "No module fits on %s: insufficient memory, it would take %s bytes.",
-                self._device,
-                whole + self._reserved,
-            )
+            needed = whole + self._reserved
+            _log.info("No module fits on %s: insufficient memory, it would take %s bytes.", self._device, needed)
         self._say(f"{name} does not fit on {self._device}")
         self.used[self._device] += self._reserved
         self._devices.pop(0)
@@ -181,9 +178,8 @@ class _Placement:
 
     def _look_for_largest(self, name: str) -> None:
         """Measure the layers that remain once the largest ones have been taken."""
-        kept = [other for other in self._largest_names if not _is_within(other, name)]
-        self._largest_names = kept
-        if not kept:
+        self._largest_names = [other for other in self._largest_names if not _is_within(other, name)]
+        if not self._largest_names:
             self._measure_largest()
 
     def _measure_largest(self) -> None:
@@ -238,11 +234,7 @@ def _check_buffers(model: nn.Module, placement: _Placement, dtype: Any, special_
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Name a module once instead of all its parts where they go to one device; the map itself is changed.
-
-    Args:
-        module_name: see to this module alone.
-    """
+    """Name a module (`module_name`, or each) once instead of all its parts where they go to one device, in place."""
     prefix = f"{module_name}." if module_name else ""
     parts = [name for name in device_map if name.startswith(prefix)]
     if len(parts) > 1 and len({device_map[name] for name in parts}) == 1:
@@ -258,11 +250,7 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Check that a device map has a device for each parameter and saved buffer of a model, and no other names.
-
-    Raises:
-        ConfigError: a parameter has no device.
-    """
+    """Raise ConfigError if a device map lacks a parameter or saved buffer of a model; warn of other names in it."""
     known = {"", *(name for name, _ in model.named_modules(remove_duplicate=False))}
     known.update(name for name, _ in all_tensors(model, recurse=True))
     unknown = [name for name in device_map if name not in known]

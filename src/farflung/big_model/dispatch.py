@@ -161,12 +161,8 @@ def _waiting_weights(
     if empty:
         raise ConfigError(f"{empty} are for the CPU and on the meta device, so they have no values. Load them first.")
     on_cpu = {name: value for name, value in (on_cpu or {}).items() if not value.is_meta}
-    return _kept(OffloadedWeightsLoader(on_cpu, folder, known, device=direct))
-
-
-def _kept(weights: OffloadedWeightsLoader) -> OffloadedWeightsLoader:
-    """Return weights whose files are not replaced by those of another model as long as they live."""
-    world.add_reader(weights)
+    weights = OffloadedWeightsLoader(on_cpu, folder, known, device=direct)
+    world.add_reader(weights)  # so that no other model replaces their files
     return weights
 
 
@@ -212,12 +208,9 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Let all weights wait on the CPU; each module gets its own on a device for the length of its forward pass.
+    """Let all weights (of `state_dict`, or the model's) wait on the CPU; a module gets its own for its forward pass.
 
-    Args:
-        execution_device: by default where the model's first parameter is.
-        state_dict: the weights; by default the model's.
-        offload_buffers, preload_module_classes: see `dispatch_model`.
+    By default the model runs where its first parameter is. Other arguments are those of `dispatch_model`.
     """
     if state_dict is None:
         state_dict = {name: value.to("cpu") for name, value in model.state_dict().items()}
@@ -231,15 +224,13 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Let all weights wait on the disk; each module gets its own on a device for the length of its forward pass.
+    """Let all weights wait on the disk; a module gets its own for its forward pass.
 
-    Args:
-        offload_dir: the folder. Weights that the model has are written there; those on the meta device must be there.
-        execution_device: by default where the model's first parameter is.
-        offload_buffers, preload_module_classes: see `dispatch_model`.
+    By default the model runs where its first parameter is. Other arguments are those of `dispatch_model`.
     """
     index = _written(model, _offloadable(model, offload_buffers), offload_dir, find_tied_parameters(model))
-    weights = _kept(OffloadedWeightsLoader(save_folder=offload_dir, index=index))
+    weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
+    world.add_reader(weights)
     return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
 
 
@@ -253,14 +244,7 @@ def _offload(
     if device is None:
         device = next(model.parameters()).device
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
-    attach_align_device_hook(
-        model,
-        execution_device=device,
-        offload=True,
-        offload_buffers=offload_buffers,
-        weights_map=weights,
-        preload_module_classes=preload,
-    )
+    attach_align_device_hook(model, device, True, weights, offload_buffers, preload_module_classes=preload)
     return model
 
 
@@ -269,12 +253,7 @@ def cpu_offload_with_hook(
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
     """Keep a model on the CPU until it is called; then it stays on its device until the hook sends it back.
 
-    Args:
-        execution_device: by default the first accelerator.
-        prev_module_hook: the hook of the model before it in a pipeline, which goes back when this one is called.
-
-    Returns:
-        the model, and the hook with `offload()` and `remove()`.
+    Returns the model, and the hook with `offload()` and `remove()`. The arguments are those of `CpuOffload`.
     """
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)

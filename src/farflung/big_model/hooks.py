@@ -33,13 +33,9 @@ GUARDED = ("to", "cuda", "xpu")  # the methods that `dispatch_model` guards on t
 
 
 class ModelHook:
-    """What runs when it is attached to a module, before and after each forward pass, and when it is removed.
+    """What runs when it is attached to a module, before and after each forward pass, and when it is removed."""
 
-    Attributes:
-        no_grad: run the forward pass without gradients.
-    """
-
-    no_grad = False
+    no_grad = False  # run the forward pass without gradients
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Called when the hook is attached; returns the module."""
@@ -86,11 +82,7 @@ class SequentialHook(ModelHook):
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Attach a hook to a module, whose `forward` calls it from now on, and return the module.
-
-    Args:
-        append: call it after the hook that the module has; otherwise that one is replaced.
-    """
+    """Attach a hook to a module, in place of the one that it has or (`append`) after it, and return the module."""
     old = getattr(module, "_hf_hook", None)
     if old is not None:
         remove_hook_from_module(module)
@@ -317,11 +309,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Have the module's own weights on a device for the length of a block.
-
-    Args:
-        execution_device: by default where the module's hook runs it; without a hook nothing moves.
-    """
+    """Have the module's own weights on a device, by default where its hook runs it, for the length of a block."""
     hooks = [hook for hook in align_hooks(module) if hook.offload]
     if hooks:
         before = [hook.execution_device for hook in hooks]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -50,17 +51,14 @@ def load_state_dict(checkpoint_file: Folder, device_map: Mapping[str, Device] | 
         ConfigError: the file was written for another framework.
     """
     path = Path(checkpoint_file)
-
-    def device_of(name: str) -> Device:
-        try:
-            device = "cpu" if device_map is None else device_for(name, device_map)
-        except ConfigError:
-            device = "cpu"
-        return "cpu" if device == "disk" else device
-
     if not _is_safe(path):
         return read_weights(path)
-    return {name: tensor.to(as_device(device_of(name))) for name, tensor in _read_one_by_one(path)}
+    devices = {"": "cpu", **(device_map or {})}
+    found = {}
+    for name, tensor in _read_one_by_one(path):
+        device = device_for(name, devices)
+        found[name] = tensor.to(as_device("cpu" if device == "disk" else device))
+    return found
 
 
 def _read_one_by_one(path: _Source) -> Iterator[tuple[str, Tensor]]:
@@ -72,13 +70,20 @@ def _read_one_by_one(path: _Source) -> Iterator[tuple[str, Tensor]]:
         yield from read_weights(path).items()
         return
     is_file(path)
+    with _opened(path) as file:
+        kind = (file.metadata() or {}).get("format", "pt")
+        if kind != "pt":
+            raise ConfigError(f"{path} holds weights for {kind!r}. Save them for PyTorch ('pt').")
+        for name in file.keys():  # noqa: SIM118, it is no dictionary
+            yield name, file.get_tensor(name)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file, and turn what its damage raises into a CheckpointError."""
     try:
         with safe_open(path, framework="pt") as file:
-            kind = (file.metadata() or {}).get("format", "pt")
-            if kind != "pt":
-                raise ConfigError(f"{path} holds weights for {kind!r}. Save them for PyTorch ('pt').")
-            for name in file.keys():  # noqa: SIM118, it is no dictionary
-                yield name, file.get_tensor(name)
+            yield file
     except (ConfigError, CheckpointError):
         raise
     except DAMAGE as error:
@@ -118,11 +123,8 @@ def _is_safe(path: Path) -> bool:
 def _names_in(path: _Source) -> set[str]:
     if not isinstance(path, Path):
         return set(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            return set(file.keys())
-    except DAMAGE as error:
-        raise CheckpointError(f"{path} can't be read, so it is missing or damaged: {error}") from error
+    with _opened(path) as file:
+        return set(file.keys())
 
 
 def load_checkpoint_in_model(
@@ -309,11 +311,9 @@ def get_state_dict_from_offload(
     state_dict: dict[str, Any],
     device_to_put_offload: Device | None = "cpu",
 ) -> dict[str, Any]:
-    """Replace what `state_dict` has of a module by its values, also where these are offloaded, and return it.
+    """Replace what `state_dict` has of a module by its values, and return it; offloaded ones come to a device.
 
-    Args:
-        module_name: the full name of one of the module's tensors.
-        device_to_put_offload: where offloaded values are put.
+    `module_name` is the full name of one of the module's tensors.
     """
     root = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):

@@ -39,13 +39,8 @@ def offload_weight(
 ) -> Index | None:
     """Write a tensor's bytes to `<weight_name>.dat`, and its dtype and shape into `index`, which is returned.
 
-    Args:
-        own: the weights from which hooks take those of the tensor's own model: they may have used the file until now.
-
-    Raises:
-        ConfigError: the tensor is on the meta device, so it has no values; or another model that is alive has offloaded
-            another tensor to that file.
-        CheckpointError: the name is of a file outside of the folder.
+    Raises ConfigError for a tensor on the meta device, which has no values, and where another model that is alive has
+    offloaded another tensor to that file: one that is not among `own`, the weights of this tensor's model.
     """
     if weight.is_meta:
         raise ConfigError(f"{weight_name} is on the meta device, so it has no values to offload. Load them first.")

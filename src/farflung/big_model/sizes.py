@@ -102,11 +102,7 @@ def get_max_layer_size(
 
 def parts_of(model: nn.Module) -> list[Part]:
     """Return what a model consists of at its top: its own parameters, its children, its own buffers."""
-    return [
-        *model.named_parameters(recurse=False),
-        *model.named_children(),
-        *model.named_buffers(recurse=False),
-    ]
+    return [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[float, tuple[float, list[str]]]:
@@ -128,12 +124,8 @@ def get_module_leaves(module_sizes: Mapping[str, float]) -> list[str]:
 def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
     """Return how many bytes each device has for a model: GPUs by number, then `mps`, `cpu` and `disk`.
 
-    Args:
-        max_memory: what is allowed, as bytes or as texts with a unit, which are replaced by bytes in this very
-            dictionary, as callers of Accelerate expect. By default, what is free now.
-
-    Raises:
-        ConfigError: a device or a size that is none.
+    `max_memory` says what is allowed (by default, what is free now), as bytes or as texts with a unit, which are
+    replaced by bytes in this very dictionary, as callers of Accelerate expect.
     """
     if max_memory is None:
         return _free_memory()
@@ -175,10 +167,7 @@ def get_balanced_memory(
 ) -> dict[Any, Any]:
     """Return limits for `infer_auto_device_map` with which the GPUs get about as much of the model each.
 
-    Args:
-        max_memory: what each device has; see `get_max_memory`.
-        no_split_module_classes: names of classes whose modules stay in one piece.
-        low_zero: leave GPU 0 as empty as possible.
+    The arguments are those of that function; `low_zero` leaves GPU 0 as empty as possible.
     """
     memory = get_max_memory(max_memory)
     accelerator = "mps" if torch.backends.mps.is_available() else "cuda"
@@ -223,10 +212,7 @@ def get_module_size_with_ties(
 ) -> tuple[float, list[str], list[nn.Module | Tensor]]:
     """Return what a module takes together with those that share weights with it, and these by name and as objects.
 
-    Args:
-        tied_params: the names of the shared weights in the other modules.
-        module_size, module_sizes: what the module takes alone, and what each part takes by name.
-        modules_to_treat: the other modules.
+    `tied_params` are the names of the shared weights in the other modules, `modules_to_treat`.
     """
     tied = [next(part for part in modules_to_treat if weight.startswith(f"{part[0]}.")) for weight in tied_params]
     size = sum(

@@ -66,9 +66,7 @@ def named_module_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of a module, then its buffers, by name; a shared one once.
 
-    Args:
-        recurse: those of all submodules too, not only the module's own.
-        remove_non_persistent: leave out buffers that are not part of the state dict.
+    With `recurse` those of all submodules too; `remove_non_persistent` leaves out buffers that a state dict has not.
     """
     return all_tensors(module, include_buffers, recurse, remove_non_persistent, remove_duplicate=True)
 
@@ -176,19 +174,14 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 def warn_if_untied(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
     """Warn of a model whose configuration says that weights are shared, and whose weights are not."""
     if not tied_params and check_tied_parameters_in_config(model):
-        _log.warning(
-            "%s is configured to share weights and does not: call its tie_weights() first.", type(model).__name__
-        )
+        name = type(model).__name__
+        _log.warning("%s is configured to share weights and does not: call its tie_weights() first.", name)
 
 
 def check_tied_parameters_on_same_device(
     tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Device]
 ) -> None:
-    """Warn of parameters that are one and the same and that a device map sends to different devices.
-
-    Raises:
-        ConfigError: the map has no device for one of them.
-    """
+    """Warn of parameters that are one and the same and that a device map sends to different devices."""
     for group in tied_params:
         devices = {name: device_for(name, device_map) for name in group}
         if len(set(devices.values())) > 1:
@@ -313,8 +306,7 @@ def _no_bitsandbytes() -> Unsupported:
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     """Let modules that are made in this block have their parameters on the meta device: shapes without memory.
 
-    Args:
-        include_buffers: put buffers there too. By default the variable `ACCELERATE_INIT_INCLUDE_BUFFERS` decides.
+    Whether buffers are put there too, the variable `ACCELERATE_INIT_INCLUDE_BUFFERS` decides by default.
     """
     with init_on_device(torch.device("meta"), include_buffers):
         yield
@@ -324,8 +316,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
     """Let modules that are made in this block have their parameters on `device`. What is shared stays shared.
 
-    Args:
-        include_buffers: make all tensors there, buffers too; see `init_empty_weights`.
+    `include_buffers` makes all tensors there, buffers too; see `init_empty_weights`.
     """
     target = torch.device(device)
     if include_buffers is None:
