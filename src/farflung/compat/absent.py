@@ -17,23 +17,14 @@ from farflung.base.errors import Unsupported
 
 @dataclass(frozen=True)
 class Absent:
-    """Something that Farflung does not do.
+    """Something that Farflung does not do, with the names that belong to it."""
 
-    Attributes:
-        what: its name, as the README lists it.
-        instead: what to use.
-        classes: the names of its classes.
-        functions: the names of its functions.
-        parsers: the names of the functions that return parsers of its commands.
-        is_engine: it does something for a run, so the README says that it is not there.
-    """
-
-    what: str
-    instead: str
+    what: str  # as the README lists it
+    instead: str  # what to use
     classes: str = ""
     functions: str = ""
-    parsers: str = ""
-    is_engine: bool = True
+    parsers: str = ""  # functions that return parsers of its commands
+    is_engine: bool = True  # it does something for a run, so the README says that it is not there
 
     def error(self, name: str) -> Unsupported:
         """Return the error for a use of `name`."""

@@ -14,10 +14,8 @@ import yaml
 from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError
 from farflung.base.files import AtomicFile
-from farflung.config.files import find_file, own_file, read_file
+from farflung.config.files import BLOCKS, find_file, own_file, read_file
 from farflung.config.launch import FIELDS
-
-_BLOCKS = {"dynamo_config": "dynamo_", "fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_"}
 
 # Where `farflung config` writes, and what is read where no file is named.
 default_yaml_config_file = default_config_file = str(own_file())
@@ -102,12 +100,11 @@ class ClusterConfig(BaseConfig):
             raise ConfigError("There is no configuration file. `farflung config` writes one.")
         said = {name: stated.value for name, stated in read_file(path).items()}
         known = cls.__dataclass_fields__
-        settings = {entry.name: entry.default for entry in FIELDS if entry.name in known} | {
-            name: value for name, value in said.items() if name in known
-        }
+        settings = {entry.name: said.get(entry.name, entry.default) for entry in FIELDS if entry.name in known}
         blocks = {
             block: {name: value for name, value in said.items() if name.startswith(prefix)}
-            for block, prefix in _BLOCKS.items()
+            for block, prefix in BLOCKS.items()
+            if block in known
         }
         return cls(distributed_type=_kind(said), **blocks, **settings)  # type: ignore[arg-type]
 

@@ -53,16 +53,9 @@ def execute_subprocess_async(
     quiet: bool = False,
     echo: bool = True,
 ) -> RunOutput:
-    """Run a command to its end and show what it wrote.
+    """Run a command to its end, for `timeout` seconds at most; show it (`echo`) and, unless `quiet`, what it wrote.
 
-    Args:
-        timeout: seconds.
-        quiet: show nothing of what it wrote.
-        echo: show the command.
-
-    Raises:
-        RuntimeError: it failed; the message has what it wrote to stderr.
-        TimeoutExpired: it ran too long, and was ended.
+    Raises RuntimeError, with what it wrote to stderr, if it fails; TimeoutExpired if it runs too long and is ended.
     """
     words = [str(word) for word in cmd]
     if echo:

@@ -67,11 +67,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """Return a block in which the mixed precision that the `Accelerator` was made with computes, if `native_amp`.
-
-    Args:
-        autocast_kwargs: further arguments of `torch.autocast`.
-    """
+    """Return a block in which the mixed precision that the `Accelerator` was made with computes, if `native_amp`."""
     if not native_amp:
         return nullcontext()
     session = slot.opened()

@@ -38,15 +38,10 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write one sharded model: every process calls this.
+    """Write one sharded model, or (`adapter_only`) the active adapter of a PEFT model: every process calls this.
 
-    Each process writes its shards to `output_dir/pytorch_model_fsdp_0`. Where the plugin's `state_dict_type` is
-    FULL_STATE_DICT, the first one writes all of it to `output_dir/pytorch_model_fsdp.bin`.
-
-    Args:
-        model_index: the number in these names.
-        adapter_only: of a PEFT model, the weights of its active adapter alone.
-        use_dcp: only True.
+    Each process writes its shards to `output_dir/pytorch_model_fsdp_0`, with `model_index` in the name. Where the
+    plugin's `state_dict_type` is FULL_STATE_DICT, the first one writes all to `output_dir/pytorch_model_fsdp.bin`.
     """
     _only_dcp(use_dcp)
     bare = extract_model_from_parallel(model)
@@ -70,15 +65,8 @@ def load_fsdp_model(
 ) -> Any:
     """Give a model, sharded or not, the weights that `save_fsdp_model` or `save_state` wrote: every process calls this.
 
-    Args:
-        input_dir: the folder of the checkpoint, or that of the model's shards in it.
-
-    Returns:
-        the names that were missing or unexpected, as of `load_state_dict`.
-
-    Raises:
-        CheckpointError: there are none, they are damaged, or of another model; the model is as it was.
-        Unsupported: `adapter_only` of prompts that an encoder computes, as in P-tuning.
+    `input_dir` is the folder of the checkpoint, or that of the model's shards in it. Returns what `load_state_dict`
+    does. Raises CheckpointError, with the model as it was, if there are no such weights or they are damaged.
     """
     _only_dcp(use_dcp)
     folder = _parent_of(Path(input_dir), paths.model_shards(model_index))
@@ -142,29 +130,23 @@ def load_fsdp_optimizer(
     folder = _parent_of(Path(input_dir), paths.optimizer_shards(optimizer_index))
     bare = extract_model_from_parallel(model)
     read: list[Any] = []
-
-    def look() -> None:
-        read.append(optimizers.read_optimizer([bare], optimizer, folder, optimizer_index))
-
-    _group(accelerator).agree(f"Loading {folder}", look)
+    _group(accelerator).agree(
+        f"Loading {folder}", lambda: read.append(optimizers.read_optimizer([bare], optimizer, folder, optimizer_index))
+    )
     optimizer.load_state_dict(read[0])
 
 
 def merge_fsdp_weights(
     checkpoint_dir: Path_, output_path: Path_, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
 ) -> None:
-    """Make one file of the shards of a model: `model.safetensors`, or `pytorch_model.bin`.
+    """Make one file of a model's shards, in the directory `output_path`: `model.safetensors`, or `pytorch_model.bin`.
 
     The first process does it, on the CPU, in memory for one whole model; the others wait. None need be there but it.
 
     Args:
         checkpoint_dir: with the shards, such as `my_checkpoint/pytorch_model_fsdp_0`.
-        output_path: the directory of the file.
         safe_serialization: write safetensors, not with torch.
         remove_checkpoint_dir: remove `checkpoint_dir` when that is done.
-
-    Raises:
-        ConfigError, CheckpointError: there are no shards in `checkpoint_dir`, or they are damaged.
     """
     world = join_world()
 

@@ -81,11 +81,7 @@ def flags_of(args: argparse.Namespace) -> dict[str, str | bool]:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Run a script as `farflung launch` does, and return when all of its processes have ended; exit if one failed.
-
-    Args:
-        args: as `launch_command_parser` parses them; more attributes may be there.
-    """
+    """Run a script as `farflung launch` does, and return when all of its processes have ended; exit if one failed."""
     code = launch_script(resolve(flags_of(args)), args.training_script, tuple(args.training_script_args))
     if code != 0:
         sys.exit(code)

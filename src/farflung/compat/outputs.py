@@ -41,10 +41,6 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Return a loss scaler for this machine's kind of device (`distributed_type` is unused).
-
-    Args:
-        kwargs: arguments of `torch.amp.GradScaler`.
-    """
+    """Return a `torch.amp.GradScaler` for this machine's kind of device (`distributed_type` is unused)."""
     device = current_accelerator()
     return torch.amp.GradScaler("cpu" if device is None else device.type, **kwargs)

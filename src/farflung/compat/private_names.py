@@ -28,8 +28,7 @@ def _filter_args(
 def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, ClusterConfig | None, bool]:
     """Give each launch setting of `args` the value that counts: of its flag, its variable, the file, or its default.
 
-    Returns:
-        `args`, the configuration file as an object (None: there is none), and whether the precision is the file's.
+    Returns `args`, the configuration file as an object (None: there is none), and whether the precision is the file's.
     """
     resolved = resolve(flags_of(args))
     vars(args).update(vars(resolved.settings))

@@ -12,11 +12,7 @@ from torch import nn
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Return `model` and all modules in it, each after the modules that it holds; `model` comes last.
-
-    Args:
-        return_fqns: return pairs of a module's full name and the module.
-    """
+    """Return `model` and all modules in it, or with `return_fqns` pairs of name and module, inner ones first."""
     waiting: list[tuple[str, nn.Module]] = [("", model)]
     found: list[tuple[str, nn.Module]] = []
     while waiting:
@@ -38,8 +34,7 @@ def get_parameters_from_modules(
 ) -> set[nn.Parameter]:
     """Return the parameters of some modules of `model`; None stands for none of them.
 
-    Args:
-        modules: the modules; or a regular expression that their names match, which then moves them to `device`.
+    Instead of modules, a regular expression can be given that their names match; they are moved to `device` then.
     """
     if isinstance(modules, str):
         pattern = re.compile(modules)

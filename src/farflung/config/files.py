@@ -28,7 +28,7 @@ LOCAL_FILE = Path("farflung.yaml")
 _FIELDS = {entry.name: entry for entry in FIELDS if entry.in_file}
 _KNOWN = (*_FIELDS, *FOREIGN_KEYS, "distributed_type")
 # Their keys are settings too, with or without this prefix: Accelerate's, and ours.
-_BLOCKS = {
+BLOCKS = {
     "dynamo_config": "dynamo_",
     "fsdp_config": "fsdp_",
     "parallelism_config": "parallelism_config_",
@@ -101,13 +101,13 @@ def read_file(path: Path) -> dict[str, Stated]:
             text = _scalar(key, node, place)
             if text is not None:
                 stated[key] = Stated(_FIELDS[key].parse(text, f"{place}: {key}"), place)
-        elif key in _BLOCKS:
+        elif key in BLOCKS:
             raise ConfigError(f"{place}: {key} must be a mapping, not a single value.")
         elif key not in _KNOWN:
             raise ConfigError(f"{place}: unknown key `{key}`.{did_you_mean(key, _KNOWN)}")
     if "distributed_type" in entries:
         _read_distributed_type(*entries["distributed_type"], stated)
-    sizes = [said for name, said in stated.items() if name.startswith(_BLOCKS["parallelism_config"])]
+    sizes = [said for name, said in stated.items() if name.startswith(BLOCKS["parallelism_config"])]
     if sizes:  # the block alone asks for it, in Accelerate's files
         stated.setdefault("use_parallelism_config", Stated(True, sizes[0].place))
     return stated
@@ -158,9 +158,9 @@ def _lines(block: MappingNode, prefix: str = "") -> Iterator[tuple[str, int, Nod
     """Yield the keys of a block, with or without `prefix`, and of the blocks in it, with line and value."""
     for key, value in block.value:
         word = str(key.value)
-        if word in _BLOCKS and isinstance(value, MappingNode):
-            yield from _lines(value, _BLOCKS[word])
-        elif not (word in _BLOCKS and _says_nothing(value)):
+        if word in BLOCKS and isinstance(value, MappingNode):
+            yield from _lines(value, BLOCKS[word])
+        elif not (word in BLOCKS and _says_nothing(value)):
             name = word if word.startswith(prefix) else prefix + word
             yield _FORMER_KEYS.get(name, name), key.start_mark.line + 1, value
 
