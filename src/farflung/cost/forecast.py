@@ -26,31 +26,18 @@ _POINTS_PER_DECADE = 12
 
 @dataclass(frozen=True)
 class Forecast:
-    """The costs of the methods in one run.
-
-    Args:
-        rows, costs: the methods, and their costs in the same order.
-        utilization: from which on a method counts as fast enough.
-        steps: of the whole run.
-        left_out: methods with which so many steps would be too few rounds.
-    """
+    """The costs of the methods in one run."""
 
     run: Run
     rows: tuple[Row, ...]
-    costs: tuple[Cost, ...]
-    utilization: float
-    steps: int
-    left_out: tuple[Row, ...]
+    costs: tuple[Cost, ...]  # of the rows, in the same order
+    utilization: float  # from which on a method counts as fast enough
+    steps: int  # of the whole run
+    left_out: tuple[Row, ...]  # methods with which so many steps would be too few rounds
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], steps: int, bucket_bytes: int | None, utilization: float) -> Forecast:
-        """Return the forecast of a run.
-
-        Args:
-            settings: the arguments of `Run`.
-            steps: optimizer steps of the whole run.
-            bucket_bytes: what travels at a time; None: as each method does by itself.
-        """
+        """Return the forecast of `steps` steps of `Run(**settings)`; bucket_bytes=None: as each method has it."""
         run = Run(**settings)
         every_row = rows_for(run, bucket_bytes, steps)
         rows = tuple(row for row in every_row if row.outer is None or steps >= FEW_ROUNDS * row.method.every)
@@ -76,11 +63,8 @@ class Forecast:
             click.echo(f"\nLeft out, as {steps} would be fewer than {FEW_ROUNDS} rounds: {names}.")
         click.echo(f"\n{self.advice()}")
         row = self.best or self.nearest
-        click.echo(
-            " ".join(
-                ["farflung launch", f"--num_processes {self.run.replicas}", *filter(None, [row.flags]), "train.py"]
-            )
-        )
+        flags = f"{row.flags} " if row.flags else ""
+        click.echo(f"farflung launch --num_processes {self.run.replicas} {flags}train.py")
 
     @property
     def best(self) -> Row | None:

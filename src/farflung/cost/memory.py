@@ -129,29 +129,19 @@ class RankLayout:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one rank. Activations and the optimizer's scratch memory are not among them.
+    """Bytes of one rank. Activations and the optimizer's scratch memory are not among them."""
 
-    Attributes:
-        weights: at rest.
-        gradients: at rest: what the optimizer reads.
-        optimizer: its state.
-        outer: what an outer loop keeps: anchor, momentum, buffers.
-        gathered: weights that FSDP holds in the backward pass: the root's, those of a group and of the next one.
-        reducing: gradients on their way: what waits, a group's and the buffer that is reduced; or DDP's buckets.
-        peak: the most that is there at one time, which not all of the above are.
-        row_bytes: sent to the other ranks of the row in a step.
-        column_bytes: sent to the other ranks of the column in a step; on the average, where they meet every H steps.
-    """
-
-    weights: float
-    gradients: float
-    optimizer: float
-    outer: float
-    gathered: float
-    reducing: float
-    peak: float
-    row_bytes: float
-    column_bytes: float
+    weights: float  # at rest
+    gradients: float  # at rest: what the optimizer reads
+    optimizer: float  # its state
+    outer: float  # what an outer loop keeps: anchor, momentum, buffers
+    gathered: float  # weights that FSDP holds in the backward pass: the root's, those of a group and of the next one
+    reducing: float  # gradients on their way: what waits, a group's and the buffer that is reduced; or DDP's buckets
+    peak: float  # the most that is there at one time, which not all of the above are
+    row_bytes: float  # sent to the other ranks of the row in a step
+    column_bytes: (
+        float  # sent to the other ranks of the column in a step; on the average, where they meet every H steps
+    )
 
 
 def estimate(size: ModelSize, layout: RankLayout) -> Estimate:

@@ -147,22 +147,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a method costs in a run; bytes are those of one replica.
-
-    Attributes:
-        seconds_per_step: on the average over a round.
-        utilization: the share of the time in which it computes.
-        bytes_sent_per_round: in `Method.every` steps, without votes and the network's own headers.
-        bytes_received_per_round: the same, of what comes in.
-        bytes_near_per_round: those of the sent ones that stay among neighbours.
-    """
+    """What a method costs in a run; bytes are those of one replica."""
 
     method: Method
-    seconds_per_step: float
-    utilization: float
-    bytes_sent_per_round: float
-    bytes_received_per_round: float
-    bytes_near_per_round: float
+    seconds_per_step: float  # on the average over a round
+    utilization: float  # the share of the time in which it computes
+    bytes_sent_per_round: float  # in `Method.every` steps, without votes and the network's own headers
+    bytes_received_per_round: float  # the same, of what comes in
+    bytes_near_per_round: float  # those of the sent ones that stay among neighbours
     memory: Memory
 
     @property

@@ -13,11 +13,7 @@ _PATIENCE_S = 2.0
 
 
 class Bar:
-    """Shows how many of `total` steps are done.
-
-    Args:
-        wanted: True at once, False never, None on a terminal if it takes longer than two seconds.
-    """
+    """Shows how many of `total` steps are done: at once if `wanted`, on a terminal after two seconds if it is None."""
 
     def __init__(self, total: int, wanted: bool | None = None) -> None:
         console = Console(stderr=True)

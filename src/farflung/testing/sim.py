@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -157,28 +158,18 @@ class _SimWork:
 
 
 class SimGroup:
-    """The group of one replica that `run_replicas` made. Sums are made in rank order.
-
-    Args:
-        rank: of the replica on the stage.
-        members: the replicas of the group. None: all of them.
-        is_block: they are neighbours within another group; who leaves that one has left this one too.
-
-    Attributes:
-        members: the replicas of the group, by the ranks that `run_replicas` gave them.
-        age: how often the replicas have regrouped.
-    """
+    """The group of one replica that `run_replicas` made. Sums are made in rank order."""
 
     is_concurrent = False
 
     def __init__(
         self, stage: _Stage, rank: int, members: tuple[int, ...] | None = None, is_block: bool = False
     ) -> None:
-        self.members = members or tuple(range(stage.size))
+        self.members = members or tuple(range(stage.size))  # by the ranks that `run_replicas` gave them
         self.rank = self.members.index(rank)
         self.size = len(self.members)
-        self.age = stage.regroups[rank]
-        self._is_block = is_block
+        self.age = stage.regroups[rank]  # how often the replicas have regrouped
+        self._is_block = is_block  # of neighbours in another group; who leaves that one has left this one too
         self._me = rank
         self._stage = stage
         self._number = 0
@@ -187,16 +178,14 @@ class SimGroup:
         return True
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
-
         def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
-            total = _reduced(xs, op)
+            total = reduce(_COMBINE[op], xs)
             for mine in outs:
                 mine.copy_(total)
 
         return self._join(f"all_reduce({op})", x, x, finish)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-
         def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
             everything = torch.cat([x.reshape(-1) for x in xs])
             for mine in outs:
@@ -205,7 +194,6 @@ class SimGroup:
         return self._join("all_gather", out, x, finish)
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
-
         def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
             parts = [x.view(-1).chunk(self.size) for x in xs]
             for rank, mine in enumerate(outs):
@@ -214,7 +202,6 @@ class SimGroup:
         return self._join("all_to_all", out, x, finish)
 
     def broadcast(self, x: Tensor, src: int) -> Work:
-
         def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
             for mine in outs:
                 mine.copy_(xs[src])
@@ -222,7 +209,6 @@ class SimGroup:
         return self._join(f"broadcast({src})", x, x, finish)
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
-
         def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
             for part, mine in zip(xs[src].view(self.size, -1), outs, strict=True):
                 mine.view(-1).copy_(part)
@@ -284,10 +270,7 @@ class SimGroup:
     def regroup(self) -> SimGroup:
         """Wait until each replica has come here too or has ended; return the group of those that have come.
 
-        For replicas that go on where others have left for good.
-
-        Raises:
-            RankFailure: some wait for something else.
+        Raises RankFailure if some wait for something else.
         """
         stage = self._stage
         stage.regroups[self._me] += 1
@@ -300,13 +283,9 @@ class SimGroup:
         return SimGroup(stage, self._me, tuple(rank for rank in self.members if stage.regroups[rank] >= age))
 
     def join(self) -> tuple[SimGroup, list[int]]:
-        """Wait until the members of another group admit this replica.
+        """Wait until the members of another group admit this replica; return it and the ranks of the newcomers.
 
-        Returns:
-            that group, with this replica in it, and the ranks of the newcomers.
-
-        Raises:
-            RankFailure: nobody does, as all wait for something else or have ended.
+        Raises RankFailure if nobody does, as all wait for something else or have ended.
         """
         stage = self._stage
         stage.waiting_to_join.append(self._me)
@@ -367,10 +346,3 @@ class SimGroup:
             del self._stage.calls[key]
         self._number += 1
         return _SimWork(self._stage, call, self._me)
-
-
-def _reduced(xs: list[Tensor], op: Op) -> Tensor:
-    total = xs[0].clone()
-    for x in xs[1:]:
-        total = _COMBINE[op](total, x)
-    return total

@@ -31,44 +31,26 @@ from farflung.testing.timed import Clock, Network, TimedGroup
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the replicas had agreed on was worth this much.
+    """What the replicas had agreed on was worth this much."""
 
-    Args:
-        step: of the replica that evaluated.
-        seconds: on the virtual clock.
-        bytes_sent: by that replica so far, without votes.
-        value: what `evaluate` returned.
-    """
-
-    step: int
-    seconds: float
-    bytes_sent: int
-    value: float
+    step: int  # of the replica that evaluated
+    seconds: float  # on the virtual clock
+    bytes_sent: int  # by that replica so far, without votes
+    value: float  # what `evaluate` returned
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came of a simulated run. "The first replica" is the lowest rank that was there at the end.
+    """What came of a simulated run. "The first replica" is the lowest rank that was there at the end."""
 
-    Args:
-        losses: by replica, the training loss of each of its steps.
-        evaluations: in the order of their steps; the last one is of the end, when all replicas are the same.
-        rounds: as the first replica saw them, with bytes of each; their seconds are those of this machine.
-        stats: by replica; their seconds are those of this machine too.
-        seconds: on the virtual clock, of the slowest replica that was there at the end.
-        waited: by replica, virtual seconds in which it waited for the network or for others.
-        failures: what the first replica was told each time that others had been lost.
-        model: of the first replica, as it was at the end.
-    """
-
-    losses: tuple[tuple[float, ...], ...]
-    evaluations: tuple[Evaluation, ...]
-    rounds: tuple[Round, ...]
-    stats: tuple[Stats, ...]
-    seconds: float
-    waited: tuple[float, ...]
-    failures: tuple[str, ...]
-    model: nn.Module
+    losses: tuple[tuple[float, ...], ...]  # by replica, the training loss of each of its steps
+    evaluations: tuple[Evaluation, ...]  # by step; the last one is of the end, when all replicas are the same
+    rounds: tuple[Round, ...]  # as the first replica saw them, with bytes of each and seconds of this machine
+    stats: tuple[Stats, ...]  # by replica; their seconds are those of this machine too
+    seconds: float  # on the virtual clock, of the slowest replica that was there at the end
+    waited: tuple[float, ...]  # by replica, virtual seconds in which it waited for the network or for others
+    failures: tuple[str, ...]  # what the first replica was told each time that others had been lost
+    model: nn.Module  # of the first replica, as it was at the end
     first: int
 
     @property
@@ -165,9 +147,6 @@ def simulate(
         bandwidth_bps: bits a second of each replica's line, each way at the same time.
         latency_s: seconds from one replica to another, one way.
         progress: whether a bar shows how far it is. None: on a terminal, after two seconds.
-
-    Returns:
-        curves, bytes, rounds and seconds.
 
     Raises:
         ConfigError: a number is out of its range, or the recipe does not fit the model.
@@ -379,11 +358,7 @@ class _Members:
         """Do nothing."""
 
     def lost(self, failure: RankFailure) -> None:
-        """Wait for those that are left.
-
-        Raises:
-            RankFailure: the same one, if more is wrong than that a replica was lost on purpose.
-        """
+        """Wait for those that are left; raise the failure if more is wrong than that a replica was lost on purpose."""
         before = set(self._plain.members)
         self._meet(self._plain.regroup())
         missing = before - set(self._plain.members)
@@ -394,11 +369,7 @@ class _Members:
 
 
 def _endless(batches: Iterable[Any]) -> Iterator[Any]:
-    """Go through `batches` again and again.
-
-    Raises:
-        ConfigError: they are none, or there are none left, as in the second turn of an iterator.
-    """
+    """Go through `batches` again and again; raise ConfigError if there are none, as in an iterator's second turn."""
     while True:
         if not isinstance(batches, Iterable):
             raise wrong_type("make_data: what it returned", batches, "batches, such as a list or a DataLoader")

@@ -101,21 +101,13 @@ class SimulateArguments:
             )
 
     def model(self) -> nn.Module:
-        """Make a model.
-
-        Raises:
-            ConfigError: `make_model` makes something else.
-        """
+        """Make a model; raise ConfigError if `make_model` makes something else."""
         model = self.make_model()
         check_type("make_model: what it returned", model, nn.Module, "an nn.Module")
         return model
 
     def loss_of(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the loss of a batch.
-
-        Raises:
-            ConfigError: it is no tensor of one number.
-        """
+        """Return the loss of a batch; raise ConfigError if it is no tensor of one number."""
         loss = self.loss(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ConfigError(f"loss: what it returned is {shown(loss)}; it must be a tensor of one number.")

@@ -25,14 +25,10 @@ class Clock:
 
 @dataclass
 class Line:
-    """What goes from replica to replica, one thing after the other.
-
-    Args:
-        ends: when each collective, in the order of their numbers, is over; it is known once all have joined it.
-    """
+    """What goes from replica to replica, one thing after the other."""
 
     free: float = 0.0
-    ends: dict[int, float] = field(default_factory=dict)
+    ends: dict[int, float] = field(default_factory=dict)  # of each collective that all have joined, by its number
     _starts: dict[int, list[float]] = field(default_factory=dict)
 
     def join(self, number: int, now: float, size: int, sending_s: float, waiting_s: float) -> None:
@@ -46,18 +42,10 @@ class Line:
 
 @dataclass
 class Network:
-    """All replicas' lines, which are alike.
+    """All replicas' lines, which are alike."""
 
-    Args:
-        bandwidth_bps: bits a second of a line, each way at the same time.
-        latency_s: seconds from one replica to another.
-
-    Raises:
-        ConfigError: a number can't be.
-    """
-
-    bandwidth_bps: float = math.inf
-    latency_s: float = 0.0
+    bandwidth_bps: float = math.inf  # bits a second of a line, each way at the same time
+    latency_s: float = 0.0  # seconds from one replica to another
     _lines: dict[tuple[tuple[int, ...], int], Line] = field(default_factory=dict)
     _near: Network | None = None
 

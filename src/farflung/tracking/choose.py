@@ -52,12 +52,8 @@ def has_client(name: str) -> bool:
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Let `log_with` name a tracker of yours, from the next `Accelerator` on.
 
-    Args:
-        tracker_class: has a `name` and `requires_logging_directory`. It is made with the name of the project, the
-            logging directory where it requires one, and its part of `init_kwargs`.
-
-    Raises:
-        ConfigError: no such class.
+    The class has a `name` and `requires_logging_directory`. It is made with the name of the project, the logging
+    directory where it requires one, and its part of `init_kwargs`.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise wrong_type("tracker_class", tracker_class, "a class derived from GeneralTracker")
@@ -75,14 +71,10 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 def filter_trackers(
     log_with: Tracker | Sequence[Tracker] | None, logging_dir: str | os.PathLike[str] | None = None
 ) -> list[Any]:
-    """Return the trackers that `log_with` asks for, each once.
+    """Return the trackers that `log_with` asks for, each once; ConfigError for one that can't be had.
 
-    Args:
-        log_with: names of trackers, members of `LoggerType`, trackers of your own, or `"all"`: those whose client is
-            installed, and JSON lines where there is a `logging_dir`.
-
-    Raises:
-        ConfigError: no such tracker, its client is not installed, or it needs a `logging_dir`.
+    It names trackers, members of `LoggerType`, trackers of your own, or `"all"`: those whose client is installed, and
+    JSON lines where there is a `logging_dir`.
     """
     asked = log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
     wants_all = any(isinstance(each, str) and str(each) == "all" for each in asked)

@@ -48,13 +48,7 @@ class CometMLTracker(ClientTracker):
 
 @guarded
 class AimTracker(ClientTracker):
-    """Aim.
-
-    Args:
-        run_name: the name of the run.
-        logging_dir: the folder of Aim's repository.
-        kwargs: arguments of `aim.Run`.
-    """
+    """Aim, by `aim.Run`, whose further arguments it takes; `logging_dir` is the folder of Aim's repository."""
 
     name = "aim"
     requires_logging_directory = True
@@ -95,14 +89,11 @@ class AimTracker(ClientTracker):
 
 @guarded
 class ClearMLTracker(ClientTracker):
-    """ClearML. A task that runs already is used, and left open at the end.
+    """ClearML, by `clearml.Task.init` with the further arguments. A task that runs already is used, and left open.
 
     A name that begins with `eval_`, `test_` or `train_` is reported without that, in the series of the same name; any
-    other in the series `train`.
-
-    Args:
-        run_name: the project's and the task's name where CLEARML_PROJECT and CLEARML_TASK are not set.
-        kwargs: arguments of `clearml.Task.init`.
+    other in the series `train`. `run_name` is the project's and the task's name where CLEARML_PROJECT and CLEARML_TASK
+    are not set.
     """
 
     name = "clearml"
@@ -151,15 +142,7 @@ class ClearMLTracker(ClientTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record a table, given by its rows or as a pandas data frame.
-
-        Args:
-            columns: None: the first row has their names.
-            kwargs: arguments of `report_table`.
-
-        Raises:
-            ConfigError: there are neither rows nor a data frame.
-        """
+        """Record a table, given by its rows (the first has the columns' names if `columns` has not) or a data frame."""
         if dataframe is None and data is None:
             raise ConfigError(
                 f"log_table: the table {table_name!r} has neither data nor a dataframe. Give one of them."
@@ -180,13 +163,7 @@ def _title_and_series(name: str) -> tuple[str, str]:
 
 @guarded
 class DVCLiveTracker(ClientTracker):
-    """DVCLive.
-
-    Args:
-        run_name: unused: DVCLive has no names for runs.
-        live: a `dvclive.Live` to use; None makes one.
-        kwargs: arguments of `dvclive.Live`.
-    """
+    """DVCLive: `live`, or a new `dvclive.Live` of the further arguments. It has no names for runs."""
 
     name = "dvclive"
     tracker = property(attrgetter("live"), doc="The `dvclive.Live`.")

@@ -20,13 +20,7 @@ _LOGGABLE = "numbers, texts, and dictionaries of numbers"
 
 @guarded
 class TensorBoardTracker(ClientTracker):
-    """Writes event files into `{logging_dir}/{run_name}`.
-
-    Args:
-        run_name: the name of the project.
-        logging_dir: where projects have their folders.
-        kwargs: arguments of `SummaryWriter`.
-    """
+    """Writes event files into `{logging_dir}/{run_name}`; it takes the arguments of `SummaryWriter`."""
 
     name = "tensorboard"
     requires_logging_directory = True
@@ -66,12 +60,7 @@ class TensorBoardTracker(ClientTracker):
         self.writer.flush()
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record batches of images.
-
-        Args:
-            values: arrays or tensors `[n, channels, height, width]` by name, or of another layout with `dataformats`.
-            kwargs: arguments of `add_images`.
-        """
+        """Record batches of images `[n, channels, height, width]` by name, or of another layout with `dataformats`."""
         for key, images in values.items():
             self.writer.add_images(key, images, global_step=step, **kwargs)
 
