@@ -15,15 +15,7 @@ from farflung.big_model.hooks import AlignDevicesHook, LayerwiseCastingHook, Ski
 from farflung.big_model.offload import PrefixedDataset
 from farflung.big_model.tensors import Device, TiedWeights, all_tensors
 
-CAST_LAYERS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-)
+CAST_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from farflung.base.errors import ConfigError, FarflungError, Unsupported
 from farflung.base.words import counted
-from farflung.config.setting import Value, setting
+from farflung.config.setting import Value, accelerates, setting
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 
 HOST = "host"
@@ -40,9 +40,9 @@ def _told(help: str, **more: Any) -> Any:
 class LayoutSettings:
     """How ranks share models; `check_layout` says what goes together."""
 
-    use_fsdp: bool | None = _told(
+    use_fsdp: bool | None = accelerates(
+        None,
         "Shard models over the processes (FSDP2). The --fsdp flags set how. [the script's plugin, if any]",
-        variable="ACCELERATE_USE_FSDP",
         question="Shard each model over the processes (FSDP), for models that are too large for one?",
         asked_when=_several,
     )
@@ -101,9 +101,8 @@ class LayoutSettings:
     fsdp_sync_module_states: bool | None = _told(
         "Version 1's. It changes nothing: all ranks always start from the values of rank 0."
     )
-    use_parallelism_config: bool | None = _told(
-        "Arrange the processes as a grid, whose sizes the --parallelism_config flags set. [the script's, if any]",
-        variable="ACCELERATE_USE_PARALLELISM_CONFIG",
+    use_parallelism_config: bool | None = accelerates(
+        None, "Arrange the processes as a grid, whose sizes the --parallelism_config flags set. [the script's, if any]"
     )
     parallelism_config_dp_replicate_size: int | None = _told(
         "How many copies of a model there are: rows of the grid. [1]"

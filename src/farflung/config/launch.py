@@ -18,7 +18,7 @@ from farflung.config import environ
 from farflung.config.grid import GRID, LayoutSettings, check_layout
 from farflung.config.outer import OPTIONS, Option, OuterSettings, outer_config, renamed
 from farflung.config.recipes import RECIPES
-from farflung.config.setting import Field, Value, setting
+from farflung.config.setting import Field, Value, accelerates, setting
 
 _PREFIX = "FARFLUNG_"
 _HOST_PART = re.compile(r"(?!-)[\w-]{1,63}(?<!-)")
@@ -48,10 +48,9 @@ class LaunchSettings(LayoutSettings):
         ConfigError: two settings contradict each other, or a number is out of its range.
     """
 
-    use_cpu: bool = setting(
+    use_cpu: bool = accelerates(
         False,
         "Train on the CPU, even if accelerators are available.",
-        variable="ACCELERATE_USE_CPU",
         flags=("--cpu", "--use_cpu"),
         question="Train on the CPU, even if there is an accelerator?",
     )
@@ -75,8 +74,7 @@ class LaunchSettings(LayoutSettings):
         asked_when=_several_machines,
     )
     network_interface: str | None = setting(
-        None,
-        "Network interface to the other machines, such as eth0. [that of the route to main_process_ip]",
+        None, "Network interface to the other machines, such as eth0. [that of the route to main_process_ip]"
     )
     num_processes: int | None = setting(
         None,
@@ -90,50 +88,35 @@ class LaunchSettings(LayoutSettings):
         question="Which GPUs (all, or numbers separated by commas)?",
         asked_when=lambda answers: not answers["use_cpu"],
     )
-    mixed_precision: str = setting(
+    mixed_precision: str = accelerates(
         "no",
         "Mixed precision: compute in this half-precision type where that is safe.",
-        variable="ACCELERATE_MIXED_PRECISION",
         choices=("no", "fp16", "bf16"),
         refused={"fp8": "Use bf16."},
         question="Mixed precision?",
     )
-    gradient_accumulation_steps: int | None = setting(
-        None,
-        "Micro-batches per optimizer step. [the script's value]",
-        variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    gradient_accumulation_steps: int | None = accelerates(
+        None, "Micro-batches per optimizer step. [the script's value]"
     )
-    gradient_clipping: float | None = setting(
-        None,
-        "Maximum gradient norm, for scripts that read it. [the script's value]",
-        variable="ACCELERATE_GRADIENT_CLIPPING",
+    gradient_clipping: float | None = accelerates(
+        None, "Maximum gradient norm, for scripts that read it. [the script's value]"
     )
-    dynamo_backend: str = setting(
+    dynamo_backend: str = accelerates(
         "no",
         "Compile models in `prepare` with this torch.compile backend, such as inductor.",
-        variable="ACCELERATE_DYNAMO_BACKEND",
         choices=tuple(str(word).lower() for word in DynamoBackend),
     )
-    dynamo_mode: str | None = setting(
+    dynamo_mode: str | None = accelerates(
         None,
         "torch.compile's mode. [the script's value]",
-        variable="ACCELERATE_DYNAMO_MODE",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     )
-    dynamo_use_fullgraph: bool | None = setting(
-        None,
-        "Treat graph breaks as errors. [the script's value]",
-        variable="ACCELERATE_DYNAMO_USE_FULLGRAPH",
+    dynamo_use_fullgraph: bool | None = accelerates(None, "Treat graph breaks as errors. [the script's value]")
+    dynamo_use_dynamic: bool | None = accelerates(
+        None, "Compile for dynamic shapes. [the script's value, or else once a shape has changed]"
     )
-    dynamo_use_dynamic: bool | None = setting(
-        None,
-        "Compile for dynamic shapes. [the script's value, or else once a shape has changed]",
-        variable="ACCELERATE_DYNAMO_USE_DYNAMIC",
-    )
-    dynamo_use_regional_compilation: bool | None = setting(
-        None,
-        "Compile repeated blocks separately, and identical blocks only once. [the script's value]",
-        variable="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+    dynamo_use_regional_compilation: bool | None = accelerates(
+        None, "Compile repeated blocks separately, and identical blocks only once. [the script's value]"
     )
     num_cpu_threads_per_process: int | None = setting(
         None,
@@ -155,8 +138,7 @@ class LaunchSettings(LayoutSettings):
         choices=tuple(RECIPES),
     )
     elastic: str | None = setting(
-        None,
-        "Start replicas that may be lost, leave and join at any time: at least and at most how many, such as 2:8.",
+        None, "Start replicas that may be lost, leave and join at any time: at least and at most how many, such as 2:8."
     )
     replicas: int | None = setting(None, "Replicas to start on this machine, with --elastic or --join. [the least; 1]")
     ranks_per_replica: int = setting(1, "Processes that train one replica together, with --elastic or --join.")
@@ -373,8 +355,8 @@ def _listed() -> Iterator[Field]:
         stated = dict(attribute.metadata)
         told = stated.pop("told", "variable" in stated)
         name, hint = attribute.name, hints[attribute.name]
-        own = name if name.startswith(("fsdp_", GRID)) else f"{_PREFIX}{name}"  # Accelerate's go by their names
-        said: dict[str, Any] = {"variable": own.upper(), "flags": (f"--{name}",)} | stated
+        prefix = stated.pop("prefix", "" if name.startswith(("fsdp_", GRID)) else _PREFIX)
+        said: dict[str, Any] = {"variable": f"{prefix}{name}".upper(), "flags": (f"--{name}",)} | stated
         kind = next((part for part in get_args(hint) if part is not type(None)), hint)
         says_word = kind is bool and name.startswith("fsdp_")
         yield Field(name, kind, told_as=said["variable"] if told else None, says_word=says_word, **said)

@@ -88,3 +88,8 @@ def setting(default: Value, help: str, **more: Any) -> Any:
     `flags`, `--` and the name. `told`: the ranks find it in its variable, as they do in each `variable` that is named.
     """
     return field(default=default, metadata={"default": default, "help": help, **more})
+
+
+def accelerates(default: Value, help: str, **more: Any) -> Any:
+    """Declare an attribute whose variable is `ACCELERATE_` and the name, in which the ranks find it."""
+    return setting(default, help, prefix="ACCELERATE_", told=True, **more)

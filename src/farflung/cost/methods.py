@@ -73,36 +73,19 @@ def rows_for(run: Run, bucket_bytes: int | None = None, steps: int | None = None
     def top_k(n: int) -> int:
         return sum(top_k_bytes(n, k=64, chunk=4096, bits=2))
 
-    streaming = plain("streaming_diloco", 100, fragments=fragments, delay=delay)
     gathered: dict[str, Any] = {"exchange": "gathered", "voted": True}
+    e3m0, int8 = partial(blockwise_bytes, bits=4, block=128), partial(blockwise_bytes, bits=8, block=256)
+    streaming = []
+    if fragments > 1:
+        config = plain("streaming_diloco", 100, fragments=fragments, delay=delay)
+        streaming.append(outer(config, " e3m0", e3m0, delay=delay, outer_state=1, **gathered))
     return (
         *_gradients(bucket_bytes),
         outer(plain("local_sgd", 8)),
         outer(plain("diloco", 32), outer_state=1),
-        *(
-            [
-                outer(
-                    streaming,
-                    " e3m0",
-                    partial(blockwise_bytes, bits=4, block=128),
-                    delay=delay,
-                    outer_state=1,
-                    **gathered,
-                )
-            ]
-            if fragments > 1
-            else []
-        ),
+        *streaming,
         outer(plain("diloco", 128), outer_state=1),
-        outer(
-            plain("eager_diloco", 32),
-            " int8",
-            partial(blockwise_bytes, bits=8, block=256),
-            delay=32,
-            outer_state=1,
-            feedback=True,
-            **gathered,
-        ),
+        outer(plain("eager_diloco", 32), " int8", int8, delay=32, outer_state=1, feedback=True, **gathered),
         outer(plain("sparse_loco", 30), "", top_k, feedback=True, **gathered),
         outer(plain("diloco", 500), outer_state=1),
     )
