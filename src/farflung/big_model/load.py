@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -182,9 +182,8 @@ def load_checkpoint_in_model(
             "they go with neither device_map nor dtype."
         )
     else:
-        _Loader(model, device_map, offload_folder, as_dtype(dtype), offload_buffers, keep_in_fp32_modules).load(
-            files, names or set()
-        )
+        kind, keep = as_dtype(dtype), keep_in_fp32_modules or ()
+        _load_each(model, files, names or set(), device_map, offload_folder, kind, offload_buffers, keep)
     read = names or set()  # their dtype is the one that was asked for
     retie_parameters(model, [sorted(group, key=lambda name: name not in read) for group in ties])
 
@@ -223,63 +222,65 @@ def _load_sharded(model: nn.Module, files: list[_Source], num_files: int, full: 
         set_model_state_dict(model, shard, options=options)
 
 
-class _Loader:
-    """Puts the weights of files where a device map wants them."""
+def _load_each(
+    model: nn.Module,
+    files: list[_Source],
+    names: set[str],
+    device_map: Mapping[str, Device] | None,
+    folder: Folder | None,
+    dtype: torch.dtype | None,
+    offload_buffers: bool,
+    keep_in_fp32: Sequence[str],
+) -> None:
+    """Put the weights of files, which have these `names`, where a device map wants them."""
+    if device_map is not None and "disk" in device_map.values():
+        if folder is None:
+            raise ConfigError("The device map sends modules to the disk, and no offload_folder says where.")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    own, before = set(model.state_dict()), weights_of(model)
+    staying = set() if offload_buffers else {name for name, _ in model.named_buffers()}
+    index: Index = {}
+    lost = set(names)
+    for name, value in (item for path in files for item in _read_one_by_one(path)):
+        lost.discard(name)
+        if name in own:
+            is_kept = dtype == torch.float16 and any(name == kept or f"{kept}." in name for kept in keep_in_fp32)
+            for_disk = _place(model, name, value, torch.float32 if is_kept else dtype, device_map, name in staying)
+            if for_disk is not None:
+                assert folder is not None
+                offload_weight(for_disk, name, folder, index, own=before)
+    if folder is not None:
+        save_offload_index(index, folder)
+    if lost:
+        raise CheckpointError(f"The index names {sorted(lost)}, and the files lack them, so the model is incomplete.")
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device_map: Mapping[str, Device] | None,
-        offload_folder: Folder | None,
-        dtype: torch.dtype | None,
-        offload_buffers: bool,
-        keep_in_fp32: list[str] | None,
-    ) -> None:
-        if device_map is not None and "disk" in device_map.values():
-            if offload_folder is None:
-                raise ConfigError("The device map sends modules to the disk, and no offload_folder says where.")
-            Path(offload_folder).mkdir(parents=True, exist_ok=True)
-        self._model, self._map, self._dtype = model, device_map, dtype
-        self._folder = offload_folder
-        self._keep = keep_in_fp32 if keep_in_fp32 and dtype == torch.float16 else []
-        self._own = set(model.state_dict())
-        self._staying = set() if offload_buffers else {name for name, _ in model.named_buffers()}
-        self._index: Index = {}
-        self._before = weights_of(model)
 
-    def load(self, files: list[_Source], names: set[str]) -> None:
-        lost = set(names)
-        for path in files:
-            for name, value in _read_one_by_one(path):
-                lost.discard(name)
-                if name in self._own:
-                    self._put(name, value)
-        if self._folder is not None:
-            save_offload_index(self._index, self._folder)
-        if lost:
-            raise CheckpointError(
-                f"The index names {sorted(lost)}, and the files lack them, so the model is incomplete."
-            )
+def _place(
+    model: nn.Module,
+    name: str,
+    value: Tensor,
+    dtype: torch.dtype | None,
+    device_map: Mapping[str, Device] | None,
+    stays: bool,
+) -> Tensor | None:
+    """Give a model a weight, on the device of the map; return what is to be written where that is the disk.
 
-    def _put(self, name: str, value: Tensor) -> None:
-        old = get_tensor(self._model, name)
-        dtype = torch.float32 if any(name == kept or f"{kept}." in name for kept in self._keep) else self._dtype
-        if self._map is None and dtype is None and not old.is_meta:
-            if old.shape != value.shape:
-                raise ConfigError(f"{name} has shape {list(old.shape)}, and the value for it {list(value.shape)}.")
-            with torch.no_grad():
-                old.copy_(value)  # an optimizer may hold the parameter
-            return
-        device = ("cpu" if old.is_meta else old.device) if self._map is None else device_for(name, self._map)
-        if device != "disk":
-            set_module_tensor_to_device(self._model, name, device, value, dtype, clear_cache=False)
-        elif name in self._staying:  # it stays beside the module, not with its weights
-            set_module_tensor_to_device(self._model, name, "cpu", value, dtype)
-        else:
-            stored = value.to(old.dtype if dtype is None else dtype) if value.is_floating_point() else value
-            set_module_tensor_to_device(self._model, name, "meta", dtype=stored.dtype)
-            assert self._folder is not None
-            offload_weight(stored, name, self._folder, self._index, own=self._before)
+    What `stays` is beside its module in memory, not with the module's weights on the disk.
+    """
+    old = get_tensor(model, name)
+    if device_map is None and dtype is None and not old.is_meta:
+        if old.shape != value.shape:
+            raise ConfigError(f"{name} has shape {list(old.shape)}, and the value for it {list(value.shape)}.")
+        with torch.no_grad():
+            old.copy_(value)  # an optimizer may hold the parameter
+        return None
+    device = ("cpu" if old.is_meta else old.device) if device_map is None else device_for(name, device_map)
+    if device != "disk" or stays:
+        set_module_tensor_to_device(model, name, "cpu" if device == "disk" else device, value, dtype, clear_cache=False)
+        return None
+    stored = value.to(old.dtype if dtype is None else dtype) if value.is_floating_point() else value
+    set_module_tensor_to_device(model, name, "meta", dtype=stored.dtype)
+    return stored
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Folder) -> None:

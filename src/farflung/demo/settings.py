@@ -29,29 +29,17 @@ SIZES = {
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """One run of the demo.
+    """One run of the demo."""
 
-    Args:
-        steps: optimizer steps of each of the four ways.
-        processes: how many train together.
-        size: a key of `SIZES`.
-        data: a folder of text; None takes the sources of the standard library.
-        output: where results, picture and model go.
-        every: steps between two synchronizations of Local SGD, DiLoCo and each fragment of streaming DiLoCo.
-        batch: sequences that one process sees in one step.
-        seed: fixes initial weights and the order of the data.
-        bandwidth_bps: bits a second of the slow line that times are computed for.
-    """
-
-    steps: int
+    steps: int  # of the optimizer, in each of the four ways
     processes: int
-    size: str
-    data: str | None
-    output: str
-    every: int
-    batch: int
-    seed: int
-    bandwidth_bps: float
+    size: str  # a key of `SIZES`
+    data: str | None  # a folder of text; None takes the sources of the standard library
+    output: str  # where results, picture and model go
+    every: int  # steps between two synchronizations of Local SGD, DiLoCo and each fragment of streaming DiLoCo
+    batch: int  # sequences that one process sees in one step
+    seed: int  # fixes initial weights and the order of the data
+    bandwidth_bps: float  # of the slow line that times are computed for
 
     @property
     def shape(self) -> Shape:
@@ -92,20 +80,14 @@ class Point:
 
 @dataclass
 class Result:
-    """What one way of training came to; seconds and bytes are those of rank 0, without the validation.
-
-    Args:
-        curve: the last point is the end of the training.
-        seconds: on this machine, of which `waited_s` went by in waiting for the other processes and the network.
-        line_seconds: what the same training takes on the slow line, by the cost model.
-    """
+    """What one way of training came to; seconds and bytes are those of rank 0, without the validation."""
 
     way: str
-    curve: list[Point]
-    seconds: float
-    waited_s: float
+    curve: list[Point]  # the last one is the end of the training
+    seconds: float  # on this machine
+    waited_s: float  # of these, for the other processes and the network
     bytes_sent: int
-    line_seconds: float
+    line_seconds: float  # what the same training takes on the slow line, by the cost model
 
     @property
     def loss(self) -> float:

@@ -164,10 +164,7 @@ def seconds_on_line(
 ) -> float:
     """Return the seconds that `steps` steps would take on a slow line without latency, by the cost model.
 
-    Args:
-        method: what travels when; its own number of bits is not used.
-        computing_s: of all steps: CPU seconds, which other programs on the machine hardly change.
-        bytes_sent: by one replica in all steps, as measured.
+    Computing takes CPU seconds, which other programs hardly change; bytes are those measured, not the method's.
     """
     exchanges = steps / method.every * copies(method.exchange, replicas)
     measured = replace(method, bits=8 * bytes_sent / (exchanges * parameters))

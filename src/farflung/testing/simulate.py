@@ -19,7 +19,7 @@ from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm.group import SoloGroup
 from farflung.outer.arguments import OuterConfig, chosen_recipe
 from farflung.outer.engine import OuterLoop
-from farflung.outer.membership import Epoch, Needs, open_epoch
+from farflung.outer.membership import Epoch, FixedMembership, Needs, open_epoch
 from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import post_local_sgd
 from farflung.outer.stats import Round, Stats
@@ -323,18 +323,16 @@ class _Replica:
         self.evaluations.append(Evaluation(self._done, self.clock.now, self.outer.stats().bytes_sent, value))
 
 
-class _Members:
+class _Members(FixedMembership):
     """The replicas that are still there: a membership that gets smaller."""
 
     is_fixed = False
-    island = SoloGroup()
 
     def __init__(self, group: SimGroup, task: SimulateArguments, clock: Clock) -> None:
-        self.most = group.size
+        super().__init__(group, SoloGroup())
         self.failures: list[str] = []
         self._task, self._clock = task, clock
         self._number = 0
-        self._epoch: Epoch | None = None
         self._meet(group)
 
     def _meet(self, group: SimGroup) -> None:
@@ -346,16 +344,6 @@ class _Members:
             with self.group.for_free():
                 self._epoch = open_epoch(self._number, self.group.members, self.group, self.island, needs)
         return self._epoch
-
-    def is_awaited(self) -> bool:
-        return False
-
-    def agree(self, num_votes: int, complete: Mapping[int, int]) -> dict[int, int]:
-        """Return what this replica has: what one got all have got."""
-        return dict(complete)
-
-    def end(self, reason: str) -> None:
-        """Do nothing."""
 
     def lost(self, failure: RankFailure) -> None:
         """Wait for those that are left; raise the failure if more is wrong than that a replica was lost on purpose."""
