@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from farflung import Accelerator, skip_first_batches
 from farflung.accelerator.operations import extract_model_from_parallel
-from farflung.compat.outputs import convert_outputs_to_fp32
+from farflung.compat.free_functions import convert_outputs_to_fp32
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -12,8 +14,11 @@ import torch
 from farflung.accelerator import session as slot
 from farflung.accelerator.operations import broadcast, extract_model_from_parallel, gather_object
 from farflung.base.checks import check_path
+from farflung.base.devices import current_accelerator
+from farflung.base.enums import DistributedType
 from farflung.base.errors import CollectiveMismatch
 from farflung.base.optional import is_available
+from farflung.base.tree import convert_to_fp32
 from farflung.checkpoint.writer import save_object, without_aliases
 from farflung.compat.nested_tensors import get_data_structure, initialize_tensors
 from farflung.config.handlers import AutocastKwargs
@@ -74,6 +79,37 @@ def get_mixed_precision_context_manager(
     arguments = (autocast_kwargs or AutocastKwargs()).to_kwargs()
     arguments.pop("outputs_to_fp32", None)
     return torch.autocast(session.world.device.type, dtype=_HALVES.get(session.mixed_precision), **arguments)
+
+
+class ConvertOutputsToFp32:
+    """A function whose half-precision outputs are converted to fp32."""
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        functools.update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> tuple[Callable[..., Any], Any]:
+        # A method is pickled by its name, which stands for this object once a model has it as its forward.
+        forward = self.model_forward
+        return (forward.__func__, forward.__self__) if isinstance(forward, MethodType) else (forward, None)
+
+    def __setstate__(self, state: tuple[Callable[..., Any], Any]) -> None:
+        function, owner = state
+        self.__init__(function if owner is None else MethodType(function, owner))  # type: ignore[misc]
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does what `model_forward` does, and converts half-precision outputs to fp32."""
+    return ConvertOutputsToFp32(model_forward)
+
+
+def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """Return a `torch.amp.GradScaler` for this machine's kind of device (`distributed_type` is unused)."""
+    device = current_accelerator()
+    return torch.amp.GradScaler("cpu" if device is None else device.type, **kwargs)
 
 
 @contextmanager

@@ -16,8 +16,7 @@ from farflung.config import environ
 from farflung.config.foreign import foreign_flag
 from farflung.config.launch import FIELDS, LaunchSettings, rank_variables
 from farflung.config.resolve import resolve
-from farflung.config.setting import Field
-from farflung.config.spelling import underscored
+from farflung.config.setting import Field, underscored
 from farflung.launch import main as command
 from farflung.launch.network import DEFAULT_PORT, get_free_port
 from farflung.launch.run import launch_script

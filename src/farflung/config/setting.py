@@ -93,3 +93,11 @@ def setting(default: Value, help: str, **more: Any) -> Any:
 def accelerates(default: Value, help: str, **more: Any) -> Any:
     """Declare an attribute whose variable is `ACCELERATE_` and the name, in which the ranks find it."""
     return setting(default, help, prefix="ACCELERATE_", told=True, **more)
+
+
+def underscored(word: str) -> str:
+    """Return a flag as its setting spells it: `--num_processes` and `--num-processes` are one flag in each command."""
+    return word.replace("-", "_")
+
+
+BOTH_SPELLINGS = {"token_normalize_func": underscored, "help_option_names": ["-h", "--help"]}

@@ -10,7 +10,7 @@ import click
 from farflung.base.errors import ConfigError
 from farflung.base.optional import is_available
 from farflung.base.sizes import num_bytes
-from farflung.config.spelling import BOTH_SPELLINGS
+from farflung.config.setting import BOTH_SPELLINGS
 from farflung.cost.forecast import Forecast
 from farflung.cost.units import parse_count, parse_rate, parse_seconds
 

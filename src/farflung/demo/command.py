@@ -56,7 +56,7 @@ def demo(generate: str | None, length: int, output: str, seed: int, bandwidth: s
     against bytes, and the best model.
     """
     if generate is not None:
-        click.echo(_late("generate").continued(Path(output), generate, length, seed))
+        click.echo(_late("gpt").continued(Path(output), generate, length, seed))
     else:
         bandwidth_bps = parse_rate(bandwidth, "--bandwidth")
         run(DemoSettings(output=output, seed=seed, bandwidth_bps=bandwidth_bps, **knobs))

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from farflung.demo.settings import Shape
+from farflung.base.errors import ConfigError
+from farflung.demo.settings import MODEL_FILE, SIZES, Shape
 
 VOCABULARY = 256  # a byte is a token
 _WAVELENGTH = 1000.0  # the slowest rotation, in bytes; contexts here are some hundred bytes long
 _INIT_STD = 0.02  # GPT-2
+TEMPERATURE = 0.7  # below 1, unlikely bytes are drawn less often than the model would have them
 
 
 def rotations(length: int, head_width: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -101,3 +105,21 @@ def generate(model: GPT, prompt: bytes, length: int, *, temperature: float, seed
         odds = (model(tokens)[0, -1] / temperature).softmax(dim=-1)
         written.append(int(torch.multinomial(odds, 1, generator=generator)))
     return bytes(written[len(prompt) :])
+
+
+def saved_model(folder: Path) -> GPT:
+    """Load the model from the output folder of a demo run."""
+    file = folder / MODEL_FILE
+    if not file.is_file():
+        raise ConfigError(f"There is no {file}. Run `farflung demo` first, or name its folder with --output.")
+    with safe_open(file, framework="pt") as content:
+        model = GPT(SIZES[content.metadata()["size"]])
+        model.load_state_dict({name: content.get_tensor(name) for name in content.keys()})  # noqa: SIM118 - no mapping
+    return model.eval()
+
+
+def continued(folder: Path, prompt: str, length: int, seed: int) -> str:
+    """Return `prompt` and `length` more bytes by the saved model, as text."""
+    start = prompt.encode() or b"\n"  # a model needs one byte to begin with
+    written = generate(saved_model(folder), start, length, temperature=TEMPERATURE, seed=seed)
+    return (start + written).decode(errors="replace")

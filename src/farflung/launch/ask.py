@@ -12,8 +12,7 @@ from farflung.base.errors import FarflungError
 from farflung.config.files import find_file, own_file, write_file
 from farflung.config.launch import FIELDS, LaunchSettings, field_named
 from farflung.config.resolve import Resolved, resolve
-from farflung.config.setting import Field, Value
-from farflung.config.spelling import BOTH_SPELLINGS
+from farflung.config.setting import BOTH_SPELLINGS, Field, Value
 from farflung.launch.advise import ask_outer
 from farflung.launch.main import CommandGroup
 from farflung.launch.options import SettingsCommand, given, launch_options

@@ -10,8 +10,7 @@ import click
 from farflung.base.errors import Unsupported
 from farflung.config.foreign import foreign_flag
 from farflung.config.launch import FIELDS
-from farflung.config.setting import Field
-from farflung.config.spelling import BOTH_SPELLINGS, underscored
+from farflung.config.setting import BOTH_SPELLINGS, Field, underscored
 
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 # Of `--help`: by the settings' names or how these begin. What is in none of them goes into the last one.

@@ -5,4 +5,4 @@ from farflung.compat.absent import (
     mocked_dataloaders as mocked_dataloaders,
     mocked_dataloaders_for_autoregressive_models as mocked_dataloaders_for_autoregressive_models,
 )
-from farflung.compat.regression import RegressionDataset as RegressionDataset, RegressionModel as RegressionModel
+from farflung.compat.testing import RegressionDataset as RegressionDataset, RegressionModel as RegressionModel

@@ -13,12 +13,10 @@ from farflung.tracking.clients import (
     ClearMLTracker as ClearMLTracker,
     CometMLTracker as CometMLTracker,
     DVCLiveTracker as DVCLiveTracker,
-)
-from farflung.tracking.jsonl import JSONLTracker as JSONLTracker
-from farflung.tracking.mlflow import MLflowTracker as MLflowTracker
-from farflung.tracking.runs import (
     SwanLabTracker as SwanLabTracker,
     TrackioTracker as TrackioTracker,
     WandBTracker as WandBTracker,
 )
+from farflung.tracking.jsonl import JSONLTracker as JSONLTracker
+from farflung.tracking.mlflow import MLflowTracker as MLflowTracker
 from farflung.tracking.tensorboard import TensorBoardTracker as TensorBoardTracker

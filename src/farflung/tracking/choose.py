@@ -13,10 +13,17 @@ from farflung.base.enums import LoggerType
 from farflung.base.errors import ConfigError
 from farflung.base.optional import compare_versions, is_installed
 from farflung.tracking.base import GeneralTracker
-from farflung.tracking.clients import AimTracker, ClearMLTracker, CometMLTracker, DVCLiveTracker
+from farflung.tracking.clients import (
+    AimTracker,
+    ClearMLTracker,
+    CometMLTracker,
+    DVCLiveTracker,
+    SwanLabTracker,
+    TrackioTracker,
+    WandBTracker,
+)
 from farflung.tracking.jsonl import JSONLTracker
 from farflung.tracking.mlflow import MLflowTracker
-from farflung.tracking.runs import SwanLabTracker, TrackioTracker, WandBTracker
 from farflung.tracking.tensorboard import TensorBoardTracker
 
 # By name; `register_tracker_class` adds to it, and so do scripts.

@@ -41,8 +41,8 @@ from farflung.big_model.tensors import (
 )
 from farflung.compat.absent import fallback_allocate as fallback_allocate
 from farflung.compat.free_functions import (
+    get_grad_scaler as get_grad_scaler,
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
     is_peft_model as is_peft_model,
 )
-from farflung.compat.outputs import get_grad_scaler as get_grad_scaler
 from farflung.compat.plain_values import convert_file_size_to_int as convert_file_size_to_int

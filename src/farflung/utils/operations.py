@@ -29,7 +29,9 @@ from farflung.compat.absent import (
     verify_operation as verify_operation,
 )
 from farflung.compat.free_functions import (
+    ConvertOutputsToFp32 as ConvertOutputsToFp32,
     GatheredParameters as GatheredParameters,
+    convert_outputs_to_fp32 as convert_outputs_to_fp32,
     copy_tensor_to_devices as copy_tensor_to_devices,
 )
 from farflung.compat.nested_tensors import (
@@ -42,8 +44,4 @@ from farflung.compat.nested_tensors import (
     initialize_tensors as initialize_tensors,
     is_tensor_information as is_tensor_information,
     slice_tensors as slice_tensors,
-)
-from farflung.compat.outputs import (
-    ConvertOutputsToFp32 as ConvertOutputsToFp32,
-    convert_outputs_to_fp32 as convert_outputs_to_fp32,
 )
