@@ -344,11 +344,9 @@ class UserCpuOffloadHook:
         self.hook = hook
 
     def offload(self) -> None:
-        """Put the model on the CPU."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Remove the hook from the model."""
         remove_hook_from_module(self.model)
 
 

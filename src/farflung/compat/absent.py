@@ -27,7 +27,6 @@ class Absent:
     is_engine: bool = True  # it does something for a run, so the README says that it is not there
 
     def error(self, name: str) -> Unsupported:
-        """Return the error for a use of `name`."""
         return Unsupported(f"{name} belongs to {self.what}, which Farflung does not support. {self.instead}")
 
 

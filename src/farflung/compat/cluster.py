@@ -58,12 +58,10 @@ class BaseConfig:
         return {name: value for name, value in said.items() if value not in (None, {})}
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:
-        """Write a file of YAML."""
         with AtomicFile(yaml_file) as path:
             path.write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
 
     def to_json_file(self, json_file: str | Path) -> None:
-        """Write a file of JSON."""
         with AtomicFile(json_file) as path:
             path.write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -124,16 +124,13 @@ class TempDirTestCase(TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Make the folder."""
         cls.tmpdir = Path(tempfile.mkdtemp())
 
     @classmethod
     def tearDownClass(cls) -> None:
-        """Remove the folder."""
         shutil.rmtree(cls.tmpdir, ignore_errors=True)
 
     def setUp(self) -> None:
-        """Empty the folder."""
         for path in self.tmpdir.iterdir() if self.clear_on_setup else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 

@@ -18,7 +18,6 @@ class AccelerateTestCase(TestCase):
     """Tests after each of which this process has no `Accelerator` and no world any more."""
 
     def tearDown(self) -> None:
-        """Forget what was settled, and leave the world."""
         super().tearDown()
         AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -54,7 +53,6 @@ class RegressionModel(nn.Module):
         self.first_batch = True
 
     def forward(self, x: Any = None) -> Tensor:
-        """Return `a x + b`."""
         if self.first_batch:
             print(f"Model dtype: {self.a.dtype}, {self.b.dtype}. Input dtype: {x.dtype}")
             self.first_batch = False

@@ -135,7 +135,6 @@ class ParallelismConfig:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields by name."""
         return dict(vars(self))
 
     @property
@@ -145,7 +144,6 @@ class ParallelismConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of rows times that of columns."""
         return self.dp_replicate_size * self.dp_shard_size
 
     @property

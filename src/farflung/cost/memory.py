@@ -58,12 +58,10 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        """The number of all parameters."""
         return sum(self.groups)
 
     @property
     def root(self) -> int:
-        """Parameters of the root's group."""
         return self.groups[0]
 
     @property
@@ -78,7 +76,6 @@ class ModelSize:
 
     @property
     def num_trained(self) -> int:
-        """Parameters that are trained."""
         return self.parameters if self.trained is None else self.trained
 
 

@@ -141,7 +141,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The sum of all parts."""
         return self.anchor + self.outer_state + self.feedback + self.buffers
 
 

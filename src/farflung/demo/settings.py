@@ -43,7 +43,6 @@ class DemoSettings:
 
     @property
     def shape(self) -> Shape:
-        """The model's size in numbers."""
         return SIZES[self.size]
 
     def path(self, name: str) -> Path:
@@ -59,7 +58,6 @@ class DemoSettings:
 
     @classmethod
     def load(cls, file: str | Path) -> DemoSettings:
-        """Read what `save` wrote."""
         return cls(**json.loads(Path(file).read_text(encoding="utf-8")))
 
 

@@ -63,11 +63,9 @@ class LazyGroup(CommandGroup):
         self.table = table
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in the order of the table."""
         return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Load the subcommand `cmd_name`."""
         module, name = self.table[cmd_name][0].split(":")
         command: click.Command = getattr(import_module(module), name)
         return command

@@ -68,7 +68,6 @@ class SettingsCommand(click.Command):
         super().__init__(*args, **kwargs)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the flags in sections."""
         sections: dict[str, list[tuple[str, str]]] = {title: [] for title in _SECTIONS}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None

@@ -62,7 +62,6 @@ class Simulation:
 
     @property
     def value(self) -> float:
-        """The last evaluation's value."""
         return self.evaluations[-1].value
 
     @property
@@ -241,7 +240,6 @@ class _Replica:
 
     @property
     def failures(self) -> list[str]:
-        """The error messages of all losses that this replica has seen."""
         return self._members.failures
 
     def play(self) -> None:

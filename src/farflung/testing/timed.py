@@ -54,7 +54,6 @@ class Network:
         check_number("latency_s", self.latency_s, least=0)
 
     def line(self, group: SimGroup) -> Line:
-        """Return the line of a group."""
         return self._lines.setdefault((group.members, group.age), Line())
 
     def near(self) -> Network:

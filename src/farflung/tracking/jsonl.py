@@ -7,8 +7,9 @@ import json
 import math
 import os
 import time
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from farflung.base.files import open_lines
 from farflung.base.tree import listify
@@ -30,16 +31,12 @@ class JSONLTracker(GeneralTracker):
 
     name = "jsonl"
     requires_logging_directory = True
+    tracker = property(attrgetter("_file"), doc="The open file.")
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
         super().__init__()
         self.run_name = run_name
         self.path = Path(logging_dir) / f"{run_name}.jsonl"
-
-    @property
-    def tracker(self) -> TextIO:
-        """The open file."""
-        return self._file
 
     def start(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
