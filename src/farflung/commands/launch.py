@@ -2,36 +2,21 @@
 """Door: the launcher as functions."""
 
 from farflung.compat.absent import (
-    CustomHelpFormatter,
-    clean_option,
-    deepspeed_launcher,
-    sagemaker_launcher,
-    tpu_launcher,
-    tpu_pod_launcher,
+    CustomHelpFormatter as CustomHelpFormatter,
+    clean_option as clean_option,
+    deepspeed_launcher as deepspeed_launcher,
+    sagemaker_launcher as sagemaker_launcher,
+    tpu_launcher as tpu_launcher,
+    tpu_pod_launcher as tpu_pod_launcher,
 )
 from farflung.compat.launch_functions import (
-    launch_command,
-    launch_command as multi_gpu_launcher,
-    launch_command as simple_launcher,
-    launch_command_parser,
-    main,
+    launch_command as launch_command,
+    launch_command_parser as launch_command_parser,
+    main as main,
+    multi_gpu_launcher as multi_gpu_launcher,
+    simple_launcher as simple_launcher,
 )
-from farflung.compat.private_names import _validate_launch_command
-
-__all__ = [
-    "CustomHelpFormatter",
-    "_validate_launch_command",
-    "clean_option",
-    "deepspeed_launcher",
-    "launch_command",
-    "launch_command_parser",
-    "main",
-    "multi_gpu_launcher",
-    "sagemaker_launcher",
-    "simple_launcher",
-    "tpu_launcher",
-    "tpu_pod_launcher",
-]
+from farflung.compat.private_names import _validate_launch_command as _validate_launch_command
 
 if __name__ == "__main__":
     main()

@@ -86,6 +86,9 @@ def launch_command(args: argparse.Namespace) -> None:
         sys.exit(code)
 
 
+simple_launcher = multi_gpu_launcher = launch_command
+
+
 def main() -> NoReturn:
     """Run `farflung launch` with this process's arguments, as `python -m farflung.commands.launch` does."""
     command.main(["launch", *sys.argv[1:]])

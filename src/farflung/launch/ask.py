@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `farflung config`: ask for settings, write the defaults, or show those in effect and their origins."""
+"""The commands `farflung config`, which asks for settings, writes the defaults, or shows those in effect and their
+origins, and `farflung env`, which shows what to put into a bug report.
+"""
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
 from farflung.base.errors import FarflungError
+from farflung.base.optional import installed_version
 from farflung.config.files import find_file, own_file, write_file
 from farflung.config.launch import FIELDS, LaunchSettings, field_named
 from farflung.config.resolve import Resolved, resolve
@@ -16,6 +20,9 @@ from farflung.config.setting import BOTH_SPELLINGS, Field, Value
 from farflung.launch.advise import ask_outer
 from farflung.launch.main import CommandGroup
 from farflung.launch.options import SettingsCommand, given, launch_options
+from farflung.launch.plan import count_gpus, usable_cores
+
+_PACKAGES = ("farflung", "torch", "numpy", "safetensors", "accelerate", "transformers")
 
 
 @click.group(cls=CommandGroup, invoke_without_command=True, context_settings=BOTH_SPELLINGS)
@@ -152,3 +159,17 @@ config.add_command(
         help="Show the settings in effect, given these flags, the environment and the files.",
     )
 )
+
+
+@click.command()
+@click.option("--config_file", "--config-file", metavar="FILE", help="Show the settings in this file.")
+def env(config_file: str | None) -> None:
+    """Show versions, devices and the settings in use."""
+    resolved = resolve({} if config_file is None else {"config_file": config_file})
+    facts = {"platform": platform.platform(), "python": platform.python_version()}
+    facts |= {package: installed_version(package) or "not installed" for package in _PACKAGES}
+    facts |= {"cores": str(usable_cores()), "gpus": str(count_gpus()), "settings": str(resolved.file or "defaults")}
+    for name, fact in facts.items():
+        click.echo(f"{name}: {fact}")
+    for line in describe(resolved, origin=True):
+        click.echo(f"  {line}")

@@ -63,12 +63,9 @@ def notebook_launcher(
         RankFailure: the function failed in one of the processes; the message names the rank and has its traceback.
     """
     _check(function, args)
-    for name, count, least in (
-        ("num_nodes", num_nodes, 1),
-        ("node_rank", node_rank, 0),
-        ("max_restarts", max_restarts, 0),
-    ):
-        check_whole(name, count, least=least)
+    check_whole("num_nodes", num_nodes, least=1)
+    check_whole("node_rank", node_rank, least=0)
+    check_whole("max_restarts", max_restarts, least=0)
     if num_processes is not None:
         check_whole("num_processes", num_processes, least=1)
     check_number("monitor_interval", monitor_interval, above=0)

@@ -7,6 +7,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -149,9 +150,7 @@ class FSDP(ShardedModels):
                 param_dtype=self._compute_dtype, reduce_dtype=torch.float32 if self._compute_dtype else own
             )
         if given.reduce_dtype is None:
-            return MixedPrecisionPolicy(
-                given.param_dtype, given.param_dtype or own, given.output_dtype, given.cast_forward_inputs
-            )
+            return replace(given, reduce_dtype=given.param_dtype or own)
         return given
 
     def _fill(self, model: nn.Module, before: dict[str, nn.Parameter], whole: dict[str, Any]) -> None:
