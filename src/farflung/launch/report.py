@@ -104,9 +104,9 @@ def explain(
 ) -> tuple[str, str]:
     """Return title and text of the report.
 
-        Args:
-            finished: ranks of this machine that had ended well before.
-            others_at: the address of this machine for others, whose names may be the same; None: there are no others.
+    Args:
+        finished: ranks of this machine that had ended well before.
+        others_at: the address of this machine for others, whose names may be the same; None: there are no others.
         name: of what failed first; None: `rank 0`, for example.
     """
     own, ended = in_order(failures)
