@@ -37,7 +37,7 @@ class Forecast:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], steps: int, bucket_bytes: int | None, utilization: float) -> Forecast:
-        """Return the forecast of `steps` steps of `Run(**settings)`; bucket_bytes=None: as each method has it."""
+        """Return the forecast of `steps` steps of `Run(**settings)`; buckets are each method's own by default."""
         run = Run(**settings)
         every_row = rows_for(run, bucket_bytes, steps)
         rows = tuple(row for row in every_row if row.outer is None or steps >= FEW_ROUNDS * row.method.every)

@@ -144,7 +144,7 @@ def _count_processes(settings: LaunchSettings) -> tuple[int, bool]:
 
 
 def fit_for_cores(number: int, called: str, noun: str = "process") -> int:
-    """Return `number`, unless it is of more processes (or threads of one) than this machine's cores may run.
+    """Return `number`; raise ConfigError if it is more processes, or threads, than this machine's cores may run.
 
     `called` is the setting as its user knows it.
     """

@@ -78,10 +78,10 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 def filter_trackers(
     log_with: Tracker | Sequence[Tracker] | None, logging_dir: str | os.PathLike[str] | None = None
 ) -> list[Any]:
-    """Return the trackers that `log_with` asks for, each once; ConfigError for one that can't be had.
+    """Return the trackers that `log_with` asks for, each once; raise ConfigError for one that can't be used.
 
-    It names trackers, members of `LoggerType`, trackers of your own, or `"all"`: those whose client is installed, and
-    JSON lines where there is a `logging_dir`.
+    It takes names of trackers, members of `LoggerType`, trackers of your own, or `"all"`: those whose client is
+    installed, and JSON lines where there is a `logging_dir`.
     """
     asked = log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
     wants_all = any(isinstance(each, str) and str(each) == "all" for each in asked)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thin adapters over the official clients of Aim, ClearML, Comet, DVCLive, Weights & Biases and what is like it."""
+"""Thin adapters over the official clients of Aim, ClearML, Comet, DVCLive, Weights & Biases, SwanLab and Trackio."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class ClearMLTracker(ClientTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record a table, given by its rows (the first has the columns' names if `columns` has not) or a data frame."""
+        """Record a table, given by its rows (the first names the columns if `columns` is None) or as a data frame."""
         if dataframe is None and data is None:
             raise ConfigError(
                 f"log_table: the table {table_name!r} has neither data nor a dataframe. Give one of them."
