@@ -12,9 +12,12 @@ DEV_READY := $(VENV)/.ready-dev
 # Tests start Python a thousand times: without its bytecode each start would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast check format package clean
+.PHONY: demo demo-elastic test test-fast check format package clean
 demo: $(DEMO_READY)
 	$(BIN)/farflung demo
+
+demo-elastic: $(DEMO_READY)
+	$(BIN)/farflung launch --cpu --elastic 1:3 --replicas 3 examples/elastic.py --dies_at 400
 
 test: $(DEV_READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -8,6 +8,7 @@ that its lines begin with), and let another one join with the command that the l
 import argparse
 import json
 import os
+import signal
 import time
 from dataclasses import asdict
 
@@ -27,6 +28,7 @@ def main():
     parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--every", type=int, default=16, help="steps that each replica takes alone")
     parser.add_argument("--pause", type=float, default=0.015, help="seconds more for a step, so that you can watch")
+    parser.add_argument("--dies_at", type=int, help="the replica that came last kills itself after this step, once")
     parser.add_argument("--log", help="append a line of JSON for each round to this file")
     chosen = parser.parse_args()
     me = os.getpid()
@@ -49,6 +51,7 @@ def main():
     with OuterLoop(model, diloco(chosen.every), membership=membership) as outer:
         outer.listeners.append(note)
         print(f"process {me}: begins at step {outer.position}\n", end="", flush=True)
+        dies = membership and outer.position == 0 and membership.member == max(membership.record.ids)
         while outer.position < chosen.steps:
             batch = pieces[torch.randint(len(pieces), (BATCH,))]
             loss = loss_per_sequence(model(batch[:, :-1]), batch[:, 1:]).mean()
@@ -57,6 +60,8 @@ def main():
             optimizer.zero_grad()
             time.sleep(chosen.pause)
             outer.step()  # every 16th time, exchange what changed with those that are there
+            if dies and outer.position == chosen.dies_at:
+                os.kill(me, signal.SIGKILL)
             if outer.position % (10 * chosen.every) == 0:
                 print(f"process {me}: step {outer.position}, loss {loss:.2f}\n", end="", flush=True)
     stats = outer.stats()

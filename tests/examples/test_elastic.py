@@ -28,5 +28,14 @@ def test_every_replica_learns_and_notes_its_rounds(launch, replicas, tmp_path):
     assert all(len(one["members"]) == replicas and one["member"] in one["members"] for one in rounds)
 
 
+@pytest.mark.slow
+def test_one_that_dies_is_let_in_again_while_the_others_go_on():
+    flags = ["--steps", "1000", "--dies_at", "200"]
+    ended = subprocess.run([*LAUNCH, str(FILE), *flags], capture_output=True, text=True, timeout=patience(120))
+    assert ended.returncode == 0, ended.stderr
+    assert "replica 1 is out: was killed by SIGKILL; training goes on with 1 replica" in ended.stderr
+    assert "replica 1 joined; 2 replicas train" in ended.stderr
+
+
 def test_it_is_short():
-    assert len(FILE.read_text().splitlines()) <= 70
+    assert len(FILE.read_text().splitlines()) <= 75
