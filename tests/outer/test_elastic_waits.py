@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ends a wait for another replica: the silence of its machine, values that don't come, and that it is late."""
+
+import time
+
+import pytest
+
+from farflung.base.errors import RankFailure
+from farflung.comm.epoch_group import Entered
+from farflung.comm.member_store import Record
+from farflung.outer import elastic
+from farflung.outer.elastic import Elastic
+from farflung.process.sockets import serve_store
+
+
+@pytest.fixture
+def waiting():
+    """A member that waits in an epoch with another one, whose launcher has given a sign; and its look for the other."""
+    membership = Elastic(serve_store("127.0.0.1", 0, wait_for_workers=False), 1, grace_s=3.0)
+    membership.notes.name(2, "replica 1", "node1")
+    membership.notes.beat("node1")
+    record = Record(1, 1, (1, 2))
+    assert membership.members.replace(None, record)
+    membership.record = record
+    watch, place = elastic._EpochWatch(membership, record, 1.0), Entered("c0#7", 125_000)
+    watch.look(place, 2.0)
+    return membership, lambda waited_s: watch.look(place, waited_s)
+
+
+def test_who_waits_for_a_machine_that_is_gone_hears_of_it_even_if_its_member_had_come(waiting, monkeypatch):
+    monkeypatch.setattr(elastic, "_BEAT_LOST_S", 0.2)
+    membership, look = waiting
+    membership.members.say(1, "wait0", 2, "c0#7")
+    time.sleep(0.3)
+    membership.notes.beat("node1")
+    look(2.0)
+    time.sleep(0.3)
+    with pytest.raises(RankFailure, match="replica 1: its machine gave no sign for"):
+        look(2.0)
+
+
+def test_who_waits_for_values_that_do_not_come_gives_up_after_the_grace_and_their_time_on_a_slow_line(waiting):
+    membership, look = waiting
+    membership.members.say(1, "wait0", 2, "c0#7")
+    look(3.9)  # at 1 Mbit/s they take a second
+    with pytest.raises(RankFailure, match=r"no values came for 4\.1 s, though all wait for them"):
+        look(4.1)
+
+
+def test_who_waits_for_one_that_is_elsewhere_gives_up_after_the_grace(waiting):
+    membership, look = waiting
+    membership.members.say(1, "wait0", 2, "c0#6")
+    look(2.9)
+    with pytest.raises(RankFailure, match="replica 1: late by more than 3 s"):
+        look(3.1)
+    assert membership.cause(2, 0.0) == "it was late by more than 3 s"
