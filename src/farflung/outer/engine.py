@@ -50,7 +50,7 @@ class OuterLoop:
     Creating it, and leaving its block normally, are collectives: at the start every rank gets the trainable weights and
     buffers of rank 0; at the end ranks that have no more data stay in the rounds (with weight 0) until all ranks have
     arrived, and a last round leaves all replicas bitwise equal. Leaving the block through an exception sends nothing;
-    the other ranks then get a `RankFailure` that names the rank.
+    the other ranks then get a `RankFailure` that names the rank. A loop that has ended raises `StateError`.
 
     In a round each rank is weighted by the steps that it has completed since the last one. If the weights of any rank
     are not finite, all ranks drop the round: they keep their own weights, and the round is counted, with a warning. A
@@ -134,7 +134,6 @@ class OuterLoop:
             items: number of samples or tokens in the step, for recipes that weight replicas by them.
 
         Raises:
-            StateError: the loop has ended.
             ConfigError: the recipe weights replicas by items, and none are given.
         """
         self._check_open()
@@ -155,11 +154,7 @@ class OuterLoop:
             self.reset_anchor()
 
     def sync_if_due(self) -> None:
-        """Run what the schedule has made due since the last call; a round that was due several times runs once.
-
-        Raises:
-            StateError: the loop has ended.
-        """
+        """Run what the schedule has made due since the last call; a round that was due several times runs once."""
         self._check_open()
         due = self._timetable.until(self._position)
         if due:
@@ -202,11 +197,7 @@ class OuterLoop:
         return self._position < self._recipe.warmup
 
     def average_gradients(self) -> None:
-        """In a warm-up, average the gradients of all ranks in place (a collective), once a step; later do nothing.
-
-        Raises:
-            StateError: the loop has ended.
-        """
+        """In a warm-up, average the gradients of all ranks in place (a collective), once a step; later do nothing."""
         self._check_open()
         self._warmup.average(self._position)
 
@@ -219,7 +210,7 @@ class OuterLoop:
 
         Raises:
             ConfigError: the optimizer trains nothing of the model, or the recipe weights replicas by items.
-            StateError: the loop has ended, or an optimizer is attached already.
+            StateError: an optimizer is attached already.
             Unsupported: at a step of a warm-up that is given a closure, which computes gradients after the averaging.
         """
         self._check_open()
@@ -264,9 +255,6 @@ class OuterLoop:
         Exchanges in flight are waited for and discarded, and so is what error feedback has kept back. All ranks must
         call it, and with the same weights: nothing compares them. Before the first step of a newcomer the weights of
         the others take the place of its own instead.
-
-        Raises:
-            StateError: the loop has ended.
         """
         self._check_open()
         with torch.no_grad():
@@ -281,9 +269,6 @@ class OuterLoop:
         The last round averages the steps since the previous one; if no rank has made any, only votes and buffers are
         exchanged. If it is dropped, replicas return to their anchor, or without one take the mean of those with finite
         weights. Afterwards the schedule continues on all ranks from the furthest step of any rank.
-
-        Raises:
-            StateError: the loop has ended.
         """
         self._check_open()
         self._rounds.retry_after_losses(self._flush)
@@ -383,7 +368,6 @@ class OuterLoop:
 
         Raises:
             ConfigError: it is no such state, or of another model or recipe.
-            StateError: the loop has ended.
         """
         self._check_open()
         check_state("load_state_dict", state)
