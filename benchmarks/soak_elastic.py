@@ -7,7 +7,6 @@ waited, whether any step was lost or counted twice, and what has grown (memory, 
 
 import argparse
 import itertools
-import json
 import random
 import signal
 import statistics
@@ -16,6 +15,7 @@ import time
 from pathlib import Path
 
 import psutil
+from _measure import report
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -116,6 +116,7 @@ def main():
     parser.add_argument("--events", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--grace-s", type=float, default=1.0)
+    parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     begun, growth = time.time(), []
     with ElasticRun(step_s=0.01, numel=4096, expected=REPLICAS, grace_s=asked.grace_s) as run:
@@ -126,15 +127,22 @@ def main():
             if number in (20, asked.events):
                 growth.append(held(run, [soak.keeper]))
         run.finish()
-    summary = {
-        "events": asked.events,
-        "minutes": (time.time() - begun) / 60,
-        "steps lost or counted twice": soak.mistakes,
-        "wait after a crash, median and worst (s)": [statistics.median(soak.crashes), max(soak.crashes)],
-        "wait after a stop, median and worst (s)": [statistics.median(soak.stops), max(soak.stops)],
-        "held at the 20th event and at the last": growth,
-    }
-    print(json.dumps(summary, indent=2))
+    waits = {"crash": soak.crashes, "stop": soak.stops}
+    report(
+        "Do replicas that are killed, stopped and started lose steps, and what do the others wait and hold?",
+        {
+            "minutes": round((time.time() - begun) / 60, 1),
+            "steps_lost_or_counted_twice": soak.mistakes,
+            "waited_s": {
+                kind: [round(statistics.median(all_), 3), round(max(all_), 3)] for kind, all_ in waits.items()
+            },
+            "held_at_event_20_and_last": growth,
+        },
+        seed=asked.seed,
+        write_to="elastic_soak.jsonl" if asked.write else None,
+        events=asked.events,
+        grace_s=asked.grace_s,
+    )
 
 
 if __name__ == "__main__":
