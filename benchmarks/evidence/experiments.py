@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does an outer loop keep of data parallelism's gain, for which share of its bytes?
+
+From `benchmarks`: python -m evidence.experiments [--experiment tune 1 2 3] [--sizes 34k 100k] [--seeds 0 1 2] [--table]
+
+Each run is a line of results/evidence.jsonl; those that are there already are not done again, so a series can be broken
+off and taken up. Settings are tuned at a quarter of the length first (`tune`), on the smallest size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import torch
+from _measure import RESULTS, report
+
+from evidence.runner import train
+from evidence.runs import SHAPES, Run
+
+QUESTION = "What does an outer loop keep of data parallelism's gain, for which share of its bytes?"
+FILE = "evidence.jsonl"
+STEPS = {"34k": 2000, "100k": 2000, "385k": 1000, "1M": 1000}
+AT_ONCE = 36  # rows of a stack: more of them take as long each, fewer take longer
+TUNED_AT = "34k"
+INNER = (2.5e-3, 5e-3, 1e-2, 2e-2)
+OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99)
+ANCHORED = ("diloco", "streaming_diloco", "eager_diloco", "noloco", "sparse_loco")
+
+
+def spelled(**settings: Any) -> str:
+    return json.dumps(settings, sort_keys=True)
+
+
+class Results:
+    """The lines that are there, by their runs."""
+
+    def __init__(self) -> None:
+        self.read()
+
+    def read(self) -> None:
+        file = RESULTS / FILE
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        self.figures: dict[Run, dict[str, Any]] = {}
+        for line in map(json.loads, lines):
+            self.figures[Run(**{field.name: line[field.name] for field in fields(Run)})] = line["figures"]
+
+    def loss(self, run: Run) -> float:
+        """Return the held-out loss; infinite if it isn't there or wasn't finite."""
+        found = self.figures.get(run, {}).get("held_out_loss")
+        return math.inf if found is None else float(found)
+
+
+def quarter(run: Run) -> Run:
+    """Return the run at the length and size at which it is tuned, with the first seed and all else as usual."""
+    return Run(TUNED_AT, run.method, run.lr, 0, STEPS[TUNED_AT] // 4, run.settings)
+
+
+def inner_grid(method: str, **settings: Any) -> list[Run]:
+    return [quarter(Run(TUNED_AT, method, lr, 0, 0, spelled(**settings))) for lr in INNER]
+
+
+def outer_grid(lr: float, method: str, **settings: Any) -> list[Run]:
+    """Return nine pairs of outer learning rate and momentum (or error feedback's decay), and the recipe's defaults."""
+    second = {"beta": DECAYS} if method == "sparse_loco" else {"momentum": MOMENTA}
+    ((name, values),) = second.items()
+    pairs = [{**settings, "lr": rate, name: value} for rate in OUTER for value in values]
+    return [quarter(Run(TUNED_AT, method, lr, 0, 0, spelled(**one))) for one in [settings, *pairs]]
+
+
+def best(results: Results, grid: Iterable[Run]) -> Run:
+    return min(grid, key=results.loss)
+
+
+def inner_lr(results: Results, method: str) -> float:
+    """Return the tuned inner learning rate: DDP's and one replica's own, and DiLoCo's for all with an outer loop."""
+    if method in ("alone", "DDP"):
+        return best(results, inner_grid(method)).lr
+    return best(results, inner_grid("diloco", every=32)).lr
+
+
+def tuned(results: Results, size: str, seed: int, method: str, **settings: Any) -> Run:
+    """Return a method's run at a size, with what was best for it at a quarter of the length on the smallest size.
+
+    On larger models the inner learning rate falls as the width grows.
+    """
+    lr = inner_lr(results, method)
+    if method in ANCHORED:
+        where = {name: value for name, value in settings.items() if name in ("every", "fragments", "delay")}
+        chosen = best(results, outer_grid(lr, method, **where))
+        settings = {**chosen.options, **settings}
+    width = SHAPES[size].width / SHAPES[TUNED_AT].width
+    return Run(size, method, round(lr / width, 6), seed, STEPS[size], spelled(**settings))
+
+
+def default(results: Results, size: str, seed: int, method: str, **settings: Any) -> Run:
+    """Return a recipe's run with its own outer defaults."""
+    return replace(tuned(results, size, seed, method, **settings), settings=spelled(**settings))
+
+
+STREAMING = {"every": 32, "fragments": 2, "delay": 1}
+METHODS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "alone": ("alone", {}),
+    "DDP": ("DDP", {}),
+    "diloco(32)": ("diloco", {"every": 32}),
+    "local_sgd(32)": ("local_sgd", {"every": 32}),
+    "streaming_diloco(32, 2) 4 bits": ("streaming_diloco", STREAMING),
+    "diloco(8)": ("diloco", {"every": 8}),
+    "diloco(128)": ("diloco", {"every": 128}),
+    "local_sgd(8)": ("local_sgd", {"every": 8}),
+    "DDP, 32 steps accumulated": ("DDP", {"accumulate": 32}),
+    "sparse_loco(32)": ("sparse_loco", {"every": 32}),
+    "eager_diloco(32) int8": ("eager_diloco", {"every": 32}),
+    "noloco(32)": ("noloco", {"every": 32}),
+    "DDP, bf16": ("DDP", {"dtype": "bfloat16"}),
+    "DDP, PowerSGD rank 2": ("DDP", {"hook": "powersgd", "rank": 2}),
+    "gossip(32)": ("gossip", {"every": 32}),
+}
+CODECS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    f"diloco({every}) {codec}": ("diloco", {"every": every, "codec": codec})
+    for every in (32, 8, 128)
+    for codec in ("int8", "e3m0")
+}
+LARGER = ("alone", "DDP", "diloco(32)", "diloco(8)", "streaming_diloco(32, 2) 4 bits", "diloco(128)", "local_sgd(32)")
+CHANGED = ("alone", "DDP", "diloco(32)")
+
+
+def tuning(results: Results) -> Iterator[list[Run]]:
+    yield [run for method in ("alone", "DDP") for run in inner_grid(method)] + inner_grid("diloco", every=32)
+    lr = inner_lr(results, "diloco")
+    for every in (32, 8, 128):
+        yield outer_grid(lr, "diloco", every=every)
+        if every == 32:
+            yield outer_grid(lr, "streaming_diloco", **STREAMING)
+    for method in ("sparse_loco", "eager_diloco", "noloco"):
+        yield outer_grid(lr, method, every=32)
+
+
+def changes(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
+    """Return runs with one thing changed each: one replica alone, DDP and DiLoCo, where all three see the change."""
+    usual = [tuned(results, size, seed, method, **settings) for method, settings in map(METHODS.get, CHANGED)]
+    diloco = usual[2]
+
+    def with_settings(**settings: Any) -> list[Run]:
+        return [replace(diloco, settings=spelled(**{**diloco.options, **settings}))]
+
+    return {
+        "as it is": usual,
+        "defaults of the recipe": [default(results, size, seed, "diloco", every=32)],
+        "no common training first": [replace(run, common=0.0) for run in usual],
+        "a constant learning rate": [replace(run, falls=False) for run in usual],
+        "AdamW's moments averaged": with_settings(average_state=True),
+        "the last tenth with H 4": with_settings(last=4),
+        "half the steps": [replace(run, steps=run.steps // 2) for run in usual],
+        "twice the steps": [replace(run, steps=run.steps * 2) for run in usual],
+        "four times the batch": [replace(run, batch=4 * run.batch) for run in usual],
+        "8 replicas": [replace(run, replicas=8) for run in usual],
+        "published outer rate and momentum": with_settings(lr=0.7, momentum=0.9),
+    }
+
+
+def rows(results: Results, experiment: str, size: str, seed: int) -> dict[str, list[Run]]:
+    """Return the runs of an experiment, by the names of its rows."""
+    if experiment == "3":
+        return changes(results, size, seed)
+    table = METHODS if experiment == "1" else CODECS
+    names = LARGER if experiment == "1" and size != TUNED_AT else table
+    found = {name: [tuned(results, size, seed, table[name][0], **table[name][1])] for name in names}
+    if experiment == "1" and size == TUNED_AT:
+        found["diloco(32) default"] = [default(results, size, seed, "diloco", every=32)]
+    return found
+
+
+def do(runs: Iterable[Run], results: Results) -> None:
+    """Do what isn't there yet, in stacks of what can be done together."""
+    by_kind: dict[tuple[Any, ...], list[Run]] = {}
+    results.read()
+    for run in dict.fromkeys(runs):
+        if run not in results.figures:
+            by_kind.setdefault((run.size, run.steps, run.batch), []).append(run)
+    for kind in by_kind.values():
+        while kind:
+            now = [kind.pop(0)]
+            while kind and sum(run.replicas for run in [*now, kind[0]]) <= AT_ONCE:
+                now.append(kind.pop(0))
+            for run, figures in zip(now, train(now), strict=True):
+                facts = asdict(run)
+                report(QUESTION, figures, write_to=FILE, tuned_at=TUNED_AT, **facts)
+                results.figures[run] = figures
+
+
+def share(results: Results, run: Run, alone: Run, ddp: Run) -> float:
+    """Return which share of DDP's gain over one replica alone the run has."""
+    losses = [results.loss(one) for one in (alone, run, ddp)]
+    return (losses[0] - losses[1]) / (losses[0] - losses[2])
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """Return the mean and its standard error."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.mean(values), error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--experiment", nargs="*", default=["tune", "1", "2", "3"], choices=["tune", "1", "2", "3"])
+    parser.add_argument("--rows", nargs="*", metavar="ROW", help="of the experiments; all by default")
+    parser.add_argument("--sizes", nargs="*", default=["34k"], choices=list(SHAPES))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    results = Results()
+    for experiment in chosen.experiment:
+        if experiment == "tune":
+            for grid in tuning(results):
+                do(grid, results)
+            continue
+        for size in chosen.sizes:
+            named = [rows(results, experiment, size, seed) for seed in chosen.seeds]
+            chosen_rows = [runs for one in named for name, runs in one.items() if name in (chosen.rows or one)]
+            do((run for runs in chosen_rows for run in runs), results)
+
+
+if __name__ == "__main__":
+    main()

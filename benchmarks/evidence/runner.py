@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many small training runs at once: the replicas of all of them are rows of one tensor, forward and backward one call.
+
+What a replica does by itself (AdamW, clipping) is done here for all rows; every exchange is the package's own outer
+loop, one thread a replica, whose model's parameters are views of its row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+import farflung.outer
+from evidence.data_parallel import HOOKS
+from evidence.runs import SHAPES, Run, draws, texts
+from farflung.demo.gpt import GPT
+from farflung.demo.settings import Shape
+from farflung.outer import AverageState, OuterLoop
+from farflung.testing.sim import SimGroup, run_replicas
+
+BETAS, EPS, WEIGHT_DECAY, MAX_NORM = (0.9, 0.95), 1e-8, 0.1, 1.0
+HELD_OUT_SEQUENCES = 512
+
+
+def loss_of(logits: Tensor, batch: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats a byte of `[batch, length, 256]` logits."""
+    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].long().flatten())
+
+
+@dataclass
+class Lane:
+    """One run in a stack: its rows and AdamW on them.
+
+    Args:
+        weights: `[replicas, parameters]`, this run's rows.
+    """
+
+    run: Run
+    model: nn.Module
+    weights: Tensor
+    step: int = 0
+    updates: int = 0
+    bytes_sent: float = 0.0
+    rounds: int = 0
+
+    def __post_init__(self) -> None:
+        self.moments = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
+        context = self.model.shape.context
+        self._span, self._starts = torch.arange(context + 1), draws(self.run, context)
+        settings = self.run.options
+        make = HOOKS[settings.pop("hook", "mean")]
+        shapes = [parameter.shape for parameter in self.model.parameters()]
+        self._exchange = make(self, shapes, **settings) if self.run.method == "DDP" else None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether gradients are averaged in the next step."""
+        return self.step < self.run.split
+
+    def batch(self) -> Tensor:
+        """Return `[replicas, batch, context + 1]`, the next step's bytes."""
+        return texts()[0][self._starts[:, self.step, :, None] + self._span]
+
+    def descend(self, gradients: Tensor) -> None:
+        """Make a step of AdamW with clipping, each row with its own gradient, or all with what DDP makes of them."""
+        shared: Tensor | None = gradients
+        if self.is_shared:
+            shared = gradients.mean(0, keepdim=True)
+        elif self._exchange is not None:
+            shared = self._exchange(gradients)
+        lr = self.run.lr * self.run.factor(self.step)
+        self.step += 1
+        if shared is None:  # still accumulating
+            return
+        self.updates += 1
+        norms = shared.norm(dim=1, keepdim=True)
+        shared = shared * (MAX_NORM / (norms + 1e-6)).clamp(max=1.0)
+        first, second = self.moments
+        first.lerp_(shared.expand_as(first), 1 - BETAS[0])
+        second.mul_(BETAS[1]).addcmul_(shared, shared, value=1 - BETAS[1])
+        corrections = [1 - beta**self.updates for beta in BETAS]
+        self.weights.mul_(1 - lr * WEIGHT_DECAY)
+        self.weights.addcdiv_(
+            first, second.sqrt().div_(math.sqrt(corrections[1])).add_(EPS), value=-lr / corrections[0]
+        )
+
+
+class Stack:
+    """Runs of one size, length and batch, done together."""
+
+    def __init__(self, runs: Sequence[Run], shape: Shape | None = None) -> None:
+        alike = {(run.size, run.steps, run.batch) for run in runs}
+        assert len(alike) == 1, f"these can't be stacked: {alike}"
+        self.steps = runs[0].steps
+        self.shape = shape or SHAPES[runs[0].size]
+        self._rows = torch.cat([self._first(run) for run in runs])
+        self._sizes = [parameter.numel() for parameter in self._model.parameters()]
+        ends = torch.tensor([run.replicas for run in runs]).cumsum(0).tolist()
+        rows = [self._rows[end - run.replicas : end] for run, end in zip(runs, ends, strict=True)]
+        self.lanes = [Lane(run, self._model, part) for run, part in zip(runs, rows, strict=True)]
+        self._differentiate = vmap(grad_and_value(self._loss))
+        self._failure: BaseException | None = None
+        # One call for each row is still the fastest way to attention here.
+        warnings.filterwarnings("ignore", message="There is a performance drop because")
+        self._ready = threading.Barrier(len(runs), action=self._descend)
+
+    def _first(self, run: Run) -> Tensor:
+        torch.manual_seed(run.seed)
+        self._model = GPT(self.shape)
+        return flat(self._model).repeat(run.replicas, 1)
+
+    def _loss(self, row: Tensor, batch: Tensor) -> Tensor:
+        names, shapes = zip(*((name, p.shape) for name, p in self._model.named_parameters()), strict=True)
+        values = (part.view(shape) for part, shape in zip(row.split(self._sizes), shapes, strict=True))
+        return loss_of(functional_call(self._model, dict(zip(names, values, strict=True)), (batch[:, :-1],)), batch)
+
+    def _descend(self) -> None:
+        try:
+            self._step()
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        gradients, _ = self._differentiate(self._rows, torch.cat([lane.batch() for lane in self.lanes]))
+        for lane, part in zip(self.lanes, gradients.split([lane.run.replicas for lane in self.lanes]), strict=True):
+            lane.descend(part)
+
+    def train(self) -> list[Lane]:
+        """Do all runs."""
+        with ThreadPoolExecutor(len(self.lanes)) as pool:
+            ends = [pool.submit(self._follow, lane) for lane in self.lanes]
+        if self._failure is not None:
+            raise self._failure
+        for end in ends:
+            end.result()
+        return self.lanes
+
+    def _follow(self, lane: Lane) -> None:
+        try:
+            if lane.run.method in ("alone", "DDP"):
+                for _ in range(self.steps):
+                    self._ready.wait()
+            else:
+                run_replicas(self._replica, lane.run.replicas, lane)
+        except BaseException as error:
+            if not isinstance(error, threading.BrokenBarrierError):
+                self._failure = error
+            self._ready.abort()
+            raise
+
+    def _replica(self, group: SimGroup, lane: Lane) -> None:
+        """Follow one row, whose steps all threads of a lane make together, through the outer loop."""
+        for _ in range(lane.run.split):
+            self._advance(group, lane)
+        model = GPT(self.shape)
+        lie_in(model, lane.weights[group.rank])
+        inner = torch.optim.AdamW(model.parameters())
+        for name, moments in zip(("exp_avg", "exp_avg_sq"), lane.moments, strict=True):
+            for parameter, part in zip(
+                inner.param_groups[0]["params"], moments[group.rank].split(self._sizes), strict=True
+            ):
+                inner.state[parameter][name] = part.view(parameter.shape)
+        for recipe, steps in phases(lane.run):
+            with OuterLoop(model, recipe, group, inner=inner) as outer:
+                for _ in range(steps):
+                    self._advance(group, lane)
+                    outer.step()
+            if group.rank == 0:
+                lane.bytes_sent += outer.stats().bytes_sent
+                lane.rounds += outer.stats().rounds
+
+    def _advance(self, group: SimGroup, lane: Lane) -> None:
+        """Make the next step of all runs, once all replicas of this one are done with the last one."""
+        before = lane.step
+        group.barrier()
+        if lane.step == before:  # the first of its replicas to go on; they take turns
+            self._ready.wait()
+
+    @torch.no_grad()
+    def judge(self) -> list[float]:
+        """Return the held-out loss of each run; of replicas that were left alone, the mean of their losses."""
+        held_out = texts()[1]
+        starts = torch.linspace(0, len(held_out) - self.shape.context - 1, HELD_OUT_SEQUENCES).long()
+        batches = held_out[starts[:, None] + torch.arange(self.shape.context + 1)].split(64)
+        losses = []
+        for lane in self.lanes:
+            ends = lane.weights if lane.run.method == "alone" else lane.weights[:1]
+            losses.append(statistics.mean(self._loss(row, batch).item() for row in ends for batch in batches))
+        return losses
+
+
+def phases(run: Run) -> list[tuple[farflung.outer.Recipe, int]]:
+    """Return the recipes of a run, each with the steps that it is used for."""
+    settings, steps = run.options, run.steps - run.split
+    last, averages = settings.pop("last", None), settings.pop("average_state", False)
+    make: Callable[..., farflung.outer.Recipe] = getattr(farflung.outer, run.method)
+    recipe = make(**settings)
+    if averages:
+        recipe = dataclasses.replace(recipe, inner=AverageState())
+    if last is None:
+        return [(recipe, steps)]
+    end = run.steps // 10
+    return [(recipe, steps - end), (make(**{**settings, "every": last}), end)]
+
+
+def flat(model: nn.Module) -> Tensor:
+    """Return `[parameters]`, a copy of all parameters in their order."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def lie_in(model: nn.Module, row: Tensor) -> None:
+    """Let the parameters be views of a row."""
+    parameters = list(model.parameters())
+    for parameter, part in zip(parameters, row.split([p.numel() for p in parameters]), strict=True):
+        parameter.data = part.view(parameter.shape)
+
+
+def train(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Do runs together; return the figures of each."""
+    began = time.process_time()
+    stack = Stack(runs)
+    stack.train()
+    seconds = (time.process_time() - began) / len(runs)
+    return [
+        {
+            "held_out_loss": round(loss, 5) if math.isfinite(loss) else None,
+            "bytes_sent": round(lane.bytes_sent),
+            "rounds": lane.rounds,
+            "cpu_s": round(seconds, 1),
+        }
+        for lane, loss in zip(stack.lanes, stack.judge(), strict=True)
+    ]

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run is: a model's size, a method, its settings, the length and the text."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.demo.settings import SIZES, Shape
+from farflung.demo.text import load_text
+
+SHAPES = {
+    "34k": Shape(depth=2, width=28, heads=2, context=64),
+    "100k": Shape(depth=2, width=54, heads=3, context=64),
+    "385k": SIZES["small"],
+    "1M": Shape(depth=4, width=140, heads=5, context=128),
+}
+WARMUP, LAST_LR = 0.05, 0.05  # of all steps, and of the peak
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training; its fields are the key of its line in the results.
+
+    Args:
+        method: `alone`, `DDP`, or a recipe of `farflung.outer`.
+        settings: the recipe's arguments, or those of DDP (`hook`, `rank`, `accumulate`), as sorted JSON. With
+            `average_state` the recipe averages AdamW's moments too; `last` is the interval of the last tenth.
+        lr: peak of the inner learning rate.
+        batch: sequences of a replica in a step.
+        common: the share of the steps, at the start, in which all methods are DDP.
+        falls: the learning rate falls along a cosine, or stays.
+    """
+
+    size: str
+    method: str
+    lr: float
+    seed: int
+    steps: int
+    settings: str = "{}"
+    replicas: int = 4
+    batch: int = 2
+    common: float = 0.1
+    falls: bool = True
+
+    @property
+    def split(self) -> int:
+        """The number of steps at the start that all methods make as DDP."""
+        return round(self.common * self.steps)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(json.loads(self.settings))
+
+    def factor(self, step: int) -> float:
+        """Return the share of the peak learning rate that the step, counted from 0, is made with."""
+        rise = (step + 1) / max(1, round(WARMUP * self.steps))
+        done = max(0.0, step / self.steps - WARMUP) / (1 - WARMUP)
+        fall = LAST_LR + (1 - LAST_LR) * (1 + math.cos(math.pi * done)) / 2 if self.falls else 1.0
+        return min(rise, fall)
+
+
+@cache
+def texts() -> tuple[Tensor, Tensor]:
+    """Return the bytes to train on and those that are held out."""
+    text = load_text(None)
+    train, held_out = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (text.train, text.validation))
+    return train, held_out
+
+
+def draws(run: Run, context: int) -> Tensor:
+    """Return `[replicas, steps, batch]`, where each sequence begins; the same for all methods of a seed."""
+    starts = []
+    for rank in range(run.replicas):
+        generator = torch.Generator().manual_seed((run.seed << 20) + rank + 1)
+        starts.append(torch.randint(len(texts()[0]) - context - 1, (run.steps, run.batch), generator=generator))
+    return torch.stack(starts)
