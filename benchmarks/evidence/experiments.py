@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does an outer loop keep of data parallelism's gain, for which share of its bytes?
 
-From `benchmarks`: python -m evidence.experiments [--experiment tune 1 2 3] [--sizes 34k 100k] [--seeds 0 1 2] [--table]
+From `benchmarks`: python -m evidence.experiments [--experiment tune 1 2 3] [--sizes 34k 100k] [--seeds 0 1 2]
 
 Each run is a line of results/evidence.jsonl; those that are there already are not done again, so a series can be broken
 off and taken up. Settings are tuned at a quarter of the length first (`tune`), on the smallest size.
@@ -13,8 +13,7 @@ import argparse
 import json
 import math
 import os
-import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -30,7 +29,7 @@ STEPS = {"34k": 2000, "100k": 2000, "385k": 1000, "1M": 1000}
 AT_ONCE = 36  # rows of a stack: more of them take as long each, fewer take longer
 TUNED_AT = "34k"
 INNER = (2.5e-3, 5e-3, 1e-2, 2e-2)
-OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99)
+OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0, 1.4), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99)
 ANCHORED = ("diloco", "streaming_diloco", "eager_diloco", "noloco", "sparse_loco")
 
 
@@ -67,7 +66,7 @@ def inner_grid(method: str, **settings: Any) -> list[Run]:
 
 
 def outer_grid(lr: float, method: str, **settings: Any) -> list[Run]:
-    """Return nine pairs of outer learning rate and momentum (or error feedback's decay), and the recipe's defaults."""
+    """Return the recipe with its defaults, then with twelve pairs of learning rate and momentum, or decay of errors."""
     second = {"beta": DECAYS} if method == "sparse_loco" else {"momentum": MOMENTA}
     ((name, values),) = second.items()
     pairs = [{**settings, "lr": rate, name: value} for rate in OUTER for value in values]
@@ -121,30 +120,48 @@ METHODS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "DDP, bf16": ("DDP", {"dtype": "bfloat16"}),
     "DDP, PowerSGD rank 2": ("DDP", {"hook": "powersgd", "rank": 2}),
     "gossip(32)": ("gossip", {"every": 32}),
+    "one average, at the end": ("local_sgd", {"every": 10**6}),
 }
 CODECS: Mapping[str, tuple[str, dict[str, Any]]] = {
     f"diloco({every}) {codec}": ("diloco", {"every": every, "codec": codec})
-    for every in (32, 8, 128)
+    for every in (32, 8)
     for codec in ("int8", "e3m0")
 }
 LARGER = ("alone", "DDP", "diloco(32)", "diloco(8)", "streaming_diloco(32, 2) 4 bits", "diloco(128)", "local_sgd(32)")
 CHANGED = ("alone", "DDP", "diloco(32)")
 
 
-def tuning(results: Results) -> Iterator[list[Run]]:
-    yield [run for method in ("alone", "DDP") for run in inner_grid(method)] + inner_grid("diloco", every=32)
+def tuning_grids(results: Results) -> dict[str, list[Run]]:
+    """Return the runs among which each method's settings are chosen; the recipe's own defaults come first."""
     lr = inner_lr(results, "diloco")
-    for every in (32, 8, 128):
-        yield outer_grid(lr, "diloco", every=every)
-        if every == 32:
-            yield outer_grid(lr, "streaming_diloco", **STREAMING)
-    for method in ("sparse_loco", "eager_diloco", "noloco"):
-        yield outer_grid(lr, method, every=32)
+    return {
+        "alone": inner_grid("alone"),
+        "DDP": inner_grid("DDP"),
+        "diloco(32), inner rate": inner_grid("diloco", every=32),
+        "diloco(32)": outer_grid(lr, "diloco", every=32),
+        "streaming_diloco(32, 2)": outer_grid(lr, "streaming_diloco", **STREAMING),
+        "diloco(8)": outer_grid(lr, "diloco", every=8),
+        "diloco(128)": outer_grid(lr, "diloco", every=128),
+        "sparse_loco(32)": outer_grid(lr, "sparse_loco", every=32),
+        "eager_diloco(32)": outer_grid(lr, "eager_diloco", every=32),
+        "noloco(32)": outer_grid(lr, "noloco", every=32),
+    }
+
+
+def tune(results: Results) -> None:
+    """Find the inner learning rates, then the outer settings, whose grids depend on them."""
+    do((run for grid in list(tuning_grids(results).values())[:3] for run in grid), results)
+    for name in tuning_grids(results):
+        do(tuning_grids(results)[name], results)
 
 
 def changes(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
-    """Return runs with one thing changed each: one replica alone, DDP and DiLoCo, where all three see the change."""
-    usual = [tuned(results, size, seed, method, **settings) for method, settings in map(METHODS.get, CHANGED)]
+    """Return runs with one thing changed each: one replica alone, DDP and DiLoCo, where all three see the change.
+
+    They are half as long as those of the other experiments.
+    """
+    longer = [tuned(results, size, seed, METHODS[name][0], **METHODS[name][1]) for name in CHANGED]
+    usual = [replace(run, steps=run.steps // 2) for run in longer]
     diloco = usual[2]
 
     def with_settings(**settings: Any) -> list[Run]:
@@ -152,14 +169,15 @@ def changes(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
 
     return {
         "as it is": usual,
-        "defaults of the recipe": [default(results, size, seed, "diloco", every=32)],
+        "defaults of the recipe": [replace(diloco, settings=spelled(every=32))],
+        "DDP's inner learning rate": [replace(diloco, lr=usual[1].lr)],
         "no common training first": [replace(run, common=0.0) for run in usual],
         "a constant learning rate": [replace(run, falls=False) for run in usual],
         "AdamW's moments averaged": with_settings(average_state=True),
         "the last tenth with H 4": with_settings(last=4),
         "half the steps": [replace(run, steps=run.steps // 2) for run in usual],
-        "twice the steps": [replace(run, steps=run.steps * 2) for run in usual],
-        "four times the batch": [replace(run, batch=4 * run.batch) for run in usual],
+        "twice the steps": longer,
+        "half the batch": [replace(run, batch=run.batch // 2) for run in usual],
         "8 replicas": [replace(run, replicas=8) for run in usual],
         "published outer rate and momentum": with_settings(lr=0.7, momentum=0.9),
     }
@@ -195,18 +213,6 @@ def do(runs: Iterable[Run], results: Results) -> None:
                 results.figures[run] = figures
 
 
-def share(results: Results, run: Run, alone: Run, ddp: Run) -> float:
-    """Return which share of DDP's gain over one replica alone the run has."""
-    losses = [results.loss(one) for one in (alone, run, ddp)]
-    return (losses[0] - losses[1]) / (losses[0] - losses[2])
-
-
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Return the mean and its standard error."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.mean(values), error
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--experiment", nargs="*", default=["tune", "1", "2", "3"], choices=["tune", "1", "2", "3"])
@@ -219,8 +225,7 @@ def main() -> None:
     results = Results()
     for experiment in chosen.experiment:
         if experiment == "tune":
-            for grid in tuning(results):
-                do(grid, results)
+            tune(results)
             continue
         for size in chosen.sizes:
             named = [rows(results, experiment, size, seed) for seed in chosen.seeds]
