@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What pages say was measured is what lies in benchmarks/results."""
 
+import importlib
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -85,6 +87,17 @@ def test_the_page_of_the_demo_says_how_real_lines_compare_with_what_the_demo_com
         ratio = real_s / seconds_on_line(method, **computed)
         assert f"{ratio:.2f} (`{name}`)" in " ".join(DEMO_PAGE.split())
         assert 0.9 < ratio < 1.15
+
+
+def test_the_page_of_evidence_has_the_tables_of_its_runs(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tables = importlib.import_module("evidence.tables")
+    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    results = tables.Results()
+    for title, lines in tables.all_tables(results).items():
+        assert "\n".join(lines) in page, title
+    for size, name in re.findall(r"<!-- (\w+): (.+) -->", page):
+        assert tables.headline(results, size, name) in " ".join(page.split()), name
 
 
 def row(name, one):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -25,7 +24,7 @@ from evidence.runs import SHAPES, Run
 
 QUESTION = "What does an outer loop keep of data parallelism's gain, for which share of its bytes?"
 FILE = "evidence.jsonl"
-STEPS = {"34k": 2000, "100k": 2000, "385k": 1000, "1M": 1000}
+STEPS = {"34k": 2000, "100k": 1000, "385k": 1000, "1M": 1000}
 AT_ONCE = 36  # rows of a stack: more of them take as long each, fewer take longer
 TUNED_AT = "34k"
 INNER = (2.5e-3, 5e-3, 1e-2, 2e-2)
@@ -56,46 +55,36 @@ class Results:
         return math.inf if found is None else float(found)
 
 
-def quarter(run: Run) -> Run:
-    """Return the run at the length and size at which it is tuned, with the first seed and all else as usual."""
-    return Run(TUNED_AT, run.method, run.lr, 0, STEPS[TUNED_AT] // 4, run.settings)
+def inner_grid(size: str, method: str, **settings: Any) -> list[Run]:
+    """Return runs of a quarter of the length, with the first seed; the rates fall as the width grows."""
+    scale = SHAPES[TUNED_AT].width / SHAPES[size].width
+    return [Run(size, method, round(lr * scale, 6), 0, STEPS[size] // 4, spelled(**settings)) for lr in INNER]
 
 
-def inner_grid(method: str, **settings: Any) -> list[Run]:
-    return [quarter(Run(TUNED_AT, method, lr, 0, 0, spelled(**settings))) for lr in INNER]
-
-
-def outer_grid(lr: float, method: str, **settings: Any) -> list[Run]:
+def outer_grid(results: Results, method: str, **settings: Any) -> list[Run]:
     """Return the recipe with its defaults, then with twelve pairs of learning rate and momentum, or decay of errors."""
-    second = {"beta": DECAYS} if method == "sparse_loco" else {"momentum": MOMENTA}
-    ((name, values),) = second.items()
+    inner = inner_lr(results, TUNED_AT, method)
+    name, values = ("beta", DECAYS) if method == "sparse_loco" else ("momentum", MOMENTA)
     pairs = [{**settings, "lr": rate, name: value} for rate in OUTER for value in values]
-    return [quarter(Run(TUNED_AT, method, lr, 0, 0, spelled(**one))) for one in [settings, *pairs]]
+    return [Run(TUNED_AT, method, inner, 0, STEPS[TUNED_AT] // 4, spelled(**one)) for one in [settings, *pairs]]
 
 
 def best(results: Results, grid: Iterable[Run]) -> Run:
     return min(grid, key=results.loss)
 
 
-def inner_lr(results: Results, method: str) -> float:
+def inner_lr(results: Results, size: str, method: str) -> float:
     """Return the tuned inner learning rate: DDP's and one replica's own, and DiLoCo's for all with an outer loop."""
-    if method in ("alone", "DDP"):
-        return best(results, inner_grid(method)).lr
-    return best(results, inner_grid("diloco", every=32)).lr
+    settings = {} if method in ("alone", "DDP") else {"every": 32}
+    return best(results, inner_grid(size, method if not settings else "diloco", **settings)).lr
 
 
 def tuned(results: Results, size: str, seed: int, method: str, **settings: Any) -> Run:
-    """Return a method's run at a size, with what was best for it at a quarter of the length on the smallest size.
-
-    On larger models the inner learning rate falls as the width grows.
-    """
-    lr = inner_lr(results, method)
+    """Return a method's run with what was best at a quarter of the length; outer settings are the smallest size's."""
     if method in ANCHORED:
         where = {name: value for name, value in settings.items() if name in ("every", "fragments", "delay")}
-        chosen = best(results, outer_grid(lr, method, **where))
-        settings = {**chosen.options, **settings}
-    width = SHAPES[size].width / SHAPES[TUNED_AT].width
-    return Run(size, method, round(lr / width, 6), seed, STEPS[size], spelled(**settings))
+        settings = {**best(results, outer_grid(results, method, **where)).options, **settings}
+    return Run(size, method, inner_lr(results, size, method), seed, STEPS[size], spelled(**settings))
 
 
 def default(results: Results, size: str, seed: int, method: str, **settings: Any) -> Run:
@@ -131,28 +120,21 @@ LARGER = ("alone", "DDP", "diloco(32)", "diloco(8)", "streaming_diloco(32, 2) 4 
 CHANGED = ("alone", "DDP", "diloco(32)")
 
 
-def tuning_grids(results: Results) -> dict[str, list[Run]]:
-    """Return the runs among which each method's settings are chosen; the recipe's own defaults come first."""
-    lr = inner_lr(results, "diloco")
-    return {
-        "alone": inner_grid("alone"),
-        "DDP": inner_grid("DDP"),
-        "diloco(32), inner rate": inner_grid("diloco", every=32),
-        "diloco(32)": outer_grid(lr, "diloco", every=32),
-        "streaming_diloco(32, 2)": outer_grid(lr, "streaming_diloco", **STREAMING),
-        "diloco(8)": outer_grid(lr, "diloco", every=8),
-        "diloco(128)": outer_grid(lr, "diloco", every=128),
-        "sparse_loco(32)": outer_grid(lr, "sparse_loco", every=32),
-        "eager_diloco(32)": outer_grid(lr, "eager_diloco", every=32),
-        "noloco(32)": outer_grid(lr, "noloco", every=32),
-    }
+def inner_grids(size: str) -> dict[str, list[Run]]:
+    settings = {"alone": {}, "DDP": {}, "diloco": {"every": 32}}
+    return {method: inner_grid(size, method, **given) for method, given in settings.items()}
 
 
-def tune(results: Results) -> None:
-    """Find the inner learning rates, then the outer settings, whose grids depend on them."""
-    do((run for grid in list(tuning_grids(results).values())[:3] for run in grid), results)
-    for name in tuning_grids(results):
-        do(tuning_grids(results)[name], results)
+def outer_grids(results: Results) -> dict[str, list[Run]]:
+    named = {name: pair for name, pair in METHODS.items() if pair[0] in ANCHORED}
+    return {name: outer_grid(results, method, **settings) for name, (method, settings) in named.items()}
+
+
+def tune(results: Results, size: str) -> None:
+    """Find the inner learning rates of a size, and on the smallest one the outer settings."""
+    do((run for grid in inner_grids(size).values() for run in grid), results)
+    if size == TUNED_AT:
+        do((run for grid in outer_grids(results).values() for run in grid), results)
 
 
 def changes(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
@@ -167,11 +149,16 @@ def changes(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
     def with_settings(**settings: Any) -> list[Run]:
         return [replace(diloco, settings=spelled(**{**diloco.options, **settings}))]
 
+    def with_common(share: float) -> list[Run]:  # which DDP doesn't see
+        return [replace(usual[0], common=share), usual[1], replace(diloco, common=share)]
+
     return {
         "as it is": usual,
         "defaults of the recipe": [replace(diloco, settings=spelled(every=32))],
         "DDP's inner learning rate": [replace(diloco, lr=usual[1].lr)],
-        "no common training first": [replace(run, common=0.0) for run in usual],
+        "no common training first": with_common(0.0),
+        "2 % of common training": with_common(0.02),
+        "30 % of common training": with_common(0.3),
         "a constant learning rate": [replace(run, falls=False) for run in usual],
         "AdamW's moments averaged": with_settings(average_state=True),
         "the last tenth with H 4": with_settings(last=4),
@@ -208,8 +195,7 @@ def do(runs: Iterable[Run], results: Results) -> None:
             while kind and sum(run.replicas for run in [*now, kind[0]]) <= AT_ONCE:
                 now.append(kind.pop(0))
             for run, figures in zip(now, train(now), strict=True):
-                facts = asdict(run)
-                report(QUESTION, figures, write_to=FILE, tuned_at=TUNED_AT, **facts)
+                report(QUESTION, figures, write_to=FILE, tuned_at=TUNED_AT, **asdict(run))
                 results.figures[run] = figures
 
 
@@ -221,13 +207,12 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     results = Results()
     for experiment in chosen.experiment:
-        if experiment == "tune":
-            tune(results)
-            continue
         for size in chosen.sizes:
+            if experiment == "tune":
+                tune(results, size)
+                continue
             named = [rows(results, experiment, size, seed) for seed in chosen.seeds]
             chosen_rows = [runs for one in named for name, runs in one.items() if name in (chosen.rows or one)]
             do((run for runs in chosen_rows for run in runs), results)

@@ -7,7 +7,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from evidence.experiments import METHODS, Results, rows, tuned, tuning_grids
+from evidence.experiments import METHODS, TUNED_AT, Results, inner_grids, outer_grids, rows, tuned
 from evidence.runs import SHAPES, Run
 
 SEEDS = (0, 1, 2)
@@ -69,8 +69,8 @@ def collect(results: Results, experiment: str, size: str, reference: str = "dilo
             shares.append((values[0] - values[2]) / (values[0] - values[1]))
             if math.isfinite(results.loss(usual[2])):
                 differences.append(values[2] - results.loss(usual[2]))
-            sent = results.figures[run]["bytes_sent"]
-            bytes_sent = results.figures[ddp]["bytes_sent"] / sent if sent else math.inf
+            sent = results.figures[run]["bytes_sent"] / (run.steps - run.split)
+            bytes_sent = results.figures[ddp]["bytes_sent"] / (ddp.steps - ddp.split) / sent if sent else math.inf
         if losses:
             found[name] = Row(name, losses, shares, bytes_sent, differences)
     return found
@@ -117,16 +117,22 @@ def changes_table(results: Results, size: str) -> list[str]:
 
 
 def tuning_table(results: Results) -> list[str]:
-    """What was best at a quarter of the length, next to the recipe's own defaults."""
-    lines = ["| method | inner rate | best outer settings | loss | loss with defaults |", "|---|---|---|---|---|"]
-    for name, grid in tuning_grids(results).items():
+    """What was best at a quarter of the length; for outer settings, next to the recipe's own defaults."""
+    lines = ["| method | size | best | loss | loss with defaults |", "|---|---|---|---|---|"]
+    grids = [(name, size, grid) for size in SHAPES for name, grid in inner_grids(size).items()]
+    grids += [(name, TUNED_AT, grid) for name, grid in outer_grids(results).items()]
+    for name, size, grid in grids:
         there = [run for run in grid if math.isfinite(results.loss(run))]
-        if there:
-            chosen = min(there, key=results.loss)
-            outer = {key: value for key, value in chosen.options.items() if key in ("lr", "momentum", "beta")}
-            said = ", ".join(f"{key} {value}" for key, value in outer.items()) or "defaults" if len(grid) > 4 else "-"
-            usual = f"{results.loss(grid[0]):.4f}" if len(grid) > 4 else "-"
-            lines.append(f"| `{name}` | {chosen.lr} | {said} | {results.loss(chosen):.4f} | {usual} |")
+        if len(there) < len(grid):
+            continue
+        chosen = min(there, key=results.loss)
+        outer = ", ".join(
+            f"{key} {value}" for key, value in chosen.options.items() if key in ("lr", "momentum", "beta")
+        )
+        is_inner = len({run.lr for run in grid}) > 1
+        said = f"inner rate {chosen.lr:.2g}" if is_inner else outer or "defaults"
+        usual = "-" if is_inner else f"{results.loss(grid[0]):.4f}"
+        lines.append(f"| `{name}` | {size} | {said} | {results.loss(chosen):.4f} | {usual} |")
     return lines
 
 
