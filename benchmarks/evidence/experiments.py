@@ -92,13 +92,14 @@ def default(results: Results, size: str, seed: int, method: str, **settings: Any
     return replace(tuned(results, size, seed, method, **settings), settings=spelled(**settings))
 
 
+STREAMED = "streaming_diloco(32, 2) 4 bits"
 STREAMING = {"every": 32, "fragments": 2, "delay": 1}
 METHODS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "alone": ("alone", {}),
     "DDP": ("DDP", {}),
     "diloco(32)": ("diloco", {"every": 32}),
     "local_sgd(32)": ("local_sgd", {"every": 32}),
-    "streaming_diloco(32, 2) 4 bits": ("streaming_diloco", STREAMING),
+    STREAMED: ("streaming_diloco", STREAMING),
     "diloco(8)": ("diloco", {"every": 8}),
     "diloco(128)": ("diloco", {"every": 128}),
     "local_sgd(8)": ("local_sgd", {"every": 8}),
@@ -116,7 +117,7 @@ CODECS: Mapping[str, tuple[str, dict[str, Any]]] = {
     for every in (32, 8)
     for codec in ("int8", "e3m0")
 }
-LARGER = ("alone", "DDP", "diloco(32)", "diloco(8)", "streaming_diloco(32, 2) 4 bits", "diloco(128)", "local_sgd(32)")
+LARGER = ("alone", "DDP", "diloco(32)", "diloco(8)", STREAMED, "diloco(128)", "local_sgd(32)")
 CHANGED = ("alone", "DDP", "diloco(32)")
 
 
@@ -155,6 +156,7 @@ def changes(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
     return {
         "as it is": usual,
         "defaults of the recipe": [replace(diloco, settings=spelled(every=32))],
+        "defaults, but outer rate 1.0": [replace(diloco, settings=spelled(every=32, lr=1.0))],
         "DDP's inner learning rate": [replace(diloco, lr=usual[1].lr)],
         "no common training first": with_common(0.0),
         "2 % of common training": with_common(0.02),
@@ -178,7 +180,9 @@ def rows(results: Results, experiment: str, size: str, seed: int) -> dict[str, l
     names = LARGER if experiment == "1" and size != TUNED_AT else table
     found = {name: [tuned(results, size, seed, table[name][0], **table[name][1])] for name in names}
     if experiment == "1" and size == TUNED_AT:
-        found["diloco(32) default"] = [default(results, size, seed, "diloco", every=32)]
+        for name in ("diloco(32)", STREAMED):
+            found[f"{name}, defaults"] = [default(results, size, seed, METHODS[name][0], **METHODS[name][1])]
+        found["diloco(32), defaults but outer rate 1.0"] = [default(results, size, seed, "diloco", every=32, lr=1.0)]
     return found
 
 

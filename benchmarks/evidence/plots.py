@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from evidence.experiments import STEPS, Results
 from evidence.runs import SHAPES
-from evidence.tables import Row, collect, mean_and_error
+from evidence.tables import Row, collect, mean_and_error, methods
 
 TARGET = Path(__file__).parents[2] / "docs" / "images"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
@@ -38,12 +38,16 @@ def percent(row: Row) -> tuple[float, float]:
     return mean, 0.0 if math.isnan(error) else error
 
 
+def finals(row: Row) -> list[float]:
+    return [losses[2] for losses in row.losses]
+
+
 def shares_against_bytes(axes: Axes, results: Results) -> None:
     """Every method that kept anything, on the smallest size."""
-    rows = collect(results, "1", "34k") | collect(results, "2", "34k")
+    rows = methods(results, "34k")
     kinds = ("DDP", "diloco", "local_sgd", "streaming", "sparse", "other")
     for row in rows.values():
-        if math.isinf(row.fewer_bytes):
+        if math.isnan(row.fewer_bytes):
             continue
         mean, error = percent(row)
         kind = next((number for number, kind in enumerate(kinds) if row.name.startswith(kind)), 5)
@@ -69,23 +73,23 @@ def shares_against_interval(axes: Axes, results: Results) -> None:
 
 
 def losses_against_bytes(axes: Axes, results: Results) -> None:
-    rows = collect(results, "1", "34k") | collect(results, "2", "34k")
+    rows = methods(results, "34k")
     for number, codec in enumerate(("", " int8", " e3m0")):
         there = [rows[name] for every in (8, 32, 128) if (name := f"diloco({every}){codec}") in rows]
         if there:
-            means, errors = zip(*(mean_and_error(list(row.losses.values())) for row in there), strict=True)
+            means, errors = zip(*(mean_and_error(finals(row)) for row in there), strict=True)
             label = f"diloco{codec or ' fp32'}, H 8, 32 and 128"
             x = [row.fewer_bytes for row in there]
             axes.errorbar(x, means, errors, fmt="-o", color=COLOURS[number], capsize=3, label=label)
     for number, name in enumerate(("streaming_diloco(32, 2) 4 bits", "sparse_loco(32)", "DDP, PowerSGD rank 2")):
         if name in rows:
-            mean, error = mean_and_error(list(rows[name].losses.values()))
+            mean, error = mean_and_error(finals(rows[name]))
             axes.errorbar(
                 rows[name].fewer_bytes, mean, error, fmt="s", color=COLOURS[3 + number], capsize=3, label=name
             )
     for name in ("DDP", "alone"):
-        axes.axhline(statistics.mean(rows[name].losses.values()), color="grey", linewidth=0.8, linestyle="--")
-        axes.annotate(name, (1, statistics.mean(rows[name].losses.values())), (2, 3), textcoords="offset points")
+        axes.axhline(statistics.mean(finals(rows[name])), color="grey", linewidth=0.8, linestyle="--")
+        axes.annotate(name, (1, statistics.mean(finals(rows[name]))), (2, 3), textcoords="offset points")
     axes.set(xscale="log", xlabel="times fewer bytes than DDP", ylabel="held-out loss, nats a byte")
     axes.legend(fontsize=8)
 

@@ -5,38 +5,46 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from evidence.experiments import METHODS, TUNED_AT, Results, inner_grids, outer_grids, rows, tuned
+from evidence.experiments import CHANGED, METHODS, TUNED_AT, Results, inner_grids, outer_grids, rows, tuned
 from evidence.runs import SHAPES, Run
 
 SEEDS = (0, 1, 2)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
     """What a row comes to over its seeds.
 
-    Args:
-        losses: by seed.
-        shares: of DDP's gain over one replica alone, by seed.
+    Attributes:
+        runs: by seed: one replica alone, DDP, and the method.
+        shares: of DDP's gain over one replica alone that the method keeps, by seed.
+        differences: by seed, how much larger the share is than that of `diloco(32)`, or of "as it is".
         fewer_bytes: how many times fewer than DDP a replica sends, after the common start.
-        differences: by seed, the loss above that of the row's reference.
     """
 
     name: str
-    losses: dict[int, float]
-    shares: list[float]
-    fewer_bytes: float
-    differences: list[float]
+    runs: dict[int, list[Run]] = field(default_factory=dict)
+    losses: list[list[float]] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    differences: list[float] = field(default_factory=list)
+    fewer_bytes: float = math.nan
 
     @property
-    def differs(self) -> bool:
-        """Whether the mean difference from the reference is twice its standard error or more."""
-        if len(self.differences) < 2:
-            return False
+    def mark(self) -> str:
+        """`(=)` if the difference is not twice its standard error, or has none; nothing for what is compared with."""
+        if not any(self.differences):
+            return "" if self.differences else " (=)"
         mean, error = mean_and_error(self.differences)
-        return abs(mean) >= 2 * error
+        return "" if abs(mean) >= 2 * error else " (=)"
+
+    @property
+    def share(self) -> str:
+        return f"{with_error(self.shares, '.0f', 100)} %{self.mark}"
+
+    def loss(self, index: int) -> str:
+        return with_error([losses[index] for losses in self.losses], ".4f")
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
@@ -50,69 +58,62 @@ def with_error(values: list[float], form: str, scale: float = 1.0) -> str:
     return f"{mean:{form}}" + ("" if math.isnan(error) else f" ± {error:{form}}")
 
 
-def collect(results: Results, experiment: str, size: str, reference: str = "diloco(32)") -> dict[str, Row]:
+def collect(results: Results, experiment: str, size: str) -> dict[str, Row]:
     """Return an experiment's rows that have results, of seeds that have alone and DDP too."""
     found: dict[str, Row] = {}
-    by_seed = {seed: rows(results, experiment, size, seed) for seed in SEEDS}
-    for name in by_seed[0]:
-        losses, shares, differences, bytes_sent = {}, [], [], math.nan
-        for seed in SEEDS:
-            usual = [usual_run(results, size, seed, one) for one in ("alone", "DDP", reference)]
-            runs = by_seed[seed][name]
-            if experiment == "3":
-                usual = by_seed[seed]["as it is"]
-            alone, ddp, run = runs if len(runs) == 3 else (*usual[:2], runs[0])
-            values = [results.loss(one) for one in (alone, ddp, run)]
-            if not all(map(math.isfinite, values)):
-                continue
-            losses[seed] = values[2]
-            shares.append((values[0] - values[2]) / (values[0] - values[1]))
-            if math.isfinite(results.loss(usual[2])):
-                differences.append(values[2] - results.loss(usual[2]))
-            sent = results.figures[run]["bytes_sent"] / (run.steps - run.split)
-            bytes_sent = results.figures[ddp]["bytes_sent"] / (ddp.steps - ddp.split) / sent if sent else math.inf
-        if losses:
-            found[name] = Row(name, losses, shares, bytes_sent, differences)
+    for seed in SEEDS:
+        usual = [tuned(results, size, seed, METHODS[name][0], **METHODS[name][1]) for name in CHANGED]
+        by_name = rows(results, experiment, size, seed)
+        usual = by_name.get("as it is", usual)
+        for name, runs in by_name.items():
+            three = runs if len(runs) == 3 else [*usual[:2], *runs]
+            losses = [results.loss(run) for run in three]
+            if all(map(math.isfinite, losses)):
+                row = found.setdefault(name, Row(name))
+                row.runs[seed] = three
+                row.losses.append(losses)
+                row.shares.append(kept(losses))
+                difference = row.shares[-1] - kept([results.loss(run) for run in usual])
+                row.differences += [difference] if math.isfinite(difference) else []
+                row.fewer_bytes = each_step(results, three[1]) / (each_step(results, three[2]) or math.nan)
     return found
 
 
-def usual_run(results: Results, size: str, seed: int, name: str) -> Run:
-    method, settings = METHODS[name]
-    return tuned(results, size, seed, method, **settings)
+def kept(losses: list[float]) -> float:
+    """Return the share of DDP's gain that is kept, from the losses of one replica alone, DDP and the method."""
+    return (losses[0] - losses[2]) / (losses[0] - losses[1])
+
+
+def each_step(results: Results, run: Run) -> float:
+    """Return the bytes that a replica sends in a step after the common start."""
+    return float(results.figures[run]["bytes_sent"]) / (run.steps - run.split)
+
+
+def methods(results: Results, size: str) -> dict[str, Row]:
+    """Experiments 1 and 2."""
+    return collect(results, "1", size) | collect(results, "2", size)
 
 
 def methods_table(results: Results, size: str) -> list[str]:
-    """Experiments 1 and 2."""
     lines = ["| method | held-out loss | DDP's gain kept | fewer bytes than DDP | seeds |", "|---|---|---|---|---|"]
-    found = collect(results, "1", size) | collect(results, "2", size)
-    for row in sorted(found.values(), key=lambda row: -statistics.mean(row.shares)):
-        mark = "" if row.differs or row.name == "diloco(32)" else " (=)"
-        fewer = "sends nothing" if math.isinf(row.fewer_bytes) else f"{row.fewer_bytes:.3g}"
-        loss = with_error(list(row.losses.values()), ".4f")
-        lines.append(f"| `{row.name}` | {loss}{mark} | {share_of(row)} | {fewer} | {len(row.losses)} |")
+    for row in sorted(methods(results, size).values(), key=lambda row: -statistics.mean(row.shares)):
+        fewer = "sends nothing" if math.isnan(row.fewer_bytes) else f"{row.fewer_bytes:.3g}"
+        lines.append(f"| `{row.name}` | {row.loss(2)} | {row.share} | {fewer} | {len(row.shares)} |")
     return lines
 
 
-def share_of(row: Row) -> str:
-    return f"{with_error(row.shares, '.0f', 100)} %"
-
-
-def changes_table(results: Results, size: str) -> list[str]:
-    """Experiment 3."""
-    lines = [
-        "| one change | alone | DDP | `diloco(32)` | DDP's gain kept | fewer bytes than DDP | seeds |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    by_seed = {seed: rows(results, "3", size, seed) for seed in SEEDS}
-    for name, row in collect(results, "3", size).items():
-        losses = []
-        for index in range(3):
-            runs = {seed: by_seed[seed][name] for seed in row.losses}
-            if len(runs[min(runs)]) == 3:
-                losses.append(with_error([results.loss(run[index]) for run in runs.values()], ".4f"))
-            else:
-                losses.append(with_error(list(row.losses.values()), ".4f") if index == 2 else "as it is")
-        lines.append(f"| {name} | {' | '.join(losses)} | {share_of(row)} | {row.fewer_bytes:.3g} | {len(row.losses)} |")
+def changes_table(results: Results) -> list[str]:
+    """Experiment 3; a dash where the change doesn't touch one replica alone or DDP."""
+    head = "| one change | alone | DDP | `diloco(32)` | DDP's gain kept | fewer bytes than DDP | seeds |"
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    found = collect(results, "3", TUNED_AT)
+    for row in found.values():
+        usual = found["as it is"].runs
+        both = set(row.runs) & set(usual)
+        changed = [any(row.runs[seed][index] != usual[seed][index] for seed in both) for index in (0, 1)]
+        cells = [row.loss(index) if row.name == "as it is" or changed[index] else "-" for index in (0, 1)]
+        cells += [row.loss(2), row.share, f"{row.fewer_bytes:.3g}", str(len(row.shares))]
+        lines.append(f"| {row.name} | {' | '.join(cells)} |")
     return lines
 
 
@@ -138,16 +139,14 @@ def tuning_table(results: Results) -> list[str]:
 
 def headline(results: Results, size: str, name: str) -> str:
     """Return `x ± e % of DDP's gain for 1/y of its bytes`."""
-    row = (collect(results, "1", size) | collect(results, "2", size))[name]
-    return f"{share_of(row)} of DDP's gain for 1/{row.fewer_bytes:.0f} of its bytes"
+    row = methods(results, size)[name]
+    return f"{with_error(row.shares, '.0f', 100)} % of DDP's gain for 1/{row.fewer_bytes:.0f} of its bytes"
 
 
 def all_tables(results: Results) -> dict[str, list[str]]:
     """Return every table that has rows, by its title."""
-    tables = {"tuning": tuning_table(results)}
-    for size in SHAPES:
-        tables[f"methods, {size}"] = methods_table(results, size)
-        tables[f"changes, {size}"] = changes_table(results, size)
+    tables = {"tuning": tuning_table(results), "changes": changes_table(results)}
+    tables |= {size: methods_table(results, size) for size in SHAPES}
     return {title: lines for title, lines in tables.items() if len(lines) > 2}
 
 
