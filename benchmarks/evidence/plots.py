@@ -22,6 +22,8 @@ from evidence.tables import Row, collect, mean_and_error, methods
 TARGET = Path(__file__).parents[2] / "docs" / "images"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
 
+LENGTHS = {"half the steps": 500, "as it is": 1000, "twice the steps": 2000}
+
 
 def draw(name: str, width: float, fill: Callable[[Axes, Results], None], results: Results) -> None:
     figure = Figure(figsize=(width, 4.2), layout="constrained")
@@ -44,15 +46,15 @@ def finals(row: Row) -> list[float]:
 
 def shares_against_bytes(axes: Axes, results: Results) -> None:
     """Every method that kept anything, on the smallest size."""
-    rows = methods(results, "34k")
+    rows = [row for row in methods(results, "34k").values() if not math.isnan(row.fewer_bytes)]
     kinds = ("DDP", "diloco", "local_sgd", "streaming", "sparse", "other")
-    for row in rows.values():
-        if math.isnan(row.fewer_bytes):
-            continue
+    for number, row in enumerate(sorted(rows, key=percent)):
         mean, error = percent(row)
-        kind = next((number for number, kind in enumerate(kinds) if row.name.startswith(kind)), 5)
-        axes.errorbar(row.fewer_bytes, mean, error, fmt="o", color=COLOURS[kind], capsize=3)
-        axes.annotate(row.name, (row.fewer_bytes, mean), (4, 4), textcoords="offset points", fontsize=7)
+        kind = next((place for place, kind in enumerate(kinds) if row.name.startswith(kind)), 5)
+        filled = "full" if len(row.shares) > 1 else "none"
+        axes.errorbar(row.fewer_bytes, mean, error, fmt="o", fillstyle=filled, color=COLOURS[kind], capsize=3)
+        place = {"ha": "left", "xytext": (5, -3)} if number % 2 else {"ha": "right", "xytext": (-5, -3)}
+        axes.annotate(row.name, (row.fewer_bytes, mean), textcoords="offset points", fontsize=7, **place)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xscale="log", xlabel="times fewer bytes than DDP", ylabel="% of DDP's gain over one replica alone")
     axes.set_title(f"What each method keeps: {SHAPES['34k'].width} wide, {STEPS['34k']} steps, 4 replicas", fontsize=10)
@@ -69,6 +71,7 @@ def shares_against_interval(axes: Axes, results: Results) -> None:
                 axes.errorbar(every, means, errors, fmt=style, color=COLOURS[number], capsize=3, label=label)
     axes.set(xscale="log", xlabel="H, steps in a round", ylabel="% of DDP's gain over one replica alone")
     axes.set_xticks([8, 32, 128], ["8", "32", "128"])
+    axes.minorticks_off()
     axes.legend(fontsize=8)
 
 
@@ -89,7 +92,7 @@ def losses_against_bytes(axes: Axes, results: Results) -> None:
             )
     for name in ("DDP", "alone"):
         axes.axhline(statistics.mean(finals(rows[name])), color="grey", linewidth=0.8, linestyle="--")
-        axes.annotate(name, (1, statistics.mean(finals(rows[name]))), (2, 3), textcoords="offset points")
+        axes.text(0.01, statistics.mean(finals(rows[name])), name, transform=axes.get_yaxis_transform(), va="bottom")
     axes.set(xscale="log", xlabel="times fewer bytes than DDP", ylabel="held-out loss, nats a byte")
     axes.legend(fontsize=8)
 
@@ -97,24 +100,25 @@ def losses_against_bytes(axes: Axes, results: Results) -> None:
 def shares_by_change(axes: Axes, results: Results) -> None:
     rows = list(reversed(collect(results, "3", "34k").values()))
     means, errors = zip(*(percent(row) for row in rows), strict=True)
-    colours = [COLOURS[1] if row.name == "as it is" else COLOURS[0] for row in rows]
+    colours = ["#9ECAE1" if len(row.shares) == 1 else COLOURS[row.name == "as it is"] for row in rows]
     axes.barh(range(len(rows)), means, xerr=errors, color=colours, capsize=3)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_xlabel("% of DDP's gain over one replica alone that diloco(32) keeps")
 
 
-def shares_against_size(axes: Axes, results: Results) -> None:
-    names = ("diloco(8)", "diloco(32)", "diloco(128)", "streaming_diloco(32, 2) 4 bits", "local_sgd(32)")
-    by_size = {size: collect(results, "1", size) for size in SHAPES}
-    for number, name in enumerate(names):
-        there = [(place, rows[name]) for place, rows in enumerate(by_size.values()) if name in rows]
+def shares_against_length(axes: Axes, results: Results) -> None:
+    changed = collect(results, "3", "34k")
+    lines = {"34k": [(steps, changed.get(name)) for name, steps in LENGTHS.items()]}
+    lines |= {size: [(STEPS[size], collect(results, "1", size).get("diloco(32)"))] for size in SHAPES if size != "34k"}
+    for number, (size, line) in enumerate(lines.items()):
+        there = [(steps, row) for steps, row in line if row is not None]
         if there:
             means, errors = zip(*(percent(row) for _, row in there), strict=True)
-            x = [place + 0.04 * number for place, _ in there]
-            axes.errorbar(x, means, errors, fmt="-o", color=COLOURS[number], capsize=3, label=name)
-    there = [size for size, rows in by_size.items() if rows]
-    axes.set_xticks(range(len(there)), there)
-    axes.set(xlabel="parameters", ylabel="% of DDP's gain over one replica alone")
+            steps = [steps for steps, _ in there]
+            axes.errorbar(steps, means, errors, fmt="-o", color=COLOURS[number], capsize=3, label=f"{size} parameters")
+    axes.set(xscale="log", xlabel="steps", ylabel="% of DDP's gain that diloco(32) keeps", ylim=(0, 105))
+    axes.set_xticks([500, 1000, 2000], ["500", "1,000", "2,000"])
+    axes.minorticks_off()
     axes.legend(fontsize=8)
 
 
@@ -124,7 +128,7 @@ def main() -> None:
     draw("interval", 6.5, shares_against_interval, results)
     draw("codecs", 7.5, losses_against_bytes, results)
     draw("changes", 8, shares_by_change, results)
-    draw("sizes", 6.5, shares_against_size, results)
+    draw("length", 6.5, shares_against_length, results)
 
 
 if __name__ == "__main__":
