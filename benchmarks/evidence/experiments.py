@@ -63,7 +63,7 @@ def inner_grid(size: str, method: str, **settings: Any) -> list[Run]:
 
 def outer_grid(results: Results, method: str, **settings: Any) -> list[Run]:
     """Return the recipe with its defaults, then with twelve pairs of learning rate and momentum, or decay of errors."""
-    inner = inner_lr(results, TUNED_AT, method)
+    inner = inner_lr(results, method)
     name, values = ("beta", DECAYS) if method == "sparse_loco" else ("momentum", MOMENTA)
     pairs = [{**settings, "lr": rate, name: value} for rate in OUTER for value in values]
     return [Run(TUNED_AT, method, inner, 0, STEPS[TUNED_AT] // 4, spelled(**one)) for one in [settings, *pairs]]
@@ -73,18 +73,22 @@ def best(results: Results, grid: Iterable[Run]) -> Run:
     return min(grid, key=results.loss)
 
 
-def inner_lr(results: Results, size: str, method: str) -> float:
+def inner_lr(results: Results, method: str) -> float:
     """Return the tuned inner learning rate: DDP's and one replica's own, and DiLoCo's for all with an outer loop."""
     settings = {} if method in ("alone", "DDP") else {"every": 32}
-    return best(results, inner_grid(size, method if not settings else "diloco", **settings)).lr
+    return best(results, inner_grid(TUNED_AT, method if not settings else "diloco", **settings)).lr
 
 
 def tuned(results: Results, size: str, seed: int, method: str, **settings: Any) -> Run:
-    """Return a method's run with what was best at a quarter of the length; outer settings are the smallest size's."""
+    """Return a method's run with what was best at a quarter of the length on the smallest size.
+
+    On larger ones the inner learning rate falls as the width grows.
+    """
     if method in ANCHORED:
         where = {name: value for name, value in settings.items() if name in ("every", "fragments", "delay")}
         settings = {**best(results, outer_grid(results, method, **where)).options, **settings}
-    return Run(size, method, inner_lr(results, size, method), seed, STEPS[size], spelled(**settings))
+    lr = inner_lr(results, method) * SHAPES[TUNED_AT].width / SHAPES[size].width
+    return Run(size, method, round(lr, 6), seed, STEPS[size], spelled(**settings))
 
 
 def default(results: Results, size: str, seed: int, method: str, **settings: Any) -> Run:
