@@ -55,15 +55,23 @@ class Results:
         return math.inf if found is None else float(found)
 
 
-def inner_grid(size: str, method: str, **settings: Any) -> list[Run]:
-    """Return runs of a quarter of the length, with the first seed; the rates fall as the width grows."""
-    scale = SHAPES[TUNED_AT].width / SHAPES[size].width
-    return [Run(size, method, round(lr * scale, 6), 0, STEPS[size] // 4, spelled(**settings)) for lr in INNER]
+def inner_grid(results: Results, size: str, method: str) -> list[Run]:
+    """Return runs with the first seed: a quarter as long on the smallest size; as long as all on others.
+
+    There a quarter chose rates that were too large for the whole: two rates are left, which fall as the width grows.
+    """
+    settings: dict[str, Any] = {} if method in ("alone", "DDP") else {"every": 32}
+    if size == TUNED_AT:
+        return [Run(size, method, lr, 0, STEPS[size] // 4, spelled(**settings)) for lr in INNER]
+    if settings:
+        settings = best(results, outer_grid(results, method, **settings)).options
+    rates = [round(lr * SHAPES[TUNED_AT].width / SHAPES[size].width, 6) for lr in INNER[1:3]]
+    return [Run(size, method, lr, 0, STEPS[size], spelled(**settings)) for lr in rates]
 
 
 def outer_grid(results: Results, method: str, **settings: Any) -> list[Run]:
     """Return the recipe with its defaults, then with twelve pairs of learning rate and momentum, or decay of errors."""
-    inner = inner_lr(results, method)
+    inner = inner_lr(results, TUNED_AT, method)
     name, values = ("beta", DECAYS) if method == "sparse_loco" else ("momentum", MOMENTA)
     pairs = [{**settings, "lr": rate, name: value} for rate in OUTER for value in values]
     return [Run(TUNED_AT, method, inner, 0, STEPS[TUNED_AT] // 4, spelled(**one)) for one in [settings, *pairs]]
@@ -73,22 +81,17 @@ def best(results: Results, grid: Iterable[Run]) -> Run:
     return min(grid, key=results.loss)
 
 
-def inner_lr(results: Results, method: str) -> float:
+def inner_lr(results: Results, size: str, method: str) -> float:
     """Return the tuned inner learning rate: DDP's and one replica's own, and DiLoCo's for all with an outer loop."""
-    settings = {} if method in ("alone", "DDP") else {"every": 32}
-    return best(results, inner_grid(TUNED_AT, method if not settings else "diloco", **settings)).lr
+    return best(results, inner_grid(results, size, method if method in ("alone", "DDP") else "diloco")).lr
 
 
 def tuned(results: Results, size: str, seed: int, method: str, **settings: Any) -> Run:
-    """Return a method's run with what was best at a quarter of the length on the smallest size.
-
-    On larger ones the inner learning rate falls as the width grows.
-    """
+    """Return a method's run with what was best; outer settings are those of the smallest size."""
     if method in ANCHORED:
         where = {name: value for name, value in settings.items() if name in ("every", "fragments", "delay")}
         settings = {**best(results, outer_grid(results, method, **where)).options, **settings}
-    lr = inner_lr(results, method) * SHAPES[TUNED_AT].width / SHAPES[size].width
-    return Run(size, method, round(lr, 6), seed, STEPS[size], spelled(**settings))
+    return Run(size, method, inner_lr(results, size, method), seed, STEPS[size], spelled(**settings))
 
 
 def default(results: Results, size: str, seed: int, method: str, **settings: Any) -> Run:
@@ -125,9 +128,8 @@ LARGER = ("alone", "DDP", "diloco(32)", "diloco(8)", STREAMED, "diloco(128)", "l
 CHANGED = ("alone", "DDP", "diloco(32)")
 
 
-def inner_grids(size: str) -> dict[str, list[Run]]:
-    settings = {"alone": {}, "DDP": {}, "diloco": {"every": 32}}
-    return {method: inner_grid(size, method, **given) for method, given in settings.items()}
+def inner_grids(results: Results, size: str) -> dict[str, list[Run]]:
+    return {method: inner_grid(results, size, method) for method in ("alone", "DDP", "diloco")}
 
 
 def outer_grids(results: Results) -> dict[str, list[Run]]:
@@ -137,7 +139,7 @@ def outer_grids(results: Results) -> dict[str, list[Run]]:
 
 def tune(results: Results, size: str) -> None:
     """Find the inner learning rates of a size, and on the smallest one the outer settings."""
-    do((run for grid in inner_grids(size).values() for run in grid), results)
+    do((run for grid in inner_grids(results, size).values() for run in grid), results)
     if size == TUNED_AT:
         do((run for grid in outer_grids(results).values() for run in grid), results)
 

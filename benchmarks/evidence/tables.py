@@ -120,7 +120,7 @@ def changes_table(results: Results) -> list[str]:
 def tuning_table(results: Results) -> list[str]:
     """What was best at a quarter of the length; for outer settings, next to the recipe's own defaults."""
     lines = ["| method | size | best | loss | loss with defaults |", "|---|---|---|---|---|"]
-    grids = [(name, size, grid) for size in SHAPES for name, grid in inner_grids(size).items()]
+    grids = [(name, size, grid) for size in SHAPES for name, grid in inner_grids(results, size).items()]
     grids += [(name, TUNED_AT, grid) for name, grid in outer_grids(results).items()]
     for name, size, grid in grids:
         there = [run for run in grid if math.isfinite(results.loss(run))]
