@@ -1,13 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of `docs/elastic.md` is drawn from a run in which replicas were killed, stopped and joined."""
+"""What `docs/elastic.md` says was measured, and its picture of a run in which replicas were killed and joined."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+
+def figures(name):
+    lines = (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_the_page_has_the_waits_and_losses_that_were_measured():
+    page = " ".join((ROOT / "docs" / "elastic.md").read_text(encoding="utf-8").split())
+    for run in figures("recovery.jsonl"):
+        peer, own = (run["figures"][name] for name in ("torchft", "farflung"))
+        size = {2: "two", 3: "three"}[run["replicas"]]
+        said = rf"one of {size} is killed: [^|]+ \(torchft: {peer['median_s']} s, {peer['worst_s']} s\)"
+        assert re.search(rf"{said} \| {own['median_s']} s \| {own['worst_s']} s \|", page)
+    soak = figures("elastic_soak.jsonl")[-1]
+    assert (soak["events"], soak["figures"]["steps_lost_or_counted_twice"]) == (200, 0)
+    for median, worst in soak["figures"]["waited_s"].values():
+        assert f"| {median} s | {worst} s |" in page
+    early, last = soak["figures"]["held_at_event_20_and_last"]
+    assert last["rss_mb"] < 1.02 * early["rss_mb"]
+    assert all(last[name] <= early[name] for name in ("descriptors", "threads", "keys"))
+    next_to = figures("elastic_loss.jsonl")[-1]["figures"]["next_to_4"]
+    assert f"ended {-next_to['4, one dies twice']:.1%} below".replace("%", " %") in page
+    assert f"three undisturbed ones {-next_to['3']:.1%} below".replace("%", " %") in page
 
 
 def test_the_picture_shows_the_run_that_was_kept(tmp_path):
