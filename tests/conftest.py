@@ -15,6 +15,7 @@ import farflung.state
 from farflung.config import environ
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
+from tests.warm import serving
 
 LAUNCHER_WORDS = (
     "RANK",
@@ -96,6 +97,19 @@ def pytest_runtest_protocol(item):
         limit_s = marked.args[0] if marked else float(item.config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(patience(limit_s)), append=False)
     return (yield)
+
+
+@pytest.fixture(scope="session")
+def warm_python():
+    """The path of a Python that has torch loaded (`tests/warm.py` says for which tests)."""
+    with serving() as python:
+        yield python
+
+
+@pytest.fixture
+def warm(warm_python, monkeypatch):
+    """Let `sys.executable` be a Python that has torch loaded."""
+    monkeypatch.setattr(sys, "executable", warm_python)
 
 
 @pytest.fixture(autouse=True)

@@ -298,6 +298,7 @@ accelerator.gather(torch.ones(2))
 """
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_run_ends_soon_after_a_rank_has_failed_and_says_why(tmp_path):
     script = tmp_path / "fails_slowly.py"
     script.write_text(SCRIPT)

@@ -48,6 +48,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.usefixtures("warm")
 def test_each_sample_counts_once_in_each_epoch(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--elastic", "1:3", "--replicas", "2"]

@@ -20,7 +20,6 @@ from farflung.demo.settings import DemoSettings, Point, Result, load_results, sa
 from farflung.testing.patience import patience
 
 WAYS = ("DDP", "Local SGD", "DiLoCo", "Streaming DiLoCo")
-FARFLUNG = [sys.executable, "-m", "farflung"]
 
 
 def settings_for(folder, **changes):
@@ -34,11 +33,16 @@ def a_result(way="DDP", loss=2.0, *, bytes_sent=3000, line_seconds=9.0):
     return Result(way, curve, seconds=2.0, waited_s=0.5, bytes_sent=bytes_sent, line_seconds=line_seconds)
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_demo_trains_four_ways_draws_judges_and_writes(tmp_path):
     output = tmp_path / "made by the demo"
     knobs = ["--steps", "12", "--every", "4", "--size", "tiny", "--batch", "4", "--output", output.name]
     ran = subprocess.run(
-        [*FARFLUNG, "demo", *knobs], cwd=tmp_path, capture_output=True, text=True, timeout=patience(100)
+        [sys.executable, "-m", "farflung", "demo", *knobs],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=patience(100),
     )
     assert ran.returncode == 0, ran.stderr
 

@@ -12,13 +12,16 @@ import pytest
 from farflung.testing.patience import patience
 
 FILE = Path(__file__).parents[2] / "examples" / "elastic.py"
-LAUNCH = [sys.executable, "-m", "farflung", "launch", "--cpu", "--elastic", "1:4", "--replicas", "2"]
+LAUNCH = ["-m", "farflung", "launch", "--cpu", "--elastic", "1:4", "--replicas", "2"]
 
 
-@pytest.mark.parametrize(("launch", "replicas"), [([sys.executable], 1), (LAUNCH, 2)])
+@pytest.mark.parametrize(("launch", "replicas"), [([], 1), (LAUNCH, 2)])
+@pytest.mark.usefixtures("warm")
 def test_every_replica_learns_and_notes_its_rounds(launch, replicas, tmp_path):
     flags = ["--steps", "160", "--pause", "0", "--log", str(tmp_path / "rounds.jsonl")]
-    ended = subprocess.run([*launch, str(FILE), *flags], capture_output=True, text=True, timeout=patience(90))
+    ended = subprocess.run(
+        [sys.executable, *launch, str(FILE), *flags], capture_output=True, text=True, timeout=patience(90)
+    )
     assert ended.returncode == 0, ended.stderr
     losses = re.findall(r"^process \d+: 10 rounds, 0 lost, 0 joined, loss ([\d.]+)$", ended.stdout, re.MULTILINE)
     assert len(losses) == replicas
@@ -29,9 +32,12 @@ def test_every_replica_learns_and_notes_its_rounds(launch, replicas, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_one_that_dies_is_let_in_again_while_the_others_go_on():
     flags = ["--steps", "1000", "--dies_at", "200"]
-    ended = subprocess.run([*LAUNCH, str(FILE), *flags], capture_output=True, text=True, timeout=patience(120))
+    ended = subprocess.run(
+        [sys.executable, *LAUNCH, str(FILE), *flags], capture_output=True, text=True, timeout=patience(120)
+    )
     assert ended.returncode == 0, ended.stderr
     assert "replica 1 is out: was killed by SIGKILL; training goes on with 1 replica" in ended.stderr
     assert "replica 1 joined; 2 replicas train" in ended.stderr

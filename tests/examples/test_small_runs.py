@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from farflung.testing.patience import patience
 
 FILE = Path(__file__).parents[2] / "examples" / "small_runs.py"
 
 
+@pytest.mark.usefixtures("warm")
 def test_every_row_is_run():
     ended = subprocess.run(
         [sys.executable, str(FILE), "--steps", "6"], capture_output=True, text=True, timeout=patience(90)

@@ -13,13 +13,13 @@ import pytest
 from farflung.testing.patience import patience
 
 FOLDER = Path(__file__).parents[2] / "examples" / "text_classification"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-LAUNCH = [sys.executable, "-m", "farflung", "launch", "--cpu"]
+TORCHRUN = ["-m", "torch.distributed.run"]
+LAUNCH = ["-m", "farflung", "launch", "--cpu"]
 SHORT = ["--epochs", "1"]
 
 
 def run(*command):
-    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=patience(60))
+    ended = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=patience(60))
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -38,6 +38,7 @@ def epochs_of(output):
     return re.findall(r"epoch \d+: loss ([\d.]+), accuracy ([\d.]+)", output)
 
 
+@pytest.mark.usefixtures("warm")
 def test_both_reach_the_same_accuracy_by_the_same_way():
     # 13 reviews validate: the sampler pads them to 14, which must not count. An epoch has 14 batches a process, so its
     # last window of 3 micro-batches is short.
@@ -64,6 +65,7 @@ def test_rows_with_missing_values_are_dropped_and_counted(reviews):
 
 
 @pytest.mark.parametrize("way", ["flag", "file"])
+@pytest.mark.usefixtures("warm")
 def test_precision_comes_from_the_launcher(way, tmp_path):
     config = tmp_path / "bf16.yaml"
     config.write_text("mixed_precision: bf16\n")
@@ -71,13 +73,14 @@ def test_precision_comes_from_the_launcher(way, tmp_path):
     assert "mixed precision: bf16" in run(*LAUNCH, *flags[way], FOLDER / "farflung_bert.py", *SHORT)
 
 
+@pytest.mark.usefixtures("warm")
 def test_another_file_a_saved_model_and_a_precision_can_be_given(reviews, tmp_path):
     other = tmp_path / "others.csv"
     other.write_text("label,review\n" + "1,好\n0,差\n" * 20, encoding="utf-8")
     for part in reviews.load_bert(None, [("好差", 1)]):
         part.save_pretrained(tmp_path / "bert")
     given = ["--data", other, "--model", tmp_path / "bert", "--mixed_precision", "bf16"]
-    said = run(sys.executable, FOLDER / "farflung_bert.py", *SHORT, *given)
+    said = run(FOLDER / "farflung_bert.py", *SHORT, *given)
     assert "40 reviews, 0 rows" in said
     assert "mixed precision: bf16" in said
     assert "epoch 0" in said
@@ -139,6 +142,7 @@ def test_labels_may_be_more_than_two_and_a_byte_order_mark_is_no_column(reviews,
         reviews.split(found, 0, 8)
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_program_itself_says_one_sentence(tmp_path):
     (tmp_path / "bad.csv").write_text("label,review\n")
     program = [sys.executable, FOLDER / "farflung_bert.py", "--data", tmp_path / "bad.csv"]

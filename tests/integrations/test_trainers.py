@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,14 @@ RUNS = ("trainer", "bf16", "sft", "lora")
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def trained(request, tmp_path_factory):
+def trained(request, tmp_path_factory, warm_python):
     """What the program logged under each library, both started at once."""
     ways = {"accelerate": ([], []), "farflung": (["--as-accelerate"], ["--resume"])}
     folders, started = {}, []
     for name, (flags, words) in ways.items():
         folders[name] = folder = tmp_path_factory.mktemp(name)
         flags = ["--cpu", "--num_processes", str(request.param), "--num_cpu_threads_per_process", "1", *flags]
-        command = [sys.executable, "-m", "farflung", "launch", *flags, str(PROGRAM), str(folder), *words]
+        command = [warm_python, "-m", "farflung", "launch", *flags, str(PROGRAM), str(folder), *words]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     try:
         for process in started:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ ROUNDS = [3, 6, 7, 9, 12, 14]  # each third step, and the last one of each epoch
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def seen(tmp_path_factory, warm_python):
     """What the program saw with the callback, and with the launcher's flags; both run at once."""
     ways = {"callback": ((), ()), "launched": (("--outer", "diloco", "--outer_every", "3"), ("--launched",))}
     started, found = {}, {}
@@ -34,7 +33,7 @@ def seen(tmp_path_factory):
             str(folder),
             *words,
         ]
-        command = [sys.executable, "-m", "farflung", *start]
+        command = [warm_python, "-m", "farflung", *start]
         started[folder] = way, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         for folder, (way, process) in started.items():

@@ -72,6 +72,7 @@ def digests(folder: Path) -> list[str]:
     return [hashlib.sha256((folder / f"rank{rank}.bin").read_bytes()).hexdigest() for rank in (0, 1)]
 
 
+@pytest.mark.usefixtures("warm")
 def test_flags_or_a_file_with_variables_turn_a_plain_script_into_the_same_run(farflung, forked, script):
     two = ("--cpu", "--num_processes", "2")
     flags = ("--outer", "diloco", "--outer-every", "4", "--outer_rounds", "200", "--outer-codec", "bf16")
@@ -146,6 +147,7 @@ if sys.argv[1] != "nothing":
         ("short", "ended before the first round"),
     ],
 )
+@pytest.mark.usefixtures("warm")
 def test_an_outer_loop_that_did_nothing_is_said_at_the_end(what, words, farflung, home):
     (home / "train.py").write_text(IDLE)
     done = farflung("launch", "--cpu", "--outer", "diloco", "--outer-every", "4", "train.py", what)
@@ -209,6 +211,7 @@ def test_scripts_that_know_nothing_of_farflung_train_with_an_outer_loop(script, 
     assert all(other == first for other in others)
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_end_of_a_script_flushes_and_an_error_in_it_is_told_to_the_other_ranks(farflung, home):
     (home / "train.py").write_text(PLAIN.replace("END", "if dist.get_rank() == 1: raise KeyError('bad sample')"))
     flags = ["--outer", "diloco", "--outer-every", "3", "--outer-log", "rounds.jsonl"]

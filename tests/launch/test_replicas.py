@@ -142,7 +142,7 @@ class Launcher:
 
 
 @pytest.fixture
-def far(home):
+def far(home, warm):
     """Two machines with a launcher each, whose one replica trains with the other's; and what they print."""
     (home / "train.py").write_text(TRAINS)
     first = ["--elastic", "1:2", "--main_process_ip", ADDRESSES[0], "--main_process_port", "29600", "train.py"]
@@ -163,6 +163,7 @@ def until(condition):
     return found
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(home):
     (home / "train.py").write_text(TRAINS)
     with Launcher("--elastic", "2:3", "--replicas", "2", "train.py") as first:
@@ -187,6 +188,7 @@ def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(h
 
 
 @pytest.mark.parametrize("kind", UNCHANGED)
+@pytest.mark.usefixtures("warm")
 def test_scripts_that_know_nothing_of_it_train_with_the_others(farflung, home, kind):
     (home / "train.py").write_text(UNCHANGED[kind] + STEPS)
     done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "--outer-log", "rounds.jsonl", "train.py")
@@ -214,6 +216,7 @@ def test_a_script_that_fails_before_it_met_anyone_is_not_started_again(farflung,
     assert "replica 0 ended with exit code 3; it is not started again" in done.stderr
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_replica_of_several_ranks_is_started_again_if_one_of_them_dies(home):
     (home / "train.py").write_text(RANKS)
     with Launcher("--elastic", "2:2", "--ranks_per_replica", "2", *DILOCO, "train.py") as run:
@@ -227,6 +230,7 @@ def test_a_replica_of_several_ranks_is_started_again_if_one_of_them_dies(home):
         assert run.ended() == 0
 
 
+@pytest.mark.usefixtures("warm")
 def test_one_replica_writes_the_checkpoint_from_which_another_number_of_them_goes_on(farflung, home):
     (home / "train.py").write_text(RESUMES)
     for size, begins, steps in (2, 0, 8), (3, 8, 16):
@@ -242,6 +246,7 @@ def test_one_replica_writes_the_checkpoint_from_which_another_number_of_them_goe
     assert sorted(path.name for path in home.iterdir()) == ["kept", "out", "train.py"]
 
 
+@pytest.mark.usefixtures("warm")
 def test_what_several_replicas_fail_with_is_shown_once_in_a_box_that_names_the_newest_checkpoint(farflung, home):
     (home / "train.py").write_text(RESUMES)
     done = farflung("launch", "--cpu", "--elastic", "2:2", "--max_restarts", "0", *DILOCO, "train.py", "4", "fails")

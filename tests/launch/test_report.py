@@ -130,6 +130,7 @@ raise KeyError("bad sample")
 """
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_run_that_fails_says_where_to_resume(farflung, home):
     (home / "train.py").write_text(SAVES)
     saved = farflung("launch", "--cpu", "--num_processes", "2", "train.py", "saves")

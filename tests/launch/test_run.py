@@ -136,6 +136,7 @@ def test_flags_alone_shard_a_script_over_cpu_processes(forked, home):
     assert printed.splitlines() == ["2 DistributedType.FSDP 4"] * 2
 
 
+@pytest.mark.usefixtures("warm")
 def test_two_machines_meet(home):
     (home / "train.py").write_text(CONNECTED)
     with socket.socket() as free:
@@ -170,6 +171,7 @@ def test_on_one_machine_everything_listens_on_loopback_alone(is_launched, farflu
         assert {*addresses} == {"127.0.0.1"}
 
 
+@pytest.mark.usefixtures("warm")
 def test_torchrun_does_just_as_well(home):
     (home / "train.py").write_text(CONNECTED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"]
@@ -177,6 +179,7 @@ def test_torchrun_does_just_as_well(home):
     assert [seen_by(f"rank{rank}.json")["total"] for rank in (0, 1)] == [3, 3]
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_script_on_real_accelerate_is_connected_too(farflung, home):
     pytest.importorskip("accelerate")
     script = (
@@ -243,6 +246,7 @@ accelerator.prepare(torch.nn.Linear(2, 1))
 """
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_rank_that_ends_early_without_an_error_is_named_as_the_cause(farflung, home):
     (home / "train.py").write_text(EARLY)
     done = farflung("launch", "--cpu", "--num_processes", "2", "train.py")

@@ -136,7 +136,9 @@ def test_every_section_is_run():
 
 
 @pytest.mark.parametrize("section", ["With flags", "With a file"])
-def test_two_machines_train_at_the_first_try(section, folder):
+def test_two_machines_train_at_the_first_try(section, folder, request):
+    if section != "With flags":
+        request.getfixturevalue("warm")
     (said,) = checked(section, folder)
     assert [code for _, code, _ in said.values()] == [0, 0]
 
@@ -147,8 +149,9 @@ def test_what_can_not_work_is_one_sentence(section, folder):
         assert [code for _, code, _ in said.values()] == [2]
 
 
+@pytest.mark.usefixtures("warm")
 def test_machines_listen_on_the_network_between_them_alone(tmp_path):
-    (tmp_path / "train.py").write_text(LISTENING)
+    (tmp_path / "train.py").write_text(LISTENING.replace(" and each.pid in mine", ""))  # they have a network each
     flags = ["--cpu", "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "10.77.0.1"]
     with two_machines() as machines:
         command = ["farflung", "launch", *flags, "--machine_rank"]
@@ -158,6 +161,7 @@ def test_machines_listen_on_the_network_between_them_alone(tmp_path):
         assert {*json.loads((tmp_path / f"rank{rank}.json").read_text())} == {address}
 
 
+@pytest.mark.usefixtures("warm")
 def test_an_outer_loop_is_faster_on_a_slow_line(folder):
     seconds = []
     for said in checked("A slow line", folder):
@@ -167,6 +171,7 @@ def test_an_outer_loop_is_faster_on_a_slow_line(folder):
     assert outer < plain / 3, seconds
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_machine_that_dies_is_named_by_the_other_one(folder):
     (said,) = checked("When a machine dies", folder)
     text, code, seconds = said["node0"]
@@ -175,6 +180,7 @@ def test_a_machine_that_dies_is_named_by_the_other_one(folder):
     assert seconds < patience(30)
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_cut_line_ends_both_machines_within_the_time(folder):
     (said,) = checked("When the line is cut", folder)
     for name, other in zip(NAMES, reversed(NAMES), strict=True):
