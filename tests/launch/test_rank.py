@@ -18,7 +18,7 @@ SEEN = """
 import json, multiprocessing, pickle, sys
 class Thing:
     pass
-def double(x):
+def double(x: int):
     return 2 * x
 if __name__ == "__main__":
     pickle.loads(pickle.dumps(Thing()))
@@ -27,7 +27,7 @@ if __name__ == "__main__":
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             doubled = pool.map(double, [1, 2])
     spec = None if __spec__ is None else __spec__.name
-    print(json.dumps([sys.argv, sys.path[0], __file__, spec, __package__, doubled]))
+    print(json.dumps([sys.argv, sys.path[0], __file__, spec, __package__, doubled, str(double.__annotations__)]))
     print("torch" in sys.modules)
 """
 

@@ -77,7 +77,7 @@ def _loaded_script(arguments: list[str]) -> tuple[CodeType, ModuleType]:
     sys.path[0] = str(path.resolve().parent)
     main = ModuleType("__main__")
     main.__dict__.update(__file__=str(path), __loader__=SourceFileLoader("__main__", str(path)), __cached__=None)
-    return compile(path.read_bytes(), str(path), "exec"), main
+    return compile(path.read_bytes(), str(path), "exec", dont_inherit=True), main
 
 
 def _loaded_module(arguments: list[str]) -> tuple[CodeType, ModuleType]:
