@@ -97,9 +97,13 @@ def methods(results: Results, size: str) -> dict[str, Row]:
 def methods_table(results: Results, size: str) -> list[str]:
     lines = ["| method | held-out loss | DDP's gain kept | fewer bytes than DDP | seeds |", "|---|---|---|---|---|"]
     for row in sorted(methods(results, size).values(), key=lambda row: -statistics.mean(row.shares)):
-        fewer = "sends nothing" if math.isnan(row.fewer_bytes) else f"{row.fewer_bytes:.3g}"
+        fewer = "sends nothing" if math.isnan(row.fewer_bytes) else as_times(row.fewer_bytes)
         lines.append(f"| `{row.name}` | {row.loss(2)} | {row.share} | {fewer} | {len(row.shares)} |")
     return lines
+
+
+def as_times(ratio: float) -> str:
+    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.3g}"
 
 
 def changes_table(results: Results) -> list[str]:
@@ -112,7 +116,7 @@ def changes_table(results: Results) -> list[str]:
         both = set(row.runs) & set(usual)
         changed = [any(row.runs[seed][index] != usual[seed][index] for seed in both) for index in (0, 1)]
         cells = [row.loss(index) if row.name == "as it is" or changed[index] else "-" for index in (0, 1)]
-        cells += [row.loss(2), row.share, f"{row.fewer_bytes:.3g}", str(len(row.shares))]
+        cells += [row.loss(2), row.share, as_times(row.fewer_bytes), str(len(row.shares))]
         lines.append(f"| {row.name} | {' | '.join(cells)} |")
     return lines
 
