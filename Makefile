@@ -19,9 +19,9 @@ demo: $(DEMO_READY)
 demo-elastic: $(DEMO_READY)
 	$(BIN)/farflung launch --cpu --elastic 1:3 --replicas 3 examples/elastic.py --dies_at 400
 
-# Twice as many workers as there may be cores: tests wait for processes, peers, time limits and sleeps.
+# More workers than there may be cores: tests wait for processes, peers, time limits and sleeps.
 test: $(DEV_READY)
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-fast: $(DEV_READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ranks and not slow"

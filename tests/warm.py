@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -137,7 +137,8 @@ def serve(door: socket.socket) -> Program | None:
                     if program is not None:
                         return program
                 elif isinstance(key.fileobj, socket.socket):  # a client is gone
-                    os.kill(key.data, signal.SIGKILL)
+                    with suppress(ProcessLookupError):
+                        os.kill(key.data, signal.SIGKILL)
                     events.unregister(key.fileobj)
                 else:
                     _end(key, events)
@@ -161,7 +162,8 @@ def _accept(door: socket.socket, events: selectors.BaseSelector) -> Program | No
         return Program(*json.loads(asked))
     for stream in streams:
         os.close(stream)
-    client.sendall(pid.to_bytes(4, "big"))
+    with suppress(OSError):
+        client.sendall(pid.to_bytes(4, "big"))
     events.register(client, selectors.EVENT_READ, pid)
     events.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, client))
     return None
@@ -175,7 +177,8 @@ def _end(key: selectors.SelectorKey, events: selectors.BaseSelector) -> None:
     os.close(key.fd)
     if client in events.get_map():
         events.unregister(client)
-        client.sendall(code.to_bytes(4, "big", signed=True))
+        with suppress(OSError):  # it was killed meanwhile
+            client.sendall(code.to_bytes(4, "big", signed=True))
     client.close()
 
 

@@ -143,15 +143,15 @@ class Launcher:
 
 @pytest.fixture
 def far(home, warm):
-    """Two machines with a launcher each, whose one replica trains with the other's; and what they print."""
+    """Two machines with a launcher each, whose two replicas train with those of the other; and what they print."""
     (home / "train.py").write_text(TRAINS)
-    first = ["--elastic", "1:2", "--main_process_ip", ADDRESSES[0], "--main_process_port", "29600", "train.py"]
-    join = ["--join", f"{ADDRESSES[0]}:29600", "train.py"]
+    first = ["--elastic", "2:4", "--main_process_ip", ADDRESSES[0], "--main_process_port", "29600", "train.py"]
+    join = ["--join", f"{ADDRESSES[0]}:29600", "--replicas", "2", "train.py"]
     with two_machines() as machines:
         screens = [Screen(machines.start(0, ["farflung", "launch", "--cpu", *first], home))]
-        screens[0].wait_for("epoch 1: training begins with 1 replica")
+        screens[0].wait_for("epoch 1: training begins with 2 replicas")
         screens.append(Screen(machines.start(1, ["farflung", "launch", "--cpu", *join], home)))
-        screens[0].wait_for("joined; 2 replicas train")
+        screens[0].wait_for("joined; 4 replicas train")
         yield machines, *screens
 
 
@@ -289,10 +289,13 @@ def test_a_machine_that_is_cut_off_comes_back_with_the_line_and_one_that_is_gone
     machines, first, second = far
     machines.cut()
     first.wait_for("is out: its machine gave no sign for")
+    first.wait_for("training goes on with 2 replicas")
+    time.sleep(10.0)
     machines.mend()
-    first.wait_for("epoch 4: replica 0 of node1:")
+    until(lambda: first.text.count("joined; 4 replicas train") == 2)
+    before = first.text.count("training goes on with 2 replicas")
     machines.kill(1)
-    first.wait_for("epoch 5: replica 0 of node1:")
+    until(lambda: first.text.count("training goes on with 2 replicas") > before)
     assert "epoch" not in second.end()
 
 
@@ -308,5 +311,5 @@ def test_without_the_first_launcher_training_goes_on_until_the_next_loss_ends_it
     machines.kill(0)
     said = second.end()
     assert said.count("failed on node1") == 1
-    assert said.count("A replica was lost, and those that are left can't agree on who goes on") == 2  # box and line
+    assert said.count("A replica was lost, and those that are left can't agree on who goes on") == 3  # box and lines
     assert second.process.returncode == 1

@@ -133,12 +133,20 @@ class AcceleratedOptimizer(Optimizer):
     param_groups: Any = forwarded("optimizer", "param_groups")
     defaults: Any = forwarded("optimizer", "defaults")
 
-    # What torch's class would do for this object, which has none of it.
-    add_param_group: Any = forwarded("optimizer", "add_param_group")
-    state_dict: Any = forwarded("optimizer", "state_dict")
-    load_state_dict: Any = forwarded("optimizer", "load_state_dict")
-    register_step_post_hook: Any = forwarded("optimizer", "register_step_post_hook")
-    register_step_pre_hook: Any = forwarded("optimizer", "register_step_pre_hook")
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self.optimizer.register_step_post_hook(hook)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self.optimizer.register_step_pre_hook(hook)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set yet: while being unpickled
