@@ -6,6 +6,7 @@ import pickle
 import random
 import re
 import stat
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -241,3 +242,9 @@ def test_names_are_those_of_accelerate():
     assert paths.scheduler(0) == f"{theirs.SCHEDULER_NAME}.bin"
     assert theirs.SCALER_NAME == paths.SCALER
     assert paths.random_states(3) == f"{theirs.RNG_STATE_NAME}_3.pkl"
+
+
+def test_entries_that_are_written_at_a_time_don_t_disallow_each_other_s_arrays(tmp_path):
+    state = {"numpy": np.random.get_state(), "number": np.float64(3), "python": random.getstate()}
+    with ThreadPoolExecutor(4) as writers:
+        list(writers.map(lambda k: write(Entry(f"{k}.pkl", state), tmp_path), range(100)))

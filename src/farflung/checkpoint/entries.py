@@ -15,7 +15,7 @@ from torch import Tensor
 from farflung.base.errors import ConfigError
 from farflung.base.tensor_memory import memory_of
 from farflung.checkpoint.manifest import FileRecord
-from farflung.checkpoint.reader import allowed
+from farflung.checkpoint.reader import unsafe_names
 from farflung.checkpoint.writer import FileWriter, write_safetensors
 
 
@@ -53,8 +53,7 @@ def write(entry: Entry, folder: Path, threaded: bool = True) -> Any:
         else:
             torch.save(entry.content, writer)  # type: ignore[arg-type]
     if not entry.safe:
-        with torch.serialization.safe_globals(allowed()):
-            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        unsafe = unsafe_names(path)
         if unsafe:
             raise ConfigError(
                 f"The state of {entry.origin or entry.name} holds {', '.join(unsafe)}, which can't be loaded without "

@@ -69,6 +69,14 @@ def allowed() -> list[Any]:
     return [one for one in (*_ARRAYS, *named) if one not in there]
 
 
+def unsafe_names(path: Path) -> list[str]:
+    """Return what stands in a file that `load` would refuse. Changes nothing, as several threads may ask at a time."""
+    cores = ("numpy.core.multiarray", "numpy._core.multiarray")
+    names = {f"{core}.{function.__name__}" for core in cores for function in _ARRAYS[:2]}
+    names |= {f"{one.__module__}.{one.__qualname__}" for one in _ARRAYS}
+    return [name for name in torch.serialization.get_unsafe_globals_in_checkpoint(path) if name not in names]
+
+
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """Return what `torch.save` wrote to `f`, a path or an open file; by default only tensors and plain data, no code.
 
