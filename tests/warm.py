@@ -16,7 +16,7 @@ import io
 import json
 import os
 import runpy
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -44,10 +44,10 @@ server.connect({where!r})
 request = json.dumps([os.getpid(), words, os.getcwd(), dict(os.environ)]).encode()
 socket.send_fds(server, [len(request).to_bytes(4, "big")], [0, 1, 2])
 server.sendall(request)
-pid = int.from_bytes(server.recv(4), "big")
+pid = int.from_bytes(server.recv(4) or sys.exit("the server of warm programs failed"), "big")
 for number in signal.valid_signals() - {{signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE}}:
     signal.signal(number, lambda number, _: os.kill(pid, number))
-code = int.from_bytes(server.recv(4), "big", signed=True)
+code = int.from_bytes(server.recv(4) or sys.exit("the server of warm programs failed"), "big", signed=True)
 if code < 0:
     if -code != signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
@@ -74,8 +74,9 @@ def serving() -> Iterator[str]:
         command = [sys.executable, __file__, str(door.fileno()), python]
         quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}  # read when torch is loaded; the launcher sets it too
         with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[door.fileno()], env=quiet) as server:
+            door.close()  # so that nobody waits at the door of a server that has ended
             yield python
-            server.stdin.close()
+            server.kill()
 
 
 class Program(NamedTuple):
@@ -125,61 +126,41 @@ class Program(NamedTuple):
 
 def serve(door: socket.socket) -> Program | None:
     """Fork for each client until the standard input ends; returns None then, and in each fork what it is to run."""
-    with selectors.DefaultSelector() as events:
-        events.register(door, selectors.EVENT_READ)
-        events.register(0, selectors.EVENT_READ)
-        while True:
-            for key, _ in events.select():
-                if key.fileobj == 0:
-                    return None
-                if key.fileobj is door:
-                    program = _accept(door, events)
-                    if program is not None:
-                        return program
-                elif isinstance(key.fileobj, socket.socket):  # a client is gone
-                    with suppress(ProcessLookupError):
-                        os.kill(key.data, signal.SIGKILL)
-                    events.unregister(key.fileobj)
-                else:
-                    _end(key, events)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets forks that have ended
+    while True:
+        ready, _, _ = select.select([door, 0], [], [])
+        if 0 in ready:
+            return None
+        client, _ = door.accept()
+        with client:
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                door.close()
+                return _attend(client)
 
 
-def _accept(door: socket.socket, events: selectors.BaseSelector) -> Program | None:
-    """Fork for a client; returns its program in the fork, and None in the server."""
-    client, _ = door.accept()
+def _attend(client: socket.socket) -> Program:
+    """Fork once more, for the program of a client; tells the client its process and its end, and ends itself."""
     head, streams, _, _ = socket.recv_fds(client, 4, 3)
-    asked = b""
-    while len(asked) < int.from_bytes(head, "big"):
-        asked += client.recv(1 << 16)
+    asked = client.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
     pid = os.fork()
     if pid == 0:
+        client.close()
         os.setsid()
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
-        for each in [client, *(key.fileobj for key in events.get_map().values())]:
-            each.close() if isinstance(each, socket.socket) else each and os.close(each)
         return Program(*json.loads(asked))
     for stream in streams:
         os.close(stream)
-    with suppress(OSError):
+    with suppress(OSError):  # the client is gone, which `select` shows too
         client.sendall(pid.to_bytes(4, "big"))
-    events.register(client, selectors.EVENT_READ, pid)
-    events.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, client))
-    return None
-
-
-def _end(key: selectors.SelectorKey, events: selectors.BaseSelector) -> None:
-    """Tell a client how its program ended."""
-    pid, client = key.data
+    if client in select.select([client, os.pidfd_open(pid)], [], [])[0]:
+        os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    events.unregister(key.fileobj)
-    os.close(key.fd)
-    if client in events.get_map():
-        events.unregister(client)
-        with suppress(OSError):  # it was killed meanwhile
-            client.sendall(code.to_bytes(4, "big", signed=True))
-    client.close()
+    with suppress(OSError):
+        client.sendall(code.to_bytes(4, "big", signed=True))
+    os._exit(0)
 
 
 def leave(codes: list[int]) -> None:

@@ -33,7 +33,7 @@ GUARDED = ("to", "cuda", "xpu")  # the methods that `dispatch_model` guards on t
 
 
 class ModelHook:
-    """What runs when it is attached to a module, before and after each forward pass, and when it is removed."""
+    """Code around a module's forward pass: before it, after it, and when the hook is attached and removed."""
 
     no_grad = False  # run the forward pass without gradients
 

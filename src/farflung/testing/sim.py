@@ -169,7 +169,7 @@ class SimGroup:
         self.rank = self.members.index(rank)
         self.size = len(self.members)
         self.age = stage.regroups[rank]  # how often the replicas have regrouped
-        self._is_block = is_block  # of neighbours in another group; who leaves that one has left this one too
+        self._is_block = is_block  # part of a larger group, and left together with it
         self._me = rank
         self._stage = stage
         self._number = 0

@@ -31,7 +31,7 @@ from farflung.testing.timed import Clock, Network, TimedGroup
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the replicas had agreed on was worth this much."""
+    """The result of one evaluation of the anchor, and when it was made."""
 
     step: int  # of the replica that evaluated
     seconds: float  # on the virtual clock
@@ -49,7 +49,7 @@ class Simulation:
     stats: tuple[Stats, ...]  # by replica; their seconds are those of this machine too
     seconds: float  # on the virtual clock, of the slowest replica that was there at the end
     waited: tuple[float, ...]  # by replica, virtual seconds in which it waited for the network or for others
-    failures: tuple[str, ...]  # what the first replica was told each time that others had been lost
+    failures: tuple[str, ...]  # messages, one for each loss of members that the first replica saw
     model: nn.Module  # of the first replica, as it was at the end
     first: int
 
