@@ -93,7 +93,7 @@ def replica(pipe, port, member, step_s, numel, dies, recipe, saves, options):
     with OuterLoop(Blocks(numel), recipe, bucket_bytes=4 * numel) as another:
         checkpoint = another.state_dict()
     with OuterLoop(model, recipe, membership=membership, bucket_bytes=4 * numel) as outer:
-        outer.listeners.append(lambda one: say(round=one.number, step=one.step, ranks=len(one.weights)))
+        outer.listeners.append(lambda one: say(**figures_of(one)))
         if outer.is_newcomer:  # a script that begins with its newest checkpoint does not know that it is one
             outer.load_state_dict(checkpoint)
         say(joined=outer.position, weight=weight())
@@ -110,6 +110,11 @@ def replica(pipe, port, member, step_s, numel, dies, recipe, saves, options):
                 outer.state_dict()
         stats = outer.stats()
     say(end=outer.position, weight=weight(), stats=stats.as_dict())
+
+
+def figures_of(this):
+    """What is said of a round."""
+    return {"round": this.number, "ranks": len(this.weights), "lost": dict(this.lost), "new": this.joined}
 
 
 def serve(pipe):

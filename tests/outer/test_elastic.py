@@ -27,6 +27,9 @@ def test_a_replica_may_die_at_any_time_and_come_back(phase):
         assert len(set(ends.values())) == 1
         assert any("replica 2 is out: killed by SIGKILL" in event for event in run.events)
         assert any("replica 2 joined; 3 replicas" in event for event in run.events)
+        rounds = [one for one in said if "round" in one and one["member"] in (first, second)]
+        assert [one["lost"] for one in rounds if one["lost"]] == [{lost: "killed by SIGKILL"}] * 2
+        assert [one["new"] for one in rounds if one["new"]] == [(back,)] * 2
 
 
 def test_one_that_dies_while_it_joins_or_lets_others_in_is_left_out():

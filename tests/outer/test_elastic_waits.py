@@ -15,7 +15,7 @@ from farflung.process.sockets import serve_store
 
 @pytest.fixture
 def waiting():
-    """A member that waits in an epoch with another one, whose launcher has given a sign; and its look for the other."""
+    """A member that waits in an epoch with another one, whose launcher has given a sign; and its watch."""
     membership = Elastic(serve_store("127.0.0.1", 0, wait_for_workers=False), 1, grace_s=3.0)
     membership.notes.name(2, "replica 1", "node1")
     membership.notes.beat("node1")
@@ -24,12 +24,12 @@ def waiting():
     membership.record = record
     watch, place = elastic._EpochWatch(membership, record, 1.0), Entered("c0#7", 125_000)
     watch.look(place, 2.0)
-    return membership, lambda waited_s: watch.look(place, waited_s)
+    return membership, watch, lambda waited_s: watch.look(place, waited_s)
 
 
 def test_who_waits_for_a_machine_that_is_gone_hears_of_it_even_if_its_member_had_come(waiting, monkeypatch):
     monkeypatch.setattr(elastic, "_BEAT_LOST_S", 0.2)
-    membership, look = waiting
+    membership, _, look = waiting
     membership.members.say(1, "wait0", 2, "c0#7")
     time.sleep(0.3)
     membership.notes.beat("node1")
@@ -40,15 +40,27 @@ def test_who_waits_for_a_machine_that_is_gone_hears_of_it_even_if_its_member_had
 
 
 def test_who_waits_for_values_that_do_not_come_gives_up_after_the_grace_and_their_time_on_a_slow_line(waiting):
-    membership, look = waiting
+    membership, _, look = waiting
     membership.members.say(1, "wait0", 2, "c0#7")
     look(3.9)  # at 1 Mbit/s they take a second
     with pytest.raises(RankFailure, match=r"no values came for 4\.1 s, though all wait for them"):
         look(4.1)
 
 
+def test_a_line_that_was_faster_leaves_values_less_time_and_a_slower_one_more(waiting):
+    membership, watch, look = waiting
+    membership.members.say(1, "wait0", 2, "c0#7")
+    watch.note_end(Entered("c0#5", 1_250_000), 20.0)
+    look(22.9)
+    watch.note_end(Entered("c0#5", 12_500_000), 1.0)  # 100 Mbit/s, so 10 times longer is 0.1 s
+    watch.note_end(Entered("c0#6", 100), 1.0)  # says nothing of the line
+    look(3.05)
+    with pytest.raises(RankFailure, match="no values came"):
+        look(3.15)
+
+
 def test_who_waits_for_one_that_is_elsewhere_gives_up_after_the_grace(waiting):
-    membership, look = waiting
+    membership, _, look = waiting
     membership.members.say(1, "wait0", 2, "c0#6")
     look(2.9)
     with pytest.raises(RankFailure, match="replica 1: late by more than 3 s"):

@@ -37,6 +37,9 @@ class Watch(Protocol):
     def look(self, entered: Entered, waited_s: float) -> None:
         """Raise RankFailure where this wait can't end."""
 
+    def note_end(self, entered: Entered, waited_s: float) -> None:
+        """Hear that a wait has ended well."""
+
     def break_off(self, reason: str) -> RankFailure:
         """Tell all members that the epoch is over, and return that as an error."""
 
@@ -84,6 +87,7 @@ class EpochGroup(C10dGroup):
     def watching(self, entered: Entered) -> Iterator[Callable[[], None]]:
         began = time.monotonic()
         yield lambda: self._watch.look(entered, time.monotonic() - began)
+        self._watch.note_end(entered, time.monotonic() - began)
 
     def failure(self, error: RuntimeError) -> RankFailure:
         self.abort()

@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -37,7 +38,9 @@ _BEAT_LOST_S = 2.5  # without a sign from a launcher, which gives one every half
 _CONNECT_S = 2.0
 _RELEASE_S = 0.1  # at the end, with Python's lock free
 _RETIRED_S = 1.0  # after which gloo's threads have let go of all that they ended
-_SLOWEST_BPS = 125_000  # bytes per second; slower values count as lost
+_SLOWEST_BPS = 125_000  # bytes per second; slower values count as lost, until a speed was measured,
+_SLOWER = 10  # then those that are so many times slower than the latest ones
+_MEASURED_BYTES = 1_000_000  # at least: smaller ones say little of a line
 
 
 class Elastic:
@@ -55,6 +58,7 @@ class Elastic:
     Attributes:
         record: the epoch that this replica is in, or was in last.
         joined: the number of the epoch in which it came in as a newcomer; 0 if it was there from the first one on.
+        slowest_bps: values that come more slowly than so many bytes a second count as lost, after `grace_s`.
     """
 
     is_fixed = False
@@ -91,6 +95,7 @@ class Elastic:
         self._retired: list[tuple[float, dist.ProcessGroup]] = []  # groups of epochs before, and since when
         self._is_over = False  # the run
         self._is_newcomer = False  # in its epoch
+        self.slowest_bps = float(_SLOWEST_BPS)
         self._num_failed = 0  # epochs that did not come about, one after the other
 
     # ---- what an outer loop asks
@@ -115,7 +120,8 @@ class Elastic:
         rank, size = record.ids.index(self.member), len(record.ids)
         group = EpochGroup(store, f"c{self.island.rank}", rank, size, watch)
         newcomers = [record.ids.index(one) for one in record.newcomers]
-        self._epoch = open_epoch(record.number, record.ids, group, self.island, needs, newcomers)
+        epoch = open_epoch(record.number, record.ids, group, self.island, needs, newcomers)
+        self._epoch = replace(epoch, lost=record.lost)
         self._num_failed = 0
         if self.island.rank == 0:
             self.notes.note_in(self.member)
@@ -405,9 +411,13 @@ class _EpochWatch:
             for one in late:
                 elastic.members.say(number, "late", one, "1")
             return f"{name}: late by more than {in_seconds(elastic.grace_s)}"
-        if not late and waited_s > elastic.grace_s + entered.nbytes / _SLOWEST_BPS:
+        if not late and waited_s > elastic.grace_s + entered.nbytes / elastic.slowest_bps:
             return f"no values came for {in_seconds(waited_s)}, though all wait for them"
         return ""
+
+    def note_end(self, entered: Entered, waited_s: float) -> None:
+        if entered.nbytes >= _MEASURED_BYTES:
+            self._elastic.slowest_bps = entered.nbytes / waited_s / _SLOWER
 
     def retire(self, group: dist.ProcessGroup) -> None:
         self._elastic.retire(group)

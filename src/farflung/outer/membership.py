@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -55,6 +55,7 @@ class Epoch:
         island, in_round: the ranks that train this replica, as they meet beside rounds and in them.
         num_votes: the number of the members' next vote.
         newcomers: the ranks that were not there before; the others hand over to them what all have in common.
+        lost: why members of the epoch before are not in this one, by id.
     """
 
     number: int
@@ -65,6 +66,7 @@ class Epoch:
     in_round: Island
     num_votes: int
     newcomers: tuple[int, ...] = ()
+    lost: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def joins(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -239,13 +239,16 @@ class OpenRound:
             self._take(kind, k, Payload(flat, None, result, weight), result, divisor)
         self._is_confirmed = True
 
-    def record(self, number: int, waited: float | None, hidden: float) -> Round:
+    def record(
+        self, number: int, waited: float | None, hidden: float, lost: Mapping[int, str], joined: tuple[int, ...]
+    ) -> Round:
         """Say what happened in it.
 
         Args:
             number: the fragment's.
             waited: seconds that training waited for it; None where it was busy with it all the time.
             hidden: seconds that it took beside training.
+            lost, joined: see `Round`.
         """
         assert self.tally is not None
         decision, stats = self.decision, self.meter.stats()
@@ -264,6 +267,8 @@ class OpenRound:
             bytes_received=stats.bytes_received,
             seconds_exposed=busy if waited is None else waited,
             seconds_hidden=hidden,
+            lost=lost,
+            joined=joined,
         )
 
     def _begin_vote(self) -> Callable[[], Tally]:

@@ -72,6 +72,8 @@ class Rounds:
         self._is_sharded = model_has_dtensor(model)
         self._num_votes = 1
         self._is_awaited = False  # as the votes said
+        self._lost: dict[int, str] = {}  # members, since the latest round
+        self._joined: tuple[int, ...] = ()
         self._has_state = False  # what all members have in common
         self._worker: BackgroundWorker | None = None
         self.place = {"position": 0, "began": 0}
@@ -106,8 +108,8 @@ class Rounds:
                     self.free(reusable=True)
                 self.epoch, self._num_votes = epoch, epoch.num_votes
                 if had_state and before.ids:
-                    self._meter.add("replicas_lost", len({*before.ids} - {*epoch.ids}))
-                    self._meter.add("replicas_joined", 0 if epoch.joins else len(epoch.newcomers))
+                    self._lost |= {one: epoch.lost.get(one, "") for one in before.ids if one not in epoch.ids}
+                    self._joined += () if epoch.joins else tuple(epoch.ids[rank] for rank in epoch.newcomers)
                 self._count_votes()
                 has_delay = self._recipe.schedule.delay > 0
                 self._worker = BackgroundWorker(self._device, epoch.background) if has_delay else None
@@ -491,7 +493,8 @@ class Rounds:
         self._meter.add("seconds_hidden", hidden)
         if this.tally is None or this.is_empty:
             return
-        record = this.record(number, None if this.job is None else waited, hidden)
+        record = this.record(number, None if this.job is None else waited, hidden, self._lost, self._joined)
+        self._lost, self._joined = {}, ()
         self._meter.note(record, this.group.rank)
         for listener in self._listeners:
             listener(record)

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from farflung.base.words import in_bytes, in_seconds
@@ -108,6 +108,8 @@ class Round:
         norms: how far each rank had moved, by rank; 0 without an anchor.
         norm: how far the replicas agreed to move, before the outer optimizer.
         cosine: between the ways of two replicas, on average.
+        lost: why members were lost since the round before, by id.
+        joined: the ids of those that joined since then.
     """
 
     number: int
@@ -123,6 +125,8 @@ class Round:
     bytes_received: int
     seconds_exposed: float
     seconds_hidden: float
+    lost: Mapping[int, str] = field(default_factory=dict)
+    joined: tuple[int, ...] = ()
 
 
 class Meter:
@@ -153,6 +157,8 @@ class Meter:
     def note(self, this: Round, rank: int) -> None:
         """Take over what a round says of itself."""
         self.add("dropped_rounds" if this.dropped else "rounds")
+        self.add("replicas_lost", len(this.lost))
+        self.add("replicas_joined", len(this.joined))
         self._figures["weight"] = this.weights[rank] if this.weights else 0.0
         if not this.dropped:
             self._figures |= {"drift_norm": this.norms[rank], "cosine": this.cosine}
