@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What launchers say of their replicas."""
 
+import multiprocessing as mp
 import time
 
 import pytest
+import torch.distributed as dist
 
 from farflung.comm.member_store import LauncherNotes
 from farflung.process.sockets import serve_store
@@ -22,6 +24,26 @@ def test_what_was_taken_back_is_gone_and_what_nobody_said_is_empty(notes):
     assert not notes.is_stopped(1)
     assert (notes.machine_of(1), notes.end_of(1)) == ("", "")
     assert (notes.name_of(1), notes.name_of(2)) == ("replica 0", "member 2")
+
+
+def tell(port, teller):
+    notes = LauncherNotes(dist.TCPStore("127.0.0.1", port, is_master=False))
+    for number in range(100):
+        notes.tell(f"{teller}: {number}")
+
+
+def test_no_line_is_lost_while_several_members_tell_and_one_takes(notes):
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["farflung.testing.preload"])
+    tellers = [context.Process(target=tell, args=(notes.store.port, teller)) for teller in range(3)]
+    for one in tellers:
+        one.start()
+    taken = []
+    while any(one.is_alive() for one in tellers):
+        taken += notes.take_told()
+    taken += notes.take_told()
+    assert sorted(taken) == sorted(f"{teller}: {number}" for teller in range(3) for number in range(100))
+    assert notes.take_told() == []
 
 
 def test_no_question_takes_the_time_that_the_store_needs_for_empty_values(notes):

@@ -143,7 +143,7 @@ class ElasticRun:
         self.notes = LauncherNotes(self.store)
         self.processes, self.said, self.events, self._pipes = {}, [], [], {}
         self._joined, self._alive = set(), set()
-        self._lock, self._goes_on, self._has_store, self._num_told = threading.Lock(), True, True, 0
+        self._lock, self._goes_on, self._has_store = threading.Lock(), True, True
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -194,9 +194,7 @@ class ElasticRun:
                 else:
                     self._note_end(alive[ready])
             if self._has_store:
-                lines = self.notes.told(self._num_told)
-                self._num_told += len(lines)
-                self.events += lines
+                self.events += self.notes.take_told()
 
     def _take(self, pipe):
         """Take all that a replica has said, so that it never waits for this process."""

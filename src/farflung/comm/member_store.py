@@ -170,16 +170,15 @@ class LauncherNotes:
         return read(self.store, f"left/{member}")
 
     def tell(self, event: str) -> None:
-        """Add a line to what launchers print."""
-        self.store.set(f"event/{self.store.add('events', 1)}", event)
+        """Add a line to what the first launcher prints."""
+        self.store.append("events", f"{event}\n")
 
-    def told(self, since: int) -> list[str]:
-        """Return, and delete, the lines after so many."""
-        lines = []
-        for number in range(since + 1, int(self.store.add("events", 0)) + 1):
-            lines.append(read(self.store, f"event/{number}"))
-            self.store.delete_key(f"event/{number}")
-        return lines
+    def take_told(self) -> list[str]:
+        """Return the lines that were added since the last call."""
+        text = read(self.store, "events")
+        while (now := self.store.compare_set("events", text, "\n").decode()) != "\n":
+            text = now  # another line came meanwhile
+        return [line for line in text.split("\n") if line]
 
 
 class MemberStore:

@@ -157,7 +157,7 @@ class _Launcher:
         self._shown: set[str] = set()  # errors
         self._asked_to_end = 0  # by this signal
         self._code, self._has_finished, self._has_store = 0, False, True
-        self._num_told, self._beat_at = 0, 0.0
+        self._beat_at = 0.0
 
     def run(self) -> int:
         """Return the exit code once all have ended."""
@@ -273,9 +273,7 @@ class _Launcher:
                     one.is_stopped = is_stopped
                     self._notes.note_stopped(one.member, is_stopped)
             if self._tells:
-                lines = self._notes.told(self._num_told)
-                self._num_told += len(lines)
-                for line in lines:
+                for line in self._notes.take_told():
                     self._say(line)
 
     @contextmanager
