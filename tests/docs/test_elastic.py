@@ -30,6 +30,9 @@ def test_the_page_has_the_waits_and_losses_that_were_measured():
     early, last = soak["figures"]["held_at_event_20_and_last"]
     assert last["rss_mb"] < 1.02 * early["rss_mb"]
     assert all(last[name] <= early[name] for name in ("descriptors", "threads", "keys"))
+    cost = {(run["ranks"], run["numel"]): run["figures"]["of_fixed"] for run in figures("elastic_cost.jsonl")}
+    assert set(cost) == {(ranks, numel) for ranks in (2, 4) for numel in (100_000, 10_000_000)}
+    assert f"{min(cost.values()):.2f} to {max(cost.values()):.2f} times as long" in page
     next_to = figures("elastic_loss.jsonl")[-1]["figures"]["next_to_4"]
     assert f"ended {-next_to['4, one dies twice']:.1%} below".replace("%", " %") in page
     assert f"three undisturbed ones {-next_to['3']:.1%} below".replace("%", " %") in page

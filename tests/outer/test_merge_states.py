@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from farflung.base.errors import ConfigError
 from farflung.outer import (
     ErrorFeedback,
     Identity,
@@ -123,3 +124,9 @@ def test_a_rank_with_a_nan_does_not_count_unless_all_have_one():
     assert torch.equal(merge_states(old).weights["0.weight"], parts[1]["local"]["0.weight"])
     parts[1]["local"]["0.weight"].fill_(torch.nan)
     assert merge_states(old).weights["0.weight"].isnan().all()
+
+
+def test_states_of_different_loops_are_not_merged():
+    old = [states_of(diloco(2, lr=rate), 1, 5)[0] for rate in (0.7, 0.6)]
+    with pytest.raises(ConfigError, match=r"saved by another outer loop.*0\.6.*here.*0\.7"):
+        merge_states(old)

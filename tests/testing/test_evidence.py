@@ -23,14 +23,14 @@ RECIPES: dict[str, Recipe | None] = {
     "DDP": None,
     "local_sgd": local_sgd(every=6),
     "diloco": diloco(every=6, codec="int8"),
-    "streaming_diloco": streaming_diloco(every=6, fragments=2, delay=2),
+    "streaming_diloco": streaming_diloco(every=6, fragments=2, delay=2, codec="none"),
     "noloco": noloco(every=6),
 }
 SETTINGS = {
     "diloco": {"every": 6, "codec": "int8"},
     "local_sgd": {"every": 6},
     "noloco": {"every": 6},
-    "streaming_diloco": {"every": 6, "fragments": 2, "delay": 2},
+    "streaming_diloco": {"every": 6, "fragments": 2, "delay": 2, "codec": "none"},
 }
 
 
@@ -48,7 +48,8 @@ def test_rows_of_one_tensor_end_with_the_weights_of_ordinary_replicas(runner, mo
     ]
     for lane in runner.Stack(runs, SHAPE).train():
         ended = simulated(runner, lane.run, RECIPES[lane.run.method])
-        torch.testing.assert_close(lane.weights[0], runner.flat(ended.model), atol=1e-5, rtol=0)
+        most = 2e-3 if "int8" in lane.run.settings else 1e-5  # a value in between may be rounded up or down
+        torch.testing.assert_close(lane.weights[0], runner.flat(ended.model), atol=most, rtol=0)
         torch.testing.assert_close(lane.weights[0], lane.weights[1], atol=0, rtol=0)
         if lane.run.method != "DDP":
             assert lane.rounds == ended.stats[0].rounds

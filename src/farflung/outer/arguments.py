@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 import farflung.outer.recipes as recipes
@@ -26,9 +27,10 @@ from farflung.base.checks import (
     wrong_type,
 )
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.sizes import bucket_bytes_for
 from farflung.base.words import counted, numbered
 from farflung.comm.group import Group, SoloGroup
-from farflung.comm.shards import is_sharded, meshes
+from farflung.comm.shards import is_sharded, meshes, model_has_dtensor
 from farflung.comm.torch_group import TorchGroup
 from farflung.config.outer import MACHINE, OuterSettings
 from farflung.outer.inner import AverageState, Inner, KeepState, ResetState
@@ -252,33 +254,36 @@ def _check_statistics(model: nn.Module, island: Group | None) -> None:
             )
 
 
-def one_number(name: str, value: object) -> float:
-    """Return a number, or a tensor with one element, as a float."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value)
-    check_number(name, value, least=0)
-    return float(cast(float, value))
+def bucket_bytes_of(model: nn.Module, island: Group) -> int:
+    """Return the bucket size where neither the loop nor the recipe says one, from what this rank trains."""
+    trained = sum(4 * p.numel() for p in model.parameters() if p.requires_grad and not is_lazy(p))
+    return bucket_bytes_for(trained // (island.size if model_has_dtensor(model) else 1))
 
 
-def check_same(saved: str, here: str) -> None:
-    """Raise ConfigError unless two descriptions of outer loops have the same model and the same recipe."""
-    if saved != here:
-        pairs = zip(_PARTS.split(saved), _PARTS.split(here), strict=False)
-        odd = [f"{theirs} (here {mine})" for theirs, mine in pairs if theirs != mine]
-        raise ConfigError(f"This state was saved by another outer loop, with {', '.join(odd)}. Give both the same.")
-
-
-def check_shard(saved: int, here: int) -> None:
-    """Raise ConfigError unless a state was saved by the same rank of an island, which holds the same shards."""
-    if saved != here:
+def check_attached(optimizer: Optimizer, model: nn.Module, recipe: Recipe) -> None:
+    """Raise ConfigError unless steps of `optimizer` can be counted as those of an outer loop over `model`."""
+    check_type("attach: optimizer", optimizer, Optimizer, "the torch optimizer that trains the model")
+    mine = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+        raise ConfigError("attach: this optimizer has no parameter of the outer loop's model.")
+    if recipe.weighs_items:
         raise ConfigError(
-            f"This state was saved by rank {saved} of an island, and this is rank {here} of one, with other shards. "
-            "Load on each rank what it saved."
+            "attach: the recipe weights replicas by items, which an optimizer doesn't count. Call step(items=n)."
         )
 
 
-def check_state(where: str, state: object) -> None:
-    """Raise ConfigError unless `state` has the keys of an outer loop's state dict."""
+def checked_items(items: object, done: bool, recipe: Recipe) -> float:
+    """Return how many items a step had, which may be a tensor with one element; raise ConfigError if that won't do."""
+    if not (isinstance(items, Tensor) and items.numel() == 1):
+        check_number("items", items, least=0)
+    count = float(cast(float, items))
+    if recipe.weighs_items and done and not count > 0:
+        raise ConfigError(f"items is {count!r}; the recipe weighs by items, so each step done must say how many.")
+    return count
+
+
+def check_state(where: str, state: object, like: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless `state` is that of an outer loop with the same description and shards as `like`."""
     if not isinstance(state, Mapping):
         raise wrong_type(where, state, "what OuterLoop.state_dict() returned")
     missing = [name for name in _STATE if name not in state]
@@ -286,4 +291,15 @@ def check_state(where: str, state: object) -> None:
         raise ConfigError(
             f"{where}: {shown(list(state)) if state else '{}'} is not the state of an outer loop: {', '.join(missing)} "
             "is missing. Give it what OuterLoop.state_dict() returned."
+        )
+    saved, here = state["description"], like["description"]
+    if saved != here:
+        pairs = zip(_PARTS.split(saved), _PARTS.split(here), strict=False)
+        odd = [f"{theirs} (here {mine})" for theirs, mine in pairs if theirs != mine]
+        raise ConfigError(f"This state was saved by another outer loop, with {', '.join(odd)}. Give both the same.")
+    old, new = state.get("shard", 0), like.get("shard", 0)
+    if old != new:
+        raise ConfigError(
+            f"This state was saved by rank {old} of an island, and this is rank {new} of one, with other shards. "
+            "Load on each rank what it saved."
         )

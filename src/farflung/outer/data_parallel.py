@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.torch_internals import COMPILED_FROM
 from farflung.base.words import numbered
 from farflung.comm.ddp_hook import average_hook
 from farflung.comm.group import Group, SoloGroup
@@ -74,6 +75,17 @@ class LocalDDP:
         if ddp is not None:
             ddp.broadcast_buffers = self._sends_buffers
             ddp.require_backward_grad_sync = True
+
+
+def kept_local(model: nn.Module, island: Group, averages: Callable[[], bool]) -> LocalDDP | None:
+    """Keep a DDP model's gradients and buffers on this rank; None where it isn't one, or averages over the island."""
+    ddp = getattr(model, COMPILED_FROM, model)
+    if not isinstance(ddp, DistributedDataParallel):
+        return None
+    if island.size == 1:
+        return LocalDDP(ddp, averages)
+    check_ranks(ddp, island)
+    return None
 
 
 def check_ranks(ddp: DistributedDataParallel, island: Group) -> None:

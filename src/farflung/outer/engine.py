@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: asks the schedule what is due, launches it, applies it.
+"""The engine: counts steps, and launches and applies what is due after them.
 
 delta_k = anchor - local_k;  mean = aggregate(codec(delta_k));  anchor <- outer_opt(anchor, mean);
 local_k <- merge(local_k, anchor)
@@ -16,23 +16,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from farflung.base.checks import check_type
-from farflung.base.errors import ConfigError, StateError
-from farflung.base.sizes import bucket_bytes_for
-from farflung.base.torch_internals import COMPILED_FROM
+from farflung.base.errors import StateError
 from farflung.comm.group import Group
-from farflung.comm.shards import model_has_dtensor, reshard
-from farflung.outer.arguments import OuterConfig, check_same, check_shard, check_state, checked, one_number
-from farflung.outer.data_parallel import LocalDDP, check_ranks
+from farflung.comm.shards import reshard
+from farflung.outer.arguments import OuterConfig, bucket_bytes_of, check_attached, check_state, checked, checked_items
+from farflung.outer.data_parallel import kept_local
 from farflung.outer.membership import Membership, fixed_membership
 from farflung.outer.recipe import Recipe
 from farflung.outer.rounds import Rounds
-from farflung.outer.schedule import Apply, Launch
+from farflung.outer.schedule import Launch
 from farflung.outer.stats import Meter, Round, Stats
 from farflung.outer.timetable import Timetable
 from farflung.outer.warmup import GradientWarmup
@@ -100,25 +95,16 @@ class OuterLoop:
         recipe = checked(model, recipe, group, inner, island, membership, bucket_bytes, clock)
         membership = membership or fixed_membership(group, island, all(one.is_cpu for one in model.parameters()))
         island = membership.island
-        cap_bytes = bucket_bytes or recipe.bucket_bytes
-        if cap_bytes is None:
-            trained = sum(4 * p.numel() for p in model.parameters() if p.requires_grad and not is_lazy(p))
-            cap_bytes = bucket_bytes_for(trained // (island.size if model_has_dtensor(model) else 1))
+        cap_bytes = bucket_bytes or recipe.bucket_bytes or bucket_bytes_of(model, island)
         self.listeners: list[Callable[[Round], None]] = []
         self._recipe = recipe
-        self._ddp: LocalDDP | None = None
-        self._model = model
         self._meter = Meter()
         self._position = 0  # attempts since the loop began
         self._hooks: list[RemovableHandle] = []
         self._open = True
-        ddp = getattr(model, COMPILED_FROM, model)
-        if isinstance(ddp, DistributedDataParallel) and island.size > 1:
-            check_ranks(ddp, island)
-        elif isinstance(ddp, DistributedDataParallel):
-            this = weakref.ref(self)
-            self._ddp = LocalDDP(ddp, lambda: (loop := this()) is None or not loop._open or loop.is_warming)
-            self._model = model = self._ddp.module
+        this = weakref.ref(self)
+        self._ddp = kept_local(model, island, lambda: (loop := this()) is None or not loop._open or loop.is_warming)
+        self._model = model = model if self._ddp is None else self._ddp.module
         with torch.no_grad():
             self._rounds = Rounds(model, recipe, membership, cap_bytes, self._meter, self.listeners)
             self._warmup = GradientWarmup(recipe.warmup, model, self._rounds, self._meter, self._ddp is not None)
@@ -137,9 +123,7 @@ class OuterLoop:
             ConfigError: the recipe weights replicas by items, and none are given.
         """
         self._check_open()
-        items = one_number("items", items)
-        if self._recipe.weighs_items and done and not items > 0:
-            raise ConfigError(f"items is {items!r}; the recipe weighs by items, so each step done must say how many.")
+        items = checked_items(items, done, self._recipe)
         if self._hooks and not done:
             self._warmup.check_averaged(self._position)
         is_shared = self._warmup.makes_alike(self._position)
@@ -160,14 +144,7 @@ class OuterLoop:
         if due:
             self._rounds.place = {"position": self._position, "began": self._timetable.began}
             with self._meter.timed("exposed"), torch.no_grad():
-                for action in due:
-                    if isinstance(action, Launch):
-                        self._rounds.launch(action, self._position, finished=False)
-                    else:
-                        self._rounds.apply(action.fragment)
-                    if self._rounds.has_joined:  # the others have completed the round of these actions
-                        break
-                self._rounds.admit()
+                self._timetable.run(due, self._position)
             self._take_place()
             if any(isinstance(action, Launch) for action in due):
                 self._timetable.begin_round()  # not before the wait for slower ranks, which would grow with each round
@@ -214,16 +191,9 @@ class OuterLoop:
             Unsupported: at a step of a warm-up that is given a closure, which computes gradients after the averaging.
         """
         self._check_open()
-        check_type("attach: optimizer", optimizer, Optimizer, "the torch optimizer that trains the model")
         if self._hooks:
             raise StateError("attach: an optimizer is attached already, and its steps would be counted twice.")
-        mine = {id(parameter) for parameter in self._model.parameters()}
-        if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
-            raise ConfigError("attach: this optimizer has no parameter of the outer loop's model.")
-        if self._recipe.weighs_items:
-            raise ConfigError(
-                "attach: the recipe weights replicas by items, which an optimizer doesn't count. Call step(items=n)."
-            )
+        check_attached(optimizer, self._model, self._recipe)
         self._timetable.know(optimizer)
         self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
         self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.step()))
@@ -279,7 +249,7 @@ class OuterLoop:
         with self._meter.timed("exposed"), torch.no_grad():
             if 0 < self._position <= self._warmup.steps and self._warmup.are_alike:
                 self._rounds.replica.reset_anchor()
-            last = self._walk_on()
+            last, self._position = self._timetable.walk_on(self._position)
             are_dropped = [last in self._rounds.apply_all()]
             for number in range(len(self._rounds.replica.fragments)):
                 if number != last:
@@ -352,14 +322,16 @@ class OuterLoop:
         exchanges in flight (it waits for them), schedule position, weight and counters. Each rank must save its own.
         """
         return {
-            "description": self._rounds.replica.description,
+            **self._identity(),
             "position": self._position,
             **self._timetable.state_dict(),
             "are_alike": self._warmup.are_alike,
-            "shard": self._rounds.epoch.island.shard,
             "stats": self.stats().saved(),
             "rounds": self._rounds.state_dict(),
         }
+
+    def _identity(self) -> dict[str, Any]:
+        return {"description": self._rounds.replica.description, "shard": self._rounds.epoch.island.shard}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state_dict`'s result, including the model's weights. No collective: each rank loads its own.
@@ -370,9 +342,7 @@ class OuterLoop:
             ConfigError: it is no such state, or of another model or recipe.
         """
         self._check_open()
-        check_state("load_state_dict", state)
-        check_same(state["description"], self._rounds.replica.description)
-        check_shard(state.get("shard", 0), self._rounds.epoch.island.shard)
+        check_state("load_state_dict", state, self._identity())
         reshard(self._model.modules())
         if self.is_newcomer:
             self.reset_anchor()
@@ -406,22 +376,6 @@ class OuterLoop:
         """Average the gradients of a warm-up; `arguments` begin with the optimizer."""
         self._warmup.check_closure(self._position, options.get("closure", *arguments[1:2]))
         self.average_gradients()
-
-    def _walk_on(self) -> int:
-        """Go on along the schedule without training until all ranks do so; return the fragment then under way.
-
-        Ranks vote in the order of the schedule. One that has no more data may not skip what others still come to.
-        """
-        for action in self._timetable.onwards():
-            if isinstance(action, Apply):
-                self._rounds.apply(action.fragment)
-                continue
-            self._rounds.launch(action, self._position, finished=True)
-            tally = self._rounds.finished_tally(action.fragment)
-            if tally is not None:
-                self._position = tally.position
-                return action.fragment
-        raise AssertionError("a schedule has no end")
 
     def _check_open(self) -> None:
         if not self._open:

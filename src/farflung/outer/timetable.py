@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's place in the schedule of a recipe: the actions that are due now, and those of further steps."""
+"""One rank's way along the schedule of a recipe: which actions are due, and their rounds launched and applied."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from farflung.base.errors import ConfigError
 from farflung.outer.recipe import Recipe
 from farflung.outer.rounds import Rounds
-from farflung.outer.schedule import Action, Clock, Launch
+from farflung.outer.schedule import Action, Apply, Clock, Launch
 
 
 class Timetable:
@@ -48,12 +49,35 @@ class Timetable:
         self.synced = position
         return due
 
-    def onwards(self) -> Iterator[Action]:
-        """Go through what would become due in further steps, without end."""
-        step = self.synced
-        while True:
-            step += 1
-            yield from self._due(step, math.inf)
+    def run(self, due: Sequence[Action], position: int) -> None:
+        """Launch and apply what is due, then let newcomers in."""
+        for action in due:
+            if isinstance(action, Launch):
+                self._rounds.launch(action, position, finished=False)
+            else:
+                self._rounds.apply(action.fragment)
+            if self._rounds.has_joined:  # the others have completed the round of these actions
+                break
+        self._rounds.admit()
+
+    def walk_on(self, position: int) -> tuple[int, int]:
+        """Go on along the schedule without training until all ranks do so.
+
+        Ranks vote in the order of the schedule. One that has no more data may not skip what others still come to.
+
+        Returns:
+            The fragment then under way, and the furthest position of any rank.
+        """
+        for step in itertools.count(self.synced + 1):
+            for action in self._due(step, math.inf):
+                if isinstance(action, Apply):
+                    self._rounds.apply(action.fragment)
+                    continue
+                self._rounds.launch(action, position, finished=True)
+                tally = self._rounds.finished_tally(action.fragment)
+                if tally is not None:
+                    return action.fragment, tally.position
+        raise AssertionError("a schedule has no end")
 
     def _due(self, step: int, seconds: float) -> list[Action]:
         """Ask the schedule; a round that is launched begins at this step."""
