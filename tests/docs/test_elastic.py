@@ -33,9 +33,13 @@ def test_the_page_has_the_waits_and_losses_that_were_measured():
     cost = {(run["ranks"], run["numel"]): run["figures"]["of_fixed"] for run in figures("elastic_cost.jsonl")}
     assert set(cost) == {(ranks, numel) for ranks in (2, 4) for numel in (100_000, 10_000_000)}
     assert f"{min(cost.values()):.2f} to {max(cost.values()):.2f} times as long" in page
-    next_to = figures("elastic_loss.jsonl")[-1]["figures"]["next_to_4"]
-    assert f"ended {-next_to['4, one dies twice']:.1%} below".replace("%", " %") in page
-    assert f"three undisturbed ones {-next_to['3']:.1%} below".replace("%", " %") in page
+    shorter, longer = figures("elastic_loss.jsonl")
+    assert (shorter["steps"], longer["steps"], f"{longer['work']:,} steps") == (1200, 3600, "14,400 steps")
+    assert "14,400 steps of any replica" in page
+    lost, three = (longer["figures"]["next_to_4"][name] for name in ("4, one dies twice", "3"))
+    assert f"ended {-lost:.1%} below".replace("%", " %") in page
+    assert f"three undisturbed ones {three:.1%} above".replace("%", " %") in page
+    assert f"it was {-shorter['figures']['next_to_4']['4, one dies twice']:.1%} below".replace("%", " %") in page
 
 
 def test_the_picture_shows_the_run_that_was_kept(tmp_path):

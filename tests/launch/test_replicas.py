@@ -273,7 +273,7 @@ def test_ctrl_c_ends_the_replicas(home):
 
 
 def test_a_run_that_nobody_serves_is_not_joined(monkeypatch):
-    monkeypatch.setattr(replicas, "_MEET_WITHIN", timedelta(seconds=1))
+    monkeypatch.setattr(replicas, "_FIND_WITHIN", timedelta(seconds=1))
     settings = LaunchSettings(use_cpu=True, join=f"127.0.0.1:{get_free_port()}")
     with pytest.raises(ConfigError, match="no run can be reached there"):
         replicas.run_replicas(settings, __file__, [])
