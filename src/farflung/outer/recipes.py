@@ -365,22 +365,32 @@ def gossip(every: int = _OFTEN, *, codec: Codec | str | None = None) -> Recipe:
     return replace(_averaging(Every(every), codec), aggregator=Gossip())
 
 
-def noloco(every: int = _SELDOM, *, lr: float = 0.7, momentum: float = 0.5, codec: Codec | str | None = None) -> Recipe:
+def noloco(
+    every: int = _SELDOM,
+    *,
+    lr: float = 0.7,
+    momentum: float = 0.5,
+    pull: float = 1.0,
+    codec: Codec | str | None = None,
+) -> Recipe:
     """`gossip` with pseudo-gradients: each replica has its own anchor and its own outer momentum.
 
-        Delta_i <- (Delta_i + Delta_j) / 2;  m_i <- momentum m_i + Delta_i;
-        anchor_i <- anchor_i - lr (Delta_i + momentum m_i)
+        Delta_i <- (Delta_i + Delta_j) / 2 + pull (anchor_i - (anchor_i + anchor_j) / 2);
+        m_i <- momentum m_i + Delta_i;  anchor_i <- anchor_i - lr (Delta_i + momentum m_i)
 
-    NoLoCo also pulls the anchors of a pair towards each other within its momentum, which costs as many bytes again.
-    Here anchors are only coupled through the exchanged pseudo-gradients, and by the average at the end.
+    Args:
+        lr: learning rate of the outer optimizer.
+        momentum: momentum of the outer optimizer, the same in all rounds.
+        pull: how strongly anchors are pulled towards each other, from 0 to 1.
 
     Raises:
         ConfigError: a number is out of its range.
+        Unsupported: a codec with a pull.
 
-    Source: after NoLoCo (arXiv:2506.10911), without that term.
+    Source: NoLoCo (arXiv:2506.10911).
     """
     recipe = _anchored(Every(every), codec, _sgd(lr, momentum, nesterov=True))
-    return replace(recipe, aggregator=Gossip())
+    return replace(recipe, aggregator=Gossip(pull))
 
 
 def by_layers(model: torch.nn.Module, count: int) -> list[Fragment]:
