@@ -171,15 +171,15 @@ class Gossip:
     power of two agree after log2 M rounds. As every rank gives and is given to once a round, push-sum's own weights
     stay 1 and are not sent; the sum over all ranks is kept, also under a codec Q that rounds.
 
-    Where values are deltas from anchors, replicas have anchors of their own. `pull` brings these together at no more
-    bytes: what is sent for it is x - pull anchor, and nothing else changes:
+    Where values are deltas from anchors, replicas have anchors of their own, and `pull` brings these together at no
+    more bytes. A rank then sends x - pull anchor in place of x, so that after the exchange
 
-        x_i <- (x_i + x_j) / 2 + pull (anchor_i - (anchor_i + anchor_j) / 2)
+        x_i <- (x_i + x_j) / 2 + pull (anchor_i - anchor_j) / 2
 
     With pull 1 that is anchor_i - (local_i + local_j) / 2: replicas exchange their weights.
 
     Args:
-        pull: from 0 (none) to 1.
+        pull: from 0 to 1; with 0 only deltas are exchanged.
 
     Raises:
         ConfigError: `pull` is out of its range.
@@ -210,11 +210,12 @@ class Gossip:
         return Payload(x, None if self.pull else codec.encode(x), x)
 
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
-        wire = payload.values if payload.wire is None else payload.wire
-        if self.pull and payload.anchor is not None:
-            wire = torch.sub(wire, payload.anchor.to(wire.device), alpha=self.pull)
-        elif wire is payload.values:
-            wire = wire.clone()
+        if self.pull:
+            assert payload.anchor is not None
+            wire = torch.sub(payload.values, payload.anchor.to(payload.values.device), alpha=self.pull)
+        else:
+            assert payload.wire is not None
+            wire = payload.wire if payload.wire is not payload.values else payload.wire.clone()
         step = 1 << number % max(1, (group.size - 1).bit_length())
         came = torch.empty_like(wire)
         work = group.swap(came, wire, (group.rank + step) % group.size, (group.rank - step) % group.size)
