@@ -89,7 +89,7 @@ def inner_lr(results: Results, size: str, method: str) -> float:
 def tuned(results: Results, size: str, seed: int, method: str, **settings: Any) -> Run:
     """Return a method's run with what was best; outer settings are those of the smallest size."""
     if method in ANCHORED:
-        where = {name: value for name, value in settings.items() if name in ("every", "fragments", "delay")}
+        where = {name: value for name, value in settings.items() if name in ("every", "fragments", "delay", "pull")}
         settings = {**best(results, outer_grid(results, method, **where)).options, **settings}
     return Run(size, method, inner_lr(results, size, method), seed, STEPS[size], spelled(**settings))
 
@@ -113,7 +113,8 @@ METHODS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "DDP, 32 steps accumulated": ("DDP", {"accumulate": 32}),
     "sparse_loco(32)": ("sparse_loco", {"every": 32}),
     "eager_diloco(32) int8": ("eager_diloco", {"every": 32}),
-    "noloco(32)": ("noloco", {"every": 32}),
+    "noloco(32)": ("noloco", {"every": 32, "pull": 1}),
+    "noloco(32), no pull": ("noloco", {"every": 32, "pull": 0}),
     "DDP, bf16": ("DDP", {"dtype": "bfloat16"}),
     "DDP, PowerSGD rank 2": ("DDP", {"hook": "powersgd", "rank": 2}),
     "gossip(32)": ("gossip", {"every": 32}),
@@ -186,7 +187,7 @@ def rows(results: Results, experiment: str, size: str, seed: int) -> dict[str, l
     names = LARGER if experiment == "1" and size != TUNED_AT else table
     found = {name: [tuned(results, size, seed, table[name][0], **table[name][1])] for name in names}
     if experiment == "1" and size == TUNED_AT:
-        for name in ("diloco(32)", STREAMED):
+        for name in ("diloco(32)", STREAMED, *(name for name in METHODS if METHODS[name][0] == "noloco")):
             found[f"{name}, defaults"] = [default(results, size, seed, METHODS[name][0], **METHODS[name][1])]
         found["diloco(32), defaults but outer rate 1.0"] = [default(results, size, seed, "diloco", every=32, lr=1.0)]
     return found

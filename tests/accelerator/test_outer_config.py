@@ -41,6 +41,7 @@ VALUES = {
     "momentum": st.floats(0, 0.85),
     "nesterov": st.booleans(),
     "radial": st.booleans(),
+    "pull": st.sampled_from([0.0, 0.5, 1.0]),
     "alpha": st.floats(0.01, 1),
     "beta": st.floats(0.01, 0.95),
     "fragments": st.integers(1, 4),
@@ -79,6 +80,8 @@ def configs(draw):
         names |= {"every"}
     if recipe in ("streaming_diloco", "eager_diloco"):
         names -= {"inner"}  # with a delay no round stops the training
+    if recipe == "noloco":
+        names -= {"codec"}  # which would round anchors
     if recipe in WITHOUT_ANCHOR:
         names -= {"anchor_on_cpu"}
     assert names <= VALUES.keys(), f"VALUES of this file has no row for {names - VALUES.keys()} of {recipe}"

@@ -63,6 +63,7 @@ RECIPES = {
     "edit": edit(2),
     "gossip": gossip(2),
     "noloco": noloco(2),
+    "noloco without pull": noloco(2, pull=0),
     "Adam averaged": replace(local_sgd(2), inner=AverageState()),
     "DES-LOC": replace(local_sgd(2), inner=AverageState({"exp_avg": 1, "exp_avg_sq": 3})),
 }

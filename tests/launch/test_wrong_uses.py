@@ -139,6 +139,8 @@ WRONG = [
     ("launch --cpu --outer diloco --outer-every 4 --outer-codec int3 train.py", "Did you mean `int8`?"),
     ("launch --cpu --outer diloco --outer-every 4 --outer-lr inf train.py", "lr is inf"),
     ("launch --cpu --outer diloco --outer-every 4 --outer-momentum 1.5 train.py", "momentum is 1.5"),
+    ("launch --cpu --outer noloco --outer-pull 2 train.py", "pull is 2"),
+    ("launch --cpu --outer noloco --outer-codec int8 train.py", "pull=0"),
     ("launch --cpu --outer hierarchical --outer-levels nonsense train.py", "'nonsense'"),
     ("launch --cpu --outer streaming_diloco --outer-every 4 --outer-fragments 9 train.py", "fragments is 9"),
     # how ranks share models

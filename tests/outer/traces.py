@@ -54,6 +54,7 @@ RECIPES = {
     "edit": edit(2, **HALVES),
     "gossip": gossip(2),
     "noloco": noloco(2, **HALVES),
+    "noloco without pull": noloco(2, pull=0, **HALVES),
 }
 RATE = 0.25  # of the inner optimizer: a round of `quadratic` above is (0.5 / 0.25)**2 = 4 steps
 # Attempts of each rank; rank 1 has weights that are not finite once, rank 0 has no more data early, or both.

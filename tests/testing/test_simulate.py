@@ -21,6 +21,7 @@ from farflung.outer import (
     gossip,
     hierarchical,
     local_sgd,
+    noloco,
     post_local_sgd,
     sparse_loco,
     streaming_diloco,
@@ -82,6 +83,7 @@ RECIPES = {
     "eager": eager_diloco(4),
     "sparse": sparse_loco(4),
     "gossip": gossip(4),
+    "noloco": noloco(4),
     "hierarchical": hierarchical({2: 2, 4: None}),
     "edit": edit(4),
 }
@@ -169,6 +171,7 @@ class Wide(nn.Module):
         edit(4),
         sparse_loco(4),
         gossip(4),
+        noloco(4),
         hierarchical({2: 2, 4: None}),
         streaming_diloco(8, 2),
         streaming_diloco(8, 2, codec=Identity()),

@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from farflung.base.checks import check_whole
+from farflung.base.checks import check_number, check_whole
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.words import counted
-from farflung.codec.base import Codec
+from farflung.codec.base import Codec, Identity
 from farflung.codec.feedback import ErrorFeedback
 from farflung.comm.group import Group
 from farflung.outer.agreement import Aggregator, Mean, Payload, Pending
@@ -171,24 +171,51 @@ class Gossip:
     power of two agree after log2 M rounds. As every rank gives and is given to once a round, push-sum's own weights
     stay 1 and are not sent; the sum over all ranks is kept, also under a codec Q that rounds.
 
-    Source: stochastic gradient push (arXiv:1811.10792).
+    Where values are deltas from anchors, replicas have anchors of their own, and `pull` brings these together at no
+    more bytes. A rank then sends x - pull anchor in place of x, so that after the exchange
+
+        x_i <- (x_i + x_j) / 2 + pull (anchor_i - anchor_j) / 2
+
+    With pull 1 that is anchor_i - (local_i + local_j) / 2: replicas exchange their weights.
+
+    Args:
+        pull: from 0 to 1; with 0 only deltas are exchanged.
+
+    Raises:
+        ConfigError: `pull` is out of its range.
+
+    Source: stochastic gradient push (arXiv:1811.10792); `pull` is of NoLoCo (arXiv:2506.10911).
     """
 
+    pull: float = 0.0
     agrees: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        check_number("pull", self.pull, least=0, most=1)
+
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        """Encode.
+        """Encode; with a pull only later, together with the anchor.
 
         Raises:
-            Unsupported: under error feedback a rank would owe its peers different things.
+            Unsupported: under error feedback a rank would owe its peers different things; or a codec would round
+                anchors.
         """
         if residual is not None:
             raise Unsupported(f"Gossip has a different peer in each round, so it can't use {codec}.")
-        return Payload(x, codec.encode(x), x)
+        if self.pull and not isinstance(codec, Identity):
+            raise Unsupported(
+                f"{self} sends anchors with what has changed since, and {codec} would round them as coarsely as the "
+                "weights are large. Use pull=0, which sends the change alone, or no codec."
+            )
+        return Payload(x, None if self.pull else codec.encode(x), x)
 
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
-        assert payload.wire is not None
-        wire = payload.wire if payload.wire is not payload.values else payload.wire.clone()
+        if self.pull:
+            assert payload.anchor is not None
+            wire = torch.sub(payload.values, payload.anchor.to(payload.values.device), alpha=self.pull)
+        else:
+            assert payload.wire is not None
+            wire = payload.wire if payload.wire is not payload.values else payload.wire.clone()
         step = 1 << number % max(1, (group.size - 1).bit_length())
         came = torch.empty_like(wire)
         work = group.swap(came, wire, (group.rank + step) % group.size, (group.rank - step) % group.size)

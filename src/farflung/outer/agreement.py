@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
@@ -38,12 +38,14 @@ class Payload:
         wire: what goes on the wire, encoded. None: it is encoded when the exchange starts.
         out: `[n]`, where the result goes; it may be `values`.
         weight: this rank's. With 0 nothing of it counts, so error feedback keeps it for a later round.
+        anchor: `[n]`, what the values are deltas from, where they are; it may be in the host's memory.
     """
 
     values: Tensor
     wire: Tensor | None
     out: Tensor
     weight: float = 1.0
+    anchor: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -344,6 +346,10 @@ class Anchored(Averaged):
     def bring(self, k: int) -> Tensor:
         """Fill the buffer with anchor - local."""
         return self._anchor.delta(k)
+
+    def prepare(self, k: int, group: Group) -> Payload:
+        """Encode bucket `k`; its anchor goes with it."""
+        return replace(super().prepare(k, group), anchor=self._anchor.chunks[k].detach())
 
     def apply(self, k: int, payload: Payload, result: Tensor, divisor: float) -> None:
         """Move the anchor, then merge. Only now is what was sent taken out of the residual."""

@@ -128,6 +128,8 @@ class Recipe:
             raise ConfigError(f"{self.codec} with {self.merge} needs an anchor: give the recipe an outer optimizer.")
         if self.eager:
             raise ConfigError("eager needs an anchor: give the recipe an outer optimizer.")
+        if isinstance(self.aggregator, Gossip) and self.aggregator.pull:
+            raise ConfigError(f"{self.aggregator} pulls anchors together: give the recipe an outer optimizer.")
         if self.is_radial or self.policy.norm != "none":
             part = self.aggregator if self.is_radial else self.policy
             raise ConfigError(f"{part} needs the replicas' pseudo-gradients: give the recipe an outer optimizer.")
