@@ -163,6 +163,12 @@ def until(condition):
     return found
 
 
+def until_further(home):
+    """Wait until training has gone on for twenty steps."""
+    began = int((home / "at").read_text() or 0)
+    until(lambda: int((home / "at").read_text() or 0) > began + 20)
+
+
 @pytest.mark.usefixtures("warm")
 def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(home):
     (home / "train.py").write_text(TRAINS)
@@ -304,10 +310,10 @@ def test_a_machine_that_is_cut_off_comes_back_with_the_line_and_one_that_is_gone
 @on_two_machines
 def test_without_the_first_launcher_training_goes_on_until_the_next_loss_ends_it(far, home):
     machines, first, second = far
+    until_further(home)  # the last one that joined needed the store
     psutil.Process(first.process.pid).kill()
     second.wait_for("is gone; replicas go on, but none is started again")
-    furthest = int((home / "at").read_text() or 0)
-    until(lambda: int((home / "at").read_text() or 0) > furthest + 20)
+    until_further(home)
     machines.kill(0)
     said = second.end()
     assert said.count("failed on node1") == 1

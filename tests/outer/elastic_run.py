@@ -193,8 +193,12 @@ class ElasticRun:
                     self._take(ready)
                 else:
                     self._note_end(alive[ready])
-            if self._has_store:
-                self.events += self.notes.take_told()
+            try:
+                if self._has_store:
+                    self.events += self.notes.take_told()
+            except dist.DistError:
+                if self._has_store:  # or else it was killed meanwhile
+                    raise
 
     def _take(self, pipe):
         """Take all that a replica has said, so that it never waits for this process."""
