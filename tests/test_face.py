@@ -22,7 +22,8 @@ OUTER = """
 AverageState Blend ByTime ByWork Cast ClippedToMedian E3M0 ErrorFeedback Every Fp8 GatherMean Gossip Identity Int4
 Int8 KeepState Levels Mean MergedState OuterLoop Quadratic RadialMean Recipe ReduceScatterMean Replace ResetState Round
 Stats Streaming TopK TrimmedMean Warmup WithoutOutliers apart blocks by_bytes diloco eager_diloco edit gossip
-hierarchical local_sgd merge_states noloco post_local_sgd quadratic slowmo sparse_loco streaming_diloco strided whole
+hierarchical local_sgd merge_states muon_groups noloco post_local_sgd quadratic slowmo sparse_loco streaming_diloco
+strided whole
 """
 
 

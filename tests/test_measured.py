@@ -102,6 +102,16 @@ def test_the_page_of_evidence_has_the_figures_of_its_runs(monkeypatch):
         assert share in "\n".join(shown.values())
 
 
+def test_diloco_over_muon_ends_at_a_lower_loss_than_over_adamw(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tables = importlib.import_module("evidence.tables")
+    for size, name in (("34k", "Muon"), ("34k", "Muon at half its rates"), ("100k", "Muon")):
+        found = tables.collect(tables.Results(), "4", size)
+        mean, error = tables.mean_and_error(tables.saved_by(found[name], found["AdamW"]))
+        assert mean > 2 * error
+    assert "ended at a lower loss than over AdamW" in " ".join(PAGE.split())
+
+
 def row(name, one):
     cells = [f"`{name}`", one["final_loss"], one["seconds_to_loss"], one.get("faster_than_ddp"), one["mb_to_loss"]]
     cells.append(None if name == "alone" else one.get("fewer_bytes_than_ddp"))

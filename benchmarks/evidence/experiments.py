@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does an outer loop keep of data parallelism's gain, for which share of its bytes?
 
-From `benchmarks`: python -m evidence.experiments [--experiment tune 1 2 3] [--sizes 34k 100k] [--seeds 0 1 2]
+From `benchmarks`: python -m evidence.experiments [--experiment tune 1 2 3 4] [--sizes 34k 100k] [--seeds 0 1 2]
 
 Each run is a line of results/evidence.jsonl; those that are there already are not done again, so a series can be broken
 off and taken up. Settings are tuned at a quarter of the length first (`tune`), on the smallest size.
@@ -27,8 +27,10 @@ FILE = "evidence.jsonl"
 STEPS = {"34k": 2000, "100k": 1000, "385k": 1000, "1M": 1000}
 AT_ONCE = 36  # rows of a stack: more of them take as long each, fewer take longer
 TUNED_AT = "34k"
-INNER = (2.5e-3, 5e-3, 1e-2, 2e-2)
+INNER = {"adamw": (2.5e-3, 5e-3, 1e-2, 2e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2)}
+LARGER_INNER = {"adamw": (5e-3, 1e-2), "muon": (2e-2, 4e-2)}  # for larger models, and for runs of the whole length
 OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0, 1.4), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99)
+EXPERIMENTS = ("tune", "1", "2", "3", "4")
 ANCHORED = ("diloco", "streaming_diloco", "eager_diloco", "noloco", "sparse_loco")
 
 
@@ -47,7 +49,8 @@ class Results:
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         self.figures: dict[Run, dict[str, Any]] = {}
         for line in map(json.loads, lines):
-            self.figures[Run(**{field.name: line[field.name] for field in fields(Run)})] = line["figures"]
+            key = {field.name: line[field.name] for field in fields(Run) if field.name in line}
+            self.figures[Run(**key)] = line["figures"]
 
     def loss(self, run: Run) -> float:
         """Return the held-out loss; infinite if it isn't there or wasn't finite."""
@@ -55,43 +58,45 @@ class Results:
         return math.inf if found is None else float(found)
 
 
-def inner_grid(results: Results, size: str, method: str) -> list[Run]:
+def inner_grid(results: Results, size: str, method: str, inner: str = "adamw") -> list[Run]:
     """Return runs with the first seed: a quarter as long on the smallest size; as long as all on others.
 
     There a quarter chose rates that were too large for the whole: two rates are left, which fall as the width grows.
     """
     settings: dict[str, Any] = {} if method in ("alone", "DDP") else {"every": 32}
     if size == TUNED_AT:
-        return [Run(size, method, lr, 0, STEPS[size] // 4, spelled(**settings)) for lr in INNER]
+        return [Run(size, method, lr, 0, STEPS[size] // 4, spelled(**settings), inner=inner) for lr in INNER[inner]]
     if settings:
-        settings = best(results, outer_grid(results, method, **settings)).options
-    rates = [round(lr * SHAPES[TUNED_AT].width / SHAPES[size].width, 6) for lr in INNER[1:3]]
-    return [Run(size, method, lr, 0, STEPS[size], spelled(**settings)) for lr in rates]
+        settings = best(results, outer_grid(results, method, inner, **settings)).options
+    rates = [round(lr * SHAPES[TUNED_AT].width / SHAPES[size].width, 6) for lr in LARGER_INNER[inner]]
+    return [Run(size, method, lr, 0, STEPS[size], spelled(**settings), inner=inner) for lr in rates]
 
 
-def outer_grid(results: Results, method: str, **settings: Any) -> list[Run]:
+def outer_grid(results: Results, method: str, inner: str = "adamw", **settings: Any) -> list[Run]:
     """Return the recipe with its defaults, then with twelve pairs of learning rate and momentum, or decay of errors."""
-    inner = inner_lr(results, TUNED_AT, method)
+    lr = inner_lr(results, TUNED_AT, method, inner)
     name, values = ("beta", DECAYS) if method == "sparse_loco" else ("momentum", MOMENTA)
     pairs = [{**settings, "lr": rate, name: value} for rate in OUTER for value in values]
-    return [Run(TUNED_AT, method, inner, 0, STEPS[TUNED_AT] // 4, spelled(**one)) for one in [settings, *pairs]]
+    steps = STEPS[TUNED_AT] // 4
+    return [Run(TUNED_AT, method, lr, 0, steps, spelled(**one), inner=inner) for one in [settings, *pairs]]
 
 
 def best(results: Results, grid: Iterable[Run]) -> Run:
     return min(grid, key=results.loss)
 
 
-def inner_lr(results: Results, size: str, method: str) -> float:
+def inner_lr(results: Results, size: str, method: str, inner: str = "adamw") -> float:
     """Return the tuned inner learning rate: DDP's and one replica's own, and DiLoCo's for all with an outer loop."""
-    return best(results, inner_grid(results, size, method if method in ("alone", "DDP") else "diloco")).lr
+    return best(results, inner_grid(results, size, method if method in ("alone", "DDP") else "diloco", inner)).lr
 
 
-def tuned(results: Results, size: str, seed: int, method: str, **settings: Any) -> Run:
+def tuned(results: Results, size: str, seed: int, method: str, inner: str = "adamw", **settings: Any) -> Run:
     """Return a method's run with what was best; outer settings are those of the smallest size."""
     if method in ANCHORED:
         where = {name: value for name, value in settings.items() if name in ("every", "fragments", "delay", "pull")}
-        settings = {**best(results, outer_grid(results, method, **where)).options, **settings}
-    return Run(size, method, inner_lr(results, size, method), seed, STEPS[size], spelled(**settings))
+        settings = {**best(results, outer_grid(results, method, inner, **where)).options, **settings}
+    lr = inner_lr(results, size, method, inner)
+    return Run(size, method, lr, seed, STEPS[size], spelled(**settings), inner=inner)
 
 
 def default(results: Results, size: str, seed: int, method: str, **settings: Any) -> Run:
@@ -127,15 +132,20 @@ CODECS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 LARGER = ("alone", "DDP", "diloco(32)", "diloco(8)", STREAMED, "diloco(128)", "local_sgd(32)")
 CHANGED = ("alone", "DDP", "diloco(32)")
+MUON = "Muon"  # behind the names of what takes it
 
 
 def inner_grids(results: Results, size: str) -> dict[str, list[Run]]:
-    return {method: inner_grid(results, size, method) for method in ("alone", "DDP", "diloco")}
+    """Return the grids of AdamW's learning rate, then those of Muon's."""
+    methods = ("alone", "DDP", "diloco")
+    grids = {method: inner_grid(results, size, method) for method in methods}
+    return grids | {f"{method}, {MUON}": inner_grid(results, size, method, "muon") for method in methods}
 
 
 def outer_grids(results: Results) -> dict[str, list[Run]]:
     named = {name: pair for name, pair in METHODS.items() if pair[0] in ANCHORED}
-    return {name: outer_grid(results, method, **settings) for name, (method, settings) in named.items()}
+    grids = {name: outer_grid(results, method, **settings) for name, (method, settings) in named.items()}
+    return grids | {f"diloco(32), {MUON}": outer_grid(results, "diloco", "muon", every=32)}
 
 
 def tune(results: Results, size: str) -> None:
@@ -179,10 +189,35 @@ def changes(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
     }
 
 
+def with_muon(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
+    """Return one replica alone, DDP and DiLoCo with AdamW and with Muon; on the smallest size at other settings too."""
+
+    def all_three(inner: str) -> list[Run]:
+        return [tuned(results, size, seed, METHODS[name][0], inner, **METHODS[name][1]) for name in CHANGED]
+
+    def slower(runs: list[Run], factor: int) -> list[Run]:
+        return [replace(run, lr=run.lr / factor) for run in runs]
+
+    usual, muon = all_three("adamw"), all_three("muon")
+    found = {"AdamW": usual, MUON: muon}
+    if size != TUNED_AT:
+        return found
+    found[f"{MUON} at half its rates"] = slower(muon, 2)
+    if seed == 0:
+        found["AdamW at half its rates"] = slower(usual, 2)
+        found[f"{MUON} at a quarter of its rates"] = slower(muon, 4)
+        settings = spelled(every=32, lr=0.9, momentum=0.8)  # arXiv:2505.23725, for two replicas
+        found[f"{MUON}, outer rate 0.9 and momentum 0.8"] = [*muon[:2], replace(muon[2], settings=settings)]
+        found[f"{MUON}, defaults"] = [*muon[:2], replace(muon[2], settings=spelled(every=32))]
+    return found
+
+
 def rows(results: Results, experiment: str, size: str, seed: int) -> dict[str, list[Run]]:
     """Return the runs of an experiment, by the names of its rows."""
     if experiment == "3":
         return changes(results, size, seed)
+    if experiment == "4":
+        return with_muon(results, size, seed)
     table = METHODS if experiment == "1" else CODECS
     names = LARGER if experiment == "1" and size != TUNED_AT else table
     found = {name: [tuned(results, size, seed, table[name][0], **table[name][1])] for name in names}
@@ -212,7 +247,7 @@ def do(runs: Iterable[Run], results: Results) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--experiment", nargs="*", default=["tune", "1", "2", "3"], choices=["tune", "1", "2", "3"])
+    parser.add_argument("--experiment", nargs="*", default=list(EXPERIMENTS), choices=EXPERIMENTS)
     parser.add_argument("--rows", nargs="*", metavar="ROW", help="of the experiments; all by default")
     parser.add_argument("--sizes", nargs="*", default=["34k"], choices=list(SHAPES))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many small training runs at once: the replicas of all of them are rows of one tensor, forward and backward one call.
 
-What a replica does by itself (AdamW, clipping) is done here for all rows; every exchange is the package's own outer
-loop, one thread a replica, whose model's parameters are views of its row.
+What a replica does by itself (inner optimizer, clipping) is done here for all rows; every exchange is the package's own
+outer loop, one thread a replica, whose model's parameters are views of its row.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from torch.func import functional_call, grad_and_value, vmap
 
 import farflung.outer
 from evidence.data_parallel import HOOKS
+from evidence.inner import AdamW, parts
 from evidence.runs import SHAPES, Run, draws, texts
 from farflung.demo.gpt import GPT
 from farflung.demo.settings import Shape
 from farflung.outer import AverageState, OuterLoop
 from farflung.testing.sim import SimGroup, run_replicas
 
-BETAS, EPS, WEIGHT_DECAY, MAX_NORM = (0.9, 0.95), 1e-8, 0.1, 1.0
+MAX_NORM = 1.0
 HELD_OUT_SEQUENCES = 512
 
 
@@ -42,7 +43,7 @@ def loss_of(logits: Tensor, batch: Tensor) -> Tensor:
 
 @dataclass
 class Lane:
-    """One run in a stack: its rows and AdamW on them.
+    """One run in a stack: its rows and the inner optimizer on them.
 
     Args:
         weights: `[replicas, parameters]`, this run's rows.
@@ -52,12 +53,11 @@ class Lane:
     model: nn.Module
     weights: Tensor
     step: int = 0
-    updates: int = 0
     bytes_sent: float = 0.0
     rounds: int = 0
 
     def __post_init__(self) -> None:
-        self.moments = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
+        self.inner = list(parts(self.run.inner, self.weights, self.model))
         context = self.model.shape.context
         self._span, self._starts = torch.arange(context + 1), draws(self.run, context)
         settings = self.run.options
@@ -75,7 +75,7 @@ class Lane:
         return texts()[0][self._starts[:, self.step, :, None] + self._span]
 
     def descend(self, gradients: Tensor) -> None:
-        """Make a step of AdamW with clipping, each row with its own gradient, or all with what DDP makes of them."""
+        """Make a clipped step, each row with its own gradient, or all with what DDP makes of them."""
         shared: Tensor | None = gradients
         if self.is_shared:
             shared = gradients.mean(0, keepdim=True)
@@ -85,17 +85,10 @@ class Lane:
         self.step += 1
         if shared is None:  # still accumulating
             return
-        self.updates += 1
         norms = shared.norm(dim=1, keepdim=True)
         shared = shared * (MAX_NORM / (norms + 1e-6)).clamp(max=1.0)
-        first, second = self.moments
-        first.lerp_(shared.expand_as(first), 1 - BETAS[0])
-        second.mul_(BETAS[1]).addcmul_(shared, shared, value=1 - BETAS[1])
-        corrections = [1 - beta**self.updates for beta in BETAS]
-        self.weights.mul_(1 - lr * WEIGHT_DECAY)
-        self.weights.addcdiv_(
-            first, second.sqrt().div_(math.sqrt(corrections[1])).add_(EPS), value=-lr / corrections[0]
-        )
+        for columns, optimizer in self.inner:
+            optimizer.step(shared[:, columns], lr)
 
 
 class Stack:
@@ -169,12 +162,7 @@ class Stack:
             self._advance(group, lane)
         model = GPT(self.shape)
         lie_in(model, lane.weights[group.rank])
-        inner = torch.optim.AdamW(model.parameters())
-        for name, moments in zip(("exp_avg", "exp_avg_sq"), lane.moments, strict=True):
-            for parameter, part in zip(
-                inner.param_groups[0]["params"], moments[group.rank].split(self._sizes), strict=True
-            ):
-                inner.state[parameter][name] = part.view(parameter.shape)
+        inner = self._seen(model, lane, group.rank)
         for recipe, steps in phases(lane.run):
             with OuterLoop(model, recipe, group, inner=inner) as outer:
                 for _ in range(steps):
@@ -183,6 +171,16 @@ class Stack:
             if group.rank == 0:
                 lane.bytes_sent += outer.stats().bytes_sent
                 lane.rounds += outer.stats().rounds
+
+    def _seen(self, model: nn.Module, lane: Lane, rank: int) -> torch.optim.Optimizer:
+        """Return what recipes see of the inner optimizer: AdamW's moments, and nothing of Muon's state."""
+        seen = torch.optim.AdamW(model.parameters())
+        match lane.inner:
+            case [(_, AdamW(moments=moments))]:
+                for name, rows in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+                    for parameter, part in zip(model.parameters(), rows[rank].split(self._sizes), strict=True):
+                        seen.state[parameter][name] = part.view(parameter.shape)
+        return seen
 
     def _advance(self, group: SimGroup, lane: Lane) -> None:
         """Make the next step of all runs, once all replicas of this one are done with the last one."""

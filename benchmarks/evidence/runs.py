@@ -26,7 +26,7 @@ WARMUP, LAST_LR = 0.05, 0.05  # of all steps, and of the peak
 
 @dataclass(frozen=True)
 class Run:
-    """One training; its fields are the key of its line in the results.
+    """One training; its fields are the key of its line in the results, where a line without a field has its default.
 
     Args:
         method: `alone`, `DDP`, or a recipe of `farflung.outer`.
@@ -36,6 +36,7 @@ class Run:
         batch: sequences of a replica in a step.
         common: the share of the steps, at the start, in which all methods are DDP.
         falls: the learning rate falls along a cosine, or stays.
+        inner: `adamw`, or `muon` on hidden matrices and AdamW on the rest.
     """
 
     size: str
@@ -48,6 +49,7 @@ class Run:
     batch: int = 2
     common: float = 0.1
     falls: bool = True
+    inner: str = "adamw"
 
     @property
     def split(self) -> int:

@@ -121,6 +121,38 @@ def changes_table(results: Results) -> list[str]:
     return lines
 
 
+def saved_by(row: Row, other: Row) -> list[float]:
+    """Return by how much the method's loss is below another row's, by seed."""
+    there = dict(zip(other.runs, other.losses, strict=True))
+    return [there[seed][2] - losses[2] for seed, losses in zip(row.runs, row.losses, strict=True) if seed in there]
+
+
+def inner_table(results: Results) -> list[str]:
+    """Experiment 4; the share is of the gain of DDP with the same inner optimizer, then of DDP with AdamW."""
+    names = (
+        "inner optimizer",
+        "size",
+        "alone",
+        "DDP",
+        "`diloco(32)`",
+        "below AdamW's",
+        "DDP's gain kept",
+        "AdamW DDP's",
+    )
+    lines = [f"| {' | '.join(names)} | seeds |", "|---|---|---|---|---|---|---|---|---|"]
+    for size in SHAPES:
+        found = collect(results, "4", size)
+        for row in found.values():
+            seeds = dict(zip(row.runs, row.losses, strict=True))
+            usual = dict(zip(found["AdamW"].runs, found["AdamW"].losses, strict=True))
+            of_usual = [kept([*usual[seed][:2], losses[2]]) for seed, losses in seeds.items() if seed in usual]
+            below = "-" if row.name == "AdamW" else with_error(saved_by(row, found["AdamW"]), ".4f")
+            shares = [row.share, f"{with_error(of_usual, '.0f', 100)} %"]
+            cells = [row.name, size, *map(row.loss, range(3)), below, *shares]
+            lines.append(f"| {' | '.join(cells)} | {len(seeds)} |")
+    return lines
+
+
 def tuning_table(results: Results) -> list[str]:
     """What was best at a quarter of the length; for outer settings, next to the recipe's own defaults."""
     lines = ["| method | size | best | loss | loss with defaults |", "|---|---|---|---|---|"]
@@ -149,7 +181,7 @@ def headline(results: Results, size: str, name: str) -> str:
 
 def all_tables(results: Results) -> dict[str, list[str]]:
     """Return every table that has rows, by its title."""
-    tables = {"tuning": tuning_table(results), "changes": changes_table(results)}
+    tables = {"tuning": tuning_table(results), "changes": changes_table(results), "inner": inner_table(results)}
     tables |= {size: methods_table(results, size) for size in SHAPES}
     return {title: lines for title, lines in tables.items() if len(lines) > 2}
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from farflung.demo.gpt import GPT
 from farflung.demo.settings import Shape
-from farflung.outer import Recipe, diloco, local_sgd, noloco, streaming_diloco
+from farflung.outer import Recipe, diloco, local_sgd, muon_groups, noloco, streaming_diloco
 from farflung.outer.schedule import Warmup
 from farflung.testing.simulate import simulate
 
@@ -32,6 +32,7 @@ SETTINGS = {
     "noloco": {"every": 6},
     "streaming_diloco": {"every": 6, "fragments": 2, "delay": 2, "codec": "none"},
 }
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 
 
 @pytest.fixture
@@ -40,14 +41,19 @@ def runner(monkeypatch):
     return importlib.import_module("evidence.runner")
 
 
-def test_rows_of_one_tensor_end_with_the_weights_of_ordinary_replicas(runner, monkeypatch):
-    monkeypatch.setattr(runner, "EPS", 1e-4)  # Adam makes large steps of gradients that are hardly more than rounding
+@pytest.fixture
+def inner(runner):
+    return importlib.import_module("evidence.inner")
+
+
+def test_rows_of_one_tensor_end_with_the_weights_of_ordinary_replicas(runner, inner, monkeypatch):
+    monkeypatch.setattr(inner, "EPS", 1e-4)  # Adam makes large steps of gradients that are hardly more than rounding
     runs = [
         runner.Run("34k", name, 1e-2, seed=3, steps=STEPS, settings=json.dumps(SETTINGS.get(name, {})), replicas=2)
         for name in RECIPES
     ]
     for lane in runner.Stack(runs, SHAPE).train():
-        ended = simulated(runner, lane.run, RECIPES[lane.run.method])
+        ended = simulated(runner, inner, lane.run, RECIPES[lane.run.method], adamw)
         most = 2e-3 if "int8" in lane.run.settings else 1e-5  # a value in between may be rounded up or down
         torch.testing.assert_close(lane.weights[0], runner.flat(ended.model), atol=most, rtol=0)
         torch.testing.assert_close(lane.weights[0], lane.weights[1], atol=0, rtol=0)
@@ -57,7 +63,68 @@ def test_rows_of_one_tensor_end_with_the_weights_of_ordinary_replicas(runner, mo
             assert lane.bytes_sent == ended.bytes_sent - gradients
 
 
-def simulated(runner, run, recipe):
+@needs_muon
+@pytest.mark.parametrize("shape", [(12, 4), (4, 4), (4, 16)])
+def test_muon_on_rows_is_torchs_muon_on_each(inner, shape):
+    weights = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    parameters = [torch.nn.Parameter(row.clone()) for row in weights]
+    theirs = torch.optim.Muon(parameters, weight_decay=inner.WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
+    ours = inner.Muon(weights)
+    for step in range(6):
+        theirs.param_groups[0]["lr"] = lr = 0.02 / (1 + step)
+        gradients = torch.randn(1 if step < 3 else 2, *shape, generator=torch.Generator().manual_seed(step))
+        for parameter, gradient in zip(parameters, gradients.expand(2, *shape), strict=True):
+            parameter.grad = gradient.clone()
+        theirs.step()
+        ours.step(gradients.flatten(1), lr)
+        torch.testing.assert_close(weights, torch.stack([one.detach() for one in parameters]), atol=2e-4, rtol=0)
+
+
+@needs_muon
+def test_rows_that_muon_trains_end_near_ordinary_replicas(runner, inner, monkeypatch):
+    """Not as near as with AdamW: Muon rounds to bfloat16, and a rounding that differs is 2**-8 of an update."""
+    monkeypatch.setattr(inner, "EPS", 1e-4)
+    settings = json.dumps(SETTINGS["diloco"])
+    runs = [
+        runner.Run("34k", name, 1e-2, 3, STEPS, settings if name == "diloco" else "{}", replicas=2, inner="muon")
+        for name in ("DDP", "diloco")
+    ]
+    for lane in runner.Stack(runs, SHAPE).train():
+        ended = simulated(runner, inner, lane.run, RECIPES[lane.run.method], MuonAndAdamW)
+        begun = runner.Stack([lane.run], SHAPE).lanes[0].weights[0]
+        apart = (lane.weights[0] - runner.flat(ended.model)).norm() / (lane.weights[0] - begun).norm()
+        assert apart < 0.02
+
+
+def adamw(inner, run, parameters):
+    return torch.optim.AdamW(parameters, lr=run.lr, betas=inner.BETAS, eps=inner.EPS, weight_decay=inner.WEIGHT_DECAY)
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Both, as one optimizer of a model's parameters; what Muon trains is found by the names of the same model."""
+
+    def __init__(self, inner, run, parameters):
+        parameters = list(parameters)
+        model = GPT(SHAPE)
+        hidden = set(map(id, muon_groups(model)[0]))
+        is_hidden = [id(parameter) in hidden for parameter in model.parameters()]
+        self._muon = torch.optim.Muon(
+            [one for one, matches in zip(parameters, is_hidden, strict=True) if matches],
+            lr=run.lr,
+            weight_decay=inner.WEIGHT_DECAY,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        rest = [one for one, matches in zip(parameters, is_hidden, strict=True) if not matches]
+        self._adamw = adamw(inner, run, rest)
+        super().__init__(parameters, {"lr": run.lr})
+
+    def step(self, closure=None):
+        for optimizer in (self._muon, self._adamw):
+            optimizer.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+            optimizer.step()
+
+
+def simulated(runner, inner, run, recipe, make_optimizer):
     if recipe is not None:
         recipe = replace(recipe, schedule=Warmup(run.split, recipe.schedule))
     starts, span = runner.draws(run, SHAPE.context), torch.arange(SHAPE.context + 1)
@@ -67,9 +134,7 @@ def simulated(runner, run, recipe):
         recipe,
         replicas=2,
         steps=STEPS,
-        make_optimizer=partial(
-            torch.optim.AdamW, lr=run.lr, betas=runner.BETAS, eps=runner.EPS, weight_decay=runner.WEIGHT_DECAY
-        ),
+        make_optimizer=partial(make_optimizer, inner, run),
         make_scheduler=lambda optimizer: LambdaLR(optimizer, run.factor),
         loss=lambda model, batch: runner.loss_of(model(batch[:, :-1]), batch),
         max_norm=runner.MAX_NORM,

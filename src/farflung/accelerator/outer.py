@@ -80,7 +80,10 @@ class AttachedLoop:
             self._followed = self._slots.follow(membership, recipe.schedule.fragments)
             self.loop.listeners.append(self._followed.round_ended)
         self._attempts = 0
-        self._hook: RemovableHandle = bare.register_step_pre_hook(lambda *_: self._begin_where_it_is())
+        self._has_begun = False
+        self._hooks: list[RemovableHandle] = [
+            one.optimizer.register_step_pre_hook(lambda *_: self._begin_where_it_is()) for one in self._owners
+        ]
         self.optimizer.attached.append(self)
         if recipe.weighs_items:
             self.optimizer.loop_state.counts_samples = True
@@ -173,9 +176,10 @@ class AttachedLoop:
         return self._items
 
     def _begin_where_it_is(self) -> None:
-        """Reset the anchor before the very first step: weights may have been loaded after `prepare`."""
+        """Reset the anchor before the first step of any optimizer: weights may have been loaded after `prepare`."""
+        begins, self._has_begun = not self._has_begun, True
         is_here = self.loop.position == 0 or self.loop.is_newcomer
-        if is_here and self._attempts == self.loop.stats().attempts == 0:
+        if begins and is_here and self._attempts == self.loop.stats().attempts == 0:
             self.loop.reset_anchor()
 
     def _choose_who_averages(self) -> None:
@@ -203,7 +207,8 @@ class AttachedLoop:
     def _detach(self) -> None:
         if self in self.optimizer.attached:
             self.optimizer.attached.remove(self)
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
 
 class OpenLoops:

@@ -15,6 +15,7 @@ from farflung.outer.fragments import apart, blocks, by_bytes, strided, whole
 from farflung.outer.inner import AverageState, KeepState, ResetState
 from farflung.outer.merge import Blend, Replace
 from farflung.outer.merge_states import MergedState, merge_states
+from farflung.outer.muon import muon_groups
 from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import *  # noqa: F403 - its __all__ is the list of recipes
 from farflung.outer.schedule import ByTime, Every, Levels, Quadratic, Streaming, Warmup
@@ -59,6 +60,7 @@ __all__ = [
     "blocks",
     "by_bytes",
     "merge_states",
+    "muon_groups",
     "strided",
     "whole",
 ]

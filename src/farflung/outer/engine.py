@@ -178,25 +178,39 @@ class OuterLoop:
         self._check_open()
         self._warmup.average(self._position)
 
-    def attach(self, optimizer: Optimizer) -> OuterLoop:
+    def attach(self, optimizer: Optimizer, *others: Optimizer) -> OuterLoop:
         """Call `step` automatically after each step of `optimizer`, until the loop ends. Returns the loop.
+
+        With `others`, which train other parameters of the model, `step` is called once all of them have stepped. The
+        learning rate that a recipe may use is that of the first.
 
         A `GradScaler` does not call the optimizer when it skips a step; call `count(done=False)` and `sync_if_due()`
         yourself in that case. In a warm-up, also call `average_gradients()` before `scaler.step(optimizer)`, so that
-        all ranks skip the same steps.
+        all ranks skip the same steps. With `others` call `step()` yourself instead of attaching them.
 
         Raises:
-            ConfigError: the optimizer trains nothing of the model, or the recipe weights replicas by items.
+            ConfigError: an optimizer trains nothing of the model, the recipe weights replicas by items, or it
+                synchronizes the state of the inner optimizer, and there are several.
             StateError: an optimizer is attached already.
             Unsupported: at a step of a warm-up that is given a closure, which computes gradients after the averaging.
         """
         self._check_open()
+        optimizers = (optimizer, *others)
         if self._hooks:
             raise StateError("attach: an optimizer is attached already, and its steps would be counted twice.")
-        check_attached(optimizer, self._model, self._recipe)
+        check_attached(optimizers, self._model, self._recipe)
         self._timetable.know(optimizer)
-        self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.step()))
+        stepped: set[int] = set()
+
+        def count(one: Optimizer, *_: Any) -> None:
+            stepped.add(id(one))
+            if len(stepped) == len(optimizers):
+                stepped.clear()
+                self.step()
+
+        for one in optimizers:
+            self._hooks.append(one.register_step_pre_hook(self._before_step))
+            self._hooks.append(one.register_step_post_hook(count))
         return self
 
     @property
