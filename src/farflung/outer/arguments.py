@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from inspect import signature
 from typing import Any, cast
@@ -258,24 +258,6 @@ def bucket_bytes_of(model: nn.Module, island: Group) -> int:
     """Return the bucket size where neither the loop nor the recipe says one, from what this rank trains."""
     trained = sum(4 * p.numel() for p in model.parameters() if p.requires_grad and not is_lazy(p))
     return bucket_bytes_for(trained // (island.size if model_has_dtensor(model) else 1))
-
-
-def check_attached(optimizers: Sequence[Optimizer], model: nn.Module, recipe: Recipe) -> None:
-    """Raise ConfigError unless steps of `optimizers` can be counted as those of an outer loop over `model`."""
-    mine = {id(parameter) for parameter in model.parameters()}
-    for optimizer in optimizers:
-        check_type("attach: optimizer", optimizer, Optimizer, "the torch optimizer that trains the model")
-        if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
-            raise ConfigError("attach: this optimizer has no parameter of the outer loop's model.")
-    if recipe.weighs_items:
-        raise ConfigError(
-            "attach: the recipe weights replicas by items, which an optimizer doesn't count. Call step(items=n)."
-        )
-    if len(optimizers) > 1 and recipe.inner.needs_optimizer:
-        raise ConfigError(
-            f"attach: {recipe.inner} synchronizes the state of one optimizer, and {len(optimizers)} are given. Use "
-            "KeepState, or one optimizer for all parameters."
-        )
 
 
 def checked_items(items: object, done: bool, recipe: Recipe) -> float:

@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from farflung.base.errors import StateError
 from farflung.comm.group import Group
 from farflung.comm.shards import reshard
-from farflung.outer.arguments import OuterConfig, bucket_bytes_of, check_attached, check_state, checked, checked_items
+from farflung.outer.arguments import OuterConfig, bucket_bytes_of, check_state, checked, checked_items
+from farflung.outer.attached import check_attached, hooks_of
 from farflung.outer.data_parallel import kept_local
 from farflung.outer.membership import Membership, fixed_membership
 from farflung.outer.recipe import Recipe
@@ -181,8 +182,8 @@ class OuterLoop:
     def attach(self, optimizer: Optimizer, *others: Optimizer) -> OuterLoop:
         """Call `step` automatically after each step of `optimizer`, until the loop ends. Returns the loop.
 
-        With `others`, which train other parameters of the model, `step` is called once all of them have stepped. The
-        learning rate that a recipe may use is that of the first.
+        With `others`, which train the rest of the model, `step` is called once all of them have stepped; a recipe that
+        uses the learning rate takes that of the first.
 
         A `GradScaler` does not call the optimizer when it skips a step; call `count(done=False)` and `sync_if_due()`
         yourself in that case. In a warm-up, also call `average_gradients()` before `scaler.step(optimizer)`, so that
@@ -200,17 +201,7 @@ class OuterLoop:
             raise StateError("attach: an optimizer is attached already, and its steps would be counted twice.")
         check_attached(optimizers, self._model, self._recipe)
         self._timetable.know(optimizer)
-        stepped: set[int] = set()
-
-        def count(one: Optimizer, *_: Any) -> None:
-            stepped.add(id(one))
-            if len(stepped) == len(optimizers):
-                stepped.clear()
-                self.step()
-
-        for one in optimizers:
-            self._hooks.append(one.register_step_pre_hook(self._before_step))
-            self._hooks.append(one.register_step_post_hook(count))
+        self._hooks += hooks_of(optimizers, self._before_step, self.step)
         return self
 
     @property
