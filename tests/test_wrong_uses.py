@@ -513,6 +513,7 @@ OUTER = [
     ("k.loop.attach(torch.optim.SGD(net().parameters(), lr=0.1))", "attach", "parameter"),
     ("k.ended.attach(k.optimizer)", "ended"),
     ("k.loop.attach(k.optimizer).attach(k.optimizer)", "attach", "already"),
+    ("k.loop.attach(k.optimizer, k.optimizer)", "attach", "twice"),
     ("k.ended.step()", "ended"),
     ("k.ended.sync_if_due()", "ended"),
     ("k.ended.count()", "ended"),

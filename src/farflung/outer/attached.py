@@ -22,6 +22,8 @@ def check_attached(optimizers: Sequence[Optimizer], model: nn.Module, recipe: Re
         check_type("attach: optimizer", optimizer, Optimizer, "the torch optimizer that trains the model")
         if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
             raise ConfigError("attach: this optimizer has no parameter of the outer loop's model.")
+    if len(set(map(id, optimizers))) < len(optimizers):
+        raise ConfigError("attach: the same optimizer was given twice; each of them once is enough.")
     if recipe.weighs_items:
         raise ConfigError(
             "attach: the recipe weights replicas by items, which an optimizer doesn't count. Call step(items=n)."
