@@ -31,7 +31,6 @@ INNER = {"adamw": (2.5e-3, 5e-3, 1e-2, 2e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2,
 LARGER_INNER = {"adamw": (5e-3, 1e-2), "muon": (2e-2, 4e-2)}  # for larger models, and for runs of the whole length
 OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0, 1.4), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99)
 EXPERIMENTS = ("tune", "1", "2", "3", "4")
-GROWING, USUAL = ("diloco", "streaming_diloco", "eager_diloco"), 0.7  # whose momentum grows; their outer rate
 ANCHORED = ("diloco", "streaming_diloco", "eager_diloco", "noloco", "sparse_loco")
 
 
@@ -74,13 +73,12 @@ def inner_grid(results: Results, size: str, method: str, inner: str = "adamw") -
 
 
 def outer_grid(results: Results, method: str, inner: str = "adamw", **settings: Any) -> list[Run]:
-    """Return the recipe with its defaults, with other learning rates, and with pairs of rate and momentum or decay."""
-    lr, steps = inner_lr(results, TUNED_AT, method, inner), STEPS[TUNED_AT] // 4
+    """Return the recipe with its defaults, then with twelve pairs of learning rate and momentum, or decay of errors."""
+    lr = inner_lr(results, TUNED_AT, method, inner)
     name, values = ("beta", DECAYS) if method == "sparse_loco" else ("momentum", MOMENTA)
-    rates = [{**settings, "lr": rate} for rate in OUTER if method in GROWING and rate != USUAL]
     pairs = [{**settings, "lr": rate, name: value} for rate in OUTER for value in values]
-    chosen = [settings, *rates, *pairs]
-    return [Run(TUNED_AT, method, lr, 0, steps, spelled(**one), inner=inner) for one in chosen]
+    steps = STEPS[TUNED_AT] // 4
+    return [Run(TUNED_AT, method, lr, 0, steps, spelled(**one), inner=inner) for one in [settings, *pairs]]
 
 
 def best(results: Results, grid: Iterable[Run]) -> Run:
@@ -175,7 +173,7 @@ def changes(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
     return {
         "as it is": usual,
         "defaults of the recipe": [replace(diloco, settings=spelled(every=32))],
-        "a constant momentum of 0.6": with_settings(momentum=0.6),
+        "defaults, but outer rate 1.0": [replace(diloco, settings=spelled(every=32, lr=1.0))],
         "DDP's inner learning rate": [replace(diloco, lr=usual[1].lr)],
         "no common training first": with_common(0.0),
         "2 % of common training": with_common(0.02),
@@ -226,6 +224,7 @@ def rows(results: Results, experiment: str, size: str, seed: int) -> dict[str, l
     if experiment == "1" and size == TUNED_AT:
         for name in ("diloco(32)", STREAMED, *(name for name in METHODS if METHODS[name][0] == "noloco")):
             found[f"{name}, defaults"] = [default(results, size, seed, METHODS[name][0], **METHODS[name][1])]
+        found["diloco(32), defaults but outer rate 1.0"] = [default(results, size, seed, "diloco", every=32, lr=1.0)]
     return found
 
 
