@@ -31,6 +31,7 @@ INNER = {"adamw": (2.5e-3, 5e-3, 1e-2, 2e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2,
 LARGER_INNER = {"adamw": (5e-3, 1e-2), "muon": (2e-2, 4e-2)}  # for larger models, and for runs of the whole length
 OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0, 1.4), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99)
 EXPERIMENTS = ("tune", "1", "2", "3", "4")
+GROWING, USUAL = ("diloco", "streaming_diloco", "eager_diloco"), 0.7  # whose momentum grows; their outer rate
 ANCHORED = ("diloco", "streaming_diloco", "eager_diloco", "noloco", "sparse_loco")
 
 
@@ -73,12 +74,13 @@ def inner_grid(results: Results, size: str, method: str, inner: str = "adamw") -
 
 
 def outer_grid(results: Results, method: str, inner: str = "adamw", **settings: Any) -> list[Run]:
-    """Return the recipe with its defaults, then with twelve pairs of learning rate and momentum, or decay of errors."""
-    lr = inner_lr(results, TUNED_AT, method, inner)
+    """Return the recipe with its defaults, with other learning rates, and with pairs of rate and momentum or decay."""
+    lr, steps = inner_lr(results, TUNED_AT, method, inner), STEPS[TUNED_AT] // 4
     name, values = ("beta", DECAYS) if method == "sparse_loco" else ("momentum", MOMENTA)
+    rates = [{**settings, "lr": rate} for rate in OUTER if method in GROWING and inner == "adamw" and rate != USUAL]
     pairs = [{**settings, "lr": rate, name: value} for rate in OUTER for value in values]
-    steps = STEPS[TUNED_AT] // 4
-    return [Run(TUNED_AT, method, lr, 0, steps, spelled(**one), inner=inner) for one in [settings, *pairs]]
+    chosen = [settings, *rates, *pairs]
+    return [Run(TUNED_AT, method, lr, 0, steps, spelled(**one), inner=inner) for one in chosen]
 
 
 def best(results: Results, grid: Iterable[Run]) -> Run:
@@ -173,7 +175,7 @@ def changes(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
     return {
         "as it is": usual,
         "defaults of the recipe": [replace(diloco, settings=spelled(every=32))],
-        "defaults, but outer rate 1.0": [replace(diloco, settings=spelled(every=32, lr=1.0))],
+        "a constant momentum of 0.6": with_settings(momentum=0.6),
         "DDP's inner learning rate": [replace(diloco, lr=usual[1].lr)],
         "no common training first": with_common(0.0),
         "2 % of common training": with_common(0.02),
@@ -181,8 +183,10 @@ def changes(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
         "a constant learning rate": [replace(run, falls=False) for run in usual],
         "AdamW's moments averaged": with_settings(average_state=True),
         "the last tenth with H 4": with_settings(last=4),
+        "outer momentum begins anew in the last tenth": with_settings(last=32),
         "half the steps": [replace(run, steps=run.steps // 2) for run in usual],
         "twice the steps": longer,
+        "four times the steps": [replace(run, steps=2 * run.steps) for run in longer],
         "half the batch": [replace(run, batch=run.batch // 2) for run in usual],
         "8 replicas": [replace(run, replicas=8) for run in usual],
         "published outer rate and momentum": with_settings(lr=0.7, momentum=0.9),
@@ -224,7 +228,6 @@ def rows(results: Results, experiment: str, size: str, seed: int) -> dict[str, l
     if experiment == "1" and size == TUNED_AT:
         for name in ("diloco(32)", STREAMED, *(name for name in METHODS if METHODS[name][0] == "noloco")):
             found[f"{name}, defaults"] = [default(results, size, seed, METHODS[name][0], **METHODS[name][1])]
-        found["diloco(32), defaults but outer rate 1.0"] = [default(results, size, seed, "diloco", every=32, lr=1.0)]
     return found
 
 

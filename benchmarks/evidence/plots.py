@@ -22,7 +22,7 @@ from evidence.tables import Row, collect, mean_and_error, methods
 TARGET = Path(__file__).parents[2] / "docs" / "images"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
 
-LENGTHS = {"half the steps": 500, "as it is": 1000, "twice the steps": 2000}
+LENGTHS = {"half the steps": 500, "as it is": 1000, "twice the steps": 2000, "four times the steps": 4000}
 
 
 def draw(name: str, width: float, fill: Callable[[Axes, Results], None], results: Results) -> None:
@@ -45,8 +45,10 @@ def finals(row: Row) -> list[float]:
 
 
 def shares_against_bytes(axes: Axes, results: Results) -> None:
-    """Every method that kept anything, on the smallest size."""
+    """Every method on the smallest size, without variants that would hide it: other codecs, settings and no pull."""
     rows = [row for row in methods(results, "34k").values() if not math.isnan(row.fewer_bytes)]
+    hidden = ("(8) int8", " diloco(32) int8", "(8) e3m0", "no pull", ", defaults")
+    rows = [row for row in rows if not f" {row.name}".endswith(hidden)]
     kinds = ("DDP", "diloco", "local_sgd", "streaming", "sparse", "other")
     for number, row in enumerate(sorted(rows, key=percent)):
         mean, error = percent(row)
@@ -117,7 +119,7 @@ def shares_against_length(axes: Axes, results: Results) -> None:
             steps = [steps for steps, _ in there]
             axes.errorbar(steps, means, errors, fmt="-o", color=COLOURS[number], capsize=3, label=f"{size} parameters")
     axes.set(xscale="log", xlabel="steps", ylabel="% of DDP's gain that diloco(32) keeps", ylim=(0, 105))
-    axes.set_xticks([500, 1000, 2000], ["500", "1,000", "2,000"])
+    axes.set_xticks([500, 1000, 2000, 4000], ["500", "1,000", "2,000", "4,000"])
     axes.minorticks_off()
     axes.legend(fontsize=8)
 
