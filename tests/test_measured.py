@@ -96,8 +96,11 @@ def test_the_page_of_evidence_has_the_figures_of_its_runs(monkeypatch):
     results = tables.Results()
     shown = {title: "\n".join(lines) for title, lines in tables.all_tables(results).items()}
     assert all(table in page for table in shown.values())
-    for size, name in re.findall(r"<!-- (\w+): (.+) -->", page):
-        assert tables.headline(results, size, name) in " ".join(page.split()), name
+    for text in (page, (ROOT / "README.md").read_text(encoding="utf-8")):
+        headlines = re.findall(r"<!-- (\w+): (.+) -->", text)
+        assert headlines
+        for size, name in headlines:
+            assert tables.headline(results, size, name) in " ".join(text.split()), name
     for share in re.findall(r"\d+ ± \d+ %", " ".join(page.split())):
         assert share in "\n".join(shown.values())
 
