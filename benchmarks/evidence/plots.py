@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the pictures of docs/evidence.md from results/evidence.jsonl alone (needs matplotlib).
+"""Draw the pictures of docs/evidence.md from what lies in results (needs matplotlib).
 
 From `benchmarks`: python -m evidence.plots
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+from _measure import RESULTS
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -124,6 +126,20 @@ def shares_against_length(axes: Axes, results: Results) -> None:
     axes.legend(fontsize=8)
 
 
+def losses_against_time(axes: Axes, _: Results) -> None:
+    """The demo's model over a line of 20 Mbit/s, as bench_slow_network measured it last."""
+    lines = map(json.loads, (RESULTS / "slow_network.jsonl").read_text(encoding="utf-8").splitlines())
+    last = [line for line in lines if line["megabits"] == 20 and "(small)" in line["model"]][-1]
+    shown = ("ddp", "accelerate local_sgd(8)", "torchft diloco(32)", "diloco(32)", "streaming_diloco(24, 3)", "alone")
+    for colour, name in zip(COLOURS, shown, strict=True):
+        if name in last["figures"]:
+            one = last["figures"][name]
+            axes.plot(one["seconds"][1:], one["losses"][1:], color=colour, label=name)
+    axes.axhline(last["figures"]["ddp"]["losses"][-1], color="grey", linewidth=0.8, linestyle="--")
+    axes.set(xscale="log", ylim=(1.9, 3.2), xlabel="seconds", ylabel="validation loss, nats a byte")
+    axes.legend(fontsize=8)
+
+
 def main() -> None:
     results = Results()
     draw("methods", 9, shares_against_bytes, results)
@@ -131,6 +147,7 @@ def main() -> None:
     draw("codecs", 7.5, losses_against_bytes, results)
     draw("changes", 8, shares_by_change, results)
     draw("length", 6.5, shares_against_length, results)
+    draw("line", 7.5, losses_against_time, results)
 
 
 if __name__ == "__main__":
