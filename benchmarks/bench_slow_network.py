@@ -5,7 +5,7 @@ The loss is the one that DDP ends with. The others make more steps than DDP (`--
 torchft takes part where it can be imported.
 
 python benchmarks/bench_slow_network.py [--megabits 20 100] [--size small] [--steps 240] [--longer 2] [--batch 8]
-    [--seeds 3] [--only ...] [--write]
+    [--points 20] [--seeds 3] [--only ...] [--write]
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from farflung.demo.settings import SIZES
 from farflung.demo.text import load_text
 from farflung.outer import Int8, OuterLoop, Recipe, diloco, eager_diloco, local_sgd, streaming_diloco
 
-POINTS = 20  # how often weights are kept, to be judged when the clock has stopped
-
 
 @dataclass
 class Run:
@@ -59,6 +57,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=240, help="of DDP")
     parser.add_argument("--longer", type=int, default=2, help="how many times as many steps the others make")
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step: how much there is to compute")
+    parser.add_argument("--points", type=int, default=20, help="how often weights are kept, to be judged at the end")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=list(METHODS), default=possible)
     parser.add_argument("--write", action="store_true", help="append the lines to results/slow_network.jsonl")
@@ -75,7 +74,7 @@ def main() -> None:
             for seed in range(chosen.seeds):
                 for method in chosen.only:
                     steps = chosen.steps * (1 if method.startswith("ddp") else chosen.longer)
-                    runs.append(one_run(method, seed, steps, chosen.batch, chosen.size))
+                    runs.append(one_run(method, seed, steps, chosen.batch, chosen.size, chosen.points))
         report(
             "How long to the same validation loss over a slow line?",
             figures(runs),
@@ -90,13 +89,13 @@ def main() -> None:
         )
 
 
-def one_run(method: str, seed: int, steps: int, batch: int, size: str) -> Run:
+def one_run(method: str, seed: int, steps: int, batch: int, size: str, points: int) -> Run:
     """Train by one method in both namespaces."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        task = {"method": method, "seed": seed, "steps": steps, "batch": batch, "size": size, "output": file.name}
-        _lab.run_pair(
-            [sys.executable, __file__, "--worker", json.dumps(task)], {"OMP_NUM_THREADS": "1"}, timeout_s=3000
-        )
+        task = {"method": method, "seed": seed, "steps": steps, "batch": batch, "size": size, "points": points}
+        task["output"] = file.name
+        worker = [sys.executable, __file__, "--worker", json.dumps(task)]
+        _lab.run_pair(worker, {"OMP_NUM_THREADS": "1"}, timeout_s=3000)
         run = Run(**json.loads(Path(file.name).read_text(encoding="utf-8")))
     print(f"{method:28} seed {seed}: loss {run.losses[-1]:.3f} after {run.seconds[-1]:.1f} s", file=sys.stderr)
     return run
@@ -150,7 +149,7 @@ def _middle(values: list[float]) -> float | None:
 # ---- in the namespaces
 
 
-def work(method: str, seed: int, steps: int, batch: int, size: str, output: str) -> None:
+def work(method: str, seed: int, steps: int, batch: int, size: str, points: int, output: str) -> None:
     """Train one replica; rank 0 writes down how it went."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -167,7 +166,7 @@ def work(method: str, seed: int, steps: int, batch: int, size: str, output: str)
     draw = torch.Generator().manual_seed(1000 * seed + rank)
     train = torch.frombuffer(bytearray(text.train), dtype=torch.uint8)
     kept: list[tuple[float, int, dict[str, Tensor]]] = []
-    keep_after = {round(steps * (point + 1) / POINTS) for point in range(POINTS)}
+    keep_after = {round(steps * (point + 1) / points) for point in range(points)}
     with METHODS[method](model, optimizer, steps) as (trained, after_step, weights):
         dist.barrier()
         start, sent = time.perf_counter(), _lab.bytes_out()
@@ -197,6 +196,7 @@ def _copy(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@torch.no_grad()
 @torch.no_grad()
 def judge(model: GPT, kept: list[dict[str, Tensor]], text: bytes, context: int) -> list[float]:
     """Return the validation loss of each set of weights."""

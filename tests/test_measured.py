@@ -67,6 +67,12 @@ def test_the_page_of_recipes_has_the_times_over_a_slow_line(megabits):
     assert best["of_throughput_alone"] >= 0.95
 
 
+def test_the_page_of_evidence_has_the_throughput_of_a_larger_model_over_a_line():
+    share = over_a_line(100, "large")["figures"]["streaming_diloco(24, 3)"]["of_throughput_alone"]
+    assert f"14M parameters, over 100 Mbit/s, it is {share} of that throughput" in " ".join(EVIDENCE.split())
+    assert share >= 0.95
+
+
 def test_the_page_of_checkpoints_has_the_times_of_loading():
     run = json.loads((ROOT / "benchmarks" / "results" / "load.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     page = (ROOT / "docs" / "concepts" / "checkpoint.md").read_text(encoding="utf-8")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DDP does with the gradients of all replicas: their mean, exact, rounded, of low rank, or of many steps."""
+"""What DDP does with the gradients of all replicas: their mean, exact, rounded, of low rank, or of many steps.
+
+And DiLoCo with such a mean of low rank.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from farflung.outer import diloco
 
 
 def ring(replicas: int) -> float:
@@ -68,6 +73,26 @@ class PowerSGD:
         self._kept[number] = matrices - approximation
         self._lane.bytes_sent += ring(replicas) * 4 * self._rank * sum(shape)
         return approximation
+
+
+class LowRankDiLoCo:
+    """DiLoCo's rounds, with a mean of low rank of the pseudo-gradients; a codec of the package sees no matrices."""
+
+    def __init__(self, lane: Any, shapes: Sequence[torch.Size], every: int, rank: int, **settings: Any) -> None:
+        self._lane, self._every, self._mean = lane, every, PowerSGD(lane, shapes, rank)
+        self._anchor = nn.Parameter(lane.weights[0].clone())
+        self._optimizer = diloco(every, **settings).optimizer([self._anchor])
+
+    def after_step(self) -> None:
+        """Do the round that is due; the last one is when the run ends."""
+        done = self._lane.step - self._lane.run.split
+        if done <= 0:
+            self._anchor.copy_(self._lane.weights[0])
+        elif done % self._every == 0 or self._lane.step == self._lane.run.steps:
+            self._anchor.grad = self._mean(self._anchor - self._lane.weights)[0]
+            self._optimizer.step()
+            self._lane.weights.copy_(self._anchor)
+            self._lane.rounds += 1
 
 
 HOOKS: Mapping[str, Callable[..., Any]] = {"mean": Mean, "powersgd": PowerSGD}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does an outer loop keep of data parallelism's gain, for which share of its bytes?
 
-From `benchmarks`: python -m evidence.experiments [--experiment tune 1 2 3 4] [--sizes 34k 100k] [--seeds 0 1 2]
+From `benchmarks`: python -m evidence.experiments [--experiment tune 1 2 3 4 5] [--sizes 34k 100k] [--seeds 0 1 2]
 
 Each run is a line of results/evidence.jsonl; those that are there already are not done again, so a series can be broken
 off and taken up. Settings are tuned at a quarter of the length first (`tune`), on the smallest size.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from _measure import RESULTS, report
 
-from evidence.runner import train
+from evidence.runner import LOW_RANK, train
 from evidence.runs import SHAPES, Run
 
 QUESTION = "What does an outer loop keep of data parallelism's gain, for which share of its bytes?"
@@ -30,7 +30,7 @@ TUNED_AT = "34k"
 INNER = {"adamw": (2.5e-3, 5e-3, 1e-2, 2e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2)}
 LARGER_INNER = {"adamw": (5e-3, 1e-2), "muon": (2e-2, 4e-2)}  # for larger models, and for runs of the whole length
 OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0, 1.4), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99)
-EXPERIMENTS = ("tune", "1", "2", "3", "4")
+EXPERIMENTS = ("tune", "1", "2", "3", "4", "5")
 GROWING, USUAL = ("diloco", "streaming_diloco", "eager_diloco"), 0.7  # whose momentum grows; their outer rate
 ANCHORED = ("diloco", "streaming_diloco", "eager_diloco", "noloco", "sparse_loco")
 
@@ -59,12 +59,12 @@ class Results:
         return math.inf if found is None else float(found)
 
 
-def inner_grid(results: Results, size: str, method: str, inner: str = "adamw") -> list[Run]:
+def inner_grid(results: Results, size: str, method: str, inner: str = "adamw", every: int = 32) -> list[Run]:
     """Return runs with the first seed: a quarter as long on the smallest size; as long as all on others.
 
     There a quarter chose rates that were too large for the whole: two rates are left, which fall as the width grows.
     """
-    settings: dict[str, Any] = {} if method in ("alone", "DDP") else {"every": 32}
+    settings: dict[str, Any] = {} if method in ("alone", "DDP") else {"every": every}
     if size == TUNED_AT:
         return [Run(size, method, lr, 0, STEPS[size] // 4, spelled(**settings), inner=inner) for lr in INNER[inner]]
     if settings:
@@ -75,7 +75,7 @@ def inner_grid(results: Results, size: str, method: str, inner: str = "adamw") -
 
 def outer_grid(results: Results, method: str, inner: str = "adamw", **settings: Any) -> list[Run]:
     """Return the recipe with its defaults, with other learning rates, and with pairs of rate and momentum or decay."""
-    lr, steps = inner_lr(results, TUNED_AT, method, inner), STEPS[TUNED_AT] // 4
+    lr, steps = inner_lr(results, TUNED_AT, method, inner, settings["every"]), STEPS[TUNED_AT] // 4
     name, values = ("beta", DECAYS) if method == "sparse_loco" else ("momentum", MOMENTA)
     rates = [{**settings, "lr": rate} for rate in OUTER if method in GROWING and inner == "adamw" and rate != USUAL]
     pairs = [{**settings, "lr": rate, name: value} for rate in OUTER for value in values]
@@ -87,17 +87,21 @@ def best(results: Results, grid: Iterable[Run]) -> Run:
     return min(grid, key=results.loss)
 
 
-def inner_lr(results: Results, size: str, method: str, inner: str = "adamw") -> float:
-    """Return the tuned inner learning rate: DDP's and one replica's own, and DiLoCo's for all with an outer loop."""
-    return best(results, inner_grid(results, size, method if method in ("alone", "DDP") else "diloco", inner)).lr
+def inner_lr(results: Results, size: str, method: str, inner: str = "adamw", every: int = 32) -> float:
+    """Return the tuned inner learning rate: that of one replica alone, DDP or DiLoCo with this H, or 32 for others."""
+    if method not in ("alone", "DDP", "diloco"):
+        method, every = "diloco", 32
+    return best(results, inner_grid(results, size, method, inner, every)).lr
 
 
 def tuned(results: Results, size: str, seed: int, method: str, inner: str = "adamw", **settings: Any) -> Run:
     """Return a method's run with what was best; outer settings are those of the smallest size."""
+    if method == LOW_RANK:  # as DiLoCo
+        settings = {**tuned(results, size, seed, "diloco", inner, every=settings["every"]).options, **settings}
     if method in ANCHORED:
         where = {name: value for name, value in settings.items() if name in ("every", "fragments", "delay", "pull")}
         settings = {**best(results, outer_grid(results, method, inner, **where)).options, **settings}
-    lr = inner_lr(results, size, method, inner)
+    lr = inner_lr(results, size, method, inner, settings.get("every", 32))
     return Run(size, method, lr, seed, STEPS[size], spelled(**settings), inner=inner)
 
 
@@ -131,6 +135,9 @@ CODECS: Mapping[str, tuple[str, dict[str, Any]]] = {
     f"diloco({every}) {codec}": ("diloco", {"every": every, "codec": codec})
     for every in (32, 8)
     for codec in ("int8", "e3m0")
+} | {
+    f"diloco({every}) rank {rank}": (LOW_RANK, {"every": every, "rank": rank})
+    for every, rank in ((32, 4), (32, 2), (8, 2))
 }
 LARGER = ("alone", "DDP", "diloco(32)", "diloco(8)", STREAMED, "diloco(128)", "local_sgd(32)")
 CHANGED = ("alone", "DDP", "diloco(32)")
@@ -139,8 +146,9 @@ MUON = "Muon"  # behind the names of what takes it
 
 def inner_grids(results: Results, size: str) -> dict[str, list[Run]]:
     """Return the grids of AdamW's learning rate, then those of Muon's."""
-    methods = ("alone", "DDP", "diloco")
+    methods = ("alone", "DDP", "diloco")  # with H=32
     grids = {method: inner_grid(results, size, method) for method in methods}
+    grids |= {f"diloco, H={every}": inner_grid(results, size, "diloco", every=every) for every in (8, 128)}
     return grids | {f"{method}, {MUON}": inner_grid(results, size, method, "muon") for method in methods}
 
 
@@ -216,12 +224,24 @@ def with_muon(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
     return found
 
 
+def uneven(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
+    """Return runs of replicas that draw from parts of the text, and of replicas as fast as 4, 2, 1 and 1."""
+    usual = {name: tuned(results, size, seed, METHODS[name][0], **METHODS[name][1]) for name in CHANGED}
+    found = {f"{name}, a part of the text each": [replace(run, parts=True)] for name, run in usual.items()}
+    for name in CHANGED[1:]:
+        found[f"{name}, all wait for the slowest"] = [replace(usual[name], strides="[4, 4, 4, 4]")]
+    found["diloco(32), each at its own speed"] = [replace(usual["diloco(32)"], strides="[1, 2, 4, 4]")]
+    return found
+
+
 def rows(results: Results, experiment: str, size: str, seed: int) -> dict[str, list[Run]]:
     """Return the runs of an experiment, by the names of its rows."""
     if experiment == "3":
         return changes(results, size, seed)
     if experiment == "4":
         return with_muon(results, size, seed)
+    if experiment == "5":
+        return uneven(results, size, seed)
     table = METHODS if experiment == "1" else CODECS
     names = LARGER if experiment == "1" and size != TUNED_AT else table
     found = {name: [tuned(results, size, seed, table[name][0], **table[name][1])] for name in names}

@@ -21,11 +21,11 @@ class AdamW:
 
     def __init__(self, weights: Tensor) -> None:
         self._weights, self._updates = weights, 0
-        self.moments = torch.zeros_like(weights), torch.zeros_like(weights)
+        self.state = torch.zeros_like(weights), torch.zeros_like(weights)  # the two moments
 
     def step(self, gradients: Tensor, lr: float) -> None:
         self._updates += 1
-        first, second = self.moments
+        first, second = self.state
         first.lerp_(gradients.expand_as(first), 1 - BETAS[0])
         second.mul_(BETAS[1]).addcmul_(gradients, gradients, value=1 - BETAS[1])
         corrections = [1 - beta**self._updates for beta in BETAS]
@@ -45,6 +45,7 @@ class Muon:
 
     def __init__(self, weights: Tensor) -> None:
         self._weights, self._momentum = weights, torch.zeros_like(weights)
+        self.state = (self._momentum,)
 
     def step(self, gradients: Tensor, lr: float) -> None:
         gradients = gradients.view(-1, *self._weights.shape[1:])

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 import farflung.outer
-from evidence.data_parallel import HOOKS
+from evidence.data_parallel import HOOKS, LowRankDiLoCo
 from evidence.inner import AdamW, parts
 from evidence.runs import SHAPES, Run, draws, texts
 from farflung.demo.gpt import GPT
@@ -33,6 +33,7 @@ from farflung.outer import AverageState, OuterLoop
 from farflung.testing.sim import SimGroup, run_replicas
 
 MAX_NORM = 1.0
+LOW_RANK = "low_rank_diloco"  # which is no recipe of the package
 HELD_OUT_SEQUENCES = 512
 
 
@@ -64,6 +65,7 @@ class Lane:
         make = HOOKS[settings.pop("hook", "mean")]
         shapes = [parameter.shape for parameter in self.model.parameters()]
         self._exchange = make(self, shapes, **settings) if self.run.method == "DDP" else None
+        self._low_rank = LowRankDiLoCo(self, shapes, **settings) if self.run.method == LOW_RANK else None
 
     @property
     def is_shared(self) -> bool:
@@ -76,6 +78,10 @@ class Lane:
 
     def descend(self, gradients: Tensor) -> None:
         """Make a clipped step, each row with its own gradient, or all with what DDP makes of them."""
+        idle = [row for row, works in enumerate(self.run.at_work(self.step)) if not works]
+        if len(idle) == len(self.weights):
+            self.step += 1
+            return
         shared: Tensor | None = gradients
         if self.is_shared:
             shared = gradients.mean(0, keepdim=True)
@@ -87,8 +93,14 @@ class Lane:
             return
         norms = shared.norm(dim=1, keepdim=True)
         shared = shared * (MAX_NORM / (norms + 1e-6)).clamp(max=1.0)
+        state = [self.weights, *(one for _, optimizer in self.inner for one in optimizer.state)] if idle else []
+        before = [rows[idle] for rows in state]
         for columns, optimizer in self.inner:
             optimizer.step(shared[:, columns], lr)
+        for rows, old in zip(state, before, strict=True):
+            rows[idle] = old
+        if self._low_rank is not None:
+            self._low_rank.after_step()
 
 
 class Stack:
@@ -145,7 +157,7 @@ class Stack:
 
     def _follow(self, lane: Lane) -> None:
         try:
-            if lane.run.method in ("alone", "DDP"):
+            if lane.run.method in ("alone", "DDP", LOW_RANK):
                 for _ in range(self.steps):
                     self._ready.wait()
             else:
@@ -167,7 +179,8 @@ class Stack:
             with OuterLoop(model, recipe, group, inner=inner) as outer:
                 for _ in range(steps):
                     self._advance(group, lane)
-                    outer.step()
+                    outer.count(done=lane.run.at_work(lane.step - 1)[group.rank])
+                    outer.sync_if_due()
             if group.rank == 0:
                 lane.bytes_sent += outer.stats().bytes_sent
                 lane.rounds += outer.stats().rounds
@@ -176,7 +189,7 @@ class Stack:
         """Return what recipes see of the inner optimizer: AdamW's moments, and nothing of Muon's state."""
         seen = torch.optim.AdamW(model.parameters())
         match lane.inner:
-            case [(_, AdamW(moments=moments))]:
+            case [(_, AdamW(state=moments))]:
                 for name, rows in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
                     for parameter, part in zip(model.parameters(), rows[rank].split(self._sizes), strict=True):
                         seen.state[parameter][name] = part.view(parameter.shape)

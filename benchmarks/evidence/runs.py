@@ -37,6 +37,9 @@ class Run:
         common: the share of the steps, at the start, in which all methods are DDP.
         falls: the learning rate falls along a cosine, or stays.
         inner: `adamw`, or `muon` on hidden matrices and AdamW on the rest.
+        parts: each replica draws from a part of the text of its own.
+        strides: after the common start a replica makes one in so many of the run's steps, as a JSON list with a number
+            for each replica; all make all of them if it is empty.
     """
 
     size: str
@@ -50,6 +53,8 @@ class Run:
     common: float = 0.1
     falls: bool = True
     inner: str = "adamw"
+    parts: bool = False
+    strides: str = "[]"
 
     @property
     def split(self) -> int:
@@ -59,6 +64,11 @@ class Run:
     @property
     def options(self) -> dict[str, Any]:
         return dict(json.loads(self.settings))
+
+    def at_work(self, step: int) -> list[bool]:
+        """Return which replicas make the step, counted from 0."""
+        strides = json.loads(self.strides) or [1] * self.replicas
+        return [step < self.split or step % stride == 0 for stride in strides]
 
     def factor(self, step: int) -> float:
         """Return the share of the peak learning rate that the step, counted from 0, is made with."""
@@ -79,7 +89,9 @@ def texts() -> tuple[Tensor, Tensor]:
 def draws(run: Run, context: int) -> Tensor:
     """Return `[replicas, steps, batch]`, where each sequence begins; the same for all methods of a seed."""
     starts = []
+    length = len(texts()[0]) // (run.replicas if run.parts else 1)
     for rank in range(run.replicas):
         generator = torch.Generator().manual_seed((run.seed << 20) + rank + 1)
-        starts.append(torch.randint(len(texts()[0]) - context - 1, (run.steps, run.batch), generator=generator))
+        places = torch.randint(length - context - 1, (run.steps, run.batch), generator=generator)
+        starts.append(places + (rank * length if run.parts else 0))
     return torch.stack(starts)

@@ -94,9 +94,9 @@ def methods(results: Results, size: str) -> dict[str, Row]:
     return collect(results, "1", size) | collect(results, "2", size)
 
 
-def methods_table(results: Results, size: str) -> list[str]:
+def methods_table(found: dict[str, Row]) -> list[str]:
     lines = ["| method | held-out loss | DDP's gain kept | fewer bytes than DDP | seeds |", "|---|---|---|---|---|"]
-    for row in sorted(methods(results, size).values(), key=lambda row: -statistics.mean(row.shares)):
+    for row in sorted(found.values(), key=lambda row: -statistics.mean(row.shares)):
         fewer = "sends nothing" if math.isnan(row.fewer_bytes) else as_times(row.fewer_bytes)
         lines.append(f"| `{row.name}` | {row.loss(2)} | {row.share} | {fewer} | {len(row.shares)} |")
     return lines
@@ -182,7 +182,8 @@ def headline(results: Results, size: str, name: str) -> str:
 def all_tables(results: Results) -> dict[str, list[str]]:
     """Return every table that has rows, by its title."""
     tables = {"tuning": tuning_table(results), "changes": changes_table(results), "inner": inner_table(results)}
-    tables |= {size: methods_table(results, size) for size in SHAPES}
+    tables |= {size: methods_table(methods(results, size)) for size in SHAPES}
+    tables["uneven"] = methods_table(collect(results, "5", TUNED_AT))
     return {title: lines for title, lines in tables.items() if len(lines) > 2}
 
 

@@ -63,6 +63,36 @@ def test_rows_of_one_tensor_end_with_the_weights_of_ordinary_replicas(runner, in
             assert lane.bytes_sent == ended.bytes_sent - gradients
 
 
+def test_replicas_that_make_fewer_steps_weigh_less(runner):
+    runs = [
+        runner.Run("34k", name, 1e-2, 3, 4, settings, replicas=2, common=0, strides="[1, 2]")
+        for name, settings in (("alone", "{}"), ("local_sgd", '{"every": 4}'))
+    ]
+    alone, averaged = (lane.weights for lane in runner.Stack(runs, SHAPE).train())
+    for row in averaged:
+        torch.testing.assert_close(row, (4 * alone[0] + 2 * alone[1]) / 6, atol=1e-6, rtol=0)
+
+
+def test_diloco_with_a_mean_of_full_rank_is_diloco(runner):
+    runs = [
+        runner.Run("34k", name, 1e-2, 3, STEPS, json.dumps({"every": 5, **settings}), replicas=2)
+        for name, settings in (("diloco", {}), (runner.LOW_RANK, {"rank": 100}), (runner.LOW_RANK, {"rank": 1}))
+    ]
+    diloco, full, low = runner.Stack(runs, SHAPE).train()
+    torch.testing.assert_close(full.weights, diloco.weights, atol=1e-5, rtol=0)
+    assert (full.rounds, full.bytes_sent) == (diloco.rounds, diloco.bytes_sent)
+    assert (low.weights - diloco.weights).abs().max() > 1e-3
+    assert low.bytes_sent < 0.7 * diloco.bytes_sent
+
+
+def test_replicas_with_a_part_of_the_text_each_draw_from_no_other(runner):
+    run = runner.Run("34k", "alone", 1e-2, 3, 100, batch=8, parts=True)
+    starts, length = runner.draws(run, SHAPE.context), len(runner.texts()[0]) // 4
+    for rank, mine in enumerate(starts):
+        assert rank * length <= mine.min() < mine.max() < (rank + 1) * length - SHAPE.context
+        assert mine.max() - mine.min() > 0.9 * length
+
+
 @needs_muon
 @pytest.mark.parametrize("shape", [(12, 4), (4, 4), (4, 16)])
 def test_muon_on_rows_is_torchs_muon_on_each(inner, shape):
