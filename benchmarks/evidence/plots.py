@@ -47,9 +47,9 @@ def finals(row: Row) -> list[float]:
 
 
 def shares_against_bytes(axes: Axes, results: Results) -> None:
-    """Every method on the smallest size, without variants that would hide it: other codecs, settings and no pull."""
+    """Every method on the smallest size, without variants that would hide it: other codecs, settings, no pull and low rank."""
     rows = [row for row in methods(results, "34k").values() if not math.isnan(row.fewer_bytes)]
-    hidden = ("(8) int8", " diloco(32) int8", "(8) e3m0", "no pull", ", defaults")
+    hidden = ("(8) int8", " diloco(32) int8", "(8) e3m0", "no pull", ", defaults", ") rank 2", ") rank 4")
     rows = [row for row in rows if not f" {row.name}".endswith(hidden)]
     kinds = ("DDP", "diloco", "local_sgd", "streaming", "sparse", "other")
     for number, row in enumerate(sorted(rows, key=percent)):
