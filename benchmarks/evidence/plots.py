@@ -47,7 +47,7 @@ def finals(row: Row) -> list[float]:
 
 
 def shares_against_bytes(axes: Axes, results: Results) -> None:
-    """Every method on the smallest size, without variants that would hide it: other codecs, settings, no pull and low rank."""
+    """Every method on the smallest size, without variants that would hide it."""
     rows = [row for row in methods(results, "34k").values() if not math.isnan(row.fewer_bytes)]
     hidden = ("(8) int8", " diloco(32) int8", "(8) e3m0", "no pull", ", defaults", ") rank 2", ") rank 4")
     rows = [row for row in rows if not f" {row.name}".endswith(hidden)]
