@@ -27,7 +27,7 @@ from farflung.outer.aggregate import Gossip, RadialMean, mean_of
 from farflung.outer.agreement import MakeOptimizer
 from farflung.outer.fragments import Cut, Fragment, by_bytes, strided
 from farflung.outer.merge import Blend
-from farflung.outer.momentum import GrowingMomentumSGD
+from farflung.outer.momentum import GrowingMomentumSGD, rate_of
 from farflung.outer.recipe import Recipe
 from farflung.outer.schedule import ByTime, Every, Levels, Quadratic, Schedule, Streaming, Warmup
 from farflung.outer.weighting import ClippedToMedian, WithoutOutliers
@@ -164,7 +164,7 @@ def diloco(
     every: int = _SELDOM,
     *,
     rounds: int | None = None,
-    lr: float = 0.7,
+    lr: float | None = None,
     momentum: float | None = None,
     nesterov: bool = True,
     radial: bool = False,
@@ -179,7 +179,8 @@ def diloco(
 
     The published lr 0.7 and momentum 0.9 were found on hundreds of rounds; in shorter runs so large a momentum is still
     building up when training ends. So by default it grows: in round t it is t / (t + 10), up to 0.9. No run has to know
-    its length for that.
+    its length for that. The default lr depends on H: 0.7 for 8, 0.15 more for each doubling, at most 1; with a constant
+    momentum it is the published one.
 
     Args:
         every: sync interval H, in optimizer steps.
@@ -196,7 +197,9 @@ def diloco(
 
     Source: DiLoCo (arXiv:2311.08105); `radial` is of Decoupled DiLoCo (arXiv:2604.21428).
     """
-    return _anchored(Every(every), codec, _nesterov(lr, momentum, rounds, nesterov), radial=radial)
+    schedule = Every(every)
+    lr = rate_of(every, momentum) if lr is None else lr
+    return _anchored(schedule, codec, _nesterov(lr, momentum, rounds, nesterov), radial=radial)
 
 
 def streaming_diloco(
@@ -206,7 +209,7 @@ def streaming_diloco(
     delay: int = 1,
     alpha: float = 0.5,
     rounds: int | None = None,
-    lr: float = 0.7,
+    lr: float | None = None,
     momentum: float | None = None,
     radial: bool = False,
     codec: Codec | str | None = None,
@@ -239,8 +242,8 @@ def streaming_diloco(
     """
     if cut is not None:
         check_callable("cut", cut, "farflung.outer.strided")
-    optimizer = _nesterov(lr, momentum, rounds)
     schedule = Streaming(every, fragments, delay)
+    optimizer = _nesterov(rate_of(every, momentum) if lr is None else lr, momentum, rounds)
     parts = {"merge": Blend(alpha), "fragments": cut or by_layers}
     return _anchored(schedule, codec, optimizer, usual="e3m0", radial=radial, **parts)
 
