@@ -32,6 +32,7 @@ INNER = {"adamw": (2.5e-3, 5e-3, 1e-2, 2e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2,
 LARGER_INNER = {"adamw": (5e-3, 1e-2), "muon": (2e-2, 4e-2)}  # for larger models, and for runs of the whole length
 FIRST_RATE = 0.7  # DiLoCo's outer learning rate while the inner ones are tuned
 OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0, 1.4), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99)
+RATES = (0.5, 0.7, 1.0, 1.4)  # outer ones, by H
 EXPERIMENTS = ("tune", "1", "2", "3", "4", "5", "6", "7")
 GROWING = ("diloco", "streaming_diloco", "eager_diloco")  # whose momentum grows
 DERIVED = ("diloco", "streaming_diloco")  # whose outer learning rate follows from H
@@ -277,7 +278,7 @@ def outer_rates(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
         return [replace(usual, settings=spelled(every=every, lr=lr), replicas=replicas)]
 
     intervals = (8, 16, 32, 64, 128) if size == TUNED_AT else (8, 32, 128)
-    rates = (0.5, 0.7, 1.0, 1.4) if size == TUNED_AT else (0.7, 1.0)
+    rates = RATES if size == TUNED_AT else (0.7, 1.0)
     found = {f"H={every}, lr {lr}": row(every, lr) for every in intervals for lr in rates}
     if size == TUNED_AT:
         pairs = [(replicas, every, lr) for replicas in (2, 8) for every in (8, 32) for lr in (0.7, 1.0, 1.4)]

@@ -18,12 +18,14 @@ def momentum_of(round_number: int, delay: int) -> float:
 
 
 def rate_of(every: int, momentum: float | None = None) -> float:
-    """Return the learning rate for rounds of `every` steps: 0.7 with 8, 0.15 more for each doubling, at most 1.
+    """Return the outer learning rate for rounds of `every` steps; with a constant momentum it is 0.7, as published.
 
-    With a constant momentum it is 0.7, as published. With the momentum that grows no other of 0.5, 0.7, 1.0 and 1.4 is
-    better for H from 8 to 128, with two to eight replicas (docs/evidence.md).
+    With the momentum that grows it is 0.7 for 8 steps, 0.15 more for each doubling, at most 1, and in proportion below 8.
+    For H from 8 to 128 and two to eight replicas no other of 0.5, 0.7, 1.0 and 1.4 is better (docs/evidence.md).
     """
-    return PUBLISHED_LR if momentum is not None else min(1.0, PUBLISHED_LR + 0.15 * math.log2(every / 8))
+    if momentum is not None:
+        return PUBLISHED_LR
+    return PUBLISHED_LR * every / 8 if every < 8 else min(1.0, PUBLISHED_LR + 0.15 * math.log2(every / 8))
 
 
 class GrowingMomentumSGD(torch.optim.SGD):
