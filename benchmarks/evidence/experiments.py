@@ -14,11 +14,13 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
+from inspect import signature
 from typing import Any
 
 import torch
 from _measure import RESULTS, report
 
+import farflung.outer
 from evidence.runner import LOW_RANK, train
 from evidence.runs import SHAPES, Run
 from farflung.outer.momentum import rate_of
@@ -35,8 +37,8 @@ OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0, 1.4), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99
 RATES = (0.5, 0.7, 1.0, 1.4)  # outer ones, by H
 EXPERIMENTS = ("tune", "1", "2", "3", "4", "5", "6", "7")
 GROWING = ("diloco", "streaming_diloco", "eager_diloco")  # whose momentum grows
-DERIVED = ("diloco", "streaming_diloco")  # whose outer learning rate follows from H
-SECOND = {"sparse_loco": ("lr", "beta", DECAYS), "slowmo": ("alpha", "beta", MOMENTA)}  # in place of lr and momentum
+LR_AND_MOMENTUM = ("lr", "momentum", MOMENTA)
+SECOND = {"sparse_loco": ("lr", "beta", DECAYS), "slowmo": ("alpha", "beta", MOMENTA)}  # in place of those
 ANCHORED = ("diloco", "streaming_diloco", "eager_diloco", "noloco", "sparse_loco", "edit", "slowmo")
 
 
@@ -81,7 +83,7 @@ def inner_grid(results: Results, size: str, method: str, inner: str = "adamw", e
 def outer_grid(results: Results, method: str, inner: str = "adamw", **settings: Any) -> list[Run]:
     """Return the recipe with its defaults, with other learning rates, and with pairs of rate and momentum or decay."""
     lr, steps = inner_lr(results, TUNED_AT, method, inner, settings["every"]), STEPS[TUNED_AT] // 4
-    rate, name, values = SECOND.get(method, ("lr", "momentum", MOMENTA))
+    rate, name, values = SECOND.get(method, LR_AND_MOMENTUM)
     usual = usual_settings(method, settings)
     rates = [{**settings, rate: value} for value in OUTER if method in GROWING and inner == "adamw"]
     pairs = [{**settings, rate: value, name: other} for value in OUTER for other in values]
@@ -90,8 +92,13 @@ def outer_grid(results: Results, method: str, inner: str = "adamw", **settings: 
 
 
 def usual_settings(method: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings in which an outer learning rate that the recipe derives from H is spelled out."""
-    return {**settings, "lr": rate_of(settings["every"])} if method in DERIVED else settings
+    """Return settings in which the recipe's default outer rate is spelled out, and its momentum unless that grows."""
+    parameters = signature(getattr(farflung.outer, method)).parameters
+    rate, second, _ = SECOND.get(method, LR_AND_MOMENTUM)
+    usual = {rate: parameters[rate].default or rate_of(settings["every"])}
+    if parameters.get(second) and parameters[second].default is not None:
+        usual[second] = parameters[second].default
+    return {**settings, **usual}
 
 
 def best(results: Results, grid: Iterable[Run]) -> Run:

@@ -31,7 +31,7 @@ def test_the_outer_learning_rate_grows_with_the_interval_as_the_page_says(make, 
     assert rate(lr=0.4) == rate(lr=0.4, momentum=0.9) == 0.4
 
 
-@pytest.mark.parametrize(("make", "delay"), [(diloco, 10), (streaming_diloco, 10), (eager_diloco, 40)])
+@pytest.mark.parametrize(("make", "delay"), [(diloco, 10), (streaming_diloco, 5), (eager_diloco, 40)])
 def test_it_grows_where_nobody_chooses_one(make, delay):
     optimizer = make(8).optimizer([nn.Parameter(torch.zeros(1))])
     assert isinstance(optimizer, GrowingMomentumSGD)
