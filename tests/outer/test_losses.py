@@ -74,7 +74,7 @@ def moves(part, rank):
     """How many steps each weight is away from what was agreed on."""
     lane = part.weights
     for k in range(len(lane.buckets)):
-        for piece, point in zip(lane.buckets.pieces(k), lane._anchor.views(k), strict=True):
+        for piece, point in zip(lane.buckets.pieces(k), lane.agreed(k), strict=True):
             yield from ((piece - point) / 2.0**rank).round(decimals=2).unique().tolist()
 
 

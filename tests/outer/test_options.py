@@ -342,7 +342,7 @@ def tampered(group, monkey, make, what):
 
 
 def write_to_the_anchor(run):
-    run.outer._rounds.replica.fragments[0].weights._anchor.views(0)[2][1] += 1e-6
+    run.outer._rounds.replica.fragments[0].weights.agreed(0)[2][1] += 1e-6
 
 
 @pytest.mark.parametrize("recipe", [diloco(1), streaming_diloco(1, 1, delay=0, alpha=0.0)])
@@ -417,7 +417,7 @@ def test_an_anchor_on_the_cpu_is_where_it_was_already(recipe):
 def test_an_anchor_that_is_kept_away_from_the_gpu_gives_the_same_bits(recipe):
     def trained(group, recipe):
         run = Run(group, recipe, lambda: net().cuda())
-        chunks = [chunk for part in run.outer._rounds.replica.fragments for chunk in part.weights._anchor.chunks]
+        chunks = [chunk for part in run.outer._rounds.replica.fragments for chunk in part.weights._chunks]
         assert all(chunk.is_cpu == recipe.anchor_on_cpu for chunk in chunks)
         run.steps(*range(7))
         return run.end()

@@ -176,7 +176,7 @@ def broadcast_values(tensors: Sequence[Tensor], group: Group) -> None:
         buckets = Buckets([one for one in tensors if (one.dtype, one.device) == (dtype, device)], dtype, num_buffers=1)
         with torch.no_grad():
             for k in range(len(buckets)):
-                group.broadcast(buckets.pack(k), 0).wait()
+                group.broadcast(buckets.pack(k).view(torch.uint8), 0).wait()  # no backend knows every dtype
                 buckets.unpack(k)
 
 

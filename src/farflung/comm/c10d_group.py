@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farflung.base.errors import CollectiveMismatch, RankFailure
-from farflung.comm.group import Op, Work
+from farflung.comm.group import Group, Op, Work
 
 # torch 2.13 gave the flat collectives new names; older releases know the old ones only.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,11 +34,9 @@ def transport_said(error: RuntimeError) -> str:
     return _SOURCE_LINE.sub("", str(error).split(". ", 1)[0])
 
 
-class C10dGroup(ABC):
+class C10dGroup(Group):
     """Collectives over a c10d process group. Subclasses differ in how a wait learns that ranks are gone."""
 
-    rank: int
-    size: int
     supported: set[str]  # the kinds of device whose tensors can travel as they are
 
     @property
@@ -87,9 +85,6 @@ class C10dGroup(ABC):
         sent[to], received[source] = x.numel(), out.numel()
         work = dist.all_to_all_single(out, x, received, sent, group=self.pg, async_op=True)
         return self._started(x, "all_to_all", work)
-
-    def all_gather_small(self, x: Tensor) -> Tensor:
-        return self.begin_all_gather_small(x)()
 
     def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
         device = torch.device("cpu") if self.supports("cpu") else torch.device("cuda", torch.cuda.current_device())

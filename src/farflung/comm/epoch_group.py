@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -118,14 +117,6 @@ class EpochGroup(C10dGroup):
         if self._connected is not None:
             self._watch.retire(self._connected)
             self._connected = None
-
-    def hand_over(self) -> Callable[[Future[None]], None]:
-        """Wait for nothing: the other thread looks up by itself."""
-        return lambda future: None
-
-    def agree_min(self, number: int, name: str) -> int:
-        """Return `number`: what all have is agreed on by the membership, for all rounds at once."""
-        return number
 
     def leave(self, reason: str, for_good: bool = False) -> None:
         self._watch.break_off(reason)

@@ -28,15 +28,21 @@ class Work(Protocol):
 
 
 class Group(Protocol):
-    """Ranks that talk to each other. All tensors are contiguous; every rank makes the same calls in the same order."""
+    """Ranks that talk to each other. All tensors are contiguous; every rank makes the same calls in the same order.
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
+    Methods that are complete here do what is right where all ranks live in one thread, so none can be lost alone.
+
+    Attributes:
+        is_concurrent: a thread may use a `duplicate` while another one uses the group itself.
+    """
+
+    rank: int
+    size: int
+    is_concurrent: bool = False
 
     def supports(self, device: str) -> bool:
         """Say whether tensors on this kind of device, `cpu` or `cuda`, can travel as they are."""
+        return True
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
         """Reduce `x` in place; every rank ends with the same bits."""
@@ -55,31 +61,40 @@ class Group(Protocol):
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
+        return None
 
     def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
         """Send `x` `[n]` to the rank `to` and fill `out` `[n]` with what `source` sends; each rank is sent to once."""
 
     def all_gather_small(self, x: Tensor) -> Tensor:
         """Gather a few numbers, `[n]` on the CPU, as `[size, n]`, and look out for ranks that left while waiting."""
+        return self.begin_all_gather_small(x)()
 
     def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin what `all_gather_small` does; calling what is returned ends it."""
+        everyone = x.new_empty(self.size, x.numel())
+        work = self.all_gather(everyone, x)
 
-    @property
-    def is_concurrent(self) -> bool:
-        """Whether a thread may use a `duplicate` while another one uses the group itself."""
+        def end() -> Tensor:
+            work.wait()
+            return everyone
+
+        return end
 
     def duplicate(self, in_background: bool = False) -> Group:
         """Return the same ranks once more, in an order of collectives of its own (`MPI_Comm_dup`): a collective.
 
         `in_background`: for a thread that works on behalf of another one.
         """
+        return self
 
     def free(self, reusable: bool = True) -> None:
         """Give back a duplicate or a block, for others to use; it is closed where a rank has not ended all in it."""
+        return None
 
     def hand_over(self) -> Callable[[Future[None]], None]:
         """Count a job for this group that this thread gives to another one; what is returned waits for its end."""
+        return lambda future: None
 
     def split(self, size: int) -> Group:
         """Return this rank's block of `size` neighbouring ranks, the last of which may be smaller. A collective.
@@ -89,6 +104,7 @@ class Group(Protocol):
 
     def agree_min(self, number: int, name: str) -> int:
         """Return the smallest `number` of all ranks that still live, after a failure that all of them hear of."""
+        return number
 
     def leave(self, reason: str, for_good: bool = False) -> None:
         """Tell the ranks that wait, now or later, that this one will not come. Never waits for them.
@@ -97,9 +113,11 @@ class Group(Protocol):
             for_good: this process fails, so end their waits in torch's own collectives too, as of DDP, where there is a
                 connection that can be closed.
         """
+        return None
 
     def raise_if_broken(self) -> None:
         """Raise RankFailure when another rank is known to have left, to be dead, or to be late for too long."""
+        return None
 
 
 def check_blocks(num_ranks: int, size: int) -> None:
@@ -117,20 +135,18 @@ class Done:
         return None
 
 
-class SoloGroup:
+class SoloGroup(Group):
     """One rank alone: every collective is a copy."""
 
     rank = 0
     size = 1
 
-    def supports(self, device: str) -> bool:
-        return True
-
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
         return Done()
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return self._copied(out, x)
+        out.view(-1).copy_(x.view(-1))
+        return Done()
 
     all_to_all = all_gather
 
@@ -139,45 +155,10 @@ class SoloGroup:
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
         assert parts is not None
-        return self._copied(out, parts[0])
-
-    def barrier(self) -> None:
-        return None
+        return self.all_gather(out, parts[0])
 
     def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
-        return self._copied(out, x)
-
-    def all_gather_small(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(0).clone()
-
-    def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
-        everyone = self.all_gather_small(x)
-        return lambda: everyone
-
-    is_concurrent = False
-
-    def duplicate(self, in_background: bool = False) -> Group:
-        return self
-
-    def free(self, reusable: bool = True) -> None:
-        return None
-
-    def hand_over(self) -> Callable[[Future[None]], None]:
-        return lambda future: None
+        return self.all_gather(out, x)
 
     def split(self, size: int) -> Group:
         return self
-
-    def agree_min(self, number: int, name: str) -> int:
-        return number
-
-    def leave(self, reason: str, for_good: bool = False) -> None:
-        return None
-
-    def raise_if_broken(self) -> None:
-        return None
-
-    @staticmethod
-    def _copied(out: Tensor, x: Tensor) -> Work:
-        out.view(-1).copy_(x.view(-1))
-        return Done()

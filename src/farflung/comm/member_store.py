@@ -41,12 +41,10 @@ class Record:
     lost: Mapping[int, str] = field(default_factory=dict)
 
     def encode(self) -> str:
-        """Return it as text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> Record:
-        """Return what `encode` made a text of."""
         said = json.loads(text)
         common = {int(vote): number for vote, number in said.pop("common").items()}
         lost = {int(one): why for one, why in said.pop("lost").items()}
@@ -83,7 +81,15 @@ def read(store: Any, key: str) -> str:
 
 
 class LauncherNotes:
-    """What launchers say of the processes that they have started, by the ids of the members.
+    """What launchers say of the processes that they have started, by the ids of the members, and members of themselves.
+
+        name, machine      how a member is called; which launcher looks after it, if any does
+        gone, stopped      how its process has ended; there while it is stopped
+        in, left           there once it has been in an epoch; why it takes no part any more, `done` if its work is
+        beat               how often the launcher of a machine has given a sign
+        ids, ends          how many there have been, of all members; of these how many processes have ended
+        launchers          how many are at work
+        events             lines that the first launcher has yet to print
 
     Args:
         store: a c10d store that all of them share.
@@ -93,53 +99,42 @@ class LauncherNotes:
         self.store = store
 
     def new_id(self) -> int:
-        """Return an id that no member has had."""
         return int(self.store.add("ids", 1))
 
     def name(self, member: int, name: str, machine: str) -> None:
-        """Say how a member is called, and which launcher looks after it; none does if that is empty."""
         self.store.set(f"name/{member}", name)
         if machine:
             self.store.set(f"machine/{member}", machine)
 
     def name_of(self, member: int) -> str:
-        """Return how a member is called."""
         return read(self.store, f"name/{member}") or f"member {member}"
 
     def machine_of(self, member: int) -> str:
-        """Return which launcher looks after a member; empty if none does."""
         return read(self.store, f"machine/{member}")
 
     def note_end(self, member: int, how: str) -> None:
-        """Say that a member's process has ended, and how."""
         self.store.set(f"gone/{member}", how)
         self.store.add("ends", 1)
 
     def num_ends(self) -> int:
-        """Return how many processes have ended."""
         return int(self.store.add("ends", 0))
 
     def end_of(self, member: int) -> str:
-        """Return how a member's process has ended; empty if it has not, as far as is known."""
         return read(self.store, f"gone/{member}")
 
     def note_stopped(self, member: int, is_stopped: bool) -> None:
-        """Say whether a member's process is stopped."""
         if is_stopped:
             self.store.set(f"stopped/{member}", "1")
         else:
             self.store.delete_key(f"stopped/{member}")
 
     def is_stopped(self, member: int) -> bool:
-        """Whether a member's process is stopped, as far as is known."""
         return bool(read(self.store, f"stopped/{member}"))
 
     def beat(self, machine: str) -> None:
-        """Count a heartbeat of the launcher of a machine."""
         self.store.add(f"beat/{machine}", 1)
 
     def beats_of(self, machine: str) -> int:
-        """Return how many heartbeats there were."""
         return int(self.store.add(f"beat/{machine}", 0))
 
     def count_launchers(self, change: int) -> int:
@@ -147,34 +142,26 @@ class LauncherNotes:
         return int(self.store.add("launchers", change))
 
     def forget(self, member: int) -> None:
-        """Delete all entries of a member."""
         for key in ("name", "machine", "gone", "stopped", "left", "in", "loops"):
             self.store.delete_key(f"{key}/{member}")
 
-    # ---- what members say
-
     def note_in(self, member: int) -> None:
-        """Say that a member has been in an epoch."""
         self.store.set(f"in/{member}", "1")
 
     def was_in(self, member: int) -> bool:
-        """Whether a member has been in an epoch."""
         return bool(read(self.store, f"in/{member}"))
 
     def note_left(self, member: int, reason: str) -> None:
-        """Say that a member takes no part any more: with a reason, or as its work is done."""
         self.store.set(f"left/{member}", reason or "done")
 
     def left(self, member: int) -> str:
-        """Return why a member takes no part any more, `done` if its work is; empty if it does."""
         return read(self.store, f"left/{member}")
 
     def tell(self, event: str) -> None:
-        """Add a line to what the first launcher prints."""
         self.store.append("events", f"{event}\n")
 
     def take_told(self) -> list[str]:
-        """Return the lines that were added since the last call."""
+        """Return the lines that were told since the last call."""
         text = read(self.store, "events")
         while (now := self.store.compare_set("events", text, "\n").decode()) != "\n":
             text = now  # another line came meanwhile
@@ -184,6 +171,11 @@ class LauncherNotes:
 class MemberStore:
     """What the members of one outer loop tell each other.
 
+        epoch                        the current `Record`
+        applicant                    those who ask to be let in, by the number of their question
+        e<epoch>/<what>/<member>     what a member has said last in an epoch
+        e<epoch>/broken              why the epoch is over, as a collective in it can't end; the first reason stays
+
     Args:
         store: for this loop alone.
     """
@@ -192,7 +184,6 @@ class MemberStore:
         self.store = store
 
     def record(self) -> Record | None:
-        """Return the current epoch; None before the first one."""
         text = read(self.store, "epoch")
         return Record.decode(text) if text else None
 
@@ -202,44 +193,37 @@ class MemberStore:
         return bool(self.store.compare_set("epoch", "" if now is None else now.encode(), text).decode() == text)
 
     def apply(self, asks: Applicant) -> None:
-        """Ask to be let in."""
         self.store.set(f"applicant/{self.store.add('applicants', 1)}", json.dumps(asdict(asks)))
 
     def num_applied(self) -> int:
-        """Return how often anyone has asked to be let in."""
         return int(self.store.add("applicants", 0))
 
     def applicants(self, since: int) -> dict[int, Applicant]:
         """Return those that asked after so many, by the number of their question."""
-        keys = {number: f"applicant/{number}" for number in range(since + 1, self.num_applied() + 1)}
-        texts = {number: read(self.store, key) for number, key in keys.items()}
-        return {number: Applicant(**json.loads(text)) for number, text in texts.items() if text}
+        texts = self._texts({number: f"applicant/{number}" for number in range(since + 1, self.num_applied() + 1)})
+        return {number: Applicant(**json.loads(text)) for number, text in texts.items()}
 
     def forget_applicants(self, numbers: Iterable[int]) -> None:
-        """Delete questions that were answered."""
         for number in numbers:
             self.store.delete_key(f"applicant/{number}")
 
     def say(self, epoch: int, what: str, member: int, text: str) -> None:
-        """Publish something of a member in an epoch, in place of what it said before."""
         self.store.set(f"e{epoch}/{what}/{member}", text)
 
     def have_said(self, epoch: int, what: str, members: Iterable[int]) -> bool:
-        """Whether all these members have published something in an epoch."""
         return bool(self.store.check([f"e{epoch}/{what}/{member}" for member in members]))
 
     def said(self, epoch: int, what: str, members: Iterable[int]) -> dict[int, str]:
-        """Return what members have published in an epoch."""
-        keys = {member: f"e{epoch}/{what}/{member}" for member in members}
-        texts = {member: read(self.store, key) for member, key in keys.items()}
-        return {member: text for member, text in texts.items() if text}
+        return self._texts({member: f"e{epoch}/{what}/{member}" for member in members})
+
+    def _texts(self, keys: Mapping[int, str]) -> dict[int, str]:
+        """Return what is under the keys under which something is."""
+        return {number: text for number, key in keys.items() if (text := read(self.store, key))}
 
     def mark_broken(self, epoch: int, reason: str) -> None:
-        """Say that an epoch is over, as a collective in it can't end. The first reason stays."""
         self.store.compare_set(f"e{epoch}/broken", "", reason)
 
     def broken(self, epoch: int) -> str:
-        """Return why an epoch is over; empty if it is not."""
         return read(self.store, f"e{epoch}/broken")
 
     def forget_before(self, epoch: int) -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,14 +17,15 @@ from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.words import counted
 from farflung.codec.base import Codec, Identity
 from farflung.codec.feedback import ErrorFeedback
+from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group
 from farflung.outer.agreement import Aggregator, Mean, Payload, Pending
+from farflung.outer.island import Island
 from farflung.outer.weighting import Decision
 
 
-@dataclass(frozen=True)
-class GatherMean:
-    """The weighted mean of what the wires stand for, gathered whole and summed in rank order in fp32 on every rank."""
+class _Gathering(ABC):
+    """Gathers all wires whole, from which each rank computes the same."""
 
     agrees: ClassVar[bool] = True
 
@@ -30,15 +33,28 @@ class GatherMean:
         return _encoded(x, codec, residual)
 
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
+        wire = payload.wire
+        assert wire is not None
+        everyone = torch.empty(group.size * wire.numel(), dtype=wire.dtype, device=wire.device)
+        work, nbytes = group.all_gather(everyone, wire), (group.size - 1) * wire.nbytes
+        wires = list(everyone.view(group.size, -1))
+        return Pending(work, lambda decision: self._combined(wires, codec, payload.out, decision), nbytes, nbytes)
 
-        def decode(wires: list[Tensor], decision: Decision) -> tuple[Tensor, float]:
-            out = payload.out.zero_()
-            for factor, wire in zip(decision.factors, wires, strict=True):
-                if factor:
-                    codec.add(wire, out, factor)
-            return out, decision.total
+    @abstractmethod
+    def _combined(self, wires: list[Tensor], codec: Codec, out: Tensor, decision: Decision) -> tuple[Tensor, float]:
+        """Return `out`, filled, and what to divide it by."""
 
-        return _gathered(payload, group, decode)
+
+@dataclass(frozen=True)
+class GatherMean(_Gathering):
+    """The weighted mean of what the wires stand for, gathered whole and summed in rank order in fp32 on every rank."""
+
+    def _combined(self, wires: list[Tensor], codec: Codec, out: Tensor, decision: Decision) -> tuple[Tensor, float]:
+        out.zero_()
+        for factor, wire in zip(decision.factors, wires, strict=True):
+            if factor:
+                codec.add(wire, out, factor)
+        return out, decision.total
 
 
 @dataclass(frozen=True)
@@ -97,7 +113,7 @@ class ReduceScatterMean:
 
 
 @dataclass(frozen=True)
-class TrimmedMean:
+class TrimmedMean(_Gathering):
     """The mean without the `trim` largest and the `trim` smallest values of each element.
 
     All ranks that count do so alike, whatever they have done: an outlier is what is far from the others. In a round in
@@ -108,31 +124,21 @@ class TrimmedMean:
     """
 
     trim: int = 1
-    agrees: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_whole("TrimmedMean: trim", self.trim, least=1)
 
-    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        return _encoded(x, codec, residual)
-
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
-        """All-gather.
-
-        Raises:
-            ConfigError: the group is too small.
-        """
         if group.size <= 2 * self.trim:
             raise ConfigError(f"TrimmedMean({self.trim}) of {counted(group.size, 'rank')} leaves nothing to average.")
+        return super().start(payload, codec, group, number)
 
-        def decode(wires: list[Tensor], decision: Decision) -> tuple[Tensor, float]:
-            present = [wire for factor, wire in zip(decision.factors, wires, strict=True) if factor]
-            trim = min(self.trim, (len(present) - 1) // 2)
-            rows = torch.stack([codec.decode(wire, torch.empty_like(payload.out)) for wire in present])
-            kept = rows.sort(dim=0).values[trim : len(present) - trim]
-            return torch.sum(kept, dim=0, out=payload.out), len(present) - 2 * trim
-
-        return _gathered(payload, group, decode)
+    def _combined(self, wires: list[Tensor], codec: Codec, out: Tensor, decision: Decision) -> tuple[Tensor, float]:
+        present = [wire for factor, wire in zip(decision.factors, wires, strict=True) if factor]
+        trim = min(self.trim, (len(present) - 1) // 2)
+        rows = torch.stack([codec.decode(wire, torch.empty_like(out)) for wire in present])
+        kept = rows.sort(dim=0).values[trim : len(present) - trim]
+        return torch.sum(kept, dim=0, out=out), len(present) - 2 * trim
 
 
 @dataclass(frozen=True)
@@ -159,6 +165,57 @@ class RadialMean:
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
         """Send what the mean needs; a round lengthens that by `Lengths`."""
         return mean_of(codec).start(payload, codec, group, number)
+
+
+class Lengths:
+    """The squared norms of each tensor in one round, by which `RadialMean` lengthens the mean.
+
+    A tensor that is cut into several buckets, or into the shards of an island, has one norm. It is of what the other
+    replicas decode: a lossy codec shortens each replica's values and their mean alike, and that must cancel out.
+
+    Args:
+        buckets: of the parameters.
+        embeddings: which of them keep the plain mean.
+    """
+
+    def __init__(self, buckets: Buckets, embeddings: Sequence[bool]) -> None:
+        self._buckets, self._embeddings = buckets, embeddings
+        device = buckets.flat(0).device if len(buckets) else None
+        self._squares = torch.zeros(2, len(embeddings), dtype=torch.float64, device=device)  # sent, and of the mean
+        self._factors = [1.0] * len(embeddings)
+        self.num_bytes = self._squares.nbytes  # that `agree` sends to each rank
+
+    def note_sent(self, k: int, sent: Tensor) -> None:
+        """Measure what the others decode of this rank's bucket `k`, `[sizes[k]]`."""
+        self._squares[0, self._buckets.owners(k)] += self._dots(k, sent)
+
+    def note_mean(self, k: int, total: Tensor, divisor: float) -> None:
+        """Measure bucket `k` of the mean, `total / divisor`."""
+        self._squares[1, self._buckets.owners(k)] += self._dots(k, total) / divisor**2
+
+    def agree(self, group: Group, island: Island, decision: Decision) -> float:
+        """Find the factor of each tensor, the same bits on all ranks: a collective. Returns the mean's squared norm."""
+        count = len(self._embeddings)
+        mine = island.squares(self._squares.flatten().tolist())
+        rows = group.all_gather_small(torch.tensor(mine, dtype=torch.float64)).tolist()
+        means = rows[0][count:]  # one rank's, as machines may differ in the last bits of a sum
+        for number, square in enumerate(means):
+            if not self._embeddings[number] and square > 0:
+                sent = zip(decision.factors, rows, strict=True)
+                length = sum(factor * math.sqrt(row[number]) for factor, row in sent if factor) / decision.total
+                ratio = length / math.sqrt(square)
+                self._factors[number] = ratio if math.isfinite(ratio) else 1.0
+        return math.fsum(means)
+
+    def lengthen(self, k: int, total: Tensor) -> None:
+        """Multiply each tensor's part of bucket `k` by its factor."""
+        for number, part in zip(self._buckets.owners(k), self._buckets.cut(k, total), strict=True):
+            if self._factors[number] != 1:
+                part.mul_(self._factors[number])
+
+    def _dots(self, k: int, flat: Tensor) -> Tensor:
+        parts = [part.view(-1) for part in self._buckets.cut(k, flat)]
+        return torch.stack([torch.dot(part, part) for part in parts]).double()
 
 
 @dataclass(frozen=True)
@@ -237,17 +294,6 @@ def _encoded(x: Tensor, codec: Codec, residual: Tensor | None) -> Payload:
         return Payload(x, codec.encode(x), x)
     assert isinstance(codec, ErrorFeedback)
     return Payload(x, codec.encode_with(x, residual), torch.empty_like(x))
-
-
-def _gathered(
-    payload: Payload, group: Group, decode: Callable[[list[Tensor], Decision], tuple[Tensor, float]]
-) -> Pending:
-    wire = payload.wire
-    assert wire is not None
-    everyone = torch.empty(group.size * wire.numel(), dtype=wire.dtype, device=wire.device)
-    work, nbytes = group.all_gather(everyone, wire), (group.size - 1) * wire.nbytes
-    wires = list(everyone.view(group.size, -1))
-    return Pending(work, lambda decision: decode(wires, decision), nbytes, nbytes)
 
 
 def _parts(x: Tensor, count: int) -> list[Tensor]:

@@ -130,11 +130,9 @@ class Averaged:
     Attributes:
         buckets: of the values; their buffers hold what this rank brings, then what comes back.
         is_anchored: deltas from an anchor are exchanged, whose norm says how far this rank has moved.
-        is_eager: a rank's own moves are in its anchor before anyone else has seen them.
     """
 
-    is_anchored: ClassVar[bool] = False
-    is_eager: ClassVar[bool] = False
+    is_anchored = False
 
     def __init__(self, buckets: Buckets, aggregator: Aggregator, codec: Codec) -> None:
         self.buckets = buckets
@@ -195,17 +193,7 @@ class Averaged:
         self._num_loaded = 0
 
     def apply(self, k: int, payload: Payload, result: Tensor, divisor: float) -> None:
-        """Bring `result / divisor` into the model."""
         self.buckets.unpack(k, divisor)
-
-    def finish(self, has_worked: bool, has_arrived: bool, agrees: Callable[[bool], bool]) -> None:
-        """Do what is due at the end of a round's time, whether or not anything has come back.
-
-        Args:
-            has_worked: this rank has done something since the last round.
-            has_arrived: something has come back.
-            agrees: tells whether all ranks that train this replica say yes: a collective of theirs.
-        """
 
     def agreed(self, k: int) -> Sequence[Tensor]:
         """Return bucket `k` of what was agreed on, tensor by tensor; call it right after a round was applied."""
@@ -246,10 +234,11 @@ class Averaged:
         return all(bool(torch.isfinite(piece).all()) for piece in pieces)
 
 
-class Anchor:
-    """One flat tensor a bucket, so that the outer optimizer can go on bucket by bucket, as they land.
+class Anchored(Averaged):
+    """anchor <- outer_opt(anchor, aggregate(codec(anchor - local))); local <- merge(local, anchor).
 
-    That needs no memory but the anchor, the optimizer's state and the buffers of the buckets.
+    The anchor is one flat tensor a bucket, so that the outer optimizer can go on bucket by bucket, as they land. That
+    needs no memory but the anchor, the optimizer's state and the buffers of the buckets.
 
     Args:
         buckets: of the trainable parameters; their values now are the first anchor.
@@ -260,96 +249,39 @@ class Anchor:
         ConfigError: the optimizer made more than one group of the parameters it was given.
     """
 
-    def __init__(self, buckets: Buckets, make_optimizer: MakeOptimizer, on_cpu: bool = False) -> None:
-        self._buckets = buckets
+    is_anchored = True
+
+    def __init__(
+        self,
+        buckets: Buckets,
+        aggregator: Aggregator,
+        codec: Codec,
+        make_optimizer: MakeOptimizer,
+        merge: Merge,
+        on_cpu: bool,
+    ) -> None:
+        super().__init__(buckets, aggregator, codec)
+        self._merge = merge
         self._is_away = on_cpu and any(not buckets.flat(k).is_cpu for k in range(len(buckets)))
-        self.chunks = [nn.Parameter(self._kept(buckets.pack(k))) for k in range(len(buckets))]
-        self._views = [] if self._is_away else [buckets.cut(k, c.detach()) for k, c in enumerate(self.chunks)]
-        self.optimizer = make_optimizer(self.chunks) if self.chunks else None
-        if self.optimizer is not None and len(self.optimizer.param_groups) != 1:
+        self._chunks = [nn.Parameter(self._kept(buckets.pack(k))) for k in range(len(buckets))]
+        self._views = [] if self._is_away else [buckets.cut(k, c.detach()) for k, c in enumerate(self._chunks)]
+        self._optimizer = make_optimizer(self._chunks) if self._chunks else None
+        if self._optimizer is not None and len(self._optimizer.param_groups) != 1:
             raise ConfigError("The outer optimizer must keep its parameters in one parameter group.")
+        if isinstance(codec, ErrorFeedback):
+            self._residuals = [torch.zeros_like(chunk) for chunk in self._chunks]
 
     def _kept(self, flat: Tensor) -> Tensor:
         return flat.cpu().pin_memory() if self._is_away else flat.clone()
 
-    def views(self, k: int) -> list[Tensor]:
-        """Return bucket `k` of the anchor cut as the parameters are, where these are."""
-        if not self._is_away:
-            return self._views[k]
-        return self._buckets.cut(k, self.chunks[k].detach().to(self._buckets.flat(k).device, non_blocking=True))
-
-    def delta(self, k: int) -> Tensor:
-        """Fill the buffer of bucket `k` with anchor - local and return it."""
-        local = self._buckets.pack(k)
-        point = self.chunks[k].detach()
-        return torch.sub(point.to(local.device, non_blocking=True) if self._is_away else point, local, out=local)
-
-    def advance(self, k: int, delta: Tensor) -> None:
-        """Let the outer optimizer move bucket `k` of the anchor, with `delta` `[sizes[k]]` as its gradient."""
-        assert self.optimizer is not None
-        chunk = self.chunks[k]
-        group = self.optimizer.param_groups[0]
-        chunk.grad = delta.cpu() if self._is_away else delta
-        group["params"] = [chunk]  # or each step would look at all chunks to find the one that has a gradient
-        try:
-            self.optimizer.step()
-        finally:
-            group["params"] = self.chunks
-            chunk.grad = None
-
-    def optimizer_rows(self) -> dict[str, list[Tensor]]:
-        """Return what the outer optimizer keeps of each element, by name: one flat tensor a bucket."""
-        if self.optimizer is None:
-            return {}
-        states = [self.optimizer.state.get(chunk, {}) for chunk in self.chunks]
-        names = [name for name, value in states[0].items() if isinstance(value, Tensor) and value.dim() == 1]
-        return {name: [state[name] for state in states] for name in names if all(name in state for state in states)}
-
-    def go_on_like(self, other: Anchor) -> None:
-        """Take over the settings of another anchor's optimizer, and what it keeps, 0 for each element as yet."""
-        if self.optimizer is None or other.optimizer is None:
-            return
-        (mine,), (theirs,) = self.optimizer.param_groups, other.optimizer.param_groups
-        mine.update({name: value for name, value in theirs.items() if name != "params"})
-        state = other.optimizer.state.get(other.chunks[0], {})
-        for chunk in self.chunks:
-            for name, value in state.items():
-                is_row = isinstance(value, Tensor) and value.dim() == 1
-                self.optimizer.state[chunk][name] = torch.zeros_like(chunk) if is_row else _cloned(value)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of the anchor and of the optimizer's state."""
-        optimizer = None if self.optimizer is None else _cloned(self.optimizer.state_dict())
-        return {"chunks": [chunk.detach().clone() for chunk in self.chunks], "optimizer": optimizer}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        with torch.no_grad():
-            for chunk, saved in zip(self.chunks, state["chunks"], strict=True):
-                chunk.copy_(saved)
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(_cloned(state["optimizer"]))
-
-
-class Anchored(Averaged):
-    """anchor <- outer_opt(anchor, aggregate(codec(anchor - local))); local <- merge(local, anchor)."""
-
-    is_anchored = True
-
-    def __init__(self, buckets: Buckets, aggregator: Aggregator, codec: Codec, anchor: Anchor, merge: Merge) -> None:
-        super().__init__(buckets, aggregator, codec)
-        self._anchor = anchor
-        self._merge = merge
-        if isinstance(codec, ErrorFeedback):
-            self._residuals = [torch.zeros_like(chunk) for chunk in anchor.chunks]
-
     def bring(self, k: int) -> Tensor:
         """Fill the buffer with anchor - local."""
-        return self._anchor.delta(k)
+        local = self.buckets.pack(k)
+        point = self._chunks[k].detach()
+        return torch.sub(point.to(local.device, non_blocking=True) if self._is_away else point, local, out=local)
 
     def prepare(self, k: int, group: Group) -> Payload:
-        """Encode bucket `k`; its anchor goes with it."""
-        return replace(super().prepare(k, group), anchor=self._anchor.chunks[k].detach())
+        return replace(super().prepare(k, group), anchor=self._chunks[k].detach())
 
     def apply(self, k: int, payload: Payload, result: Tensor, divisor: float) -> None:
         """Move the anchor, then merge. Only now is what was sent taken out of the residual."""
@@ -358,49 +290,76 @@ class Anchored(Averaged):
         self._advance(k, result if divisor == 1 else result.div_(divisor))
 
     def _advance(self, k: int, mean: Tensor) -> None:
-        self._anchor.advance(k, mean)
-        self._merge(self.buckets.pieces(k), self._anchor.views(k))
+        """Let the outer optimizer move bucket `k` of the anchor, with `mean` `[sizes[k]]` as its gradient; merge."""
+        assert self._optimizer is not None
+        chunk = self._chunks[k]
+        group = self._optimizer.param_groups[0]
+        chunk.grad = mean.cpu() if self._is_away else mean
+        group["params"] = [chunk]  # or each step would look at all chunks to find the one that has a gradient
+        try:
+            self._optimizer.step()
+        finally:
+            group["params"] = self._chunks
+            chunk.grad = None
+        self._merge(self.buckets.pieces(k), self.agreed(k))
 
-    def agreed(self, k: int) -> Sequence[Tensor]:
-        """Return the anchor."""
-        return self._anchor.views(k)
+    def agreed(self, k: int) -> list[Tensor]:
+        if not self._is_away:
+            return self._views[k]
+        return self.buckets.cut(k, self._chunks[k].detach().to(self.buckets.flat(k).device, non_blocking=True))
 
     def adopt(self) -> None:
         for k in range(len(self.buckets)):
-            foreach_copy_(self.buckets.pieces(k), self._anchor.views(k))
+            foreach_copy_(self.buckets.pieces(k), self.agreed(k))
 
     def reset_anchor(self) -> None:
         """anchor <- local, and nothing is left over from what was sent."""
-        for k, chunk in enumerate(self._anchor.chunks):
+        for k, chunk in enumerate(self._chunks):
             chunk.detach().copy_(self.buckets.pack(k))
         for residual in self._residuals:
             residual.zero_()
 
     def rows(self) -> dict[str, list[Tensor]]:
-        """Return the anchor, what the outer optimizer keeps, and the residuals."""
-        rows = {"anchor": [chunk.detach() for chunk in self._anchor.chunks], **self._anchor.optimizer_rows()}
+        rows = {"anchor": [chunk.detach() for chunk in self._chunks]}
+        if self._optimizer is not None:
+            states = [self._optimizer.state.get(chunk, {}) for chunk in self._chunks]
+            names = [name for name, value in states[0].items() if isinstance(value, Tensor) and value.dim() == 1]
+            rows |= {name: [one[name] for one in states] for name in names if all(name in one for one in states)}
         return rows | ({"residual": self._residuals} if self._residuals else {})
 
     def continue_from(self, other: Averaged) -> None:
-        """Take over the outer optimizer's settings."""
+        """Take over the settings of another outer optimizer, and what it keeps, 0 for each element as yet."""
         assert isinstance(other, Anchored)
-        self._anchor.go_on_like(other._anchor)
+        if self._optimizer is None or other._optimizer is None:
+            return
+        (mine,), (theirs,) = self._optimizer.param_groups, other._optimizer.param_groups
+        mine.update({name: value for name, value in theirs.items() if name != "params"})
+        state = other._optimizer.state.get(other._chunks[0], {})
+        for chunk in self._chunks:
+            for name, value in state.items():
+                is_row = isinstance(value, Tensor) and value.dim() == 1
+                self._optimizer.state[chunk][name] = torch.zeros_like(chunk) if is_row else _cloned(value)
 
-    def replicated(self) -> Any:
-        """Return copies of the anchor and its optimizer's state."""
-        return self._anchor.state_dict()
+    def replicated(self) -> dict[str, Any]:
+        optimizer = None if self._optimizer is None else _cloned(self._optimizer.state_dict())
+        return {"chunks": [chunk.detach().clone() for chunk in self._chunks], "optimizer": optimizer}
 
     def join(self, replicated: Any) -> None:
-        """Begin at the anchor."""
-        self._anchor.load_state_dict(replicated)
+        self._load_anchor(replicated)
         self.adopt()
 
+    def _load_anchor(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for chunk, saved in zip(self._chunks, state["chunks"], strict=True):
+                chunk.copy_(saved)
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(_cloned(state["optimizer"]))
+
     def state_dict(self) -> dict[str, Any] | None:
-        """Return copies of the anchor and the residuals."""
-        return {"anchor": self._anchor.state_dict(), "residuals": [residual.clone() for residual in self._residuals]}
+        return {"anchor": self.replicated(), "residuals": [residual.clone() for residual in self._residuals]}
 
     def load_state_dict(self, state: Any) -> None:
-        self._anchor.load_state_dict(state["anchor"])
+        self._load_anchor(state["anchor"])
         for residual, saved in zip(self._residuals, state["residuals"], strict=True):
             residual.copy_(saved)
 

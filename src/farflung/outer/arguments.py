@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import Any, cast
@@ -216,6 +216,26 @@ def checked(
         check_whole("bucket_bytes", bucket_bytes, least=1)
     check_callable("clock", clock, "time.perf_counter")
     return chosen_recipe(recipe)
+
+
+def check_attached(optimizers: Sequence[Optimizer], model: nn.Module, recipe: Recipe) -> None:
+    """Raise ConfigError unless steps of `optimizers` can be counted as those of an outer loop over `model`."""
+    mine = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        check_type("attach: optimizer", optimizer, Optimizer, "the torch optimizer that trains the model")
+        if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            raise ConfigError("attach: this optimizer has no parameter of the outer loop's model.")
+    if len(set(map(id, optimizers))) < len(optimizers):
+        raise ConfigError("attach: the same optimizer was given twice; each of them once is enough.")
+    if recipe.weighs_items:
+        raise ConfigError(
+            "attach: the recipe weights replicas by items, which an optimizer doesn't count. Call step(items=n)."
+        )
+    if len(optimizers) > 1 and recipe.inner.needs_optimizer:
+        raise ConfigError(
+            f"attach: {recipe.inner} synchronizes the state of one optimizer, and {len(optimizers)} are given. Use "
+            "KeepState, or one optimizer for all parameters."
+        )
 
 
 def _check_shards_are_of_island(model: nn.Module, island: Group) -> None:

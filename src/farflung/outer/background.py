@@ -81,7 +81,6 @@ class BackgroundWorker:
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def submit(self, call: Callable[[], None]) -> Job:
-        """Take a job."""
         job = Job(call, self._device, None if self._group is None else self._group.hand_over())
         if self._pool is None:
             job.future = Future()
@@ -95,7 +94,6 @@ class BackgroundWorker:
         return job
 
     def stop(self) -> None:
-        """Take no more jobs."""
         if self._pool is not None:
             self._pool.shutdown(wait=False)
 

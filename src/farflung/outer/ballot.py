@@ -94,7 +94,6 @@ class Voters:
         self.describe(description, tensors)
 
     def describe(self, description: str, tensors: Sequence[str]) -> None:
-        """Say in the next votes that this rank is as described now."""
         self.description = description
         self._tensors = tensors
         digest = hashlib.blake2b(description.encode(), digest_size=6).digest()
@@ -148,7 +147,6 @@ class Voters:
         raise CollectiveMismatch("The ranks of an outer loop are not in the same round:\n" + "\n".join(lines))
 
     def _told(self, text: str) -> list[str]:
-        """Exchange texts of any length."""
         mine = text.encode()
         longest = 1 + int(self.group.all_gather_small(torch.tensor([float(len(mine))])).max())
         rows = self.group.all_gather_small(torch.tensor([float(byte) for byte in mine.ljust(longest)]))

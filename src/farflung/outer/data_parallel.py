@@ -68,7 +68,6 @@ class LocalDDP:
         return ddp.process_group if averages else None
 
     def end(self) -> None:
-        """Let DDP average gradients and send buffers again."""
         for hook in self._hooks:
             hook.remove()
         ddp = self._ddp()

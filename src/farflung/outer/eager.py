@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codec.base import Codec
-from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group
-from farflung.outer.agreement import Aggregator, Anchor, Anchored, Averaged, Payload
-from farflung.outer.merge import Merge
+from farflung.outer.agreement import Anchored, Averaged, Payload
 
 
 class Eager(Anchored):
@@ -25,26 +22,17 @@ class Eager(Anchored):
     is taken out. Anchors differ between ranks.
 
     Args:
+        parts: of `Anchored`.
         num_ranks: M, the number of members; it changes when replicas come or go.
 
     Source: eager updates (arXiv:2502.12996).
     """
 
-    is_eager = True
-
-    def __init__(
-        self,
-        buckets: Buckets,
-        aggregator: Aggregator,
-        codec: Codec,
-        anchor: Anchor,
-        merge: Merge,
-        num_ranks: int,
-    ) -> None:
-        super().__init__(buckets, aggregator, codec, anchor, merge)
+    def __init__(self, *parts: Any, num_ranks: int) -> None:
+        super().__init__(*parts)
         self.num_ranks = num_ranks
         self._share = 1 / num_ranks  # f of what was sent last; 0 where that was nothing that could count
-        self._sent = [torch.zeros_like(chunk) for chunk in anchor.chunks]
+        self._sent = [torch.zeros_like(chunk) for chunk in self._chunks]
         self._means: dict[int, Tensor] = {}  # of the round that has come back, by bucket
         self._next_share = 0.0
 
@@ -65,10 +53,15 @@ class Eager(Anchored):
         self._next_share = payload.weight / divisor
 
     def finish(self, has_worked: bool, has_arrived: bool, agrees: Callable[[bool], bool]) -> None:
-        """Move the anchor by what has come back and by what this rank has done.
+        """Move the anchor by what has come back and by what this rank has done, at the end of a round's time.
 
         If nothing is new, of this rank or of others, momentum alone would move it, so it stays. So it does if this
         rank's weights are not finite: the vote that follows will say so.
+
+        Args:
+            has_worked: this rank has done something since the last round.
+            has_arrived: something has come back.
+            agrees: tells whether all ranks that train this replica say yes: a collective of theirs.
         """
         means, self._means = self._means, {}
         if not has_worked and (not has_arrived or self.num_ranks == 1):
@@ -78,7 +71,7 @@ class Eager(Anchored):
         for k, mean in means.items() if self._share else ():
             mean.sub_(self._sent[k], alpha=self._share)
         for k, sent in enumerate(self._sent):
-            sent.copy_(self._anchor.delta(k))
+            sent.copy_(super().bring(k))
         is_finite = agrees(all(bool(torch.isfinite(sent).all()) for sent in self._sent))
         self._share = share if is_finite else 0.0
         if is_finite:
@@ -87,16 +80,13 @@ class Eager(Anchored):
                 self._advance(k, mean.add_(sent, alpha=share))
 
     def reset_anchor(self) -> None:
-        """anchor <- local, and nothing is under way."""
         super().reset_anchor()
         self._send_nothing()
 
     def rows(self) -> dict[str, list[Tensor]]:
-        """Return what is kept, with what is under way."""
         return super().rows() | {"sent": self._sent}
 
     def continue_from(self, other: Averaged) -> None:
-        """Take over the share too."""
         super().continue_from(other)
         assert isinstance(other, Eager)
         self._share = other._share

@@ -203,7 +203,6 @@ class Elastic:
             time.sleep(_JOIN_S)
 
     def _first(self, number: int, there: Mapping[int, bool]) -> Record:
-        """Return an epoch of those that wait: all begin with the values of one that has been in the run, if any has."""
         ids = sorted(there, key=lambda one: (not there[one], one))
         return Record(number, self.member, tuple(ids), tuple(ids[1:]) if there[ids[0]] else ())
 

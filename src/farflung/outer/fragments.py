@@ -29,7 +29,6 @@ class Place:
     is_embedding: bool = False  # a parameter of an nn.Embedding, which another module may use too
 
     def get(self) -> Tensor:
-        """Return the tensor that is there now."""
         tensor: Tensor = self.owner[self.key]
         return tensor
 

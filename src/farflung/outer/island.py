@@ -52,22 +52,21 @@ class Island:
 
     def squares(self, mine: Sequence[float]) -> list[float]:
         """Return the squares of several norms: one collective, of the same number on all ranks."""
-        if self.size == 1:
-            return list(mine)
-        rows = self.voters.group.all_gather_small(torch.tensor(mine, dtype=torch.float64)).tolist()
-        return [self._of_all(column) for column in zip(*rows, strict=True)]
+        return [self._of_all(column) for column in zip(*self._gathered(*mine), strict=True)]
 
     def agrees(self, flag: bool) -> bool:
         """Return whether all ranks say so: a collective."""
-        return flag if self.size == 1 else all(self._gathered(flag))
+        return all(said for (said,) in self._gathered(flag))
 
     def longest(self, seconds: float) -> float:
         """Return the largest number of all ranks: a collective."""
-        return seconds if self.size == 1 else max(self._gathered(seconds))
+        return max(said for (said,) in self._gathered(seconds))
 
-    def _gathered(self, value: float) -> list[float]:
-        rows = self.voters.group.all_gather_small(torch.tensor([value], dtype=torch.float64))
-        return [float(value) for value in rows.flatten()]
+    def _gathered(self, *mine: float) -> list[list[float]]:
+        if self.size == 1:
+            return [list(mine)]
+        rows: list[list[float]] = self.voters.group.all_gather_small(torch.tensor(mine, dtype=torch.float64)).tolist()
+        return rows
 
     def _of_all(self, squares: Sequence[float]) -> float:
         """Add up what shards have; of equal ones take the mean, which lets no NaN through unseen."""

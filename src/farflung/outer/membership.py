@@ -70,12 +70,10 @@ class Epoch:
 
     @property
     def joins(self) -> bool:
-        """Whether this rank is a newcomer."""
         return self.group.rank in self.newcomers
 
     @property
     def group(self) -> Group:
-        """All members."""
         return self.beside.group
 
     @cached_property
@@ -84,13 +82,11 @@ class Epoch:
         return None if self.levels[0].group is self.group else self.levels[0].group
 
     def describe(self, description: str, tensors: Sequence[str]) -> None:
-        """Say in the next votes that this rank is as described now."""
         for voters in (*self.levels, self.island.voters, self.in_round.voters):
             voters.describe(description, tensors)
         self.beside.describe(_BESIDE + description, tensors)
 
     def leave(self, reason: str) -> None:
-        """Tell those that wait in any of the groups that this rank will not come."""
         for group in (self.group, *(voters.group for voters in self.levels[1:])):
             group.leave(reason)
 

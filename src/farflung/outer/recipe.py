@@ -146,7 +146,6 @@ class Recipe:
         return self.weigh_by != "steps"
 
     def work_of(self, items: float) -> float:
-        """Return what a completed step with so many items counts."""
         return {"steps": 1.0, "items": items, "items_squared": items * items}[self.weigh_by]
 
     @property

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from farflung.base.errors import CollectiveMismatch, ConfigError
-from farflung.base.sizes import num_buffers_among
 from farflung.base.words import numbered
 from farflung.codec.base import Identity
-from farflung.comm.bucket import Buckets
+from farflung.comm.bucket import Buckets, broadcast_values
 from farflung.comm.group import Group
 from farflung.comm.shards import local, reshard
-from farflung.outer.agreement import Anchor, Anchored, Averaged, Max, Mean
+from farflung.outer.agreement import Anchored, Averaged, Max, Mean
 from farflung.outer.ballot import Voters
 from farflung.outer.eager import Eager
 from farflung.outer.fragments import Fragment, Place, without_masks
@@ -34,10 +33,9 @@ class BoundFragment:
     """A fragment bound to memory.
 
     Args:
-        is_whole: it must be in its buffers as a whole, for the exchange and until it is applied.
+        num_buffers: as of `Buckets`. None: it is in its buffers as a whole, for the exchange and until it is applied.
         is_new: all ranks shall start from rank 0's values, and buffers with values that are not finite are left out: a
             collective. False: the fragment is what was agreed on.
-        most: how many replicas there will be at most.
 
     Attributes:
         weights, buffers, counters: how each kind of values comes together; `agreements` has them by name.
@@ -53,31 +51,27 @@ class BoundFragment:
         recipe: Recipe,
         group: Group,
         cap_bytes: int,
-        is_whole: bool,
-        most: int,
-        is_new: bool = True,
+        num_buffers: int | None,
+        is_new: bool,
     ) -> None:
         self.num_ranks = group.size
         self.history = NormHistory()
         self.pending_weight = [0.0] * (1 + len(recipe.levels))
         self.num_rounds, self.digest, self.num_landed = 0, -1, 0
-        self.is_whole = is_whole
-        num_buffers = None if is_whole else num_buffers_among(most)
+        self.is_whole = num_buffers is None
         parameters = _buckets(fragment.parameters, cap_bytes, num_buffers)
         counters = _buckets(fragment.counters, cap_bytes, num_buffers)
         if group.size > 1 and is_new:
-            for buckets in (parameters, counters, _buckets(fragment.averages, cap_bytes, 2)):
-                _start_alike(buckets, group)
+            broadcast_values([local(place.get()) for place in fragment.places], group)
         self._fragment = without_masks(fragment) if is_new else fragment
         self.trained = self.parameters()  # the objects, which tell when one is replaced
         averages = _buckets(self._fragment.averages, cap_bytes, num_buffers)
-        self._bound = [(self._fragment.parameters, parameters), (self._fragment.counters, counters)]
-        self._bound.append((self._fragment.averages, averages))
+        kinds = (self._fragment.parameters, self._fragment.averages, self._fragment.counters)
+        self._bound = list(zip(kinds, (parameters, averages, counters), strict=True))
         self.weights = Averaged(parameters, recipe.aggregator, recipe.codec)
         if recipe.optimizer is not None:
-            anchor = Anchor(parameters, recipe.optimizer, recipe.anchor_on_cpu)
-            row = (parameters, recipe.aggregator, recipe.codec, anchor, recipe.merge)
-            self.weights = Eager(*row, num_ranks=group.size) if recipe.eager else Anchored(*row)
+            parts = (parameters, recipe.aggregator, recipe.codec, recipe.optimizer, recipe.merge, recipe.anchor_on_cpu)
+            self.weights = Eager(*parts, num_ranks=group.size) if recipe.eager else Anchored(*parts)
         self.buffers = Averaged(averages, Mean(), Identity())
         self.counters = Averaged(counters, Max(), Identity())
         self.agreements = {"weights": self.weights, "buffers": self.buffers, "counters": self.counters}
@@ -97,7 +91,6 @@ class BoundFragment:
         return {**common, "agreed": {kind: one.replicated() for kind, one in self.agreements.items()}}
 
     def join(self, replicated: dict[str, Any]) -> None:
-        """Take over what `replicated` returned on another rank, the weights too."""
         self.history = NormHistory(**replicated["history"])
         self.num_rounds = replicated["num_rounds"]
         self.num_landed, self.pending_weight = 0, [0.0] * len(self.pending_weight)
@@ -131,7 +124,6 @@ class BoundFragment:
         return norm, largest, sound
 
     def count(self, amount: float) -> None:
-        """Count what was done."""
         self.pending_weight = [done + amount for done in self.pending_weight]
 
     def claim(self, level: int) -> list[float]:
@@ -190,7 +182,6 @@ class BoundFragment:
         return [(place.name, found.get(number, 0)) for number, place in enumerate(self._fragment.parameters)]
 
     def parameters(self) -> list[Tensor]:
-        """Return what is trained, as the model has it now."""
         return [place.get() for place in self._fragment.parameters]
 
     def buffer_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -200,12 +191,10 @@ class BoundFragment:
 
     @property
     def embeddings(self) -> list[bool]:
-        """Which of the parameters are those of embeddings."""
         return [place.is_embedding for place in self._fragment.parameters]
 
     @property
     def names(self) -> set[str]:
-        """The names of all that is exchanged."""
         return {place.name for place in self._fragment.places}
 
     def floats(self) -> list[Tensor]:
@@ -213,7 +202,6 @@ class BoundFragment:
         return [local(place.get()) for place in (*self._fragment.parameters, *self._fragment.averages)]
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's weights and buffers, each with a copy."""
         there = [local(tensor) for place in self._fragment.places if (tensor := place.find()) is not None]
         return [(tensor, tensor.clone()) for tensor in there]
 
@@ -233,7 +221,6 @@ class BoundFragment:
             self.weights.buckets.fill(flats, [rows.get(id(tensor)) for tensor in self.trained])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of this rank's weights and buffers, and of what is kept between rounds."""
         return {
             "local": {place.name: local(place.get()).clone() for place in self._fragment.places},
             "agreed": self.weights.state_dict(),
@@ -267,7 +254,7 @@ class Replica:
     """All fragments of a model. Making one sends nothing; `bind` does.
 
     Args:
-        is_whole, most: see `BoundFragment`.
+        num_buffers: see `BoundFragment`.
 
     Attributes:
         description: what must be the same on all ranks: recipe, shapes, cut.
@@ -275,28 +262,23 @@ class Replica:
         fragments: bound to memory.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, cap_bytes: int, is_whole: bool, most: int) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, cap_bytes: int, num_buffers: int | None) -> None:
         self._model = model
         self._recipe = recipe
-        self._is_whole = is_whole
-        self._most = most
-        self._cap_bytes = cap_bytes
+        self._cap_bytes, self._num_buffers = cap_bytes, num_buffers
         self._cut = recipe.fragments(model, recipe.schedule.fragments)
         self._structure = Structure(model)
         self.description, self.tensors = describe(recipe, self._cut, cap_bytes)
         self.fragments: list[BoundFragment] = []
 
     def bind(self, group: Group) -> None:
-        """Bind all fragments, with rank 0's values: a collective."""
         self._group = group
         self.fragments = [self._bound(fragment, is_new=True) for fragment in self._cut]
 
     def _bound(self, fragment: Fragment, is_new: bool) -> BoundFragment:
-        row = (self._recipe, self._group, self._cap_bytes, self._is_whole, self._most, is_new)
-        return BoundFragment(fragment, *row)
+        return BoundFragment(fragment, self._recipe, self._group, self._cap_bytes, self._num_buffers, is_new)
 
     def enter(self, group: Group, before: Sequence[int], ids: Sequence[int]) -> None:
-        """Go on in an epoch of other members."""
         self._group = group
         for fragment in self.fragments:
             fragment.enter(before, ids)
@@ -332,30 +314,25 @@ class Replica:
             self.fragments[number] = bound
 
     def adopt(self) -> None:
-        """local <- anchor, where there is one."""
         for number, fragment in enumerate(self.fragments):
             self.rebind(number)
             fragment.weights.adopt()
 
     def reset_anchor(self) -> None:
-        """anchor <- local, where there is one."""
         for number, fragment in enumerate(self.fragments):
             self.rebind(number)
             fragment.weights.reset_anchor()
 
     def count(self, amount: float) -> None:
-        """Count what was done."""
         for fragment in self.fragments:
             fragment.count(amount)
 
     def reset(self) -> None:
-        """Begin anew: local weights are agreed on, and nothing has been done since."""
         self.reset_anchor()
         for fragment in self.fragments:
             fragment.pending_weight = [0.0] * len(fragment.pending_weight)
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's weights and buffers, each with a copy."""
         reshard(self._model.modules())
         return [pair for fragment in self.fragments for pair in fragment.copies()]
 
@@ -369,12 +346,6 @@ def checksum(x: Tensor) -> Tensor:
         flat = flat.clone(memory_format=torch.contiguous_format)
     whole = flat.numel() // together * together
     return flat[:whole].view(torch.int64).sum() + flat[whole:].view(words).sum(dtype=torch.int64)
-
-
-def _start_alike(buckets: Buckets, group: Group) -> None:
-    for k in range(len(buckets)):
-        group.broadcast(buckets.pack(k), 0).wait()
-        buckets.unpack(k)
 
 
 def _buckets(places: Sequence[Place], cap_bytes: int, num_buffers: int | None) -> Buckets:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import StateError
+from farflung.outer.aggregate import Lengths
 from farflung.outer.agreement import Payload, Pending
 from farflung.outer.background import Job
 from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
-from farflung.outer.lengths import Lengths
 from farflung.outer.membership import ALL, Epoch
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment
@@ -163,7 +163,7 @@ class OpenRound:
 
     def give_back(self) -> None:
         """Nothing comes of it: what was done counts as not sent. (An eager anchor has moved by it already.)"""
-        if not self._fragment.weights.is_eager:
+        if not self._recipe.eager:
             self._fragment.give_back(self._claimed)
 
     @property
@@ -174,7 +174,7 @@ class OpenRound:
         has_all = self.tally is not None and self._is_sent and not (self._under_way or self._queue)
         if has_all and (self._square is not None or not self._changes_norm):
             return ALL
-        return 0 if self._fragment.is_whole or self._fragment.weights.is_eager else self._num_arrived
+        return 0 if self._fragment.is_whole or self._recipe.eager else self._num_arrived
 
     def abort(self, common: int) -> bool:
         """End in the same state as all others that are left, as ranks were lost.
@@ -209,7 +209,6 @@ class OpenRound:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has arrived, as copies."""
         return {
             "ballot": _kept(self.ballot),
             "step": self.step,
@@ -227,7 +226,6 @@ class OpenRound:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned: a round that has arrived."""
         self.decision = Decision(**state["decision"])
         self.tally = None if state["tally"] is None else Tally(**state["tally"])
         self.meter.load(state["stats"])
@@ -325,7 +323,6 @@ class OpenRound:
             self.meter.add("bytes_received", pending.bytes_received)
 
     def _discard(self) -> None:
-        """Wait for the buckets that were sent early, and discard them."""
         self._queue.clear()
         while self._under_way:
             self._under_way.popleft()[3].work.wait()

@@ -14,16 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farflung.base.errors import CollectiveMismatch, RankFailure, StateError
+from farflung.base.sizes import num_buffers_among
 from farflung.base.words import numbered
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.collectives import broadcast_object_list
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import local, model_has_dtensor
-from farflung.comm.torch_group import explained
 from farflung.outer.agreement import average, take_largest
 from farflung.outer.background import BackgroundWorker
 from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
+from farflung.outer.eager import Eager
 from farflung.outer.inner import KeepState
 from farflung.outer.membership import Membership, Needs, open_epoch
 from farflung.outer.recipe import Recipe
@@ -60,7 +61,8 @@ class Rounds:
     ) -> None:
         self.inner: Optimizer | None = None
         is_whole = recipe.is_whole or membership.island.size > 1
-        self.replica = Replica(model, recipe, bucket_bytes, is_whole, membership.most)
+        num_buffers = None if is_whole else num_buffers_among(membership.most)
+        self.replica = Replica(model, recipe, bucket_bytes, num_buffers)
         self._recipe = recipe
         self.membership = membership
         self._meter = meter
@@ -81,11 +83,6 @@ class Rounds:
         self.given: list[dict[str, Any]] | None = None
         self.epoch = open_epoch(-1, (), SoloGroup(), SoloGroup(), self._needs(admits=False))  # nobody yet
         self._meet(admits=True)
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether a lost rank ends the loop."""
-        return self.membership.is_fixed
 
     def _needs(self, admits: bool) -> Needs:
         levels, overlaps = self._recipe.levels, self._recipe.schedule.delay > 0
@@ -122,7 +119,7 @@ class Rounds:
                 self._has_state = True
                 return
             except RankFailure as failure:
-                if self.is_fixed:
+                if self.membership.is_fixed:
                     raise
                 if not self._has_state:
                     self.replica.fragments = []  # it may have the values of some, and not of others
@@ -152,13 +149,12 @@ class Rounds:
             fragment.note_agreement(self._recipe.has_anchor)
 
     def join(self) -> None:
-        """Take over what the others have given."""
         for fragment, replicated in zip(self.replica.fragments, self.given or (), strict=True):
             fragment.join(replicated)
 
     def _lose(self, failure: RankFailure) -> None:
         """Leave an epoch in which ranks were lost."""
-        self.leave(f"it goes on without lost ranks: {failure}")
+        self.epoch.leave(f"it goes on without lost ranks: {failure}")
         self.free(reusable=False)
         self.membership.lost(failure)
 
@@ -168,10 +164,10 @@ class Rounds:
         Returns:
             False where a lost rank ends the loop; then all that is under way has ended in the same state on all ranks.
         """
-        if self.is_fixed:
+        if self.membership.is_fixed:
             self._end_all()
             return False
-        self.leave(f"it goes on without lost ranks: {failure}")  # which ends what others wait for, and jobs here
+        self.epoch.leave(f"it goes on without lost ranks: {failure}")  # which ends what others wait for, and jobs here
         with self._meter.timed("recovering"):
             again = self._end_all()
             self._lose(failure)
@@ -298,7 +294,7 @@ class Rounds:
                 self._after(number, this)
             elif this.tally is not None and this.tally.finished and this.level == 0:
                 self.retry_after_losses(lambda: self._average_buffers(fragment))
-        if fragment.weights.is_eager:
+        if isinstance(fragment.weights, Eager):
             self.replica.rebind(number)
             has_arrived = this is not None and not this.is_dropped and not this.is_empty
             fragment.weights.finish(fragment.pending_weight[0] > 0, has_arrived, self.epoch.island.agrees)
@@ -372,23 +368,10 @@ class Rounds:
             self._average([local(place.get()) for place in change.new])  # so that anchors begin at the same point
         self.replica.follow(change)
 
-    def explained(self, error: BaseException) -> BaseException:
-        """Return what is known of the rank that was lost, if `error` is of a collective of an island's own."""
-        return error if self.epoch.island.size == 1 else explained(error, self.group)
-
-    def leave(self, reason: str) -> None:
-        """Tell the ranks that wait in any of the groups that this one will not come."""
-        self.epoch.leave(reason)
-
     def free(self, reusable: bool) -> None:
-        """Give the groups back. They are `reusable` if nothing is under way on any rank."""
-        self.stop()
-        self.epoch.free(reusable)
-
-    def stop(self) -> None:
-        """End the thread that rounds go on in."""
         if self._worker is not None:
             self._worker.stop()
+        self.epoch.free(reusable)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all fragments, and of what is under way, once it has arrived.
@@ -405,26 +388,20 @@ class Rounds:
                     "not agreed on that yet. Save after the next round, or call flush() first."
                 )
             self._follow(change)
-        self._settle()
+        for number in list(self._open):
+            with suppress(RankFailure):  # what will never arrive, and was sent with it, counts as not sent
+                self._wait(number)
         return {
             "num_votes": self._num_votes,
             "open": {number: this.state_dict() for number, this in self._open.items()},
             "fragments": [fragment.state_dict() for fragment in self.replica.fragments],
         }
 
-    def _settle(self) -> None:
-        """Wait for all that is under way; what will never arrive, and was sent with it, counts as not sent."""
-        for number in list(self._open):
-            with suppress(RankFailure):
-                self._wait(number)
-
     def reset(self) -> None:
-        """Begin anew with the local weights."""
         self._forget()
         self.replica.reset()
 
     def _forget(self) -> None:
-        """Wait for what is under way, and make nothing of it."""
         for number in list(self._open):
             self._wait(number)
         self._open.clear()
@@ -460,7 +437,6 @@ class Rounds:
         return self.epoch.group
 
     def _after(self, number: int, this: OpenRound) -> None:
-        """See to what depends on a round that was applied."""
         fragment, group = self.replica.fragments[number], this.group
         if this.level == 0:
             fragment.note_round(self._recipe.agrees and self.group.size > 1)

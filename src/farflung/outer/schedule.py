@@ -99,7 +99,6 @@ class Every(_AtOnce):
         check_whole("every", self.every, least=1)
 
     def __call__(self, now: Clock) -> Sequence[Action]:
-        """Launch and apply if the step is a multiple of `every`."""
         return (Launch(0, steps=self.every), Apply(0)) if now.step % self.every == 0 else ()
 
 
@@ -173,7 +172,6 @@ class Warmup:
         return self.then.delay
 
     def __call__(self, now: Clock) -> Sequence[Action]:
-        """Return the actions of the schedule that follows, which counts from the end of the warm-up."""
         if now.step <= self.steps:
             return ()
         return self.then(Clock(now.step - self.steps, max(0, now.began - self.steps), now.seconds, now.lr))
@@ -207,7 +205,6 @@ class Quadratic(_AtOnce):
         check_number("alpha", self.alpha, above=0)
 
     def __call__(self, now: Clock) -> Sequence[Action]:
-        """Launch and apply if the current round has had its steps."""
         if now.lr is None:
             raise ConfigError(
                 "The quadratic rule follows the inner learning rate, so the outer loop must know the optimizer: "
@@ -238,7 +235,6 @@ class ByTime(_AtOnce):
         check_number("seconds", self.seconds, above=0)
 
     def __call__(self, now: Clock) -> Sequence[Action]:
-        """Launch and apply if the time is up."""
         return (Launch(0), Apply(0)) if now.seconds >= self.seconds else ()
 
 
@@ -277,7 +273,6 @@ class Levels(_AtOnce):
         return tuple(size for _, size in sorted(self.sizes.items()) if size is not None)
 
     def __call__(self, now: Clock) -> Sequence[Action]:
-        """Launch and apply on the widest level that is due."""
         due = [every for every in sorted(self.sizes) if now.step % every == 0]
         if not due:
             return ()

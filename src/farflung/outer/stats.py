@@ -73,7 +73,6 @@ class Stats:
         return {name: value for name, value in asdict(self).items() if name not in seen}
 
     def as_dict(self) -> dict[str, int | float]:
-        """Return all figures by name."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -137,7 +136,6 @@ class Meter:
         self._began = time.perf_counter()
 
     def add(self, name: str, amount: float = 1) -> None:
-        """Count."""
         self._figures[name] += amount
 
     @contextmanager
@@ -150,12 +148,10 @@ class Meter:
             self._figures[f"seconds_{name}"] += time.perf_counter() - start
 
     def absorb(self, other: Meter) -> None:
-        """Add what the meter of one round has counted."""
         for name, amount in other._figures.items():
             self._figures[name] += amount
 
     def note(self, this: Round, rank: int) -> None:
-        """Take over what a round says of itself."""
         self.add("dropped_rounds" if this.dropped else "rounds")
         self.add("replicas_lost", len(this.lost))
         self.add("replicas_joined", len(this.joined))
@@ -165,7 +161,6 @@ class Meter:
             self._figures["first_drift_norm"] = self._figures["first_drift_norm"] or this.norms[rank]
 
     def stats(self) -> Stats:
-        """Return the figures as they are now."""
         now = Stats(**self._figures)
         return replace(now, seconds_total=now.seconds_total + time.perf_counter() - self._began)
 

@@ -33,7 +33,6 @@ class Structure:
         self.note()
 
     def note(self) -> None:
-        """Remember the model as it is now."""
         self._seen, self._held = self._look()
 
     def has_changed(self) -> bool:

@@ -35,7 +35,6 @@ class GradientWarmup:
         self._averaged = 0  # the position up to which gradients have been averaged
 
     def is_on(self, position: int) -> bool:
-        """Whether the next step, after so many, belongs to it."""
         return position < self.steps
 
     def makes_alike(self, position: int) -> bool:
@@ -43,7 +42,6 @@ class GradientWarmup:
         return self.is_on(position) and self.are_alike
 
     def average(self, position: int) -> None:
-        """Average the gradients of the next step, once."""
         if self.is_on(position) and self._averaged <= position:
             self._averaged = position + 1
             if not self._is_done_by_ddp:

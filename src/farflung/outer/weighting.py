@@ -65,7 +65,6 @@ class ByWork:
     max_norm: ClassVar[float] = math.inf
 
     def __call__(self, weights: Sequence[float], norms: Sequence[float], history: NormHistory) -> Decision:
-        """Take the weights as factors."""
         return in_proportion(weights, not_finite(norms))
 
 
@@ -147,7 +146,6 @@ class WithoutOutliers:
         check_whole("patience", self.patience, least=1)
 
     def __call__(self, weights: Sequence[float], norms: Sequence[float], history: NormHistory) -> Decision:
-        """Judge each replica at work by its own past, then remember the sound ones."""
         present = [rank for rank, weight in enumerate(weights) if weight and math.isfinite(norms[rank])]
         sound = [rank for rank in present if not self._is_outlier(norms[rank], history.seen.get(rank))]
         for rank in set(present).difference(sound):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -157,10 +156,11 @@ class _SimWork:
         raise RankFailure(f"Rank {self._rank} is blocked in {call.kind}: {why}.")
 
 
-class SimGroup:
-    """The group of one replica that `run_replicas` made. Sums are made in rank order."""
+class SimGroup(Group):
+    """The group of one replica that `run_replicas` made. Sums are made in rank order.
 
-    is_concurrent = False
+    Its `duplicate` is the group itself: collectives are compared by number and kind, so none is taken for another.
+    """
 
     def __init__(
         self, stage: _Stage, rank: int, members: tuple[int, ...] | None = None, is_block: bool = False
@@ -173,9 +173,6 @@ class SimGroup:
         self._me = rank
         self._stage = stage
         self._number = 0
-
-    def supports(self, device: str) -> bool:
-        return True
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
         def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
@@ -230,30 +227,6 @@ class SimGroup:
                 mine.copy_(xs[rank - step])
 
         return self._join(f"swap({step})", out, x, finish)
-
-    def all_gather_small(self, x: Tensor) -> Tensor:
-        return self.begin_all_gather_small(x)()
-
-    def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
-        everyone = x.new_empty(self.size, x.numel())
-        work = self.all_gather(everyone, x)
-
-        def end() -> Tensor:
-            work.wait()
-            return everyone
-
-        return end
-
-    def duplicate(self, in_background: bool = False) -> Group:
-        """Return this group: its collectives are compared by number and kind, so none is taken for another."""
-        return self
-
-    def free(self, reusable: bool = True) -> None:
-        """Do nothing."""
-
-    def hand_over(self) -> Callable[[Future[None]], None]:
-        """Wait for nothing: jobs run where they are given."""
-        return lambda future: None
 
     def split(self, size: int) -> SimGroup:
         if self.size == 1:
@@ -310,17 +283,10 @@ class SimGroup:
             stage.departures[one] = list(stage.departures[self._me])
         return SimGroup(stage, self._me, members), [members.index(one) for one in newcomers]
 
-    def agree_min(self, number: int, name: str) -> int:
-        """Return `number`: what one replica got all have got."""
-        return number
-
     def leave(self, reason: str, for_good: bool = False) -> None:
         """Let the others know that this rank will not come."""
         if not self._is_block:
             self._stage.departures[self._me].append(reason)
-
-    def raise_if_broken(self) -> None:
-        """Do nothing: waits of replicas end by themselves."""
 
     def _join(
         self,
