@@ -39,7 +39,7 @@ from farflung.big_model.tensors import (
     retie_parameters as retie_parameters,
     set_module_tensor_to_device as set_module_tensor_to_device,
 )
-from farflung.compat.absent import fallback_allocate as fallback_allocate
+from farflung.compat.absent import __getattr__ as __getattr__
 from farflung.compat.free_functions import (
     get_grad_scaler as get_grad_scaler,
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,

@@ -21,13 +21,7 @@ from farflung.base.tree import (
     send_to_device as send_to_device,
 )
 from farflung.comm.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
-from farflung.compat.absent import (
-    chained_operation as chained_operation,
-    gather_tensor_shape as gather_tensor_shape,
-    is_torch_xpu_tensor as is_torch_xpu_tensor,
-    pad_input_tensors as pad_input_tensors,
-    verify_operation as verify_operation,
-)
+from farflung.compat.absent import __getattr__ as __getattr__
 from farflung.compat.free_functions import (
     ConvertOutputsToFp32 as ConvertOutputsToFp32,
     GatheredParameters as GatheredParameters,

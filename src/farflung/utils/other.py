@@ -7,10 +7,7 @@ from farflung.accelerator.operations import (
 )
 from farflung.checkpoint.reader import load as load
 from farflung.comm.shards import model_has_dtensor as model_has_dtensor
-from farflung.compat.absent import (
-    compile_regions_deepspeed as compile_regions_deepspeed,
-    compile_regions_fsdp2 as compile_regions_fsdp2,
-)
+from farflung.compat.absent import __getattr__ as __getattr__
 from farflung.compat.free_functions import (
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
     save as save,

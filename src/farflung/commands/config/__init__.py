@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: where programs look for configuration files."""
 
-from farflung.compat.absent import get_config_parser as get_config_parser
+from farflung.compat.absent import __getattr__ as __getattr__
 from farflung.compat.cluster import (
     ClusterConfig as ClusterConfig,
     cache_dir as cache_dir,
