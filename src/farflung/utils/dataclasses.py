@@ -12,14 +12,16 @@ from farflung.base.enums import (
     PrecisionType as PrecisionType,
     RNGType as RNGType,
 )
-from farflung.big_model.sizes import CustomDtype as CustomDtype
+from farflung.big_model.device_map import CustomDtype as CustomDtype
 from farflung.compat.absent import __getattr__ as __getattr__
 from farflung.compat.cluster import (
     ComputeEnvironment as ComputeEnvironment,
     SageMakerDistributedType as SageMakerDistributedType,
 )
-from farflung.compat.nested_tensors import TensorInformation as TensorInformation
-from farflung.compat.submodules import get_module_class_from_name as get_module_class_from_name
+from farflung.compat.free_functions import (
+    TensorInformation as TensorInformation,
+    get_module_class_from_name as get_module_class_from_name,
+)
 from farflung.config.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from farflung.config.fp8 import AORecipeKwargs as AORecipeKwargs
 from farflung.config.handlers import (
