@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from farflung.precision.fp8 import Float8 as Float8
     from farflung.resume.models import gathered_model as gathered_model
     from farflung.tools.memory import release_memory as release_memory
-    from farflung.tools.profile import profile as profile
     from farflung.tracking.base import GeneralTracker as GeneralTracker
     from farflung.tracking.tracking import Tracking as Tracking
 
@@ -68,7 +67,6 @@ _WHERE = {
         "precision.fp8": "Float8",
         "resume.models": "gathered_model",
         "tools.memory": "release_memory",
-        "tools.profile": "profile",
         "tracking.base": "GeneralTracker",
         "tracking.tracking": "Tracking",
     }.items()

@@ -59,12 +59,22 @@ _INSTEAD = {
 }
 
 
-def check_loop(device_placement: Any, cpu: Any, step_scheduler_with_optimizer: Any, scheduler_ticks: Any) -> None:
-    """Check the types of the arguments of `Accelerator` that say how it trains."""
+def check_arguments(
+    device_placement: Any,
+    cpu: Any,
+    step_scheduler_with_optimizer: Any,
+    scheduler_ticks: Any,
+    project_dir: Any,
+    project_config: Any,
+) -> None:
+    """Check the types of the arguments of `Accelerator` that say how it trains and where files go."""
     check_flag("device_placement", device_placement)
     check_flag("cpu", cpu)
     check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
     check_word("scheduler_ticks", scheduler_ticks, ("per_process", "per_update"))
+    if project_dir is not None:
+        check_path("project_dir", project_dir)
+    check_optional("project_config", project_config, ProjectConfiguration, "a ProjectConfiguration(project_dir=...)")
 
 
 def resolve_rng_types(rng_types: Any) -> list[str]:
@@ -75,13 +85,6 @@ def resolve_rng_types(rng_types: Any) -> list[str]:
     for kind in rng_types:
         check_word("Each of rng_types", kind, RNGType.list())
     return [str(kind) for kind in rng_types]
-
-
-def check_folders(project_dir: Any, project_config: Any) -> None:
-    """Check the types of the arguments of `Accelerator` that say where files go."""
-    if project_dir is not None:
-        check_path("project_dir", project_dir)
-    check_optional("project_config", project_config, ProjectConfiguration, "a ProjectConfiguration(project_dir=...)")
 
 
 def resolve_data(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:

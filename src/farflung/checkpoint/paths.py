@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from farflung.base.former_name import FORMER_NAME
+from farflung.base.files import FORMER_NAME
 
 CHECKPOINTS = "checkpoints"  # the folder in a project where automatic naming puts them
 PREFIX = "checkpoint_"

@@ -16,8 +16,7 @@ from yaml.events import CollectionEndEvent, CollectionStartEvent
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from farflung.base.errors import ConfigError, Unsupported, did_you_mean
-from farflung.base.files import AtomicFile
-from farflung.base.former_name import FORMER_NAME
+from farflung.base.files import FORMER_NAME, AtomicFile
 from farflung.config import environ
 from farflung.config.foreign import DISTRIBUTED_TYPES, FOREIGN_KEYS, foreign_key
 from farflung.config.launch import FIELDS, LaunchSettings

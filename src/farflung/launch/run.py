@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from farflung.base.errors import ConfigError
-from farflung.base.former_name import FORMER_NAME
+from farflung.base.files import FORMER_NAME
 from farflung.config.files import former_files
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved, resolve

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
-from farflung.base.devices import current_accelerator
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
+from farflung.base.torch_internals import current_accelerator
 from farflung.base.words import counted, numbered
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
