@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from farflung.base.optional import compare_versions, is_installed
-from farflung.tracking.choose import has_client
+from farflung.tracking.tracking import has_client
 
 
 def has_device(kind: str) -> bool:

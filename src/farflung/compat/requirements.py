@@ -13,7 +13,7 @@ import torch
 from farflung.base.devices import current_accelerator
 from farflung.compat import probes
 from farflung.compat.variables import parse_flag_from_env
-from farflung.tracking.choose import get_available_trackers
+from farflung.tracking.tracking import get_available_trackers
 
 
 def _nothing() -> int:
