@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -15,16 +15,18 @@ from farflung.accelerator.views import AcceleratorState, GradientState
 from farflung.base.checks import check_flag, check_optional, check_whole
 from farflung.base.enums import DistributedType, FP8BackendType
 from farflung.base.forward import Forward, unchecked
-from farflung.config.handlers import DataLoaderConfiguration, DistributedDataParallelKwargs, ProjectConfiguration
+from farflung.config.handlers import (
+    AORecipeKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    ProjectConfiguration,
+)
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler
 from farflung.loop.state import LoopState
 from farflung.precision.base import Precision
 from farflung.process.world import World
 from farflung.strategy.base import Strategy
-
-if TYPE_CHECKING:
-    from farflung.config.fp8 import AORecipeKwargs
 
 
 class AcceleratorProperties:
