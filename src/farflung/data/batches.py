@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from farflung.base.errors import WrongType
 from farflung.base.tree import flatten, is_container, is_namedtuple, rebuilt, unflatten
 
 
@@ -123,3 +125,33 @@ def _ungrouped(node: Any) -> Any:
     if isinstance(node, _ListLeaf):
         return node.items
     return rebuilt(node, _ungrouped) if is_container(node) else node
+
+
+def plain_or_none(batch: Any) -> Any:
+    """Return a batch as plain data on the CPU, None where it holds something else, such as a class of the script's."""
+    try:
+        return _plain(batch)
+    except WrongType:
+        return None
+
+
+def _plain(node: Any) -> Any:
+    kind = type(node)
+    if kind is Tensor:
+        return node.detach().cpu()
+    if kind is dict:
+        return {_plain(key): _plain(value) for key, value in node.items()}
+    if kind is list or kind is tuple:
+        return kind([_plain(value) for value in node])
+    if node is None or kind in (int, float, bool, str, bytes, complex):
+        return node
+    if kind is np.ndarray and node.dtype.kind in "biufc":
+        return node
+    raise WrongType(f"a checkpoint can't hold a {kind.__name__}")
+
+
+def state_of(keeper: Any) -> Any:
+    """Return the state of a data set or a loader, None where it keeps none that a checkpoint can hold."""
+    if not (hasattr(keeper, "state_dict") and hasattr(keeper, "load_state_dict")):
+        return None
+    return plain_or_none(keeper.state_dict())
