@@ -94,14 +94,11 @@ class _Open:
     claimed: int = 0
     held: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def size(self, slot: int) -> int:
-        return len(range(slot, self.batches, self.slots))
-
     def note(self, slot: int, done: int) -> None:
         """Say how many batches of a slot are done; it is forgotten once all are."""
         owner, before = self.held[slot]
         self.held[slot] = owner, max(before, done)
-        if self.held[slot][1] >= self.size(slot):
+        if self.held[slot][1] >= len(range(slot, self.batches, self.slots)):
             del self.held[slot]
 
 
@@ -121,12 +118,6 @@ class _State:
     def decode(cls, text: str) -> _State:
         seed, epoch, ended, rows = literal_eval(text)
         return cls(seed, epoch, ended, {number: _Open(*row) for number, row in rows.items()})
-
-    def tidy(self) -> None:
-        """Forget what is over."""
-        for number, one in list(self.open.items()):
-            if not one.held and (one.claimed == one.slots or number < self.epoch):
-                del self.open[number]
 
 
 class Board:
@@ -243,7 +234,9 @@ class Board:
             state = _State.decode(text) if text else first
             assert state is not None, "a seed was agreed on first"
             found = act(state)
-            state.tidy()
+            for number, one in list(state.open.items()):
+                if not one.held and (one.claimed == one.slots or number < state.epoch):
+                    del state.open[number]  # it is over
             new = state.encode()
             if new == text:
                 return found
