@@ -28,11 +28,11 @@ _RENDEZVOUS_NUMBERS = (
     *("keep_alive_interval", "keep_alive_max_attempt"),
 )
 _RENDEZVOUS_KEYS = (*_RENDEZVOUS_NUMBERS, "is_host", "store_type")
-_LEAST = dict.fromkeys(
-    ("num_processes", "num_machines", "gradient_accumulation_steps", "num_cpu_threads_per_process"), 1
+_FROM_1 = (
+    *("num_processes", "num_machines", "gradient_accumulation_steps", "num_cpu_threads_per_process", "replicas"),
+    *("ranks_per_replica", *(f"{GRID}{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"))),
 )
-_LEAST |= dict.fromkeys(("replicas", "ranks_per_replica"), 1)
-_LEAST |= dict.fromkeys(("machine_rank", "max_restarts", "main_process_port"), 0)
+_LEAST = dict.fromkeys(_FROM_1, 1) | dict.fromkeys(("machine_rank", "max_restarts", "main_process_port"), 0)
 _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # what CUDA_VISIBLE_DEVICES takes
 
 
