@@ -15,7 +15,7 @@ import farflung
 from farflung import Accelerator, PartialState
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.config import environ
-from farflung.config.fp8 import AORecipeKwargs
+from farflung.config.handlers import AORecipeKwargs
 from farflung.state import AcceleratorState, GradientState
 from farflung.utils import (
     AutocastKwargs,

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from farflung.config import environ
-from farflung.launch.script import RANK_STARTER
+from farflung.launch.plan import RANK_STARTER
 from farflung.testing.patience import patience
 
 SEEN = """

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from farflung.checkpoint.export import save_sharded as save_sharded
     from farflung.checkpoint.manager import CheckpointGroup as CheckpointGroup
     from farflung.checkpoint.writer import save_object as save_object
-    from farflung.config.fp8 import AORecipeKwargs as AORecipeKwargs
     from farflung.config.launch import launched_outer as launched_outer, outer_variables as outer_variables
     from farflung.config.outer import renamed as renamed
     from farflung.config.parallelism import (
@@ -54,7 +53,6 @@ _WHERE = {
         "checkpoint.export": "save_sharded",
         "checkpoint.manager": "CheckpointGroup",
         "checkpoint.writer": "save_object",
-        "config.fp8": "AORecipeKwargs",
         "config.launch": "launched_outer outer_variables",
         "config.outer": "renamed",
         "config.parallelism": "ParallelismConfig parallelism_from_environment",

@@ -17,7 +17,12 @@ from farflung.base.checks import check_flag, check_optional, check_whole
 from farflung.base.enums import DistributedType, FP8BackendType
 from farflung.base.errors import StateError, Unsupported
 from farflung.base.forward import Forward, unchecked
-from farflung.config.handlers import DataLoaderConfiguration, DistributedDataParallelKwargs, ProjectConfiguration
+from farflung.config.handlers import (
+    AORecipeKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    ProjectConfiguration,
+)
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler
 from farflung.loop.state import LoopState
@@ -27,8 +32,6 @@ from farflung.strategy.base import Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from farflung.config.fp8 import AORecipeKwargs
 
 
 class AcceleratorProperties(Engines):

@@ -25,6 +25,7 @@ from farflung.base.errors import ConfigError, Unsupported
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin, check_backend
 from farflung.config.handlers import (
+    AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -159,7 +160,7 @@ def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, A
     """Return the precision of this name, with the arguments that `handlers` has for it, and no others."""
     autocast, scaler = handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs)
     if name == "fp8" and scaler is None:
-        precision: Precision = lazy.Float8(device, autocast, handlers.get(lazy.AORecipeKwargs))
+        precision: Precision = lazy.Float8(device, autocast, handlers.get(AORecipeKwargs))
         return precision
     if not handlers.keys() <= set(_HANDLERS):
         raise ConfigError(f"An AORecipeKwargs was given, but mixed_precision is {name!r}. Give mixed_precision='fp8'.")
@@ -175,7 +176,7 @@ def handlers_by_kind(handlers: Sequence[KwargsHandler] | None) -> dict[type, Any
         raise wrong_type("kwargs_handlers", handlers, wanted)
     for handler in handlers or ():
         if not isinstance(handler, _HANDLERS):
-            kinds = (*_HANDLERS, lazy.AORecipeKwargs)
+            kinds = (*_HANDLERS, AORecipeKwargs)
             check_type("Each of kwargs_handlers", handler, kinds, f"one of {names}")
         if type(handler) in found:
             raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}; give one.")

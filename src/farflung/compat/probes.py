@@ -24,7 +24,7 @@ from farflung.base.errors import Unsupported
 from farflung.base.optional import compare_release, compare_versions, is_installed
 from farflung.compat import defined_in
 from farflung.compat.variables import parse_flag_from_env
-from farflung.tracking.choose import has_client
+from farflung.tracking.tracking import has_client
 
 _logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.optional import installed_version
-from farflung.config.fp8 import AORecipeKwargs
-from farflung.config.handlers import AutocastKwargs
+from farflung.config.handlers import AORecipeKwargs, AutocastKwargs
 from farflung.precision.amp import Autocast
 
 _INSTEAD = "Use mixed_precision='bf16'."

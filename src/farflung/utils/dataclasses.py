@@ -23,8 +23,8 @@ from farflung.compat.free_functions import (
     get_module_class_from_name as get_module_class_from_name,
 )
 from farflung.config.compile import TorchDynamoPlugin as TorchDynamoPlugin
-from farflung.config.fp8 import AORecipeKwargs as AORecipeKwargs
 from farflung.config.handlers import (
+    AORecipeKwargs as AORecipeKwargs,
     AutocastKwargs as AutocastKwargs,
     DataLoaderConfiguration as DataLoaderConfiguration,
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
