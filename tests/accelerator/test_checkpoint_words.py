@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import accelerate
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from farflung import Accelerator
+from farflung.accelerator import session
 from farflung.base.errors import CheckpointError, ConfigError, StateError, Unsupported
 from farflung.checkpoint import entries, manager
 from farflung.checkpoint.manifest import Manifest
@@ -32,14 +34,13 @@ def automatic(folder, **kwargs):
 
 def picture(training):
     """All that a load could change."""
-    loop = training.accelerator._loop
     return (
         training.weights(),
         str(training.optimizer.state_dict()),
         str(training.scheduler.state_dict()),
         str([p.grad for p in training.model.parameters()]),
         str(training.loader.state_dict()),
-        str(loop.state_dict([training.model])),
+        str(session.opened().loop.state_dict([training.model])),
         training.counter.epoch,
         torch.get_rng_state().tolist(),
         str(np.random.get_state()),
@@ -355,10 +356,11 @@ def test_numbers_go_on_from_a_checkpoint_that_is_named_in_another_way(tmp_path, 
 
 
 def test_a_failure_in_the_background_is_raised_by_the_next_call_once(tmp_path, monkeypatch):
-    training = Training()
+    training, before = Training(), threading.active_count()
     monkeypatch.setattr(entries, "write", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
     training.accelerator.save_state(tmp_path / "a", block=False)
-    training.accelerator._checkpointer.saver._thread.join()
+    while threading.active_count() > before:
+        time.sleep(0.01)
     monkeypatch.undo()
     assert os.listdir(tmp_path) == []
     with pytest.raises(CheckpointError, match="No space left"):

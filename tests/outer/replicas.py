@@ -120,6 +120,11 @@ class Run:
         return values(self.model)
 
 
+def kept_of(outer):
+    """What each fragment keeps from round to round: its anchor, and what error feedback has kept back."""
+    return [one["agreed"] for one in outer.state_dict()["rounds"]["fragments"]]
+
+
 class Counting:
     """A group that also writes down what is handed to it."""
 

@@ -27,7 +27,7 @@ from farflung.outer import (
 )
 from farflung.outer.schedule import Every, Warmup
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import RECIPES, Run, linear, net, no_statistics, same, train, values
+from tests.outer.replicas import RECIPES, Run, kept_of, linear, net, no_statistics, same, train, values
 
 
 # post_local_sgd
@@ -342,7 +342,9 @@ def tampered(group, monkey, make, what):
 
 
 def write_to_the_anchor(run):
-    run.outer._rounds.replica.fragments[0].weights._anchor.views(0)[2][1] += 1e-6
+    state = run.outer.state_dict()
+    state["rounds"]["fragments"][0]["agreed"]["anchor"]["chunks"][0][22] += 1e-6  # in 2.weight
+    run.outer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("recipe", [diloco(1), streaming_diloco(1, 1, delay=0, alpha=0.0)])
@@ -417,7 +419,7 @@ def test_an_anchor_on_the_cpu_is_where_it_was_already(recipe):
 def test_an_anchor_that_is_kept_away_from_the_gpu_gives_the_same_bits(recipe):
     def trained(group, recipe):
         run = Run(group, recipe, lambda: net().cuda())
-        chunks = [chunk for part in run.outer._rounds.replica.fragments for chunk in part.weights._anchor.chunks]
+        chunks = [chunk for kept in kept_of(run.outer) for chunk in kept["anchor"]["chunks"]]
         assert all(chunk.is_cpu == recipe.anchor_on_cpu for chunk in chunks)
         run.steps(*range(7))
         return run.end()

@@ -151,7 +151,8 @@ def by_place(model, count):
 def weighed(group, recipe):
     counting = Counting(group)
     run = Run(counting, recipe, no_statistics)
-    sizes = [sum(p.numel() for p in part.parameters()) for part in run.outer._rounds.replica.fragments]
+    cut = recipe.fragments(run.model, recipe.schedule.fragments)
+    sizes = [sum(place.get().numel() for place in part.parameters) for part in cut]
     began = len(counting.calls)
     run.steps(*range(max(6, recipe.warmup)))
     rounds = run.outer.stats().rounds
