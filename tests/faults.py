@@ -5,19 +5,22 @@
     OuterLoop(model, fault.recipe(diloco(2)), membership=fault.membership(FixedMembership(group, SoloGroup())))
 
 The fault sits between the loop and what a script hands to it: the codec and the merge of the recipe, and the groups
-of the membership. It changes nothing before that moment.
+of the membership. It changes nothing before that moment. `writing` does the same for the files of checkpoints.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from farflung.checkpoint import entries
+
 PHASES = {
-    "local step": "a step of the optimizer is over",
+    "local step": "the script trains",
     "saving": "the script asks for a state dict",
     "admission": "an epoch has newcomers, who have got nothing yet",
     "encoding": "a bucket is encoded",
@@ -84,6 +87,26 @@ def fail_at(phase: str | None, number: int = 1, act: Callable[[Any], object] = k
     """
     assert phase is None or phase in PHASES, phase
     return Fault(IN_A_ROUND if phase is None else {phase}, number, act, is_armed)
+
+
+@contextmanager
+def writing(act: Callable[[], object]) -> Iterator[None]:
+    """Call `act` before each file of a checkpoint is written here; what it raises is the disk's error."""
+    write = entries.write
+
+    def written(*args: Any, **options: Any) -> Any:
+        act()
+        return write(*args, **options)
+
+    entries.write = written
+    try:
+        yield
+    finally:
+        entries.write = write
+
+
+def disk_is_full() -> None:
+    raise OSError(28, "No space left on device")
 
 
 class _Faulty:
