@@ -64,11 +64,12 @@ class Replica:
         loader = self.loaders[which]
         if self.batches is None:
             self.batches, self.epoch = iter(loader), loader.iteration
-        batch = next(self.batches, None)
+        before, batch = dict(loader.share.given), next(self.batches, None)
         if batch is None:
             self.batches = None
             return False
-        epoch, _ = next(reversed(loader.share.given))  # another one where it was left of the epoch before
+        given = loader.share.given  # its epoch is another one where it was left of the epoch before
+        epoch, _ = next((place for place, done in given.items() if before.get(place) != done), next(reversed(given)))
         self.position += 1
         self.followed.step_attempted(self.position)
         self.unsent += [(which, epoch, one) for one in batch.tolist()]
