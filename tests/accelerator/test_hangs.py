@@ -4,7 +4,6 @@
 import ctypes
 import io
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from farflung.process import watchdog, world
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration, InitProcessGroupKwargs, ParallelismConfig
+from tests.python import run_farflung
 
 LATE = 1
 WATCHDOG = ["farflung watchdog", "farflung watchdog guard"]
@@ -307,8 +307,7 @@ accelerator.gather(torch.ones(2))
 def test_a_run_ends_soon_after_a_rank_has_failed_and_says_why(tmp_path):
     script = tmp_path / "fails_slowly.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=patience(45))
+    ended = run_farflung("launch", "--cpu", "--num_processes", "2", script, code=None, timeout_s=45)
     assert ended.returncode != 0
     assert "rank 1 failed on" in ended.stderr
     assert ended.stderr.count("ValueError: no such file") == 1

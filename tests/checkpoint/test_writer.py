@@ -4,8 +4,6 @@
 import errno
 import os
 import random
-import subprocess
-import sys
 import threading
 import zlib
 
@@ -15,7 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from farflung.checkpoint import writer
 from farflung.checkpoint.files import sums_of
 from farflung.checkpoint.writer import FileWriter
-from farflung.testing.patience import patience
+from tests.python import run_farflung, run_python
 
 _BLOCK = 4096
 
@@ -145,17 +143,6 @@ accelerator.save_state(sys.argv[1], block=False)
 
 
 def test_a_save_in_the_background_of_many_blocks_is_complete_when_the_script_ends_at_once(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", _LEAVES_EARLY, str(tmp_path / "last")],
-        capture_output=True,
-        text=True,
-        timeout=patience(120),
-    )
-    assert done.returncode == 0, done.stderr
-    checked = subprocess.run(
-        [sys.executable, "-m", "farflung", "checkpoint", "verify", str(tmp_path / "last")],
-        capture_output=True,
-        text=True,
-    )
-    assert checked.returncode == 0, checked.stderr
+    run_python("-c", _LEAVES_EARLY, tmp_path / "last", timeout_s=120)
+    run_farflung("checkpoint", "verify", tmp_path / "last")
     assert (tmp_path / "last" / "model.safetensors").stat().st_size > 40_000_000

@@ -18,6 +18,7 @@ from farflung.demo import command
 from farflung.demo.report import table_of, verdicts
 from farflung.demo.settings import DemoSettings, Point, Result, load_results, save_results
 from farflung.testing.patience import patience
+from tests.python import run_farflung, run_python
 
 WAYS = ("DDP", "Local SGD", "DiLoCo", "Streaming DiLoCo")
 
@@ -44,14 +45,7 @@ def a_result(way="DDP", loss=2.0, *, bytes_sent=3000, line_seconds=9.0):
 def test_the_demo_trains_four_ways_draws_judges_and_writes(tmp_path):
     output = tmp_path / "made by the demo"
     knobs = ["--steps", "12", "--every", "4", "--size", "tiny", "--batch", "4", "--output", output.name]
-    ran = subprocess.run(
-        [sys.executable, "-m", "farflung", "demo", *knobs],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=patience(100),
-    )
-    assert ran.returncode == 0, ran.stderr
+    ran = run_farflung("demo", *knobs, timeout_s=100, cwd=tmp_path)
 
     ddp, local_sgd, diloco, streaming = results = load_results(settings_for(output))
     assert tuple(result.way for result in results) == WAYS
@@ -135,9 +129,7 @@ def test_a_bandwidth_that_is_none_is_refused_before_anything_starts():
 
 def test_the_command_starts_without_torch():
     code = "import sys, farflung.demo.command; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
-    said = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60), check=True
-    )
+    said = run_python("-c", code)
     assert said.stdout.split() == ["False", "False"]
 
 
