@@ -72,7 +72,7 @@ ROWS: dict[str, Recipe | None] = {
     "gossip(16)": gossip(16),
     "local_sgd(16), Adam averaged": replace(local_sgd(16), inner=AverageState()),
     "slowmo(16)": slowmo(16),
-    "noloco(16)": noloco(16),
+    "noloco(16, momentum=0.5)": noloco(16, momentum=0.5),
     "edit(16)": edit(16),
     "post_local_sgd(48, 16)": post_local_sgd(48, 16),
     "quadratic(8, 0.01)": quadratic(8, 0.01),

@@ -175,8 +175,8 @@ def diloco(
 
     The published lr 0.7 and momentum 0.9 were found on hundreds of rounds; in shorter runs so large a momentum is still
     building up when training ends. So by default it grows: in round t it is t / (t + 10), up to 0.9, and sooner with H
-    above 32. No run has to know its length for that. The default lr depends on H: 0.7 for 8, 0.15 more for each
-    doubling, at most 1, and in proportion below 8; with a constant momentum it is the published one.
+    above 32. No run has to know its length for that. The default lr depends on H: 0.7 for 8, 0.075 more for each
+    doubling, at most 0.85, and in proportion below 8; with a constant momentum it is the published one.
 
     Args:
         every: sync interval H, in optimizer steps.
@@ -194,9 +194,7 @@ def diloco(
     Source: DiLoCo (arXiv:2311.08105); `radial` is of Decoupled DiLoCo (arXiv:2604.21428).
     """
     schedule = Every(every)
-    lr = rate_of(every, momentum) if lr is None else lr
-    optimizer = _nesterov(lr, momentum, rounds, nesterov, delay=delay_of(every))
-    return _anchored(schedule, codec, optimizer, radial=radial)
+    return _anchored(schedule, codec, _nesterov(every, lr, momentum, rounds, nesterov), radial=radial)
 
 
 def streaming_diloco(
@@ -233,16 +231,15 @@ def streaming_diloco(
     Raises:
         ConfigError: a number is out of its range.
 
-    By default lr and momentum are those of `diloco`, but the momentum grows twice as fast. A delay that is not small
-    compared with `every` costs accuracy: updates are applied that many steps late.
+    By default lr and momentum are those of `diloco`. A delay that is not small compared with `every` costs accuracy:
+    updates are applied that many steps late.
 
     Source: Streaming DiLoCo (arXiv:2501.18512).
     """
     if cut is not None:
         check_callable("cut", cut, "farflung.outer.strided")
     schedule = Streaming(every, fragments, delay)
-    lr = rate_of(every, momentum) if lr is None else lr
-    optimizer = _nesterov(lr, momentum, rounds, delay=delay_of(every) / 2)  # as weights take a part of the anchor only
+    optimizer = _nesterov(every, lr, momentum, rounds)
     parts = {"merge": Blend(alpha), "fragments": cut or by_layers}
     return _anchored(schedule, codec, optimizer, usual="e3m0", radial=radial, **parts)
 
@@ -274,7 +271,7 @@ def eager_diloco(
 
     Source: eager updates (arXiv:2502.12996).
     """
-    optimizer = _nesterov(lr, momentum, rounds)
+    optimizer = _nesterov(every, lr, momentum, rounds)
     return _anchored(Streaming(every, 1, every), codec, optimizer, usual="int8", eager=True)
 
 
@@ -429,15 +426,16 @@ def _anchored(
 
 
 def _nesterov(
-    lr: float, momentum: float | None, rounds: int | None, nesterov: bool = True, *, delay: float = 0.0
+    every: int, lr: float | None, momentum: float | None, rounds: int | None, nesterov: bool = True
 ) -> MakeOptimizer:
     """SGD with this momentum, or with one that grows; warns of a momentum that has not worked in so few rounds."""
+    lr = rate_of(every, momentum) if lr is None else lr
     if rounds is not None:
         check_whole("rounds", rounds, least=1)
     if momentum is None:
         check_number("lr", lr, above=0)
         check_flag("nesterov", nesterov)
-        return partial(_one_pass, GrowingMomentumSGD, delay=delay, lr=lr, nesterov=nesterov)
+        return partial(_one_pass, GrowingMomentumSGD, delay=delay_of(every), lr=lr, nesterov=nesterov)
     optimizer = _sgd(lr, momentum, nesterov)
     if momentum >= 0.9 and rounds is not None and rounds < _MANY_ROUNDS:
         warnings.warn(
