@@ -29,7 +29,8 @@ def rate_of(every: int, momentum: float | None = None) -> float:
     """Return the outer learning rate for rounds of `every` steps; with a constant momentum it is 0.7, as published.
 
     With the momentum that grows it is 0.7 for 8 steps, 0.85 from 32 on, and in proportion below 8. The best rate grows
-    with H, and is higher where the inner learning rate falls than where it stays: with H=32 1.0 and 0.7 (docs/evidence.md).
+    with H, and is higher where the inner learning rate falls than where it stays: 1.0 and 0.7 with H=32
+    (docs/evidence.md).
     """
     if momentum is not None:
         return PUBLISHED_LR
