@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Real
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -40,6 +40,7 @@ _KINDS = (nn.Module, Optimizer, DataLoader, LRScheduler, AcceleratedScheduler)
 _STRANGERS = (str, bytes, Real, Tensor, Mapping, Set, GeneratorType)
 
 PreparedLoader = DataLoaderShard | DataLoaderDispatcher
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -85,10 +86,12 @@ class Registry:
         """Whether a model that is trained is in train mode, or there is none yet."""
         return not self.trained or any(model.training for model in self.trained)
 
-    def remember(self, original: Any, prepared: Any) -> None:
-        """Note that `prepared` stands for `original`."""
+    def add(self, listed: list[_T], original: Any, prepared: _T) -> _T:
+        """Append `prepared`, which stands for `original` from now on, to one of the lists, and return it."""
+        listed.append(prepared)
         self._known[id(original)] = (original, prepared)  # the original is kept alive, so its id stays its own
         self._known[id(prepared)] = (prepared, prepared)
+        return prepared
 
     def clear(self) -> None:
         for listed in (self.models, self.evaluated, self.optimizers, self.schedulers, self.loaders):
@@ -170,11 +173,9 @@ class Preparer:
         if was_evaluated:  # and is trained now
             for listed in (self.registry.models, self.registry.evaluated):
                 listed[:] = [other for other in listed if other is not known]
-        self.registry.models.append(prepared)
         if evaluation_mode:
             self.registry.evaluated.append(prepared)
-        self.registry.remember(model, prepared)
-        return prepared
+        return self.registry.add(self.registry.models, model, prepared)
 
     def _awaited(self, model: nn.Module) -> list[int]:
         """Return the ranks that a forward pass of a prepared model, or its backward pass, waits for now."""
@@ -193,9 +194,7 @@ class Preparer:
         device = self.world.device if self._placed(place) else None
         self.strategy.adopt(_bare(optimizer))
         prepared = AcceleratedOptimizer(_bare(optimizer), state=self.loop, precision=self.precision, device=device)
-        self.registry.optimizers.append(prepared)
-        self.registry.remember(optimizer, prepared)
-        return prepared
+        return self.registry.add(self.registry.optimizers, optimizer, prepared)
 
     def scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare one scheduler; it follows the optimizer that it was made for, or all where that one is unknown."""
@@ -218,9 +217,7 @@ class Preparer:
                 ticks=1 if per_update else self.world.size,
                 warns=self.world.is_main,
             )
-        self.registry.schedulers.append(prepared)
-        self.registry.remember(scheduler, prepared)
-        return prepared
+        return self.registry.add(self.registry.schedulers, scheduler, prepared)
 
     def loader(self, loader: DataLoader[Any], place: bool | None, slice_fn: Any = None) -> PreparedLoader:
         known = self.registry.find(loader)
@@ -238,9 +235,7 @@ class Preparer:
         )
         if self.loop.ends is not None:
             self.loop.ends.add(prepared)
-        self.registry.loaders.append(prepared)
-        self.registry.remember(loader, prepared)
-        return prepared
+        return self.registry.add(self.registry.loaders, loader, prepared)
 
     def _placed(self, place: bool | None) -> bool:
         return self.device_placement if place is None else place
