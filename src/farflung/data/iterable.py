@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, default_convert
@@ -13,6 +14,7 @@ from farflung.data.batches import plain_or_none, state_of
 from farflung.data.samplers import check_split, rounds
 
 
+@dataclass(eq=False, repr=False)
 class IterableDatasetShard(IterableDataset[Any]):
     """The share of one process in an iterable data set.
 
@@ -25,26 +27,17 @@ class IterableDatasetShard(IterableDataset[Any]):
         even_batches: complete a last round that is not whole with samples of the first.
     """
 
-    def __init__(
-        self,
-        dataset: IterableDataset[Any],
-        batch_size: int = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        *,
-        even_batches: bool = True,
-    ) -> None:
-        if split_batches:
-            check_split(batch_size, num_processes)
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
+    dataset: IterableDataset[Any]
+    batch_size: int = 1
+    drop_last: bool = False
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    even_batches: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.split_batches:
+            check_split(self.batch_size, self.num_processes)
         self.epoch = 0
         self._first: list[Any] | None = None  # the first round of the iteration that began last
         self._is_read = False  # that iteration came to the end of the data
@@ -110,6 +103,7 @@ class Marked(NamedTuple):
     real: int
 
 
+@dataclass(eq=False, repr=False)
 class MarkedShard(IterableDatasetShard):
     """A shard that marks the samples of padded rounds, so that the count reaches the loader with the batch.
 
@@ -117,9 +111,7 @@ class MarkedShard(IterableDatasetShard):
     With `holds_batches`, the items of the data set are whole batches, whose samples are counted.
     """
 
-    def __init__(self, *args: Any, holds_batches: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.holds_batches = holds_batches
+    holds_batches: bool = field(default=False, kw_only=True)
 
     def __iter__(self) -> Iterator[Any]:
         for samples, real in self.shares():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -35,33 +36,21 @@ if TYPE_CHECKING:
 _Entry = tuple[int, int, int, int]  # tenure, epoch, slot, how many batches of the slot are done with this one
 
 
+@dataclass(eq=False)
 class Slots:
-    """The shares of one replica in the epochs of all its loaders.
+    """The shares of one replica in the epochs of all its loaders."""
 
-    Args:
-        store: a c10d store that all replicas of the run share.
-        member: this replica's id.
-        exchange: of the ranks of this replica, of which the first speaks with the store.
-        most: how many replicas there will be at most.
-        expected: how many the run begins with.
-        is_training: whether a pass that begins now is one of training.
-    """
+    store: Any  # a c10d store that all replicas of the run share
+    member: int  # this replica's id
+    exchange: Exchange  # of the ranks of this replica, of which the first speaks with the store
+    most: int  # how many replicas there will be at most
+    expected: int = 1  # how many the run begins with
+    is_training: Callable[[], bool] = lambda: True  # whether a pass that begins now is one of training
 
-    def __init__(
-        self,
-        store: Any,
-        member: int,
-        exchange: Exchange,
-        *,
-        most: int,
-        expected: int = 1,
-        is_training: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self.member, self.most, self.expected, self.is_training = member, most, expected, is_training
-        self.exchange = exchange
-        self.is_first = exchange.group.rank == 0
+    def __post_init__(self) -> None:
+        self.is_first = self.exchange.group.rank == 0
         self.kind = SlotLoader  # of the loaders whose batches are shares
-        self._store = part_of(store, "data")
+        self._store = part_of(self.store, "data")
         self._samplers: list[SlotSampler] = []
         self._follows: list[FollowedLoop] = []
         self._unrecorded: deque[tuple[int, SlotSampler, list[_Entry]]] = deque()  # with the number given by then

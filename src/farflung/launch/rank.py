@@ -17,7 +17,7 @@ from contextlib import redirect_stderr
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType
 
 from farflung.config import environ
 from farflung.process.failure import has_report, record_exit, record_failure
@@ -51,7 +51,8 @@ def run(arguments: list[str]) -> None:
     except BaseException as error:
         if outer is not None:
             outer.leave(error)
-        error.__traceback__ = _from_script_on(error.__traceback__)
+        while (trace := error.__traceback__) is not None and trace.tb_frame.f_code.co_filename == __file__:
+            error.__traceback__ = trace.tb_next
         _report(error)
         sys.exit(1)
 
@@ -100,13 +101,6 @@ def _loaded(spec: ModuleSpec | None, name: str) -> tuple[CodeType, ModuleType]:
     main = ModuleType("__main__")
     main.__dict__.update(__file__=spec.origin, __loader__=loader, __spec__=spec, __package__=spec.parent)
     return code, main
-
-
-def _from_script_on(trace: TracebackType | None) -> TracebackType | None:
-    """Leave out the frames of this file."""
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    return trace
 
 
 if __name__ == "__main__":

@@ -75,17 +75,12 @@ def in_order(failures: Sequence[Failure]) -> tuple[list[Failure], list[Failure]]
     Faults come first, then errors by their time, then the errors of ranks that lost another one.
     """
     first_s = min(failure.time_s for failure in failures)
-    ended = [failure for failure in failures if _was_ended(failure, first_s)]
+    told = [one for one in failures if one.exit_code < 0 and not one.has_reported]
+    ended = [one for one in told if one.exit_code == -signal.SIGTERM or one.time_s > first_s + _GRACE_S]
     own = [failure for failure in failures if failure not in ended]
     if not own:  # each was told to end; the agent lists the one first that was not told by itself
         own, ended = ended[:1], ended[1:]
     return sorted(own, key=lambda failure: (_distance(failure), failure.time_s)), ended
-
-
-def _was_ended(failure: Failure, first_s: float) -> bool:
-    if failure.exit_code >= 0 or failure.has_reported:
-        return False
-    return failure.exit_code == -signal.SIGTERM or failure.time_s > first_s + _GRACE_S
 
 
 def _distance(failure: Failure) -> int:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import atexit
 import math
-import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
 from socket import gethostbyname
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -55,20 +53,17 @@ _RELEASE_WAIT_S = 0.1
 
 def read_rank_info() -> RankInfo:
     """Read what the launcher says about this process from its variables: torchrun's, Open MPI's, PMI's or Slurm's."""
+    in_step = bool(environ.text("SLURM_STEP_NUM_TASKS"))
     size = environ.integer(*_SIZE)
-    rank = environ.integer(*_RANK)
     if size is None or size == 1:
         return RankInfo(0, 1, environ.integer(*_LOCAL_RANK) or 0, 1)
-    if rank is None and environ.text("SLURM_STEP_NUM_TASKS"):
-        rank = environ.integer("SLURM_PROCID")
+    rank = environ.integer(*_RANK, *(["SLURM_PROCID"] if in_step else []))
     if size < 1 or rank is None or not 0 <= rank < size:
         raise ConfigError(
             f"WORLD_SIZE is {size} and RANK is {rank}; a run of several processes needs 0 <= RANK < WORLD_SIZE. "
             "Start it with `farflung launch` or `torchrun`, which set both."
         )
-    local_rank = environ.integer(*_LOCAL_RANK)
-    if local_rank is None:
-        local_rank = environ.integer("SLURM_LOCALID") if environ.text("SLURM_STEP_NUM_TASKS") else None
+    local_rank = environ.integer(*_LOCAL_RANK, *(["SLURM_LOCALID"] if in_step else []))
     local_size = environ.integer(*_LOCAL_SIZE)
     if local_rank is None:
         raise ConfigError(
@@ -124,9 +119,7 @@ def join_world(
             raise Unsupported(f"{variable} is set. {engine} is not supported. Use DDP, or an outer loop over it.")
     info = _rank_info_of_group() if dist.is_initialized() else read_rank_info()
     device = choose_device(info, cpu)
-    if info.size > 1:
-        _install_exit_report()
-    install_failure_report(info.rank, _explained)
+    install_failure_report(info.rank, _explained, _leave if info.size > 1 else None)
     owns = info.size > 1 and not dist.is_initialized()
     if owns:
         _initialize(info, device, init or InitProcessGroupKwargs())
@@ -161,24 +154,15 @@ def leave_world() -> None:
             dist.destroy_process_group()
 
 
-def _install_exit_report() -> None:
-    """Have an exception that nobody catches end the other ranks' waits at once, with its name as the reason.
+def _leave(error: BaseException) -> None:
+    """End the other ranks' waits at once, with the name of an error that nobody catches as the reason.
 
     Otherwise they would wait until this process is gone, which may take minutes: it may run `atexit` functions, or wait
-    for its threads. The hook that stood before is still called.
+    for its threads.
     """
-    before = sys.excepthook
-
-    def report_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        world = slot.current()
-        known = _explained(error)  # the sentence with the rank, in place of the transport's words
-        if known is not error:
-            kind, error = type(known), known.with_traceback(trace)
-        if world is not None and dist.is_initialized():
-            world.group.leave(f"{kind.__name__}: {error}"[:500], for_good=True)
-        before(kind, error, trace)
-
-    sys.excepthook = report_exit
+    world = slot.current()
+    if world is not None and dist.is_initialized():
+        world.group.leave(f"{type(error).__name__}: {error}"[:500], for_good=True)
 
 
 def _watch(world: World, asked: WatchdogKwargs | None, init: InitProcessGroupKwargs | None = None) -> None:

@@ -33,32 +33,43 @@ _OURS = str(Path(__file__).parent.parent)
 _TORCHS = f"site-packages{os.sep}torch{os.sep}"
 
 
-def install_failure_report(rank: int, explain: Callable[[BaseException], BaseException] | None = None) -> None:
+def install_failure_report(
+    rank: int,
+    explain: Callable[[BaseException], BaseException] = lambda error: error,
+    leave: Callable[[BaseException], None] | None = None,
+) -> None:
     """Have an exception that nobody catches written to the launcher's error file, and printed with the rank before it.
 
     What `torch.distributed.elastic.multiprocessing.errors.record` does for one function, this does for the whole
-    script. The hook that stood before is still called. A process without an elastic agent over it is left as it is.
+    script. The hook that stood before is still called. Without an elastic agent over the process there is no report.
 
     A KeyboardInterrupt is not reported: the user who pressed Ctrl-C knows, and one traceback a rank would only hide it.
-    `explain` may give an error that says more, which is reported instead.
+    `explain` may give an error that says more, which is reported instead; `leave` tells the other ranks of it.
     """
-    if not environ.text(ERROR_FILE):
+    has_launcher, before = bool(environ.text(ERROR_FILE)), sys.excepthook
+    if not has_launcher and leave is None:
         return
-    before = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, KeyboardInterrupt):
+        if has_launcher and issubclass(kind, KeyboardInterrupt):
             return
-        known = error if explain is None else explain(error)
+        known = explain(error)
         if known is not error:
             kind, error = type(known), known.with_traceback(trace)
-        record_failure(error)
+        if has_launcher:
+            record_failure(error)
+        if leave is not None:
+            leave(error)
+        if not has_launcher:
+            before(kind, error, trace)
+            return
         printed = io.StringIO()
         with redirect_stderr(printed):
             before(kind, error, trace)
-        # torch's own hook, set when the process group was made, puts the rank before each line too.
-        outermost = sys.excepthook is report
-        sys.stderr.write(_with_rank(printed.getvalue(), rank) if outermost else printed.getvalue())
+        lines, prefix = printed.getvalue().splitlines(keepends=True), f"[rank{rank}]: "
+        if sys.excepthook is report:  # else torch's own hook, set when the process group was made, does so
+            lines = [line if line.startswith("[rank") else prefix + line for line in lines]
+        sys.stderr.write("".join(lines))
         sys.stderr.flush()
 
     sys.excepthook = report
@@ -120,8 +131,3 @@ def leave_note(name: str, text: str = "") -> None:
     if path:
         with suppress(OSError):  # it is for a sentence only
             Path(path).with_name(name).write_text(text, encoding="utf-8")
-
-
-def _with_rank(text: str, rank: int) -> str:
-    prefix = f"[rank{rank}]: "
-    return "".join(line if line.startswith("[rank") else prefix + line for line in text.splitlines(keepends=True))
