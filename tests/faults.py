@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from farflung.checkpoint import entries
+from farflung.testing.patience import patience
 
 PHASES = {
     "local step": "the script trains",
@@ -87,6 +89,13 @@ def fail_at(phase: str | None, number: int = 1, act: Callable[[Any], object] = k
     """
     assert phase is None or phase in PHASES, phase
     return Fault(IN_A_ROUND if phase is None else {phase}, number, act, is_armed)
+
+
+def lives_until(others_know: Callable[[], object], most_s: float = 5.0) -> None:
+    """Be busy while others find out about a failure."""
+    deadline = time.monotonic() + patience(most_s)
+    while not others_know() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from farflung import Accelerator
 from farflung.base.errors import RankFailure
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.outer import OuterLoop, local_sgd
-from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
+from tests.faults import lives_until
 from tests.python import run_farflung
 
 SCRIPT = """
@@ -94,7 +94,7 @@ def lose_a_rank(sharded, printed):
     if accelerator.process_index == 2:
         os._exit(7)
     if accelerator.process_index == 1:
-        time.sleep(patience(5))
+        lives_until((printed.parent / "told").exists)
         return
     with printed.open("w") as file, contextlib.redirect_stderr(file):
         try:
@@ -102,6 +102,7 @@ def lose_a_rank(sharded, printed):
                 accelerator.backward(model(torch.ones(2, 4)).sum())
         except RuntimeError as error:
             sys.excepthook(type(error), error, error.__traceback__)
+    (printed.parent / "told").touch()
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP"])

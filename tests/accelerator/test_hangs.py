@@ -216,7 +216,7 @@ def loses_the_store(path):
 
 def test_a_rank_whose_store_answers_no_more_ends_and_says_where_it_waited(tmp_path):
     with pytest.raises(RankFailure, match="rank 0: the process died with exit code 1"):
-        run_ranks(loses_the_store, 2, tmp_path, timeout_s=20)
+        run_ranks(loses_the_store, 2, tmp_path, timeout_s=20, grace_s=0.1)  # the other one sleeps
     said = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
     assert "where the run's store is) did not answer for " in said
     assert "`Accelerator.gather`" in said

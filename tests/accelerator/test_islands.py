@@ -17,6 +17,7 @@ from farflung.process import world
 from farflung.process.mesh import replicas_here
 from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
+from tests.faults import lives_until
 from tests.outer.islands import Uneven
 from tests.outer.replicas import same
 
@@ -130,7 +131,7 @@ def test_an_outer_loop_where_all_ranks_share_one_model_is_refused():
         assert all("dp_replicate_size=2" in text for text in said)
 
 
-def left_for_good():
+def left_for_good(told):
     """Rank 3 fails in its island and lives on; return what the others are told."""
     accelerator = Accelerator(**LAYOUTS["FSDP"])
     model = Uneven()
@@ -141,7 +142,7 @@ def left_for_good():
             for step in range(4):
                 if step == 3 and accelerator.process_index == 3:
                     world.joined().group.leave("ValueError: bad sample", for_good=True)  # as an uncaught error
-                    time.sleep(5)
+                    lives_until(lambda: len(list(told.iterdir())) == 3)
                     raise ValueError("bad sample")
                 began = time.monotonic()
                 accelerator.backward(model(torch.ones(4, 16)).square().mean())
@@ -149,13 +150,14 @@ def left_for_good():
                 optimizer.zero_grad()
     except RankFailure as error:
         world.joined().group.leave("RankFailure", for_good=True)
+        (told / str(accelerator.process_index)).touch()
         return str(error), time.monotonic() - began
     except ValueError:
         return "left", 0.0
 
 
-def test_a_rank_that_fails_ends_the_waits_of_its_island_and_of_all_others():
-    *others, (last, _) = run_ranks(left_for_good, 4)
+def test_a_rank_that_fails_ends_the_waits_of_its_island_and_of_all_others(tmp_path):
+    *others, (last, _) = run_ranks(left_for_good, 4, tmp_path)
     assert last == "left"
     for message, seconds in others:
         assert "rank 3 left (ValueError: bad sample)" in message

@@ -170,7 +170,7 @@ def leave_again_and_again(by_all, recipe):
     def count():
         return process.num_fds(), process.num_threads(), num_groups(), store.num_keys()
 
-    for attempt in range(12):
+    for attempt in range(6):
         model = linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with suppress(KeyError, RankFailure), OuterLoop(model, recipe).attach(optimizer):
