@@ -68,7 +68,7 @@ ROWS: dict[str, Recipe | None] = {
     "diloco(16) int8": diloco(16, codec=Int8()),
     "diloco(16, lr=0.7)": diloco(16, lr=0.7),
     "diloco(16, lr=0.7, momentum=0.9)": diloco(16, lr=0.7, momentum=0.9),
-    "sparse_loco(16)": sparse_loco(16),
+    "sparse_loco(16, lr=1.0)": sparse_loco(16, lr=1.0),
     "gossip(16)": gossip(16),
     "local_sgd(16), Adam averaged": replace(local_sgd(16), inner=AverageState()),
     "slowmo(16)": slowmo(16),

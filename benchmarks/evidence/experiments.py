@@ -37,8 +37,11 @@ OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0, 1.4), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99
 RATES = (0.5, 0.7, 1.0, 1.4)  # outer ones, by H
 EXPERIMENTS = ("tune", "1", "2", "3", "4", "5", "6", "7")
 GROWING = ("diloco", "streaming_diloco")  # whose momentum grows
-LR_AND_MOMENTUM = ("lr", "momentum", MOMENTA)
-SECOND = {"sparse_loco": ("lr", "beta", DECAYS), "slowmo": ("alpha", "beta", MOMENTA)}  # in place of those
+LR_AND_MOMENTUM = ("lr", OUTER, "momentum", MOMENTA)
+OTHERS = {  # the recipes that have something else in their place, or want other rates
+    "sparse_loco": ("lr", (*OUTER, 2.0, 2.8, 4.0), "beta", DECAYS),
+    "slowmo": ("alpha", OUTER, "beta", MOMENTA),
+}
 ANCHORED = ("diloco", "streaming_diloco", "eager_diloco", "noloco", "sparse_loco", "edit", "slowmo")
 
 
@@ -83,18 +86,18 @@ def inner_grid(results: Results, size: str, method: str, inner: str = "adamw", e
 def outer_grid(results: Results, method: str, inner: str = "adamw", **settings: Any) -> list[Run]:
     """Return the recipe with its defaults, with other learning rates, and with pairs of rate and momentum or decay."""
     lr, steps = inner_lr(results, TUNED_AT, method, inner, settings["every"]), STEPS[TUNED_AT] // 4
-    rate, name, values = SECOND.get(method, LR_AND_MOMENTUM)
+    rate, rates, second, others = OTHERS.get(method, LR_AND_MOMENTUM)
     usual = usual_settings(method, settings)
-    rates = [{**settings, rate: value} for value in OUTER if method in GROWING and inner == "adamw"]
-    pairs = [{**settings, rate: value, name: other} for value in OUTER for other in values]
-    chosen = dict.fromkeys(spelled(**one) for one in (usual, *rates, *pairs))
+    alone = [{**settings, rate: value} for value in rates if method in GROWING and inner == "adamw"]
+    pairs = [{**settings, rate: value, second: other} for value in rates for other in others]
+    chosen = dict.fromkeys(spelled(**one) for one in (usual, *alone, *pairs))
     return [Run(TUNED_AT, method, lr, 0, steps, one, inner=inner) for one in chosen]
 
 
 def usual_settings(method: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Return settings in which the recipe's default outer rate is spelled out, and its momentum unless that grows."""
     parameters = signature(getattr(farflung.outer, method)).parameters
-    rate, second, _ = SECOND.get(method, LR_AND_MOMENTUM)
+    rate, _, second, _ = OTHERS.get(method, LR_AND_MOMENTUM)
     usual = {rate: parameters[rate].default or rate_of(settings["every"])}
     if parameters.get(second) and parameters[second].default is not None:
         usual[second] = parameters[second].default
