@@ -34,7 +34,7 @@ START, EVERY = 2.0**20, 4
 PHASES = {  # where a replica dies: before this is called
     "local step": None,
     "encoding": (BoundFragment, "load"),
-    "vote": (OpenRound, "_begin_vote"),
+    "vote": (OpenRound, "start"),
     "after the vote": (OpenRound, "_decide"),
     "bucket": (OpenRound, "_receive"),
     "confirmation": (EpochGroup, "all_gather_small"),
