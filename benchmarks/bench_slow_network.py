@@ -197,7 +197,6 @@ def _copy(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-@torch.no_grad()
 def judge(model: GPT, kept: list[dict[str, Tensor]], text: bytes, context: int) -> list[float]:
     """Return the validation loss of each set of weights."""
     held_out = torch.frombuffer(bytearray(text), dtype=torch.uint8)

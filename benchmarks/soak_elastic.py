@@ -19,7 +19,8 @@ from _measure import report
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.outer.elastic_run import PHASES, ElasticRun, wrong
+from tests.faults import PHASES
+from tests.outer.elastic_run import ElasticRun, wrong
 
 REPLICAS = 4
 DYING = [one for one in PHASES if one not in ("local step", "saving")]

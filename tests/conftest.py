@@ -13,6 +13,7 @@ import torch
 
 import farflung.state
 from farflung.config import environ
+from farflung.config.launch import FIELDS
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from tests.warm import serving
@@ -130,3 +131,13 @@ def clean_environment():
     yield
     environ.remove(*(environ.snapshot().keys() - before.keys()))
     environ.export(before)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """An empty home that is the working directory too, and an environment that sets nothing."""
+    for name in [entry.variable for entry in FIELDS] + ["HF_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -4,11 +4,9 @@
 Those of the other doors, such as `farflung.utils`, are compared with Accelerate's in tests/compat.
 """
 
-import subprocess
-import sys
-
 import farflung
 import farflung.outer
+from tests.python import run_python
 
 FARFLUNG = """
 Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin
@@ -43,5 +41,4 @@ for name in (names + " parallelism_config scheduler state tracking utils outer")
 farflung.utils.set_seed(0)
 farflung.logging.get_logger("here")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", code)

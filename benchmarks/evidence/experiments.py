@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does an outer loop keep of data parallelism's gain, for which share of its bytes?
 
-From `benchmarks`: python -m evidence.experiments [--experiment tune 1 2 3 4 5] [--sizes 34k 100k] [--seeds 0 1 2]
+From `benchmarks`: python -m evidence.experiments [--experiment tune 1 2 3 4 5 6 7] [--sizes 34k 100k] [--seeds 0 1 2]
 
 Each run is a line of results/evidence.jsonl; those that are there already are not done again, so a series can be broken
 off and taken up. Settings are tuned at a quarter of the length first (`tune`), on the smallest size.
@@ -14,13 +14,16 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
+from inspect import signature
 from typing import Any
 
 import torch
 from _measure import RESULTS, report
 
+import farflung.outer
 from evidence.runner import LOW_RANK, train
 from evidence.runs import SHAPES, Run
+from farflung.outer.momentum import rate_of
 
 QUESTION = "What does an outer loop keep of data parallelism's gain, for which share of its bytes?"
 FILE = "evidence.jsonl"
@@ -29,10 +32,14 @@ AT_ONCE = 36  # rows of a stack: more of them take as long each, fewer take long
 TUNED_AT = "34k"
 INNER = {"adamw": (2.5e-3, 5e-3, 1e-2, 2e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2)}
 LARGER_INNER = {"adamw": (5e-3, 1e-2), "muon": (2e-2, 4e-2)}  # for larger models, and for runs of the whole length
+FIRST_RATE = 0.7  # DiLoCo's outer learning rate while the inner ones are tuned
 OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0, 1.4), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99)
-EXPERIMENTS = ("tune", "1", "2", "3", "4", "5")
-GROWING, USUAL = ("diloco", "streaming_diloco", "eager_diloco"), 0.7  # whose momentum grows; their outer rate
-ANCHORED = ("diloco", "streaming_diloco", "eager_diloco", "noloco", "sparse_loco")
+RATES = (0.5, 0.7, 1.0, 1.4)  # outer ones, by H
+EXPERIMENTS = ("tune", "1", "2", "3", "4", "5", "6", "7")
+GROWING = ("diloco", "streaming_diloco")  # whose momentum grows
+LR_AND_MOMENTUM = ("lr", "momentum", MOMENTA)
+SECOND = {"sparse_loco": ("lr", "beta", DECAYS), "slowmo": ("alpha", "beta", MOMENTA)}  # in place of those
+ANCHORED = ("diloco", "streaming_diloco", "eager_diloco", "noloco", "sparse_loco", "edit", "slowmo")
 
 
 def spelled(**settings: Any) -> str:
@@ -64,11 +71,11 @@ def inner_grid(results: Results, size: str, method: str, inner: str = "adamw", e
 
     There a quarter chose rates that were too large for the whole: two rates are left, which fall as the width grows.
     """
-    settings: dict[str, Any] = {} if method in ("alone", "DDP") else {"every": every}
+    settings: dict[str, Any] = {} if method in ("alone", "DDP") else {"every": every, "lr": FIRST_RATE}
     if size == TUNED_AT:
         return [Run(size, method, lr, 0, STEPS[size] // 4, spelled(**settings), inner=inner) for lr in INNER[inner]]
     if settings:
-        settings = best(results, outer_grid(results, method, inner, **settings)).options
+        settings = best(results, outer_grid(results, method, inner, every=every)).options
     rates = [round(lr * SHAPES[TUNED_AT].width / SHAPES[size].width, 6) for lr in LARGER_INNER[inner]]
     return [Run(size, method, lr, 0, STEPS[size], spelled(**settings), inner=inner) for lr in rates]
 
@@ -76,11 +83,22 @@ def inner_grid(results: Results, size: str, method: str, inner: str = "adamw", e
 def outer_grid(results: Results, method: str, inner: str = "adamw", **settings: Any) -> list[Run]:
     """Return the recipe with its defaults, with other learning rates, and with pairs of rate and momentum or decay."""
     lr, steps = inner_lr(results, TUNED_AT, method, inner, settings["every"]), STEPS[TUNED_AT] // 4
-    name, values = ("beta", DECAYS) if method == "sparse_loco" else ("momentum", MOMENTA)
-    rates = [{**settings, "lr": rate} for rate in OUTER if method in GROWING and inner == "adamw" and rate != USUAL]
-    pairs = [{**settings, "lr": rate, name: value} for rate in OUTER for value in values]
-    chosen = [settings, *rates, *pairs]
-    return [Run(TUNED_AT, method, lr, 0, steps, spelled(**one), inner=inner) for one in chosen]
+    rate, name, values = SECOND.get(method, LR_AND_MOMENTUM)
+    usual = usual_settings(method, settings)
+    rates = [{**settings, rate: value} for value in OUTER if method in GROWING and inner == "adamw"]
+    pairs = [{**settings, rate: value, name: other} for value in OUTER for other in values]
+    chosen = dict.fromkeys(spelled(**one) for one in (usual, *rates, *pairs))
+    return [Run(TUNED_AT, method, lr, 0, steps, one, inner=inner) for one in chosen]
+
+
+def usual_settings(method: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings in which the recipe's default outer rate is spelled out, and its momentum unless that grows."""
+    parameters = signature(getattr(farflung.outer, method)).parameters
+    rate, second, _ = SECOND.get(method, LR_AND_MOMENTUM)
+    usual = {rate: parameters[rate].default or rate_of(settings["every"])}
+    if parameters.get(second) and parameters[second].default is not None:
+        usual[second] = parameters[second].default
+    return {**settings, **usual}
 
 
 def best(results: Results, grid: Iterable[Run]) -> Run:
@@ -107,7 +125,8 @@ def tuned(results: Results, size: str, seed: int, method: str, inner: str = "ada
 
 def default(results: Results, size: str, seed: int, method: str, **settings: Any) -> Run:
     """Return a recipe's run with its own outer defaults."""
-    return replace(tuned(results, size, seed, method, **settings), settings=spelled(**settings))
+    usual = usual_settings(method, settings)
+    return replace(tuned(results, size, seed, method, **settings), settings=spelled(**usual))
 
 
 STREAMED = "streaming_diloco(32, 2) 4 bits"
@@ -129,6 +148,8 @@ METHODS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "DDP, bf16": ("DDP", {"dtype": "bfloat16"}),
     "DDP, PowerSGD rank 2": ("DDP", {"hook": "powersgd", "rank": 2}),
     "gossip(32)": ("gossip", {"every": 32}),
+    "edit(32)": ("edit", {"every": 32}),
+    "slowmo(32)": ("slowmo", {"every": 32}),
     "one average, at the end": ("local_sgd", {"every": 10**6}),
 }
 CODECS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -182,7 +203,7 @@ def changes(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
 
     return {
         "as it is": usual,
-        "defaults of the recipe": [replace(diloco, settings=spelled(every=32))],
+        "an outer learning rate of 0.7": with_settings(lr=0.7),
         "a constant momentum of 0.6": with_settings(momentum=0.6),
         "DDP's inner learning rate": [replace(diloco, lr=usual[1].lr)],
         "no common training first": with_common(0.0),
@@ -220,7 +241,8 @@ def with_muon(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
         found[f"{MUON} at a quarter of its rates"] = slower(muon, 4)
         settings = spelled(every=32, lr=0.9, momentum=0.8)  # arXiv:2505.23725, for two replicas
         found[f"{MUON}, outer rate 0.9 and momentum 0.8"] = [*muon[:2], replace(muon[2], settings=settings)]
-        found[f"{MUON}, defaults"] = [*muon[:2], replace(muon[2], settings=spelled(every=32))]
+        settings = spelled(**usual_settings("diloco", {"every": 32}))
+        found[f"{MUON}, defaults"] = [*muon[:2], replace(muon[2], settings=settings)]
     return found
 
 
@@ -242,12 +264,43 @@ def rows(results: Results, experiment: str, size: str, seed: int) -> dict[str, l
         return with_muon(results, size, seed)
     if experiment == "5":
         return uneven(results, size, seed)
+    if experiment == "6":
+        return outer_rates(results, size, seed)
+    if experiment == "7":
+        return defaults(results, size, seed)
     table = METHODS if experiment == "1" else CODECS
     names = LARGER if experiment == "1" and size != TUNED_AT else table
     found = {name: [tuned(results, size, seed, table[name][0], **table[name][1])] for name in names}
     if experiment == "1" and size == TUNED_AT:
         for name in ("diloco(32)", STREAMED, *(name for name in METHODS if METHODS[name][0] == "noloco")):
             found[f"{name}, defaults"] = [default(results, size, seed, METHODS[name][0], **METHODS[name][1])]
+    return found
+
+
+def outer_rates(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
+    """Return runs of DiLoCo with the momentum that grows, by H and outer learning rate: half as long as others."""
+    usual = replace(tuned(results, size, seed, "diloco", every=32), steps=1000)
+
+    def row(every: int, lr: float, replicas: int = usual.replicas) -> list[Run]:
+        return [replace(usual, settings=spelled(every=every, lr=lr), replicas=replicas)]
+
+    intervals = (8, 16, 32, 64, 128) if size == TUNED_AT else (8, 32, 128)
+    rates = RATES if size == TUNED_AT else (0.7, 1.0)
+    found = {f"H={every}, lr {lr}": row(every, lr) for every in intervals for lr in rates}
+    if size == TUNED_AT:
+        pairs = [(replicas, every, lr) for replicas in (2, 8) for every in (8, 32) for lr in (0.7, 1.0, 1.4)]
+        found |= {f"{m} replicas, H={every}, lr {lr}": row(every, lr, m) for m, every, lr in pairs}
+    return found
+
+
+def defaults(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
+    """Return each recipe's run with tuned settings and with its defaults, over three lengths."""
+    found = {}
+    for name, (method, settings) in METHODS.items():
+        if method in ANCHORED and settings.get("pull", 1):
+            for steps in (500, 2000, 4000):
+                pair = [one(results, size, seed, method, **settings) for one in (tuned, default)]
+                found[f"{name}, {steps} steps"] = [replace(run, steps=steps) for run in pair]
     return found
 
 

@@ -7,8 +7,9 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
-from evidence.experiments import CHANGED, METHODS, TUNED_AT, Results, inner_grids, outer_grids, rows, tuned
+from evidence.experiments import CHANGED, METHODS, RATES, TUNED_AT, Results, inner_grids, outer_grids, rows, tuned
 from evidence.runs import SHAPES, Run
+from farflung.outer.momentum import rate_of
 
 SEEDS = (0, 1, 2)
 
@@ -173,6 +174,37 @@ def tuning_table(results: Results) -> list[str]:
     return lines
 
 
+def rates_table(results: Results) -> list[str]:
+    """Experiment 6: the mean loss by outer learning rate, and in bold where it is the recipe's default."""
+    lines = [f"| size | replicas | H | {' | '.join(map(str, RATES))} |", "|" + "---|" * (3 + len(RATES))]
+    by_row: dict[tuple[str, int, int], dict[float, list[float]]] = {}
+    for size in SHAPES:
+        for seed in SEEDS:
+            for [run] in rows(results, "6", size, seed).values():
+                place, loss = (size, run.replicas, run.options["every"]), results.loss(run)
+                if math.isfinite(loss):
+                    by_row.setdefault(place, {}).setdefault(run.options["lr"], []).append(loss)
+    for (size, replicas, every), losses in by_row.items():
+        cells = [with_error(losses[rate], ".4f") if rate in losses else "-" for rate in RATES]
+        cells = [f"**{cell}**" if rate == rate_of(every) else cell for rate, cell in zip(RATES, cells, strict=True)]
+        lines.append(f"| {size} | {replicas} | {every} | {' | '.join(cells)} |")
+    return lines
+
+
+def defaults_table(results: Results) -> list[str]:
+    """Experiment 7: how far above the tuned loss the defaults end, by length; below it with a minus."""
+    lines = ["| method | steps | tuned | defaults | defaults above tuned | seeds |", "|---|---|---|---|---|---|"]
+    for name in rows(results, "7", TUNED_AT, 0):
+        pairs = [[results.loss(run) for run in rows(results, "7", TUNED_AT, seed)[name]] for seed in SEEDS]
+        if pairs := [pair for pair in pairs if all(map(math.isfinite, pair))]:
+            tuned_losses, losses = map(list, zip(*pairs, strict=True))
+            above = with_error([usual / best - 1 for best, usual in pairs], ".1f", 100)
+            cells = [with_error(tuned_losses, ".4f"), with_error(losses, ".4f"), f"{above} %", str(len(pairs))]
+            method, _, steps = name.removesuffix(" steps").rpartition(", ")
+            lines.append(f"| `{method}` | {steps} | {' | '.join(cells)} |")
+    return lines
+
+
 def headline(results: Results, size: str, name: str) -> str:
     """Return `x ± e % of DDP's gain for 1/y of its bytes`."""
     row = methods(results, size)[name]
@@ -183,6 +215,7 @@ def all_tables(results: Results) -> dict[str, list[str]]:
     """Return every table that has rows, by its title."""
     tables = {"tuning": tuning_table(results), "changes": changes_table(results), "inner": inner_table(results)}
     tables |= {size: methods_table(methods(results, size)) for size in SHAPES}
+    tables |= {"rates": rates_table(results), "defaults": defaults_table(results)}
     tables["uneven"] = methods_table(collect(results, "5", TUNED_AT))
     return {title: lines for title, lines in tables.items() if len(lines) > 2}
 

@@ -4,6 +4,7 @@
 from farflung.big_model.attach import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
 from farflung.big_model.device_map import (
     check_device_map as check_device_map,
+    get_balanced_memory as get_balanced_memory,
     infer_auto_device_map as infer_auto_device_map,
 )
 from farflung.big_model.dispatch import (
@@ -14,7 +15,6 @@ from farflung.big_model.dispatch import (
     load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
 )
 from farflung.big_model.load import load_checkpoint_in_model as load_checkpoint_in_model
-from farflung.big_model.sizes import get_balanced_memory as get_balanced_memory
 from farflung.big_model.tensors import init_empty_weights as init_empty_weights, init_on_device as init_on_device
 from farflung.compat.private_names import (
     _refuse_recurrent_layers_under_sequence_parallelism as _refuse_recurrent_layers_under_sequence_parallelism,

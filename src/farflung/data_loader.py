@@ -2,7 +2,7 @@
 """Door: where scripts look for loaders, samplers and their shards."""
 
 from farflung.accelerator.operations import prepare_data_loader
-from farflung.compat.absent import get_sampler
+from farflung.compat.absent import __getattr__ as __getattr__
 from farflung.data.dispatcher import DataLoaderDispatcher
 from farflung.data.iterable import IterableDatasetShard
 from farflung.data.loader import DataLoaderShard, PreparedLoader as DataLoaderStateMixin
@@ -20,7 +20,6 @@ __all__ = [
     "SeedableRandomSampler",
     "SkipBatchSampler",
     "SkipDataLoader",
-    "get_sampler",
     "prepare_data_loader",
     "skip_first_batches",
 ]

@@ -8,4 +8,4 @@ from farflung.accelerator.views import (
     is_initialized as is_initialized,
 )
 from farflung.base.enums import DistributedType as DistributedType
-from farflung.compat.absent import ThreadLocalSharedDict as ThreadLocalSharedDict, do_nothing as do_nothing
+from farflung.compat.absent import __getattr__ as __getattr__

@@ -15,7 +15,7 @@ import farflung
 from farflung import Accelerator, PartialState
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.config import environ
-from farflung.config.fp8 import AORecipeKwargs
+from farflung.config.handlers import AORecipeKwargs
 from farflung.state import AcceleratorState, GradientState
 from farflung.utils import (
     AutocastKwargs,
@@ -75,7 +75,7 @@ def test_each_accelerator_keeps_its_own_accumulation_and_registry():
     assert told == [4, 4, 2]
     model = nn.Linear(1, 1)
     first.prepare(model)
-    assert second._registry.models == []
+    assert second._models == []
 
 
 def test_an_accelerator_made_before_a_reset_keeps_what_it_was_made_with():
@@ -162,8 +162,8 @@ def test_preparing_twice_gives_the_same_object_and_registers_once():
     once = accelerator.prepare(*things)
     assert all(a is b for a, b in zip(once, accelerator.prepare(*things), strict=True))
     assert all(a is b for a, b in zip(once, accelerator.prepare(*once), strict=True))
-    registry = accelerator._registry
-    assert [len(x) for x in (registry.models, registry.optimizers, registry.loaders, registry.schedulers)] == [1] * 4
+    kinds = (accelerator._models, accelerator._optimizers, accelerator._dataloaders, accelerator._schedulers)
+    assert [len(kind) for kind in kinds] == [1] * 4
 
 
 def test_backward_divides_by_the_window():

@@ -31,14 +31,13 @@ class Script:
         data = torch.arange(24.0).reshape(8, 3)
         self.shuffled = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
         self.dispatched = prepare_data_loader(DataLoader(data, batch_size=2), dispatch_batches=True)
-        group = accelerator._world.group
         self.loops = {
-            "round": OuterLoop(nn.Linear(3, 2), local_sgd(1), group),
-            "round of two": OuterLoop(nn.Linear(5, 4), local_sgd(1), group),
-            "anchored round": OuterLoop(nn.Linear(3, 2), diloco(1), group),
-            "hierarchical round": OuterLoop(nn.Linear(3, 2), hierarchical({1: None}), group),
-            "round in the background": OuterLoop(nn.Linear(3, 2), streaming_diloco(1, 1, delay=1), group),
-            "eager round": OuterLoop(nn.Linear(3, 2), eager_diloco(1), group),
+            "round": OuterLoop(nn.Linear(3, 2), local_sgd(1)),
+            "round of two": OuterLoop(nn.Linear(5, 4), local_sgd(1)),
+            "anchored round": OuterLoop(nn.Linear(3, 2), diloco(1)),
+            "hierarchical round": OuterLoop(nn.Linear(3, 2), hierarchical({1: None})),
+            "round in the background": OuterLoop(nn.Linear(3, 2), streaming_diloco(1, 1, delay=1)),
+            "eager round": OuterLoop(nn.Linear(3, 2), eager_diloco(1)),
         }
 
     def trains(self):
@@ -68,7 +67,7 @@ CALLS = {
     "start of a shuffled pass": lambda script: next(iter(script.shuffled)),
     "dispatched batch": lambda script: next(iter(script.dispatched)),
     "random states": lambda script: synchronize_rng_states(["torch"]),
-    "opening a loop": lambda script: OuterLoop(nn.Linear(3, 2), local_sgd(1), script.accelerator._world.group),
+    "opening a loop": lambda script: OuterLoop(nn.Linear(3, 2), local_sgd(1)),
     "LocalSGD": Script.trains,
     "lending": Script.lends,
     "flush": lambda script: script.loops["anchored round"].flush(),

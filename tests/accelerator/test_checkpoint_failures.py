@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from farflung import Accelerator
 from farflung.base.errors import CheckpointError, StateError
-from farflung.checkpoint import atomic, entries
+from farflung.checkpoint import atomic
 from farflung.resume import models
 from farflung.testing.ranks import run_ranks
 from farflung.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 from tests.accelerator.test_checkpoints import Training
+from tests.faults import disk_is_full, writing
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak_checkpoint.py"
 
@@ -83,40 +84,36 @@ def go_on_after(training, folder, what):
     return words
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-@pytest.mark.parametrize(("size", "values"), [("300k", 100_000), ("12m", 5_000_000)])
-def test_a_full_disk_is_one_clear_error(tmp_path, size, values):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(disk)], capture_output=True)
-    if mounted.returncode:
+@pytest.fixture
+def disk(request, tmp_path):
+    """A disk of its own, with these options of `mount`."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", request.param, "none", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
-    try:
-        training = Training()
-        training.accelerator.save_state(disk / "ckpt")
-        files = sorted(path.name for path in (disk / "ckpt").iterdir())
-        training.counter.seen = torch.zeros(values)
-        words = go_on_after(training, disk / "ckpt", "a full disk")
-        assert "No space left on device" in words
-        assert "nothing else has changed" in words
-        assert re.search(r"this rank writes [\d.]+ [kM]B; [\d.]+ [kM]B were free", words), words
-        assert sorted(path.name for path in (disk / "ckpt").iterdir()) == files
-        training.accelerator.load_state(disk / "ckpt")
-        assert training.counter.seen.numel() == 1
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_a_read_only_folder_is_one_clear_error(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(disk)], capture_output=True).returncode:
-        pytest.skip("nothing can be mounted here")
-    try:
-        assert "Read-only file system" in go_on_after(Training(), disk / "ckpt", "a read-only folder")
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+@pytest.mark.parametrize(("disk", "values"), [("size=300k", 100_000), ("size=12m", 5_000_000)], indirect=["disk"])
+def test_a_full_disk_is_one_clear_error(disk, values):
+    training = Training()
+    training.accelerator.save_state(disk / "ckpt")
+    files = sorted(path.name for path in (disk / "ckpt").iterdir())
+    training.counter.seen = torch.zeros(values)
+    words = go_on_after(training, disk / "ckpt", "a full disk")
+    assert "No space left on device" in words
+    assert "nothing else has changed" in words
+    assert re.search(r"this rank writes [\d.]+ [kM]B; [\d.]+ [kM]B were free", words), words
+    assert sorted(path.name for path in (disk / "ckpt").iterdir()) == files
+    training.accelerator.load_state(disk / "ckpt")
+    assert training.counter.seen.numel() == 1
+
+
+@pytest.mark.parametrize("disk", ["ro"], indirect=True)
+def test_a_read_only_folder_is_one_clear_error(disk):
+    assert "Read-only file system" in go_on_after(Training(), disk / "ckpt", "a read-only folder")
 
 
 def replaced(folder, other, stop_at):
@@ -177,19 +174,14 @@ def test_shards_that_are_replaced_while_they_are_read_are_not_loaded(tmp_path):
 def one_rank_fails(folder):
     training = Training()
     training.accelerator.save_state(folder / "first")
-    write = entries.write
-    if training.accelerator.process_index == 1:
-        entries.write = lambda piece, where, threaded=True: (_ for _ in ()).throw(
-            OSError(28, "No space left on device")
-        )
     found = []
-    for block in (True, False):
-        try:
-            training.accelerator.save_state(folder / "second", block=block)
-            training.accelerator.end_training() if not block else None
-        except CheckpointError as error:
-            found.append(str(error))
-    entries.write = write
+    with writing(disk_is_full) if training.accelerator.process_index == 1 else nullcontext():
+        for block in (True, False):
+            try:
+                training.accelerator.save_state(folder / "second", block=block)
+                training.accelerator.end_training() if not block else None
+            except CheckpointError as error:
+                found.append(str(error))
     training.accelerator.wait_for_everyone()  # the first rank takes away what was written
     return found, sorted(path.name for path in folder.iterdir())
 
@@ -219,10 +211,13 @@ def test_a_path_that_is_too_long_is_an_error_on_all_ranks(tmp_path):
 
 
 class Uncopied:
-    """A registered object whose state can't be copied, as a lock."""
+    """A registered object whose state can't be copied, as long as it has a lock."""
+
+    def __init__(self, lock):
+        self.lock = lock
 
     def state_dict(self):
-        return {"lock": threading.Lock()}
+        return {"lock": self.lock}
 
     def load_state_dict(self, state):
         pass
@@ -232,26 +227,24 @@ def one_rank_is_late_or_fails(folder):
     """The first rank still writes when the others ask again; then a rank can't copy its state."""
     training = Training()
     accelerator = training.accelerator
-    go, write, found = threading.Event(), entries.write, []
-    if accelerator.process_index == 0:
-        entries.write = lambda *args, **kwargs: (go.wait(), write(*args, **kwargs))[1]
-    accelerator.save_state(folder / "first", block=False)
-    if accelerator.process_index == 1:
-        training.accelerator._checkpointer.saver._thread = None  # as if it were further than the other
-    try:
-        accelerator.save_state(folder / "second", busy="refuse")
-    except StateError as error:
-        found.append(str(error))
-    go.set()
-    entries.write = write
+    go, found = threading.Event(), []
+    with writing(go.wait) if accelerator.process_index == 0 else nullcontext():
+        accelerator.save_state(folder / "first", block=False)
+        if accelerator.process_index == 1:
+            training.accelerator._checkpointer.saver._thread = None  # as if it were further than the other: a race
+        try:
+            accelerator.save_state(folder / "second", busy="refuse")
+        except StateError as error:
+            found.append(str(error))
+        go.set()
     accelerator.save_state(folder / "second")
-    if accelerator.process_index == 0:
-        accelerator.register_for_checkpointing(Uncopied())
+    uncopied = Uncopied(threading.Lock() if accelerator.process_index == 0 else None)
+    accelerator.register_for_checkpointing(uncopied)
     try:
         accelerator.save_state(folder / "third", block=False)
     except CheckpointError as error:
         found.append(str(error))
-    accelerator._run.custom.pop() if accelerator.process_index == 0 else None
+    uncopied.lock = None
     try:
         accelerator.save_state(folder / ("x" * 300))
     except CheckpointError as error:
@@ -273,7 +266,6 @@ def saves_alternately(folder):
     """Background saves and collectives of the training at the same time, on two ranks."""
     training = Training(n=24)
     seen = training.epochs(lambda k: training.accelerator.save_state(folder / f"step_{k}", block=False), num_epochs=1)
-    training.accelerator._checkpointer.settle()
     at_the_end = training.weights()
     training.accelerator.load_state(folder / "step_3")
     again = training.epochs(num_epochs=1)

@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import accelerate
@@ -16,14 +17,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from farflung import Accelerator
+from farflung.accelerator import session
 from farflung.base.errors import CheckpointError, ConfigError, StateError, Unsupported
-from farflung.checkpoint import entries, manager
 from farflung.checkpoint.manifest import Manifest
 from farflung.config import environ
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import ProjectConfiguration
 from tests.accelerator.test_checkpoints import Training
+from tests.faults import disk_is_full, writing
 
 
 def automatic(folder, **kwargs):
@@ -32,14 +34,13 @@ def automatic(folder, **kwargs):
 
 def picture(training):
     """All that a load could change."""
-    loop = training.accelerator._loop
     return (
         training.weights(),
         str(training.optimizer.state_dict()),
         str(training.scheduler.state_dict()),
         str([p.grad for p in training.model.parameters()]),
         str(training.loader.state_dict()),
-        str(loop.state_dict([training.model])),
+        str(session.opened().loop.state_dict([training.model])),
         training.counter.epoch,
         torch.get_rng_state().tolist(),
         str(np.random.get_state()),
@@ -237,21 +238,16 @@ def test_load_hooks_are_not_called_with_a_damaged_checkpoint(tmp_path):
     assert called == []
 
 
-def test_errors_of_saving_are_clear_and_training_goes_on(tmp_path, monkeypatch):
+def test_errors_of_saving_are_clear_and_training_goes_on(tmp_path):
     training = Training()
     training.accelerator.save_state(tmp_path / "ckpt")
     before = {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir() if path.is_file()}
-
-    def full(piece, folder, threaded=True):
-        raise OSError(28, "No space left on device", str(folder / piece.name))
-
-    monkeypatch.setattr(entries, "write", full)
+    said = r"Writing the checkpoint .* nothing else has changed.*No space left"
     for target in ("ckpt", "new"):
-        with pytest.raises(CheckpointError, match=r"Writing the checkpoint .* nothing else has changed.*No space left"):
+        with writing(disk_is_full), pytest.raises(CheckpointError, match=said):
             training.accelerator.save_state(tmp_path / target)
     assert os.listdir(tmp_path) == ["ckpt"]
     assert {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir() if path.is_file()} == before
-    monkeypatch.undo()
     training.epochs(num_epochs=1)
     training.accelerator.save_state(tmp_path / "new")
     for call, words in [
@@ -272,19 +268,9 @@ def test_errors_of_saving_are_clear_and_training_goes_on(tmp_path, monkeypatch):
 
 def saved_from_behind(training, tmp_path, **kwargs):
     started, go = threading.Event(), threading.Event()
-    write = manager.entries.write
-
-    def slowly(piece, folder, threaded):
-        started.set()
-        go.wait(20)
-        return write(piece, folder, threaded)
-
-    manager.entries.write = slowly
-    try:
+    with writing(lambda: (started.set(), go.wait(20))):
         training.accelerator.save_state(tmp_path, block=False, **kwargs)
         assert started.wait(20)
-    finally:
-        manager.entries.write = write
     return go
 
 
@@ -354,12 +340,12 @@ def test_numbers_go_on_from_a_checkpoint_that_is_named_in_another_way(tmp_path, 
     assert training.accelerator.save_state() == "run/checkpoints/checkpoint_1"
 
 
-def test_a_failure_in_the_background_is_raised_by_the_next_call_once(tmp_path, monkeypatch):
-    training = Training()
-    monkeypatch.setattr(entries, "write", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
-    training.accelerator.save_state(tmp_path / "a", block=False)
-    training.accelerator._checkpointer.saver._thread.join()
-    monkeypatch.undo()
+def test_a_failure_in_the_background_is_raised_by_the_next_call_once(tmp_path):
+    training, before = Training(), threading.active_count()
+    with writing(disk_is_full):
+        training.accelerator.save_state(tmp_path / "a", block=False)
+        while threading.active_count() > before:
+            time.sleep(0.01)
     assert os.listdir(tmp_path) == []
     with pytest.raises(CheckpointError, match="No space left"):
         training.accelerator.save_state(tmp_path / "b")

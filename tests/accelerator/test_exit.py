@@ -4,7 +4,6 @@
 import atexit
 import contextlib
 import os
-import subprocess
 import sys
 import time
 import weakref
@@ -20,6 +19,7 @@ from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.outer import OuterLoop, local_sgd
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
+from tests.python import run_farflung
 
 SCRIPT = """
 import torch
@@ -78,10 +78,8 @@ def children_running(marker):
 def test_a_script_of_two_processes_ends_each_time(tmp_path):
     script = tmp_path / "trains_and_ends.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", str(script)]
     # benchmarks/soak_exit.py repeats it
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
-    assert ended.returncode == 0, ended.stderr
+    ended = run_farflung("launch", "--cpu", "--num_processes", "2", script)
     assert ended.stdout.count("loss") == 1
     time.sleep(0.2)
     assert children_running(script.name) == []

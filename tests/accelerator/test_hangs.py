@@ -4,7 +4,6 @@
 import ctypes
 import io
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -21,13 +20,15 @@ from torch.utils.data import DataLoader
 
 from farflung import Accelerator, WatchdogKwargs
 from farflung.base.errors import ConfigError, RankFailure
+from farflung.comm.presence import PresenceStore
 from farflung.comm.waits import Wait
 from farflung.config import environ
 from farflung.outer import OuterLoop, local_sgd
-from farflung.process import watchdog
+from farflung.process import watchdog, world
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration, InitProcessGroupKwargs, ParallelismConfig
+from tests.python import run_farflung
 
 LATE = 1
 WATCHDOG = ["farflung watchdog", "farflung watchdog guard"]
@@ -60,7 +61,7 @@ def loads(run):
 
 
 def averages(run):
-    OuterLoop(nn.Linear(2, 1), local_sgd(1), group=run.accelerator._world.group)
+    OuterLoop(nn.Linear(2, 1), local_sgd(1))
 
 
 def learns(run):
@@ -209,7 +210,7 @@ def loses_the_store(path):
     run = started(timeout_s=0.5)
     if run.rank == LATE:
         time.sleep(60)
-    run.accelerator._world.watchdog._presence.asked = lambda: time.sleep(60)  # a line that was cut
+    PresenceStore.asked = lambda presence: time.sleep(60)  # a line that was cut
     gathers(run)
 
 
@@ -222,13 +223,17 @@ def test_a_rank_whose_store_answers_no_more_ends_and_says_where_it_waited(tmp_pa
     assert "`run.accelerator.gather(torch.ones(2))`" in said
 
 
+def time_allowed():
+    return world.joined().watchdog._timeout_s  # nothing else says it before it is over
+
+
 def takes_the_launchers_time_until_told_otherwise():
     with environ.patched({"FARFLUNG_HANG_TIMEOUT_S": "600"}):
-        first = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=1))])
-        seen = [first._world.watchdog._timeout_s]
+        Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=1))])
+        seen = [time_allowed()]
         Accelerator(kwargs_handlers=[WatchdogKwargs(20)])
         Accelerator()
-        return [*seen, first._world.watchdog._timeout_s]
+        return [*seen, time_allowed()]
 
 
 def test_the_script_counts_before_the_launcher():
@@ -254,7 +259,7 @@ def is_slow():
     for _ in range(3):
         time.sleep(0.3 * accelerator.process_index)
         accelerator.gather(torch.ones(2))
-    group = accelerator._world.group
+    group = world.joined().group
     (name, number), *_ = group.waits.entered.items()
     group.waits.waiting[threading.get_ident()] = Wait(name, number, "")  # takes long, but every rank has entered it
     time.sleep(2.5)
@@ -302,8 +307,7 @@ accelerator.gather(torch.ones(2))
 def test_a_run_ends_soon_after_a_rank_has_failed_and_says_why(tmp_path):
     script = tmp_path / "fails_slowly.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=patience(45))
+    ended = run_farflung("launch", "--cpu", "--num_processes", "2", script, code=None, timeout_s=45)
     assert ended.returncode != 0
     assert "rank 1 failed on" in ended.stderr
     assert ended.stderr.count("ValueError: no such file") == 1
@@ -332,7 +336,7 @@ def watches_by_environment():
     with environ.patched({"FARFLUNG_HANG_TIMEOUT_S": "20.5"}):
         accelerator = Accelerator(cpu=True)
     accelerator.wait_for_everyone()  # or one rank ends while the other one still connects
-    return threads(), accelerator._world.watchdog._timeout_s
+    return threads(), time_allowed()
 
 
 def test_the_environment_can_ask_for_it():
@@ -341,10 +345,10 @@ def test_the_environment_can_ask_for_it():
 
 def test_nothing_is_started_in_one_process():
     hook = sys.excepthook
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[WatchdogKwargs(1)])
+    Accelerator(cpu=True, kwargs_handlers=[WatchdogKwargs(1)])
     assert threads() == []
     assert sys.excepthook is hook
-    assert accelerator._world.watchdog is None
+    assert world.joined().watchdog is None
 
 
 def test_a_time_that_cannot_be_is_refused():

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 from farflung.accelerator import lazy
-from farflung.testing.patience import patience
+from tests.python import run_python
 
 SCRIPT = """
 import gc, json, sys
@@ -31,8 +30,7 @@ with accelerator.outer(model, "diloco"):
 
 
 def test_an_accelerator_loads_neither_the_outer_loop_nor_heavy_parts_of_torch():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=patience(60))
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", SCRIPT)
     loaded, objects, without_loop, with_loop = map(json.loads, done.stdout.splitlines())
     others = {name.split(".")[0] for name in loaded if name.split(".")[0] not in sys.stdlib_module_names}
     assert others <= {"farflung", "torch", "safetensors", "isal", "_remote_module_non_scriptable"}  # of torch

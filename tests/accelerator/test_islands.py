@@ -13,6 +13,7 @@ from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.local_sgd import LocalSGD
 from farflung.outer import diloco, post_local_sgd, streaming_diloco
+from farflung.process import world
 from farflung.process.mesh import replicas_here
 from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
@@ -139,7 +140,7 @@ def left_for_good():
         with accelerator.outer(model, diloco(2)):
             for step in range(4):
                 if step == 3 and accelerator.process_index == 3:
-                    accelerator._world.group.leave("ValueError: bad sample", for_good=True)  # as an uncaught error
+                    world.joined().group.leave("ValueError: bad sample", for_good=True)  # as an uncaught error
                     time.sleep(5)
                     raise ValueError("bad sample")
                 began = time.monotonic()
@@ -147,7 +148,7 @@ def left_for_good():
                 optimizer.step()
                 optimizer.zero_grad()
     except RankFailure as error:
-        accelerator._world.group.leave("RankFailure", for_good=True)
+        world.joined().group.leave("RankFailure", for_good=True)
         return str(error), time.monotonic() - began
     except ValueError:
         return "left", 0.0

@@ -10,7 +10,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from farflung import Accelerator, ParallelismConfig
+from farflung.accelerator import session
 from farflung.base.errors import ConfigError, RankFailure
+from farflung.base.torch_internals import num_collectives
+from farflung.process import world
 from farflung.state import AcceleratorState
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
@@ -45,7 +48,7 @@ class Share:
     end_of_dataloader = False
 
     def __init__(self, accelerator, sizes):
-        self.loop, self.rank, self.sizes = accelerator._loop, accelerator.process_index, sizes
+        self.loop, self.rank, self.sizes = session.opened().loop, accelerator.process_index, sizes
         self.loader = self
 
     def __iter__(self):
@@ -157,10 +160,10 @@ def epochs(num_steps):
         mine = torch.cat([bare.weight.detach().view(-1), bare.bias.detach(), state["exp_avg"].view(-1), numbers])
         everyone = accelerator.gather(mine.unsqueeze(0))
         drift.append((everyone - everyone[0]).abs().max().item())
-    before = accelerator._world.group.pg._get_sequence_number_for_group()
+    before = num_collectives(world.joined().group.pg)
     with accelerator.no_sync(model):
         model(tokens(0, 0, 1))
-    after = accelerator._world.group.pg._get_sequence_number_for_group()
+    after = num_collectives(world.joined().group.pg)
     return drift, state["step"].item(), after - before
 
 

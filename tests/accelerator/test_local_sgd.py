@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LocalSGD and `accelerator.outer` around a prepared loop, on real gloo ranks."""
 
-import os
-import signal
 import time
 
 import pytest
@@ -15,6 +13,7 @@ from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.outer import diloco, local_sgd
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
+from tests.faults import kill
 
 
 class Net(nn.Module):
@@ -139,7 +138,7 @@ def test_gradients_and_buffers_stay_at_home_and_uneven_ranks_agree_at_the_end():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def steps_of_different_number(counts, every, driven):
+def steps_of_different_number(counts, every):
     accelerator, model, optimizer, loader = prepared(num_batches=max(counts))
     start = weights(accelerator, model)
     mine = counts[accelerator.process_index]
@@ -152,7 +151,7 @@ def steps_of_different_number(counts, every, driven):
 
 @pytest.mark.parametrize("counts", [(7, 3), (0, 5), (4, 4), (2, 9), (3, 0, 6, 1)])
 def test_ranks_that_run_out_of_data_stay_in_the_rounds(counts):
-    (first, rounds, start), *others = run_ranks(steps_of_different_number, len(counts), counts, 2, True)
+    (first, rounds, start), *others = run_ranks(steps_of_different_number, len(counts), counts, 2)
     for other, also, _ in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
         assert rounds == also
@@ -186,7 +185,7 @@ def one_rank_is_killed():
     with LocalSGD(accelerator, model, 2) as averaging:
         for number, batch in enumerate(loader):
             if number == 3 and accelerator.process_index == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill()
             one_step(accelerator, model, optimizer, batch)
             averaging.step()
 

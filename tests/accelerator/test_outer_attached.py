@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from farflung import Accelerator, GradScalerKwargs, OuterConfig, utils
-from farflung.base.errors import ConfigError
+from farflung.accelerator import session
+from farflung.base.errors import ConfigError, StateError
 from farflung.comm import collectives
 from farflung.local_sgd import LocalSGD
 from farflung.outer.arguments import recipe_of
@@ -419,14 +420,17 @@ def ends(how):
         accelerator.end_training()
     else:
         accelerator.free_memory()
-    return {name: value.clone() for name, value in bare.state_dict().items()}, loop._open, accelerator.outer_loops
+    learnt = {name: value.clone() for name, value in bare.state_dict().items()}
+    with pytest.raises(StateError, match="has ended"):
+        loop.step()
+    return learnt, accelerator.outer_loops
 
 
 @pytest.mark.parametrize(("how", "equal"), [("end", True), ("free", False)])
 def test_the_end_of_training_brings_all_together_and_freeing_memory_sends_nothing(how, equal):
     outcomes = run_ranks(ends, 2, how)
-    assert alike([found[0] for found in outcomes]) is equal
-    assert all(found[1:] == (False, []) for found in outcomes)
+    assert alike([learnt for learnt, _ in outcomes]) is equal
+    assert all(loops == [] for _, loops in outcomes)
 
 
 def loaded_later(folder):
@@ -457,7 +461,7 @@ def said_at_the_end(how):
             break
     accelerator.outer_loops[0].advice = lambda: "Exchange less often."
     if how == "nothing more":
-        accelerator._controller.exit_report()  # what the end of the process does
+        session.opened().controllers[0]().exit_report()  # what the end of the process does
     else:
         accelerator.end_training()
     return said

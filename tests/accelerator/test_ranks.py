@@ -33,7 +33,7 @@ def settled():
     assert accelerator.prepare(model) is wrapped
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))  # after its model, and by itself
     assert accelerator.prepare(optimizer) is accelerator.prepare(optimizer.optimizer) is optimizer
-    assert (len(accelerator._registry.models), len(accelerator._registry.optimizers)) == (3, 1)
+    assert (len(accelerator._models), len(accelerator._optimizers)) == (3, 1)
     return (
         accelerator.process_index,
         accelerator.num_processes,
@@ -78,7 +78,7 @@ def evaluated_and_then_trained():
     assert accelerator.prepare_model(model, evaluation_mode=True) is model
     wrapped = accelerator.prepare(model)
     assert accelerator.prepare_model(model, evaluation_mode=True) is accelerator.prepare(model) is wrapped
-    return isinstance(wrapped, DistributedDataParallel), len(accelerator._registry.models)
+    return isinstance(wrapped, DistributedDataParallel), len(accelerator._models)
 
 
 def test_a_model_that_was_prepared_for_evaluation_can_be_prepared_for_training():
@@ -170,7 +170,7 @@ def gradients_of_other_forms():
     found = []
     compiled = torch.compile(wrapped, backend="eager")
     assert accelerator.prepare(compiled) is compiled
-    assert accelerator._registry.models == [wrapped]
+    assert accelerator._models == [wrapped]
     for named in (compiled, model):
         with accelerator.no_sync(named):
             accelerator.backward(wrapped(torch.full((1, 2), accelerator.process_index + 1.0)).sum())

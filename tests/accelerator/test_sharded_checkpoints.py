@@ -159,7 +159,7 @@ def islands(folder):
         _ = [step(run, number) for number in range(4)]
         run.accelerator.save_state(folder / "outer", block=False)
         whole = [step(run, number) for number in range(4, 8)]
-    run.accelerator._checkpointer.settle()
+    run.accelerator.end_training()  # which waits for the save
     run = Run(2)
     with run.accelerator.outer(run.model, diloco(every=3)):
         run.accelerator.load_state(folder / "outer")
@@ -211,7 +211,7 @@ def write(folder):
     before = run.train(range(3))
     accelerator.save_state(folder / "at_once")
     accelerator.save_state(folder / "behind", block=False)
-    plugin = accelerator._run.fsdp
+    plugin = accelerator.state.fsdp_plugin
     plugin.set_state_dict_type("FULL_STATE_DICT")
     accelerator.save_state(folder / "full")
     save_fsdp_model(plugin, accelerator, run.model, folder / "full" / "fsdp")
@@ -243,7 +243,7 @@ def go_on(folder, columns, names):
     run.accelerator.load_state(folder / "at_once")
     for name in ("parts", "full/fsdp"):
         run.train(range(10, 12))
-        plugin = run.accelerator._run.fsdp
+        plugin = run.accelerator.state.fsdp_plugin
         load_fsdp_optimizer(plugin, run.accelerator, run.optimizer, run.model, folder / name)
         load_fsdp_model(plugin, run.accelerator, run.model, folder / name)
         run.scheduler.scheduler.last_epoch = 3

@@ -14,19 +14,19 @@ class Part:
 
 
 class Whole:
-    size = Forward[int]("_part.size", "Its size.")
-    is_open = Forward[bool]("_part.is_open", "Whether it is open.", check_flag)
-    anything = Forward[int]("_part.size", "Its size.", unchecked)
+    size = Forward[int]("part.size", "Its size.")
+    is_open = Forward[bool]("part.is_open", "Whether it is open.", check_flag)
+    anything = Forward[int]("part.size", "Its size.", unchecked)
 
     def __init__(self):
-        self._part = Part()
+        self.part = Part()
 
 
 def test_a_forwarded_property_reads_checks_and_writes_the_part():
     whole = Whole()
     assert (whole.size, whole.is_open, Whole.size.__doc__) == (2, False, "Its size.")
     whole.is_open, whole.anything = True, 3
-    assert (whole._part.is_open, whole._part.size) == (True, 3)
+    assert (whole.part.is_open, whole.part.size) == (True, 3)
     with pytest.raises(ConfigError, match="is_open"):
         whole.is_open = "often"
     with pytest.raises(AttributeError, match="set"):

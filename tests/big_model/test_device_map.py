@@ -11,7 +11,7 @@ from torch import nn
 
 import farflung.utils.modeling as ours
 from farflung.base.errors import ConfigError
-from farflung.big_model.sizes import CustomDtype
+from farflung.big_model.device_map import CustomDtype
 from tests.big_model.models import Random, Tied, made
 
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from farflung.base.former_name import FORMER_NAME
+from farflung.base.files import FORMER_NAME
 from farflung.checkpoint import paths
 from farflung.testing.ranks import run_ranks
 from tests.checkpoint.frozen_runs import EXPECTED, FROZEN, loaded, names_for

@@ -4,7 +4,6 @@
 import inspect
 import os
 import subprocess
-import sys
 from unittest import TestCase
 
 import accelerate.utils as theirs
@@ -17,7 +16,7 @@ import farflung.utils as ours
 import farflung.utils.environment as our_environment
 import farflung.utils.imports as our_imports
 from farflung.compat import probes
-from farflung.testing.patience import patience
+from tests.python import run_python
 
 PROBES = [
     name
@@ -73,7 +72,7 @@ def test_no_probe_imports_what_it_asks_for():
         "print([m for m in ('transformers', 'tensorboard', 'accelerate', 'peft', 'wandb', 'mlflow', 'pandas', 'rich')"
         " if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=patience(60))
+    done = run_python("-c", script)
     assert done.stdout.strip() == "[]", done.stderr
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farflung.base.errors import ConfigError, Unsupported
-from farflung.base.former_name import FORMER_NAME
+from farflung.base.files import FORMER_NAME
 from farflung.config import environ
 from farflung.config.files import accelerate_files, find_file, former_files, own_file, read_file, write_file
 from farflung.config.resolve import resolve

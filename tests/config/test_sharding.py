@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -35,6 +33,7 @@ from farflung.config.sharding import (
     fsdp_from_environment,
 )
 from farflung.utils import get_parameters_from_modules
+from tests.python import run_python
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
 
@@ -259,7 +258,5 @@ def test_the_settings_alone_load_no_torch():
         "import sys; from farflung.config.grid import *; LayoutSettings(use_fsdp=True); print('torch' in sys.modules)"
     )
     code += "; from farflung.config.sharding import *; FullyShardedDataParallelPlugin(cpu_offload=True)"
-    done = subprocess.run(
-        [sys.executable, "-c", code + "; print('torch' in sys.modules)"], capture_output=True, text=True
-    )
+    done = run_python("-c", code + "; print('torch' in sys.modules)")
     assert done.stdout.split() == ["False", "False"], done.stderr

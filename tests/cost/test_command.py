@@ -3,8 +3,6 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
@@ -22,7 +20,7 @@ from farflung.cost.units import (
     parse_rate,
     parse_seconds,
 )
-from farflung.testing.patience import patience
+from tests.python import run_python
 
 USUAL = [
     "--steps",
@@ -266,8 +264,7 @@ def test_the_plan_needs_no_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')\n")
     (tmp_path / "numpy.py").write_text("raise ImportError('there is no numpy here')\n")
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from farflung.launch.main import main; main()"
-    command = [sys.executable, "-c", code, str(tmp_path), "plan", *USUAL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
+    done = run_python("-c", code, tmp_path, "plan", *USUAL, code=None)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == planned(*USUAL).output
 
@@ -279,6 +276,5 @@ def test_help_loads_no_more_than_it_needs(home):
         "farflung.main(['plan', '--help'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60))
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", code)
     assert "--step_seconds" in done.stdout

@@ -57,21 +57,23 @@ class Replica:
             )
             for arguments in run.loaders
         ]
-        self.position, self.unsent, self.batches, self.epoch = 0, [], None, 0
+        self.position, self.unsent, self.taken, self.batches, self.epoch = 0, [], [], None, 0
 
     def take(self, which=0):
         """Train on the next batch; at the end of the epoch return False."""
         loader = self.loaders[which]
         if self.batches is None:
             self.batches, self.epoch = iter(loader), loader.iteration
-        batch = next(self.batches, None)
+        before, batch = dict(loader.share.given), next(self.batches, None)
         if batch is None:
             self.batches = None
             return False
-        epoch = self.slots._unrecorded[-1][2][0][1]  # which it is of, where it was left of the epoch before
+        given = loader.share.given  # its epoch is another one where it was left of the epoch before
+        epoch, _ = next((place for place, done in given.items() if before.get(place) != done), next(reversed(given)))
         self.position += 1
         self.followed.step_attempted(self.position)
         self.unsent += [(which, epoch, one) for one in batch.tolist()]
+        self.taken += [(epoch, one) for one in batch.tolist()]
         return True
 
 
@@ -159,13 +161,13 @@ def test_an_order_is_drawn_anew_in_each_epoch_and_is_the_same_for_all_whatever_t
     torch.manual_seed(1)
     first = run.join()
     torch.manual_seed(2)
-    second = run.join()
-    first.take(), second.take()
-    orders = [one.loaders[0].share._orders[0] for one in run.live]
-    assert orders[0] == orders[1] != sorted(orders[0])
-    finish(run)
-    first.take()
-    assert first.loaders[0].share._orders[1] != orders[0]
+    run.join()
+    for epoch in range(2):
+        finish(run)
+        run.expect([epoch])
+    orders = [[batch for when, batch in first.taken if when == epoch] for epoch in range(2)]
+    assert orders[0] != orders[1]
+    assert all(order != sorted(order) for order in orders)
 
 
 def test_threads_that_claim_at_once_share_an_epoch():
@@ -236,13 +238,13 @@ def test_each_batch_counts_once_whatever_happens(events, draw):
             for each in waiting.values():
                 each.loaders[0].synchronized()
             waiting = {}
-    frontier = max(one.loaders[0].share._epoch for one in run.live)
+    frontier = max((epoch for one in run.live for epoch, _ in one.taken), default=0)
     for one in run.live:
         while one.member not in waiting and one.take():
             pass
     run.round()
     finish(run)  # an epoch more, in which what lost ones have left is taken
-    for epoch in range(max(frontier, 0) + 1):
+    for epoch in range(frontier + 1):
         run.expect([epoch])
 
 
@@ -393,9 +395,11 @@ class Store:
 def test_without_the_store_the_epoch_ends_and_later_ones_are_shared_by_places():
     run = Run(40)
     run.join(), run.join()
-    stores = [Store(one.loaders[0].share.board._store) for one in run.live]
-    for one, store in zip(run.live, stores, strict=True):
-        one.loaders[0].share.board._store = store
+    stores = []
+    for one in run.live:
+        board = one.loaders[0].share.board
+        board._store = Store(board._store)  # c10d takes no store of Python's
+        stores.append(board._store)
         one.take()
     run.round()
     for store in stores:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
-from farflung.testing.patience import patience
+from tests.python import run_farflung
 
 pytestmark = pytest.mark.ranks
 
@@ -51,9 +49,7 @@ accelerator.end_training()
 @pytest.mark.usefixtures("warm")
 def test_each_sample_counts_once_in_each_epoch(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--elastic", "1:3", "--replicas", "2"]
-    command += ["--max_restarts", "0", "--outer", "local_sgd", "--outer_every", "4", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(60))
-    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    launch = "launch --cpu --elastic 1:3 --replicas 2 --max_restarts 0 --outer local_sgd --outer_every 4 train.py"
+    run_farflung(*launch.split(), code=128 + signal.SIGKILL, cwd=tmp_path)
     counts = Counter(line for file in tmp_path.glob("seen-*") for line in file.read_text().split())
     assert counts == {str(sample): 2 for sample in range(64)}

@@ -3,11 +3,11 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.python import run_python
 
 ROOT = Path(__file__).parent.parent.parent
 TEMPLATE = "template.md.jinja"
@@ -29,9 +29,7 @@ def test_the_tool_gathers_all_of_them(tmp_path):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
     (tmp_path / "changelog.d" / "probe.fixed.md").write_text("A sentence of this test.\n")
-    command = [sys.executable, "-m", "towncrier", "build", "--version", "9.9.9", "--date", "2100-01-01", "--yes"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+    run_python("-m", "towncrier", "build", "--version", "9.9.9", "--date", "2100-01-01", "--yes", cwd=tmp_path)
     gathered = (tmp_path / "CHANGELOG.md").read_text(encoding="utf-8")
     assert "\n## 9.9.9 (2100-01-01)\n\n### " in gathered
     assert gathered.count("\n- ") == len(FRAGMENTS) + 1

@@ -9,8 +9,6 @@ import ast
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from farflung.launch.main import farflung
-from farflung.testing.patience import patience
+from tests.python import run_python
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -177,10 +175,7 @@ def test_examples_run(text, tmp_path, monkeypatch):
     if "__main__" not in text:
         runpy.run_path(str(script))
         return
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", str(script)], capture_output=True, text=True, timeout=patience(60)
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_python("-W", "error", script)
 
 
 @pytest.mark.parametrize("text", blocks("python"))

@@ -2,13 +2,11 @@
 """The bare torch loop learns its task, alone and under torchrun, and never heard of an Accelerator."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from farflung.testing.patience import patience
+from tests.python import run_python
 
 FILE = Path(__file__).parents[2] / "examples" / "bare_torch_diloco.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
@@ -17,8 +15,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
 @pytest.mark.parametrize(("launch", "sent"), [([], 0), (TORCHRUN, 21 * 4 * 129)])
 @pytest.mark.usefixtures("warm")
 def test_the_task_is_learnt_and_the_bytes_are_those_of_twenty_rounds(launch, sent):
-    ended = subprocess.run([sys.executable, *launch, str(FILE)], capture_output=True, text=True, timeout=patience(60))
-    assert ended.returncode == 0, ended.stderr
+    ended = run_python(*launch, FILE)
     accuracy, rounds, found = re.search(r"([\d.]+)% .* (\d+) rounds, (\d+) bytes", ended.stdout).groups()
     assert float(accuracy) > 90
     assert int(rounds) == 20

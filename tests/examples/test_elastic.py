@@ -3,13 +3,11 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from farflung.testing.patience import patience
+from tests.python import run_python
 
 FILE = Path(__file__).parents[2] / "examples" / "elastic.py"
 LAUNCH = ["-m", "farflung", "launch", "--cpu", "--elastic", "1:4", "--replicas", "2"]
@@ -19,10 +17,7 @@ LAUNCH = ["-m", "farflung", "launch", "--cpu", "--elastic", "1:4", "--replicas",
 @pytest.mark.usefixtures("warm")
 def test_every_replica_learns_and_notes_its_rounds(launch, replicas, tmp_path):
     flags = ["--steps", "160", "--pause", "0", "--log", str(tmp_path / "rounds.jsonl")]
-    ended = subprocess.run(
-        [sys.executable, *launch, str(FILE), *flags], capture_output=True, text=True, timeout=patience(90)
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = run_python(*launch, FILE, *flags, timeout_s=90)
     losses = re.findall(r"^process \d+: 10 rounds, 0 lost, 0 joined, loss ([\d.]+)$", ended.stdout, re.MULTILINE)
     assert len(losses) == replicas
     assert all(float(loss) < 3.5 for loss in losses)  # log(256) is 5.5
@@ -35,10 +30,7 @@ def test_every_replica_learns_and_notes_its_rounds(launch, replicas, tmp_path):
 @pytest.mark.usefixtures("warm")
 def test_one_that_dies_is_let_in_again_while_the_others_go_on():
     flags = ["--steps", "1000", "--dies_at", "200"]
-    ended = subprocess.run(
-        [sys.executable, *LAUNCH, str(FILE), *flags], capture_output=True, text=True, timeout=patience(120)
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = run_python(*LAUNCH, FILE, *flags, timeout_s=120)
     assert "replica 1 is out: was killed by SIGKILL; training goes on with 1 replica" in ended.stderr
     assert "replica 1 joined; 2 replicas train" in ended.stderr
 

@@ -4,13 +4,11 @@
 import csv
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from farflung.testing.patience import patience
+from tests.python import run_python
 
 FOLDER = Path(__file__).parents[2] / "examples" / "text_classification"
 TORCHRUN = ["-m", "torch.distributed.run"]
@@ -19,8 +17,7 @@ SHORT = ["--epochs", "1"]
 
 
 def run(*command):
-    ended = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=patience(60))
-    assert ended.returncode == 0, ended.stderr
+    ended = run_python(*command)
     return ended.stdout
 
 
@@ -145,9 +142,7 @@ def test_labels_may_be_more_than_two_and_a_byte_order_mark_is_no_column(reviews,
 @pytest.mark.usefixtures("warm")
 def test_the_program_itself_says_one_sentence(tmp_path):
     (tmp_path / "bad.csv").write_text("label,review\n")
-    program = [sys.executable, FOLDER / "farflung_bert.py", "--data", tmp_path / "bad.csv"]
-    ended = subprocess.run([*map(str, program)], capture_output=True, text=True, timeout=patience(60))
-    assert ended.returncode == 1
+    ended = run_python(FOLDER / "farflung_bert.py", "--data", tmp_path / "bad.csv", code=1)
     assert (
         ended.stderr
         == f"{tmp_path / 'bad.csv'} has no review with its label. Add a line for each below `label,review`.\n"

@@ -18,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 from farflung.base.errors import FarflungError
 from farflung.integrations.transformers import OuterCallback
+from farflung.outer import diloco
 
 
 class Rows(Dataset):
@@ -86,7 +87,7 @@ def refusals(trainer: Trainer, folder: Path) -> list[str]:
     elsewhere, _, callback = made(folder / "elsewhere")
     wrong = [
         lambda: OuterCallback(SimpleNamespace(accelerator=object()), "diloco"),
-        lambda: OuterCallback(trainer, callback._recipe, every=3),
+        lambda: OuterCallback(trainer, diloco(every=3), every=3),
         lambda: OuterCallback(trainer, "dilocco"),
         lambda: elsewhere.train(resume_from_checkpoint=str(folder / "checkpoint-4")),
     ]

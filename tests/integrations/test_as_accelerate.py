@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from farflung.testing.patience import patience
+from tests.python import run_python
 
 # Says who answers here and in child processes of three kinds. `base` is a room that loads without torch.
 PROBE = """
@@ -38,10 +36,7 @@ LOOK = "import accelerate, sys; print(accelerate.__file__, [type(f).__module__ f
 
 def run(*command, code=None):
     """What a fresh process prints."""
-    arguments = [sys.executable, *command] if code is None else [sys.executable, "-c", code]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=patience(60))
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python(*command, *(() if code is None else ("-c", code))).stdout
 
 
 def launched_in(tmp_path, monkeypatch, setup, *flags):
@@ -114,8 +109,7 @@ print([fields[name] for name in ("Name", "Home-page", "Author", "License")], "hu
 
 def test_the_command_by_its_module_is_refused():
     code = "import farflung, runpy; farflung.install_as_accelerate(); runpy.run_module('accelerate.commands.launch')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60))
-    assert done.returncode == 1
+    done = run_python("-c", code, code=1)
     assert "can't be run where Farflung answers for accelerate. Use `farflung launch`." in done.stderr
 
 

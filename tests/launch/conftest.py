@@ -5,26 +5,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 
 from farflung.config import environ
-from farflung.config.launch import FIELDS
 from farflung.launch import main as command, rank
-from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    """An empty home that is the working directory too, and an environment that sets nothing."""
-    for name in [entry.variable for entry in FIELDS] + ["HF_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"]:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+from tests.python import run_farflung
 
 
 @pytest.fixture
@@ -32,8 +20,7 @@ def farflung(home) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `farflung` with arguments in the empty home; a hang is ended after a minute."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "farflung", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=patience(90))
+        return run_farflung(*arguments, code=None, timeout_s=90)
 
     return run
 

@@ -78,12 +78,6 @@ class Machines:
         found = subprocess.run(["ip", "netns", "pids", self._spaces[machine]], capture_output=True, text=True)
         subprocess.run(["kill", "-9", *found.stdout.split()], capture_output=True)
 
-    def slow_down(self, megabits: float) -> None:
-        """Let each direction carry so many megabits a second."""
-        for space in self._spaces:
-            shape = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "32kb", "latency", "400ms"]
-            subprocess.run(["tc", "-n", space, "qdisc", "replace", "dev", DEVICE, *shape], check=True)
-
     def set_up(self) -> None:
         """Make the namespaces, their /etc/hosts and the cable."""
         for space, name in zip(self._spaces, NAMES, strict=True):

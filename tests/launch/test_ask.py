@@ -13,7 +13,7 @@ from farflung.config import environ
 from farflung.config.files import own_file
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import resolve
-from farflung.launch import advise
+from farflung.launch import ask as questions
 from farflung.launch.ask import config, write_basic_config
 
 
@@ -124,9 +124,9 @@ def test_between_machines_the_speed_of_the_interface_is_the_default(home, monkey
     (home / "proc/net/route").write_text("Iface Destination Gateway\nlo 0000007F 0\neth9 00000000 0101A8C0\n")
     (home / "sys/class/net/eth9").mkdir(parents=True)
     (home / "sys/class/net/eth9/speed").write_text("2500\n")
-    rate = partial(advise.found_rate, home)
+    rate = partial(questions.found_rate, home)
     assert rate() == "2500Mbit"
-    monkeypatch.setattr(advise, "found_rate", rate)
+    monkeypatch.setattr(questions, "found_rate", rate)
     answers = ["y", "2", "0", "main", "29511", "8", "no", "n", "static", "n", "y", "y", "", "", "1.1B", "1s", "20k"]
     done = ask("--config_file", "cluster.yaml", answers=answers)
     assert "such as 1Gbit? [2500Mbit]" in done.output

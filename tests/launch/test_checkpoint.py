@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from farflung import Accelerator
 from farflung.base.errors import CheckpointError, ConfigError
-from farflung.base.former_name import FORMER_NAME
+from farflung.base.files import FORMER_NAME
 from farflung.checkpoint import paths
 from farflung.checkpoint.manifest import Manifest
 from farflung.checkpoint.sharded import ShardPlanner

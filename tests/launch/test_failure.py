@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from farflung.config import environ
 from farflung.process.failure import install_failure_report, record_failure
-from farflung.testing.patience import patience
+from tests.python import run_python
 
 SCRIPT = """
 import sys
@@ -26,8 +26,7 @@ raise {error}
 
 def run(error: str, **variables: str) -> subprocess.CompletedProcess[str]:
     with environ.patched(variables):
-        command = [sys.executable, "-c", SCRIPT.format(error=error)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
+        return run_python("-c", SCRIPT.format(error=error), code=None)
 
 
 def test_torch_reads_what_a_rank_left(tmp_path):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 from importlib import import_module
 
@@ -14,7 +13,7 @@ from click.testing import CliRunner
 
 from farflung.base.errors import ConfigError
 from farflung.launch import main as command
-from farflung.testing.patience import patience
+from tests.python import run_python
 
 
 def test_help_and_the_launcher_do_without_torch(home):
@@ -28,8 +27,7 @@ def test_help_and_the_launcher_do_without_torch(home):
         "farflung.main(['config', 'show'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, timeout=patience(60))
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", loads)
     assert all(name in done.stdout for name in command.COMMANDS)
 
 
@@ -115,6 +113,5 @@ def test_env_tells_versions_and_settings(farflung):
 )
 def test_accelerates_modules_that_are_commands_are_commands_here(module, words, code, home):
     (home / "train.py").write_text("import sys\nprint(sys.argv)\n")
-    command = [sys.executable, "-m", *f"farflung.commands.{module}".split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
+    done = run_python("-m", *f"farflung.commands.{module}".split(), code=None)
     assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done

@@ -86,4 +86,4 @@ def test_a_machine_without_a_route_is_told_so(monkeypatch):
 
     monkeypatch.setattr(network.socket, "socket", Unreachable)
     with pytest.raises(ConfigError, match=r"no route to main_process_ip \(10.0.0.1\): Network is unreachable"):
-        network._address_towards("10.0.0.1")
+        choose_interface(settings(), "10.0.0.1")

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
-import sys
 
 import pytest
 
 from farflung.base.errors import ConfigError, StateError
 from farflung.config import environ
 from farflung.launch.notebook import debug_launcher, notebook_launcher
-from farflung.testing.patience import patience
+from tests.python import run_python
 
 # A notebook: a process of its own, functions defined in __main__. Two ranks can see each other only when connected.
 NOTEBOOK = """
@@ -53,8 +51,7 @@ assert environ.text("ACCELERATE_USE_CPU") is None
 
 def test_functions_run_in_connected_processes(home):
     (home / "notebook.py").write_text(NOTEBOOK)
-    command = [sys.executable, "-W", "error", "notebook.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(90))
+    done = run_python("-W", "error", "notebook.py", code=None, timeout_s=90)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     debug = json.loads((home / "debug.json").read_text())
     assert debug[:2] == [[[0, "$$debug", "no"], [1, "$$debug", "no"]], "true"]

@@ -6,13 +6,12 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 
 import pytest
 
 from farflung.config import environ
-from farflung.launch.script import RANK_STARTER
-from farflung.testing.patience import patience
+from farflung.launch.plan import RANK_STARTER
+from tests.python import run_python
 
 SEEN = """
 import json, multiprocessing, pickle, sys
@@ -34,7 +33,7 @@ if __name__ == "__main__":
 
 def run(*words: str, file=None) -> subprocess.CompletedProcess[str]:
     with environ.patched({"TORCHELASTIC_ERROR_FILE": None if file is None else str(file), "RANK": "1"}):
-        return subprocess.run([sys.executable, "-u", *words], capture_output=True, text=True, timeout=patience(60))
+        return run_python("-u", *words, code=None)
 
 
 @pytest.mark.parametrize(

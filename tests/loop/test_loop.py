@@ -25,7 +25,7 @@ from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler
 from farflung.loop.state import LoopState
 from farflung.precision.amp import ScaledFp16
-from farflung.precision.base import Full
+from farflung.precision.base import Precision
 
 
 def loader(end=False, remainder=-1):
@@ -37,7 +37,7 @@ def made(num_steps=1, precision=None, lr=1.0):
     nn.init.ones_(model.weight)
     state = LoopState(num_steps)
     inner = torch.optim.SGD(model.parameters(), lr=lr)
-    return model, AcceleratedOptimizer(inner, state=state, precision=precision or Full()), state
+    return model, AcceleratedOptimizer(inner, state=state, precision=precision or Precision()), state
 
 
 def test_a_window_is_complete_every_num_steps_and_at_the_end_of_the_data():
@@ -99,7 +99,7 @@ def test_sync_each_batch_synchronizes_inside_the_window_too():
 def test_the_optimizer_waits_for_its_window():
     model, optimizer, state = made(num_steps=2)
     told = []
-    optimizer.attached.append(SimpleNamespace(step_attempted=told.append))
+    optimizer.attached.append(told.append)
     for _ in range(2):
         state.advance()
         model(torch.ones(1, 2)).sum().backward()
@@ -235,7 +235,7 @@ def test_only_the_optimizers_that_own_the_clipped_parameters_are_unscaled():
 def gan():
     """Two models with an optimizer each, in one loop."""
     (first, one, state), (second, _, _) = made(num_steps=2), made()
-    other = AcceleratedOptimizer(torch.optim.SGD(second.parameters(), lr=1.0), state=state, precision=Full())
+    other = AcceleratedOptimizer(torch.optim.SGD(second.parameters(), lr=1.0), state=state, precision=Precision())
     return state, (first, one), (second, other)
 
 
@@ -261,7 +261,7 @@ def test_a_model_that_is_trained_less_often_keeps_its_window_open():
         if number == 1:
             with Accumulate(state, (second,), None):
                 second(torch.ones(1, 2)).sum().backward()
-        same = {"state": state, "precision": Full()}
+        same = {"state": state, "precision": Precision()}
         assert clip_grad_norm_(second.parameters(), 1.0, 2, **same).isnan()
         assert clip_grad_norm_(first.parameters(), 9.0, 2, **same).isnan() == (number == 1)
         one.step()
@@ -405,6 +405,6 @@ def test_one_norm_over_parameters_of_different_dtypes():
     half = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     full = nn.Parameter(torch.zeros(1))
     half.grad, full.grad = torch.full_like(half, 3.0), torch.full_like(full, 4.0)
-    assert clip_grad_norm_([half, full], 1.0, 2, state=LoopState(), precision=Full()).item() == 5.0
+    assert clip_grad_norm_([half, full], 1.0, 2, state=LoopState(), precision=Precision()).item() == 5.0
     assert half.grad.item() == pytest.approx(0.6, rel=1e-2)
     assert full.grad.item() == pytest.approx(0.8)

@@ -20,28 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from farflung.comm.epoch_group import EpochGroup
 from farflung.comm.member_store import LauncherNotes
 from farflung.outer import OuterLoop, diloco
 from farflung.outer.elastic import Elastic
-from farflung.outer.replica import BoundFragment
-from farflung.outer.round import OpenRound
-from farflung.outer.rounds import Rounds
 from farflung.process.sockets import serve_store
 from farflung.testing.patience import patience
+from tests.faults import fail_at
 
 START, EVERY = 2.0**20, 4
-PHASES = {  # where a replica dies: before this is called
-    "local step": None,
-    "encoding": (BoundFragment, "load"),
-    "vote": (OpenRound, "start"),
-    "after the vote": (OpenRound, "_decide"),
-    "bucket": (OpenRound, "_receive"),
-    "confirmation": (EpochGroup, "all_gather_small"),
-    "landing": (OpenRound, "_apply_one"),
-    "admission": (Rounds, "_hand_over"),
-    "saving": (OuterLoop, "state_dict"),
-}
 
 
 class Blocks(nn.Module):
@@ -52,29 +38,13 @@ class Blocks(nn.Module):
             nn.init.constant_(parameter, START)
 
 
-def die_at(phase, number):
-    """Kill this process at the `number`-th time that it comes to a phase."""
-    owner, name = PHASES[phase]
-    before, seen = getattr(owner, name), []
-
-    def act(*args, **options):
-        seen.append(1)
-        if len(seen) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return before(*args, **options)
-
-    setattr(owner, name, act)
-
-
 def replica(pipe, port, member, step_s, numel, dies, recipe, saves, options):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     model, membership = Blocks(numel), Elastic(store, member, **options)
-    phase, number = dies or ("", 0)
-    if phase and PHASES[phase]:
-        die_at(phase, number)
+    fault = fail_at(*dies or ("local step", 0))
 
     def say(**what):
         pipe.send({"member": member, "at": time.time(), "epoch": membership.record.number} | what)
@@ -92,21 +62,24 @@ def replica(pipe, port, member, step_s, numel, dies, recipe, saves, options):
     recipe = recipe or diloco(EVERY, lr=1.0, momentum=0.0)
     with OuterLoop(Blocks(numel), recipe, bucket_bytes=4 * numel) as another:
         checkpoint = another.state_dict()
-    with OuterLoop(model, recipe, membership=membership, bucket_bytes=4 * numel) as outer:
+    among = membership
+    if dies:  # runs without a failure are measured
+        recipe, among = fault.recipe(recipe), fault.membership(membership)
+    with OuterLoop(model, recipe, membership=among, bucket_bytes=4 * numel) as outer:
         outer.listeners.append(lambda one: say(**figures_of(one)))
         if outer.is_newcomer:  # a script that begins with its newest checkpoint does not know that it is one
             outer.load_state_dict(checkpoint)
         say(joined=outer.position, weight=weight())
         while outer.position < last():
             time.sleep(step_s)
-            if phase == "local step" and outer.position >= number:
-                os.kill(os.getpid(), signal.SIGKILL)
+            fault.reach("local step")
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= 1
             outer.step()
             say(position=outer.position, weight=weight())
             if saves and outer.position % saves == 0:
+                fault.reach("saving")
                 outer.state_dict()
         stats = outer.stats()
     say(end=outer.position, weight=weight(), stats=stats.as_dict())

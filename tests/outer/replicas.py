@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests of the outer loop share: exact data, small models, groups that count."""
 
+import io
+
 import torch
 from torch import nn
 
@@ -118,6 +120,19 @@ class Run:
         """Close, and return what was learnt."""
         self.outer.close()
         return values(self.model)
+
+
+def through_a_file(state):
+    """What a state is after `torch.save` and `torch.load`."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def kept_of(outer):
+    """What each fragment keeps from round to round: its anchor, and what error feedback has kept back."""
+    return [one["agreed"] for one in outer.state_dict()["rounds"]["fragments"]]
 
 
 class Counting:

@@ -36,7 +36,7 @@ from farflung.outer import (
 )
 from farflung.outer.weighting import Decision
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import Run, dyadic, linear, same, train, values
+from tests.outer.replicas import Run, dyadic, kept_of, linear, same, train, values
 
 EXACT = TopK(k=16, chunk=16, bits=32)
 
@@ -95,7 +95,7 @@ def test_a_whole_run_with_an_exact_codec_is_one_without(size):
 def residuals(group, recipe):
     run = Run(group, recipe, linear, lr=2.0**-3, momentum=0.0)
     run.steps(0, 1)
-    return [r for part in run.outer._rounds.replica.fragments for r in part.weights._residuals]
+    return kept_of(run.outer)[0]["residuals"]
 
 
 @pytest.mark.law("lossless-is-plain")
@@ -109,20 +109,15 @@ def test_a_top_k_of_density_one_leaves_nothing_over():
 
 
 def on_two_levels(group, recipe):
-    run = Run(group, recipe, linear, lr=2.0**-3, momentum=0.0)
-    seen = []
+    model, seen = linear(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-3)
+    outer = OuterLoop(model, recipe, group)
     for number in range(4):
-        train_quietly(run, number)
-        alone = values(run.model)
-        run.outer.step()
-        seen.append((alone, values(run.model)))
+        train(model, optimizer, number, group.rank)
+        alone = values(model)
+        outer.step()
+        seen.append((alone, values(model)))
     return seen
-
-
-def train_quietly(run, number):
-    for hook in run.outer._hooks:
-        hook.remove()
-    train(run.model, run.optimizer, number, run.rank)
 
 
 def mean(states):
@@ -355,7 +350,7 @@ def kept_back(group):
         with torch.no_grad():
             model[0].add_(torch.arange(8.0) + (math.nan if step == 1 and group.rank == 1 else 0))
         outer.step()
-    return values(model), [r.clone() for r in outer._rounds.replica.fragments[0].weights._residuals]
+    return values(model), kept_of(outer)[0]["residuals"]
 
 
 def test_a_replica_that_was_refused_sends_nothing_of_that_later():

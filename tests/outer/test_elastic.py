@@ -7,7 +7,8 @@ import pytest
 
 from farflung.comm.member_store import MemberStore, part_of
 from farflung.outer import diloco, local_sgd, streaming_diloco
-from tests.outer.elastic_run import EVERY, PHASES, ElasticRun, wrong
+from tests.faults import PHASES
+from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 
 pytestmark = pytest.mark.ranks
 

@@ -3,11 +3,8 @@
 
 import copy
 import math
-import os
-import signal
 import warnings
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from farflung.base.errors import ConfigError, RankFailure, Unsupported
 from farflung.comm.shards import local
 from farflung.outer import (
     GatherMean,
-    Mean,
     OuterLoop,
     diloco,
     eager_diloco,
@@ -29,6 +25,7 @@ from farflung.outer import (
 )
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
+from tests.faults import fail_at
 from tests.outer.islands import Grid, IslandRun, Uneven
 from tests.outer.replicas import RECIPES, same
 from tests.outer.traces import CASES, of_recipe, replica
@@ -247,16 +244,14 @@ def test_models_that_are_not_sharded_over_the_island_are_refused(cases):
 
 def lose_rank_3(way, folder):
     """Train in two islands until rank 3 is gone; the others write down what they are told, and whether they moved."""
-    run = IslandRun(Grid(), diloco(2))
-    kill = partial(os.kill, os.getpid(), signal.SIGKILL)
-    before = []
+    fault = fail_at("encoding" if way == "in a round" else "local step", is_armed=False)
+    run, before = IslandRun(Grid(), fault.recipe(diloco(2))), []
     try:
         with run.outer:
             run.steps(1, 2, 3)
-            if dist.get_rank() == 3 and way == "in a round":
-                Mean.start = lambda *_: kill()
-            elif dist.get_rank() == 3:
-                kill() if way == "killed" else next(iter(()))
+            if dist.get_rank() == 3:
+                next(iter(())) if way == "raises" else fault.arm()
+            fault.reach("local step")
             run.backward(4)
             run.optimizer.step()
             before += [local(parameter).clone() for parameter in run.bare.parameters()]

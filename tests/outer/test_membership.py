@@ -17,9 +17,9 @@ from farflung.outer import OuterLoop, diloco, eager_diloco, edit, gossip, local_
 from farflung.outer.agreement import Anchored
 from farflung.outer.membership import FixedMembership, open_epoch
 from farflung.testing.sim import SimGroup, run_replicas
+from tests.faults import IN_A_ROUND, fail_at
 
 EVERY, LR, MOMENTUM, STEPS = 3, 0.5, 0.5, 12
-IN_FLUSH = 1  # collectives of a last flush to which nobody brings anything
 DILOCO = diloco(EVERY, lr=LR, momentum=MOMENTUM)
 STREAMING = streaming_diloco(4, 2, delay=1, lr=LR, momentum=MOMENTUM)
 
@@ -28,19 +28,8 @@ class Lost(Exception):
     """A replica is lost."""
 
 
-class FailingGroup(SimGroup):
-    """A group in which a replica fails at one of its collectives, counted from 1 over all groups that it is in."""
-
-    def __init__(self, group, fails_at, calls):
-        super().__init__(group._stage, group._me, group.members)
-        self.fails_at, self.calls = fails_at, calls
-
-    def _join(self, *arguments, **options):
-        self.calls.append(arguments[0])
-        if len(self.calls) == self.fails_at:
-            self.leave("it failed")
-            raise Lost
-        return super()._join(*arguments, **options)
+def be_lost(group):
+    raise Lost
 
 
 class Door:
@@ -90,18 +79,14 @@ class ChangingMembership:
     Args:
         group: of all that there will ever be.
         first: those that begin.
-        fails_at: the number of this replica's collective at which it fails.
     """
 
     is_fixed, island = False, SoloGroup()
 
-    def __init__(self, group, first, fails_at=None):
-        self.most, self.fails_at, self.calls, self.number, self.epoch = group.size, fails_at, [], 0, None
-        self.is_new = group.rank not in first
-        self.group = group if self.is_new else self.failing(SimGroup(group._stage, group.rank, tuple(first)))
-
-    def failing(self, group):
-        return FailingGroup(group, self.fails_at, self.calls)
+    def __init__(self, group, first):
+        self.most, self.number, self.epoch, self.is_new = group.size, 0, None, group.rank not in first
+        # SimGroup makes no group of some of the replicas otherwise.
+        self.group = group if self.is_new else SimGroup(group._stage, group.rank, tuple(first))
 
     def enter(self, needs):
         group, newcomers = self.group, []
@@ -111,8 +96,8 @@ class ChangingMembership:
         elif self.epoch is not None and needs.admits:
             group, newcomers = admit(group)
         if self.epoch is None or newcomers:
-            self.group, self.number = self.failing(group), self.number + 1
-            self.epoch = open_epoch(self.number, group.members, self.group, self.island, needs, newcomers)
+            self.group, self.number = group, self.number + 1
+            self.epoch = open_epoch(self.number, group.members, group, self.island, needs, newcomers)
         return self.epoch
 
     def is_awaited(self):
@@ -122,7 +107,7 @@ class ChangingMembership:
         return dict(complete)
 
     def lost(self, failure):
-        self.group, self.epoch = self.failing(self.group.regroup()), None
+        self.group, self.epoch = self.group.regroup(), None
 
     def end(self, reason):
         pass
@@ -135,12 +120,13 @@ class Two(nn.Module):
 
 
 def train(group, first, recipe, fails_at, lost, steps):
-    """Train one replica; return its weight after each step, and what it failed in."""
+    """Train one replica; return its weight after each step, and the phases that it came to."""
     me, model, path = group.rank, Two(), []
-    membership = ChangingMembership(group, first, fails_at if me == lost else None)
+    fault = fail_at(None, fails_at if me == lost else 0, be_lost)
+    membership = fault.membership(ChangingMembership(group, first))
     try:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # whose rate a schedule may read
-        outer = OuterLoop(model, recipe, membership=membership, inner=optimizer)
+        outer = OuterLoop(model, fault.recipe(recipe), membership=membership, inner=optimizer)
         while outer.position < steps:
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -149,8 +135,8 @@ def train(group, first, recipe, fails_at, lost, steps):
             path.append((outer.position, model.weight.item()))
         outer.close()
     except Lost:
-        return path, membership.calls[-1]
-    return [*path, (steps, model.weight.item())], len(membership.calls)
+        return path, fault.seen
+    return [*path, (steps, model.weight.item())], fault.seen
 
 
 def anchors_of(members):
@@ -189,23 +175,21 @@ def seen_of(path):
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_replica_may_be_lost_at_any_collective(lost):
+def test_a_replica_may_be_lost_at_any_phase_of_a_round(lost):
     """Before the vote, in it, in the middle of what is sent, before all know that it arrived, and in the last flush.
 
     No step of the others is lost, and none counts twice: the round goes on among them.
     """
-    calls = run_replicas(train, 3, range(3), DILOCO, None, lost, STEPS)[lost][1]
-    begun = run_replicas(train, 3, range(3), DILOCO, None, lost, 0)[lost][1] - IN_FLUSH
-    phases = set()
-    for at in range(begun + 1, calls + 1):
+    seen = run_replicas(train, 3, range(3), DILOCO, None, lost, STEPS)[lost][1]
+    for at in range(1, len(seen) + 1):
         found = run_replicas(train, 3, range(3), DILOCO, at, lost, STEPS)
         path, failed_in = found.pop(lost)
+        assert failed_in == seen[:at]
         in_round = len(path) // EVERY
-        phases.add(failed_in)
         survivors = [seen_of(path) for path, _ in found]
         assert survivors[0] == survivors[1]
         assert survivors[0] in [without(lost, in_round, applied) for applied in (False, True)], at
-    assert phases == {"all_gather", "all_reduce(sum)"}
+    assert set(seen) == IN_A_ROUND
 
 
 @pytest.mark.parametrize("first", [[0, 1], [1, 2], [0, 3]])
@@ -245,8 +229,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_replicas_come_and_go_under_other_recipes(name):
-    """One comes, another one is lost at some of its collectives; those that stay end with the same weights."""
-    for at in range(16, 32, 3):  # after the other one was let in
+    """One comes, another one is lost at each phase; those that stay end with the same weights."""
+    for at in range(21, 45, 3):  # after the other one was let in; a round has 7 or 8 phases
         found = run_replicas(train, 4, [0, 1, 2], OTHERS[name], at, 1, 2 * STEPS)
         ends = [path[-1] for rank, (path, _) in enumerate(found) if rank != 1]
         assert len(set(ends)) == 1, (at, ends)

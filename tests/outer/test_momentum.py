@@ -11,7 +11,7 @@ from farflung import Accelerator
 from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
 from farflung.loop.scheduler import planned_updates
-from farflung.outer import OuterLoop, diloco, eager_diloco, edit, local_sgd, post_local_sgd, streaming_diloco
+from farflung.outer import OuterLoop, diloco, edit, local_sgd, post_local_sgd, streaming_diloco
 from farflung.outer.arguments import OuterConfig, recipe_of
 from farflung.outer.momentum import GrowingMomentumSGD, momentum_of
 
@@ -20,12 +20,25 @@ def test_the_momentum_of_a_round_is_what_the_page_says():
     assert [momentum_of(number, delay=10) for number in (1, 10, 90, 9000)] == [1 / 11, 0.5, 0.9, 0.9]
 
 
-@pytest.mark.parametrize(("make", "delay"), [(diloco, 10), (streaming_diloco, 10), (eager_diloco, 40)])
+@pytest.mark.parametrize("make", [diloco, streaming_diloco])
+@pytest.mark.parametrize(("every", "lr"), [(4, 0.35), (8, 0.7), (16, 0.85), (32, 1.0), (500, 1.0)])
+def test_the_outer_learning_rate_grows_with_the_interval_as_the_page_says(make, every, lr):
+    def rate(**settings):
+        return make(every, **settings).optimizer([torch.zeros(1)]).param_groups[0]["lr"]
+
+    assert rate() == pytest.approx(lr)
+    assert rate(momentum=0.9) == 0.7
+    assert rate(lr=0.4) == rate(lr=0.4, momentum=0.9) == 0.4
+
+
+@pytest.mark.parametrize(("make", "delay"), [(diloco, 10), (streaming_diloco, 5)])
 def test_it_grows_where_nobody_chooses_one(make, delay):
     optimizer = make(8).optimizer([nn.Parameter(torch.zeros(1))])
     assert isinstance(optimizer, GrowingMomentumSGD)
     assert optimizer.defaults["momentum"] == 1 / (1 + delay)
     assert (optimizer.defaults["lr"], optimizer.defaults["nesterov"]) == (0.7, True)
+    delays = [1 / make(every).optimizer([torch.zeros(1)]).defaults["momentum"] - 1 for every in (32, 64, 128, 500)]
+    assert delays == pytest.approx([delay, delay / 2, 0.3 * delay, 0.3 * delay])
     assert make(8, momentum=0.9).optimizer([nn.Parameter(torch.zeros(1))]).defaults["momentum"] == 0.9
 
 
@@ -34,7 +47,7 @@ def test_its_rounds_follow_the_equation_and_go_on_after_a_resume(nesterov):
     def moved(rounds, resume_after):
         model = nn.Linear(3, 1, bias=False)
         nn.init.zeros_(model.weight)
-        recipe = diloco(1, nesterov=nesterov)
+        recipe = diloco(1, lr=0.7, nesterov=nesterov)
         outer = OuterLoop(model, recipe, SoloGroup(), bucket_bytes=8)  # two buckets, each of which counts the rounds
         for number in range(rounds):
             if number == resume_after:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
@@ -52,7 +53,7 @@ def muloco(group=None, steps=2 * EVERY, is_attached=False, recipe=None, order=1)
     optimizers = optimizers_of(model)
     recipe = recipe or diloco(EVERY, lr=OUTER_LR, momentum=OUTER_MOMENTUM)
     with OuterLoop(model, recipe, group) as outer:
-        rank = outer._rounds.group.rank
+        rank = dist.get_rank() if group is None else group.rank
         if is_attached:
             outer.attach(*optimizers)
         for step in range(steps):

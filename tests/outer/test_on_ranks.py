@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The outer loop over gloo: the same as DDP where it must be, and one clear error where a rank is gone."""
 
-import multiprocessing as mp
-import sys
+import os
 import time
 from contextlib import suppress
 
@@ -15,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from farflung.base.errors import CollectiveMismatch, RankFailure, Unsupported
 from farflung.base.torch_internals import default_store, num_groups
-from farflung.config import environ
+from farflung.comm.torch_group import TorchGroup
 from farflung.outer import Cast, OuterLoop, diloco, local_sgd, streaming_diloco
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
@@ -199,48 +198,28 @@ def test_loops_left_by_exceptions_leave_nothing_open(by_all, recipe):
         assert all(now <= before for now, before in zip(last, first, strict=True)), (first, last)
 
 
-def outlive(variables, report):
-    """Rank 1 leaves, but its process lives on; the others write down what they are told, and must end by themselves."""
-    environ.export(variables)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def outlive(folder):
+    """Rank 1 leaves and says if the others end while it lives on; they return what they are told, and their weights."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(1 << 12)) for _ in range(8)])
     outer = OuterLoop(model, local_sgd(1), bucket_bytes=1 << 13)
+    (folder / str(os.getpid())).touch()
     outer.step()
     if dist.get_rank() == 1:
-        outer._rounds.group.leave("ValueError: it went on elsewhere")
-        time.sleep(30)
+        others = [psutil.Process(int(file.name)) for file in folder.iterdir() if int(file.name) != os.getpid()]
+        TorchGroup().leave("ValueError: it went on elsewhere")
+        return len(psutil.wait_procs(others, timeout=patience(25))[1])
     with torch.no_grad():
         for parameter in model:
             parameter.add_(1.0)
-    try:
+    with pytest.raises(RankFailure) as failure:
         outer.step()
-    except RankFailure as error:
-        torch.save((str(error), model[-1].unique().tolist()), report)
-        sys.exit(7)
+    return str(failure.value), model[-1].unique().tolist()
 
 
 def test_survivors_of_a_rank_that_left_are_told_keep_their_steps_and_end(tmp_path):
     """A gloo operation that waits for a rank that will not come has held up the exit of processes."""
-    context = mp.get_context("forkserver")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    variables = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    ranks = [
-        context.Process(target=outlive, args=({**variables, "RANK": str(rank)}, tmp_path / str(rank)))
-        for rank in range(3)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        for rank in (0, 2):
-            ranks[rank].join(timeout=patience(25))
-            assert ranks[rank].exitcode == 7
-            message, last_weights = torch.load(tmp_path / str(rank))
-            assert "rank 1 left (ValueError: it went on elsewhere)" in message
-            assert last_weights == [1.0]  # the step that no one has averaged is still there
-        assert ranks[1].exitcode is None
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+    first, alive, third = run_ranks(outlive, 3, tmp_path)
+    assert alive == 0
+    for message, last_weights in (first, third):
+        assert "rank 1 left (ValueError: it went on elsewhere)" in message
+        assert last_weights == [1.0]  # the step that no one has averaged is still there

@@ -27,7 +27,7 @@ from farflung.outer import (
 )
 from farflung.outer.schedule import Every, Warmup
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import RECIPES, Run, linear, net, no_statistics, same, train, values
+from tests.outer.replicas import RECIPES, Run, kept_of, linear, net, no_statistics, same, train, values
 
 
 # post_local_sgd
@@ -223,15 +223,13 @@ def test_optimizers_that_differ_in_a_warm_up_leave_no_replicas_that_differ(is_re
 
 
 # quadratic
-def decaying(group):
-    run = Run(group, quadratic(2, alpha=0.2), no_statistics, lr=0.1)
+def rounds_by_rate(group, lr, steps, rate_at):
+    """The steps after which rounds end, where `rate_at` says the learning rate in each step."""
+    run = Run(group, quadratic(2, alpha=0.2), no_statistics, lr=lr)
     ended = []
     run.outer.listeners.append(lambda this: ended.append(this.step))
-    for number in range(34):
-        if number == 5:
-            run.optimizer.param_groups[0]["lr"] = 0.05
-        if number == 15:
-            run.optimizer.param_groups[0]["lr"] = 1e-9
+    for number in range(steps):
+        run.optimizer.param_groups[0]["lr"] = rate_at(number)
         run.steps(number)
     run.end()
     return ended
@@ -239,23 +237,16 @@ def decaying(group):
 
 def test_quadratic_rounds_follow_the_rate_at_which_they_begin():
     # (0.2 / 0.1)**2 = 4 steps; from the round that begins after step 8 on (0.2 / 0.05)**2 = 16; the last one is forced.
-    assert run_replicas(decaying, 2) == [[4, 8, 24, 34]] * 2
+    def rate_at(number):
+        return 0.1 if number < 5 else 0.05 if number < 15 else 1e-9
 
-
-def rising(group):
-    run = Run(group, quadratic(2, alpha=0.2), no_statistics, lr=1e-6)
-    ended = []
-    run.outer.listeners.append(lambda this: ended.append(this.step))
-    for number in range(12):
-        run.optimizer.param_groups[0]["lr"] = min(0.1, 0.02 * (number + 1))
-        run.steps(number)
-    run.end()
-    return ended
+    assert run_replicas(rounds_by_rate, 2, 0.1, 34, rate_at) == [[4, 8, 24, 34]] * 2
 
 
 def test_a_warm_up_does_not_make_the_first_round_of_the_quadratic_rule_endless():
     # With the rates 0.02, 0.04, 0.06, 0.08, 0.1 a round has 100, 25, 11, 6 and 4 steps, and five are done at the last.
-    assert run_replicas(rising, 2) == [[5, 9, 12]] * 2
+    ended = run_replicas(rounds_by_rate, 2, 1e-6, 12, lambda number: min(0.1, 0.02 * (number + 1)))
+    assert ended == [[5, 9, 12]] * 2
 
 
 def test_the_quadratic_rule_must_know_the_optimizer():
@@ -331,8 +322,8 @@ def test_with_an_anchor_an_evaluation_sees_what_was_agreed_on():
 
 
 # digests
-def tampered(group, monkey, make, what):
-    run = Run(group, make, no_statistics)
+def tampered(group, recipe, what):
+    run = Run(group, recipe, no_statistics)
     run.steps(0)
     if group.rank == 1:
         with torch.no_grad():
@@ -342,15 +333,17 @@ def tampered(group, monkey, make, what):
 
 
 def write_to_the_anchor(run):
-    run.outer._rounds.replica.fragments[0].weights.agreed(0)[2][1] += 1e-6
+    state = run.outer.state_dict()
+    state["rounds"]["fragments"][0]["agreed"]["anchor"]["chunks"][0][22] += 1e-6  # in 2.weight
+    run.outer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("recipe", [diloco(1), streaming_diloco(1, 1, delay=0, alpha=0.0)])
 def test_an_anchor_that_differs_is_found_and_named(recipe, monkeypatch):
     monkeypatch.setattr(replica, "_DIGEST_EVERY", 2)
     with pytest.raises(CollectiveMismatch, match=r"no longer agree on 2\.weight: its value on rank 1"):
-        run_replicas(tampered, 3, None, recipe, write_to_the_anchor)
-    run_replicas(tampered, 3, None, recipe, lambda run: None)
+        run_replicas(tampered, 3, recipe, write_to_the_anchor)
+    run_replicas(tampered, 3, recipe, lambda run: None)
 
 
 # What is written down.
@@ -401,24 +394,13 @@ def test_advice_is_given_where_there_is_something_to_say():
 
 # anchor_on_cpu
 @pytest.mark.law("anchor-place-is-invisible")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("recipe", [diloco(2), streaming_diloco(4, 2, delay=1), eager_diloco(2)])
-def test_an_anchor_on_the_cpu_is_where_it_was_already(recipe):
+def test_an_anchor_that_is_kept_in_the_hosts_memory_gives_the_same_bits(recipe, device):
     def trained(group, recipe):
-        run = Run(group, recipe)
-        run.steps(*range(7))
-        return run.end()
-
-    away = replace(recipe, anchor_on_cpu=True)
-    assert same(*run_replicas(trained, 2, recipe), *run_replicas(trained, 2, away))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", [diloco(2), streaming_diloco(4, 2, delay=1), eager_diloco(2)])
-def test_an_anchor_that_is_kept_away_from_the_gpu_gives_the_same_bits(recipe):
-    def trained(group, recipe):
-        run = Run(group, recipe, lambda: net().cuda())
-        chunks = [chunk for part in run.outer._rounds.replica.fragments for chunk in part.weights._chunks]
-        assert all(chunk.is_cpu == recipe.anchor_on_cpu for chunk in chunks)
+        run = Run(group, recipe, lambda: net().to(device))
+        chunks = [chunk for kept in kept_of(run.outer) for chunk in kept["anchor"]["chunks"]]
+        assert all(chunk.is_cpu == (device == "cpu" or recipe.anchor_on_cpu) for chunk in chunks)
         run.steps(*range(7))
         return run.end()
 

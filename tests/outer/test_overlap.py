@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds over gloo: the bits of the simulation, and what flies on a thread of its own while training talks too."""
 
-import io
 import time
 
 import pytest
@@ -27,7 +26,7 @@ from farflung.outer import (
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import RECIPES, Run, same, values
+from tests.outer.replicas import RECIPES, Run, same, through_a_file, values
 
 
 def stepped(run, numbers):
@@ -125,10 +124,7 @@ def resumed_in_mid_flight():
         run = Run(TorchGroup(), recipe, bucket_bytes=64)
         run.steps(*range(stop))
         if stop < 12:
-            file = io.BytesIO()
-            torch.save((run.outer.state_dict(), run.optimizer.state_dict()), file)
-            file.seek(0)
-            outer, inner = torch.load(file, weights_only=True)
+            outer, inner = through_a_file((run.outer.state_dict(), run.optimizer.state_dict()))
             air = len(outer["rounds"]["open"])
             run = Run(TorchGroup(), recipe, bucket_bytes=64)
             run.outer.load_state_dict(outer)

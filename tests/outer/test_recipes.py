@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every recipe must keep: bytes, gradients, frozen weights, a standstill, and a run taken up again anywhere."""
 
-import io
 import math
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,7 +44,7 @@ from farflung.outer import (
 )
 from farflung.outer.ballot import BALLOT_BYTES
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import RECIPES, Counting, Run, net, no_statistics, same, values
+from tests.outer.replicas import RECIPES, Counting, Run, net, no_statistics, same, through_a_file, values
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
@@ -151,7 +150,8 @@ def by_place(model, count):
 def weighed(group, recipe):
     counting = Counting(group)
     run = Run(counting, recipe, no_statistics)
-    sizes = [sum(p.numel() for p in part.parameters()) for part in run.outer._rounds.replica.fragments]
+    cut = recipe.fragments(run.model, recipe.schedule.fragments)
+    sizes = [sum(place.get().numel() for place in part.parameters) for part in cut]
     began = len(counting.calls)
     run.steps(*range(max(6, recipe.warmup)))
     rounds = run.outer.stats().rounds
@@ -196,13 +196,6 @@ def stopped(group, recipe, stop):
     run = Run(group, recipe, bucket_bytes=64)
     run.steps(*range(stop))
     return through_a_file({"outer": run.outer.state_dict(), "inner": run.optimizer.state_dict()})
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def resumed(group, recipe, states, stop, steps):

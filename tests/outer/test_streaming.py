@@ -45,7 +45,7 @@ def logged(group, recipe, steps):
     model = nn.ParameterList([torch.zeros(n) for n in (3, 5, 4, 2, 1, 2)])
     outer = OuterLoop(model, recipe, group)
     said = []
-    outer.listeners.append(lambda this: said.append((this.fragment, this.step, outer._position)))
+    outer.listeners.append(lambda this: said.append((this.fragment, this.step, outer.position)))
     for _ in range(steps):
         with torch.no_grad():
             for parameter in model:

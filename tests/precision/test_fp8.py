@@ -7,7 +7,7 @@ from torch import nn
 
 from farflung import Accelerator
 from farflung.base.errors import ConfigError, Unsupported
-from farflung.config.fp8 import AORecipeKwargs
+from farflung.config.handlers import AORecipeKwargs
 from farflung.precision import fp8
 from farflung.precision.fp8 import Float8
 

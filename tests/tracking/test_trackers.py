@@ -26,11 +26,11 @@ from farflung.tracking import (
     TensorBoardTracker,
     TrackioTracker,
     WandBTracker,
-    choose,
     filter_trackers,
     get_available_trackers,
     on_main_process,
     register_tracker_class,
+    tracking,
 )
 from farflung.utils import LoggerType
 from tests.tracking.fakes import fake_client
@@ -277,7 +277,7 @@ def own_class():
 
 def test_the_trackers_that_are_asked_for_come_once_each(monkeypatch):
     installed = ("tensorboard", "wandb")
-    monkeypatch.setattr(choose, "has_client", lambda name: name in (*installed, "jsonl"))
+    monkeypatch.setattr(tracking, "has_client", lambda name: name in (*installed, "jsonl"))
     own = Own("mine")
     assert get_available_trackers() == ["tensorboard", "wandb", "jsonl"]
     assert filter_trackers(None) == []
@@ -285,7 +285,7 @@ def test_the_trackers_that_are_asked_for_come_once_each(monkeypatch):
     assert filter_trackers([LoggerType.WANDB, "wandb", own, own], "logs") == ["wandb", own]
     assert filter_trackers("all", "logs") == ["tensorboard", "wandb", "jsonl"]
     assert filter_trackers([own, LoggerType.ALL], "logs") == [own, "tensorboard", "wandb", "jsonl"]
-    monkeypatch.setattr(choose, "has_client", lambda name: name in ("wandb", "jsonl"))
+    monkeypatch.setattr(tracking, "has_client", lambda name: name in ("wandb", "jsonl"))
     assert filter_trackers("all") == ["wandb"]
     with pytest.raises(ConfigError, match="pip install tensorboard"):
         filter_trackers("tensorboard", "logs")

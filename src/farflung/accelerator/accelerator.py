@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +18,8 @@ from torch.utils.data import DataLoader
 from farflung.accelerator import lazy, session as slot, settings
 from farflung.accelerator.checkpoints import Checkpointing
 from farflung.accelerator.control import ProcessControl
-from farflung.accelerator.controller import OuterController
-from farflung.accelerator.engines import Axes
-from farflung.accelerator.grid import check_layout, resolve_layout
+from farflung.accelerator.controller import OuterController, OuterMethods, launched_slots
 from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics
-from farflung.accelerator.outer import OpenLoops, OuterMethods, launched_slots
 from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
 from farflung.accelerator.properties import AcceleratorProperties
 from farflung.accelerator.trackers import TrackerMethods
@@ -29,23 +27,12 @@ from farflung.accelerator.views import AcceleratorState
 from farflung.base.checks import check_optional, check_type
 from farflung.base.enums import DynamoBackend
 from farflung.base.errors import StateError
+from farflung.base.words import counted
 from farflung.comm import collectives
 from farflung.comm.group import Group
 from farflung.comm.torch_group import explained
-from farflung.config import environ
+from farflung.config import environ, handlers
 from farflung.config.compile import TorchDynamoPlugin
-from farflung.config.handlers import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    ProfileKwargs,
-    ProjectConfiguration,
-    WatchdogKwargs,
-)
 from farflung.data.prepare import skip_first_batches
 from farflung.loop import clip
 from farflung.loop.accumulation import Accumulate, explain_loss, weighed
@@ -62,7 +49,7 @@ if TYPE_CHECKING:
     from farflung.outer.arguments import OuterConfig
 
 
-class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, TrackerMethods, ProcessControl):
+class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMethods, ProcessControl):
     """Runs your training loop on as many processes as it was started with. Accelerate's parameters, and:
 
     Args:
@@ -87,7 +74,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
-        dataloader_config: DataLoaderConfiguration | None = None,
+        dataloader_config: handlers.DataLoaderConfiguration | None = None,
         deepspeed_plugin: Any = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: Any = None,
@@ -95,10 +82,10 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         rng_types: list[str] | None = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
-        project_config: ProjectConfiguration | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        project_config: handlers.ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: handlers.GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: list[KwargsHandler] | None = None,
+        kwargs_handlers: list[handlers.KwargsHandler] | None = None,
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
@@ -114,39 +101,41 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
         )
-        check_layout(fsdp_plugin, parallelism_config, island_size)
-        settings.check_loop(device_placement, cpu, step_scheduler_with_optimizer, scheduler_ticks)
+        slot.check_layout(fsdp_plugin, parallelism_config, island_size)
         rng_types = settings.resolve_rng_types(rng_types)
-        settings.check_folders(project_dir, project_config)
-        handlers = settings.handlers_by_kind(kwargs_handlers)
-        self.scaler_handler: GradScalerKwargs | None = handlers.get(GradScalerKwargs)
-        self.init_handler: InitProcessGroupKwargs | None = settings.check_init(handlers.get(InitProcessGroupKwargs))
-        self.autocast_handler: AutocastKwargs | None = handlers.get(AutocastKwargs)
-        self.profile_handler: ProfileKwargs | None = handlers.get(ProfileKwargs)
+        settings.check_arguments(
+            device_placement, cpu, step_scheduler_with_optimizer, scheduler_ticks, project_dir, project_config
+        )
+        given = settings.handlers_by_kind(kwargs_handlers)
+        self.scaler_handler: handlers.GradScalerKwargs | None = given.get(handlers.GradScalerKwargs)
+        self.init_handler: handlers.InitProcessGroupKwargs | None = settings.check_init(
+            given.get(handlers.InitProcessGroupKwargs)
+        )
+        self.autocast_handler: handlers.AutocastKwargs | None = given.get(handlers.AutocastKwargs)
+        self.profile_handler: handlers.ProfileKwargs | None = given.get(handlers.ProfileKwargs)
         accumulation = settings.resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         compiling = settings.resolve_compile(dynamo_backend, dynamo_plugin)
         asked = settings.resolve_outer(outer)
-        self.project_configuration = project_config or ProjectConfiguration()
+        self.project_configuration = project_config or handlers.ProjectConfiguration()
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(os.fspath(project_dir))
         self._tracking = None if log_with is None else lazy.Tracking(log_with, self.logging_dir)
         self.dataloader_config = settings.resolve_data(dataloader_config, split_batches)
-        self._world = join_world(cpu, self.init_handler, handlers.get(WatchdogKwargs))
+        self._world = join_world(cpu, self.init_handler, given.get(handlers.WatchdogKwargs))
         session = slot.open_or_join(self._world, mixed_precision, accumulation, compiling)
         with slot.settling(session):
-            self._precision = settings.resolve_precision(session.mixed_precision, self._world.device, handlers)
-            self._layout = layout = resolve_layout(
+            self._precision = settings.resolve_precision(session.mixed_precision, self._world.device, given)
+            self._layout = layout = slot.resolve_layout(
                 session, fsdp_plugin, parallelism_config, island_size, asked is not None
             )
         self._loop = session.loop
-        ddp = handlers.get(DistributedDataParallelKwargs)
+        ddp = given.get(handlers.DistributedDataParallelKwargs)
         self._strategy = choose_strategy(self._world, layout.mesh, ddp, layout.fsdp, self._precision.dtype)
         self._distributed = self._world.size > 1
         self._registry = Registry()
         if environ.is_elastic():
             self._registry.slots = launched_slots(self._world.exchange, self._registry)
-        self._open_loops = loops = OpenLoops()
-        self._controller = OuterController(asked, self._world, self._strategy, self._loop, self._registry, loops)
+        self._controller = OuterController(asked, self._world, self._strategy, self._loop, self._registry)
         slot.flush_with(self._controller)
         self._preparer = Preparer(
             world=self._world,
@@ -162,7 +151,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
             scheduler_ticks=scheduler_ticks,
         )
         self._run = Run(
-            self._world, self._loop, self._precision, self._strategy, self._registry, loops, [], layout.fsdp
+            self._world, self._loop, self._precision, self._strategy, self._registry, self._controller, [], layout.fsdp
         )
         self.flag_tensor: Tensor | None = None
 
@@ -230,9 +219,9 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         check_type("no_sync: model", model, nn.Module, "an nn.Module")
         return self._strategy.no_sync(self._registry.resolve(model))
 
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+    def autocast(self, autocast_handler: handlers.AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a context manager that computes in the session's precision."""
-        check_optional("autocast_handler", autocast_handler, AutocastKwargs, "an AutocastKwargs(enabled=...)")
+        check_optional("autocast_handler", autocast_handler, handlers.AutocastKwargs, "an AutocastKwargs(enabled=...)")
         return self._precision.autocast(autocast_handler or self.autocast_handler)
 
     def backward(self, loss: Tensor, *, num_items: float | Tensor | None = None, **kwargs: Any) -> None:
@@ -330,7 +319,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
             self._loop,
             self._registry,
             self._precision.scaler,
-            self._open_loops.has,
+            self._controller.has,
         )
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -341,17 +330,28 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         return self._strategy.sync_in_backward(self._registry.resolve(model))
 
     @contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+    def profile(self, profile_handler: handlers.ProfileKwargs | None = None) -> Iterator[Any]:
         """Profile the block with `torch.profiler`.
 
         Where the handler has an `output_trace_dir`, each rank writes its trace there, and waits for the others'.
+        Raises StateError if there is nothing to write, as the schedule has recorded no step.
         """
-        check_optional("profile_handler", profile_handler, ProfileKwargs, "a ProfileKwargs(activities=...)")
-        handler = profile_handler or self.profile_handler or ProfileKwargs()
-        with lazy.profile(handler, self._world.rank) as profiler:
+        check_optional("profile_handler", profile_handler, handlers.ProfileKwargs, "a ProfileKwargs(activities=...)")
+        handler = profile_handler or self.profile_handler or handlers.ProfileKwargs()
+        with handler.build() as profiler:
             yield profiler
-        if handler.output_trace_dir is not None:
-            self.wait_for_everyone()
+        if handler.output_trace_dir is None:
+            return
+        if profiler.profiler is None:
+            raise StateError(
+                f"profile: no step was recorded with the schedule {handler.schedule_option} in "
+                f"{counted(profiler.step_num, 'step')}. "
+                "Call profiler.step() once a step, and profile more of them."
+            )
+        folder = Path(handler.output_trace_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"profile_{self._world.rank}.json"))
+        self.wait_for_everyone()
 
     # ---- talking to the other processes
 
@@ -413,9 +413,7 @@ class Accelerator(AcceleratorProperties, Axes, OuterMethods, Checkpointing, Trac
         released: list[None] = lazy.release_memory(*objects)
         return released
 
-    def clear(self, *objects: Any) -> list[None]:
-        """The same as `free_memory`."""
-        return self.free_memory(*objects)
+    clear = free_memory
 
     def end_training(self) -> None:
         """Wait for the last checkpoint to be written, finish the trackers, and destroy the process group."""

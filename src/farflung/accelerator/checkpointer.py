@@ -10,12 +10,13 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from farflung.accelerator.session import flushed
 from farflung.base.errors import CheckpointError, ConfigError, FarflungError
-from farflung.base.former_name import FORMER_NAME
+from farflung.base.files import FORMER_NAME
 from farflung.base.optional import installed_version
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.checkpoint import Checkpoint, newest, resolve
@@ -34,17 +35,15 @@ class Checkpointer:
     def __init__(self, run: Run, project: ProjectConfiguration) -> None:
         self._run = run
         self._project = project
-        self._saver: Saver | None = None
 
-    @property
+    @cached_property
     def saver(self) -> Saver:
         """Writes the files; made when it is first needed, as that may be a collective."""
-        if self._saver is None:
-            world = self._run.world
-            leader = world.rank - world.local_rank if self._project.save_on_each_node else 0
-            self._saver = Saver(CheckpointGroup(world.exchange, leader))
-            atexit.register(_report_last_failure, weakref.ref(self._saver))
-        return self._saver
+        world = self._run.world
+        leader = world.rank - world.local_rank if self._project.save_on_each_node else 0
+        saver = Saver(CheckpointGroup(world.exchange, leader))
+        atexit.register(_report_last_failure, weakref.ref(saver))
+        return saver
 
     @property
     def automatic(self) -> Path | None:
@@ -59,8 +58,8 @@ class Checkpointer:
 
     def settle(self) -> None:
         """Wait for the checkpoint that is being written in the background; raise if it could not be."""
-        if self._saver is not None:
-            self._saver.settle()
+        if "saver" in vars(self):
+            self.saver.settle()
 
     # ---- saving
 

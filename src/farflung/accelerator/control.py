@@ -37,11 +37,7 @@ class ProcessControl:
     is_main_process = Forward[bool]("_world.is_main", "Whether this is the first process of all.")
     is_local_main_process = Forward[bool]("_world.is_local_main", "Whether this is the first process of its machine.")
     is_last_process = Forward[bool]("_world.is_last", "Whether this is the last process of all.")
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
-        return self._world.size > 1
+    use_distributed = Forward[bool](lambda self: self._world.size > 1, "Whether there is more than one process.")
 
     @property
     def distributed_type(self) -> DistributedType:

@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outer loops that a setting asks for: attached by `prepare`, driven by the optimizer, flushed after each epoch."""
+"""The outer loops of one Accelerator: those of its `outer` blocks, and those that a setting asks for.
+
+The latter are attached by `prepare`, driven by the optimizer, and flushed after each epoch.
+"""
 
 from __future__ import annotations
 
 import atexit
+import copy
 import sys
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from farflung.accelerator import lazy
-from farflung.accelerator.epoch_tracker import EpochTracker
-from farflung.accelerator.outer import AttachedLoop, OpenLoops
+from farflung.accelerator.outer import AttachedLoop, EpochTracker, driver
 from farflung.accelerator.prepare import Registry
+from farflung.base.errors import ConfigError
+from farflung.base.forward import Forward
 from farflung.config import environ
-from farflung.integrations.rounds import RoundOutputs
+from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.loop.state import ActiveLoader, LoopState
 from farflung.process import world as slot
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, leave_note
@@ -23,35 +32,45 @@ from farflung.process.world import World
 from farflung.strategy.base import Strategy
 
 if TYPE_CHECKING:
+    from farflung.comm.exchange import Exchange
+    from farflung.data.slots import Slots
     from farflung.outer.arguments import OuterConfig
+    from farflung.outer.engine import OuterLoop
+    from farflung.outer.recipe import Recipe
 
 
 class OuterController:
-    """Attaches an outer loop to each model that is trained, as `config` says, and follows them to their end."""
+    """Attaches an outer loop to each model that is trained, if `config` says so, and knows all open loops, in order.
+
+    `waiting` are loaded states of loops that are not open yet.
+    """
 
     def __init__(
-        self,
-        config: OuterConfig | None,
-        world: World,
-        strategy: Strategy,
-        loop: LoopState,
-        registry: Registry,
-        open_loops: OpenLoops,
+        self, config: OuterConfig | None, world: World, strategy: Strategy, loop: LoopState, registry: Registry
     ) -> None:
         self._config = config
         self._world = world
         self._strategy = strategy
         self._registry = registry
-        self._open_loops = open_loops
-        self._attached: dict[AttachedLoop, EpochTracker] = {}
+        self.attached: list[AttachedLoop] = []
+        self.waiting: list[dict[str, Any]] = []
+        self._last: OuterLoop | None = None  # that was opened
+        self._figures: list[RoundFigures] = []
         if config is None:
             return
-        self._recipe = lazy.recipe_of(config, replicas_here(world.local_size, strategy.mesh.island.size))
+        self._recipe = lazy.recipe_of(config, self.replicas_here)
         leave_note(OUTER_ASKED)
         self._outputs = RoundOutputs(config, world.rank)
         loop.keeps_loss = loop.keeps_loss or self._outputs.reports
         loop.observe(self)
         atexit.register(_at_exit, weakref.ref(self))
+
+    @property
+    def replicas_here(self) -> int:
+        """How many replicas there are on this machine."""
+        return replicas_here(self._world.local_size, self._strategy.mesh.island.size)
+
+    # ---- opening and ending
 
     def attach(self) -> None:
         """Open a loop over each prepared model that a prepared optimizer trains and that has none yet: a collective."""
@@ -60,61 +79,195 @@ class OuterController:
         for model in self._registry.models:
             owners = [one for one in self._registry.optimizers if one.owns(model.parameters())]
             trains = any(parameter.requires_grad for parameter in model.parameters())
-            if not owners or not trains or self._open_loops.has(model):
+            if not owners or not trains or self.has(model):
                 continue
-            attached = AttachedLoop(model, self._recipe, self._strategy, self._registry, each_step=True)
-            self._open_loops.opened(attached)
+            attached = self._open(model, self._recipe, each_step=True)
             leave_note(OUTER_ATTACHED)
-            self._outputs.listen(attached.loop, len(self._attached), attached.loss)
-            attached.epochs = self._attached[attached] = EpochTracker(attached.loop)
+            self._outputs.listen(attached.loop, len(self._epochs), attached.loss)
+            attached.epochs = EpochTracker(attached.loop)
 
-    def iteration_starts(self, loader: Any) -> None:
-        """Called when an iteration of a prepared loader starts."""
-        for epochs in self._attached.values():
-            epochs.iteration_starts(loader)
+    def outer(
+        self, model: nn.Module, recipe: Recipe, each_step: bool
+    ) -> AbstractContextManager[OuterLoop, bool | None]:
+        """Return a context manager around an outer loop over `model`; see `OuterMethods.outer`."""
+        model = self._registry.resolve(model)
+        if self.has(model):
+            raise ConfigError(
+                "This model already has an outer loop: Accelerator(outer=), --outer or FARFLUNG_OUTER_RECIPE opened "
+                "one when it was prepared, or a `with` block around this one has. Leave one of them out."
+            )
+        driver(model, self._registry.optimizers)
+        return self._attached(model, recipe, each_step)
 
-    def iteration_ended(self, iteration: ActiveLoader, at_end: bool) -> None:
-        """Called when an iteration of a prepared loader is over."""
-        for epochs in self._attached.values():
-            epochs.iteration_ended(iteration, at_end)
+    @contextmanager
+    def _attached(self, model: nn.Module, recipe: Recipe, each_step: bool) -> Iterator[OuterLoop]:
+        attached = self._open(model, recipe, each_step)
+        try:
+            yield attached.loop
+        except BaseException:
+            self.attached.remove(attached)
+            attached.end(*sys.exc_info())
+            raise
+        self.attached.remove(attached)
+        attached.end()
 
-    def flush_owed(self) -> None:
-        """Flush the loops that are owed it: a collective of all ranks."""
-        for epochs in self._attached.values():
-            epochs.flush_owed()
+    def _open(self, model: nn.Module, recipe: Recipe, each_step: bool) -> AttachedLoop:
+        """Open a loop, which goes on from the state that waits for it, if one does."""
+        attached = AttachedLoop(model, recipe, self._strategy, self._registry, each_step)
+        if self.waiting:
+            attached.load_state_dict(self.waiting.pop(0))
+        if each_step:  # Accelerate's LocalSGD tells trackers nothing
+            self._figures.append(RoundFigures(attached.loop, len(self.attached)))
+        self.attached.append(attached)
+        self._last = attached.loop
+        return attached
 
     def end(self) -> None:
-        """End all loops: a collective, unless the caller is leaving with an error."""
+        """End the loops that were asked for: a collective, unless the caller is leaving with an error."""
         error = sys.exc_info()
         for attached in self._detach():
             attached.end(*error)
             _advise(attached)
 
     def drop(self) -> None:
-        """End all loops where they stand. Nothing is exchanged."""
+        """End the loops that were asked for where they stand. Nothing is exchanged."""
         for attached in self._detach():
             attached.drop()
             _advise(attached)
+
+    def _detach(self) -> list[AttachedLoop]:
+        ended = [attached for attached in self.attached if attached.epochs is not None]
+        self.attached = [attached for attached in self.attached if attached.epochs is None]
+        return ended
 
     def exit_report(self) -> None:
         """Say at the end of the process what is left to say."""
         if slot.current() is None or getattr(sys, "last_value", None) is not None:
             return
-        for attached, epochs in self._attached.items():
+        for attached in self.attached:
+            if attached.epochs is None:
+                continue
             _advise(attached)
             unsent = attached.loop.steps_since_sync
             steps = "step was" if unsent == 1 else f"{unsent} steps were"
-            if epochs.is_behind and unsent and (self._world.size > 1 or environ.is_elastic()):
+            if attached.epochs.is_behind and unsent and (self._world.size > 1 or environ.is_elastic()):
                 get_logger(__name__).warning(
                     f"The last {steps} averaged with nobody, as the loop over the data was left early. "
                     "Call accelerator.wait_for_everyone() or accelerator.end_training() after it."
                 )
 
-    def _detach(self) -> list[AttachedLoop]:
-        ended, self._attached = list(self._attached), {}
-        for attached in ended:
-            self._open_loops.closed(attached)
-        return ended
+    # ---- following the data
+
+    @property
+    def _epochs(self) -> list[EpochTracker]:
+        return [attached.epochs for attached in self.attached if attached.epochs is not None]
+
+    def iteration_starts(self, loader: Any) -> None:
+        for epochs in self._epochs:
+            epochs.iteration_starts(loader)
+
+    def iteration_ended(self, iteration: ActiveLoader, at_end: bool) -> None:
+        for epochs in self._epochs:
+            epochs.iteration_ended(iteration, at_end)
+
+    def flush_owed(self) -> None:
+        """Flush the loops that are owed it: a collective of all ranks."""
+        for epochs in self._epochs:
+            epochs.flush_owed()
+
+    # ---- questions
+
+    @property
+    def live(self) -> list[OuterLoop]:
+        return [attached.loop for attached in self.attached]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica writes what all have in common, as the first one of those that come and go."""
+        return not environ.is_elastic() or self._last is None or self._last.is_first
+
+    @property
+    def member(self) -> int:
+        """This replica's id, where replicas come and go; else 0."""
+        return int(environ.text(environ.MEMBER_VARIABLES[1]) or 0)
+
+    @property
+    def can_begin_here(self) -> bool:
+        """Whether there are open loops, and none has done a step: they begin where the model is at the first one."""
+        return bool(self.attached) and all(attached.loop.stats().attempts == 0 for attached in self.attached)
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of the rounds since the last call, by the names that trackers get."""
+        values = {name: value for each in self._figures for name, value in each.take().items()}
+        self._figures = [each for each in self._figures if each.is_open]
+        return values
+
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
+        """Give the open loops their states, in order; those that are left wait for loops that will be opened."""
+        self.waiting = list(states)
+        for attached in self.attached:
+            if self.waiting:
+                attached.load_state_dict(self.waiting.pop(0))
+
+    def has(self, model: nn.Module) -> bool:
+        """Say whether an open loop is over parameters of `model`."""
+        return any(_share(attached.model, model) for attached in self.attached)
+
+    def state_of(self, module: nn.Module) -> dict[str, Any]:
+        """Return the state dict of a model with the weights that all ranks agreed on, where there are such.
+
+        Nothing is exchanged. Agreed weights come as copies, others as the model's own tensors, as torch gives them.
+        """
+        with ExitStack() as lent:
+            loops = [attached.loop for attached in self.attached if _share(attached.model, module)]
+            lenders = [loop for loop in loops if loop.has_anchor and not loop.is_warming]
+            for loop in lenders:
+                lent.enter_context(loop.synced())
+            state: dict[str, Any] = module.state_dict()
+            return copy.deepcopy(state) if lenders else state
+
+
+class OuterMethods:
+    """The methods of an Accelerator that open outer loops."""
+
+    _controller: OuterController
+
+    def outer(
+        self, model: nn.Module, recipe: Recipe | OuterConfig | str
+    ) -> AbstractContextManager[OuterLoop, bool | None]:
+        """Return a context manager in which replicas of `model` train independently, synchronized by `recipe`.
+
+        The prepared optimizer that owns the model's parameters drives the rounds: there is nothing to call. Gradients
+        and buffers are not synchronized. Leaving the block normally is a collective: ranks that have no more data stay
+        in the rounds until all have arrived, and average a last time. An exception leaves without a collective, and
+        the other ranks get an error.
+
+        Args:
+            model: a prepared model, which a prepared optimizer trains.
+            recipe: from `farflung.outer`, such as `diloco(every=32)`; or an `OuterConfig`, or a recipe's name, such as
+                `"diloco"`, which takes its defaults.
+
+        Raises:
+            ConfigError: no optimizer has parameters of the model, or the model already has an outer loop.
+        """
+        lazy.check_model(model)
+        return self._controller.outer(model, lazy.chosen_recipe(recipe, self._controller.replicas_here), each_step=True)
+
+    outer_loops = Forward["list[OuterLoop]"](
+        "_controller.live", "The outer loops that are open, in the order of their opening."
+    )
+
+
+def launched_slots(exchange: Exchange, registry: Registry) -> Slots:
+    """Return the shares that this replica of `farflung launch --elastic` has of the data."""
+    store, member, run = lazy.launched_run()
+    bounds = {name: run[name] for name in ("most", "expected")}
+    return lazy.Slots(store, member, exchange, **bounds, is_training=lambda: registry.is_training)
+
+
+def _share(one: nn.Module, other: nn.Module) -> bool:
+    mine = {id(parameter) for parameter in one.parameters()}
+    return any(id(parameter) in mine for parameter in other.parameters())
 
 
 def _advise(attached: AttachedLoop) -> None:

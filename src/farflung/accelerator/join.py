@@ -24,8 +24,8 @@ from farflung.comm import collectives
 from farflung.comm.shards import model_has_dtensor
 from farflung.comm.torch_group import TorchGroup
 from farflung.data.samplers import BatchSamplerShard
-from farflung.loop.joined import JoinedRanks
 from farflung.loop.state import LoopState
+from farflung.loop.uneven import JoinedRanks
 from farflung.process.world import World
 
 
@@ -116,7 +116,7 @@ def _explained(error: BaseException, group: TorchGroup) -> BaseException:
     return error
 
 
-class _JoinProbe(Joinable):
+class _JoinProbe(Joinable, JoinHook):
     """Learns whether this rank was among those that trained longest."""
 
     def __init__(self, models: list[Any]) -> None:
@@ -125,7 +125,10 @@ class _JoinProbe(Joinable):
         self.came_last = False
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return _JoinProbeHook(self)
+        return self
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.came_last = is_last_joiner
 
     @property
     def join_device(self) -> Any:
@@ -134,14 +137,6 @@ class _JoinProbe(Joinable):
     @property
     def join_process_group(self) -> Any:
         return self.models[0].join_process_group
-
-
-class _JoinProbeHook(JoinHook):
-    def __init__(self, probe: _JoinProbe) -> None:
-        self._probe = probe
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._probe.came_last = is_last_joiner
 
 
 def _catch_up(probe: _JoinProbe, world: World, registry: Registry, scaler: Any) -> None:

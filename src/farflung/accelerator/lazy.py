@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from farflung.checkpoint.export import save_sharded as save_sharded
     from farflung.checkpoint.manager import CheckpointGroup as CheckpointGroup
     from farflung.checkpoint.writer import save_object as save_object
-    from farflung.config.fp8 import AORecipeKwargs as AORecipeKwargs
     from farflung.config.launch import launched_outer as launched_outer, outer_variables as outer_variables
     from farflung.config.outer import renamed as renamed
     from farflung.config.parallelism import (
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from farflung.precision.fp8 import Float8 as Float8
     from farflung.resume.models import gathered_model as gathered_model
     from farflung.tools.memory import release_memory as release_memory
-    from farflung.tools.profile import profile as profile
     from farflung.tracking.base import GeneralTracker as GeneralTracker
     from farflung.tracking.tracking import Tracking as Tracking
 
@@ -55,7 +53,6 @@ _WHERE = {
         "checkpoint.export": "save_sharded",
         "checkpoint.manager": "CheckpointGroup",
         "checkpoint.writer": "save_object",
-        "config.fp8": "AORecipeKwargs",
         "config.launch": "launched_outer outer_variables",
         "config.outer": "renamed",
         "config.parallelism": "ParallelismConfig parallelism_from_environment",
@@ -68,7 +65,6 @@ _WHERE = {
         "precision.fp8": "Float8",
         "resume.models": "gathered_model",
         "tools.memory": "release_memory",
-        "tools.profile": "profile",
         "tracking.base": "GeneralTracker",
         "tracking.tracking": "Tracking",
     }.items()

@@ -41,7 +41,7 @@ class LocalSGD:
         recipe = lazy.local_sgd(local_sgd_steps)
         self.enabled = enabled and accelerator.use_distributed
         self.local_sgd_steps = local_sgd_steps
-        self._outer = accelerator._outer(model, recipe, each_step=False) if self.enabled else None
+        self._outer = accelerator._controller.outer(model, recipe, each_step=False) if self.enabled else None
         self._loop: OuterLoop | None = None
 
     def __enter__(self) -> LocalSGD:

@@ -1,36 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bridge between prepared objects and the outer loop: who drives it, and what must stay silent meanwhile."""
+"""The bridge between prepared objects and one outer loop: who drives it, and what must stay silent meanwhile.
+
+A loop that follows the data is flushed once for each pass over them, where every rank arrives: in the optimizer's step
+on the last batch, or where the pass ends if there was none. After a pass that was left early the flush is owed, and
+comes at the next place that all ranks must come to.
+"""
 
 from __future__ import annotations
 
-import copy
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import TracebackType
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from farflung.accelerator import lazy
-from farflung.accelerator.epoch_tracker import EpochTracker
 from farflung.accelerator.prepare import Registry
 from farflung.base.errors import ConfigError
-from farflung.config import environ
-from farflung.integrations.rounds import RoundFigures
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import planned_updates
 from farflung.loop.state import ActiveLoader, Trace
 from farflung.process.log import get_logger
-from farflung.process.mesh import replicas_here, require_replicas
-from farflung.process.world import World
+from farflung.process.mesh import require_replicas
 from farflung.strategy.base import Strategy
 
 if TYPE_CHECKING:
-    from farflung.comm.exchange import Exchange
-    from farflung.data.slots import FollowedLoop, Slots
-    from farflung.outer.arguments import OuterConfig
+    from farflung.data.slots import FollowedLoop
     from farflung.outer.engine import OuterLoop
     from farflung.outer.recipe import Recipe
 
@@ -48,12 +44,7 @@ class AttachedLoop:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        recipe: Recipe,
-        strategy: Strategy,
-        registry: Registry,
-        each_step: bool,
+        self, model: nn.Module, recipe: Recipe, strategy: Strategy, registry: Registry, each_step: bool
     ) -> None:
         self.model = model
         optimizers, self._schedulers = registry.optimizers, registry.schedulers
@@ -84,7 +75,7 @@ class AttachedLoop:
         self._hooks: list[RemovableHandle] = [
             one.optimizer.register_step_pre_hook(lambda *_: self._begin_where_it_is()) for one in self._owners
         ]
-        self.optimizer.attached.append(self)
+        self.optimizer.attached.append(self.step_attempted)
         if recipe.weighs_items:
             self.optimizer.loop_state.counts_samples = True
         self._choose_who_averages()
@@ -94,30 +85,29 @@ class AttachedLoop:
         return self.optimizer.loop_state.around(self._trace)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from the state of another run's loop."""
         self.loop.load_state_dict(state)
         self._choose_who_averages()
 
-    def end(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def end(self, kind: Any = None, error: Any = None, trace: Any = None) -> None:
         """End the loop as the end of its `with` block would: a collective, unless there is an error."""
-        self._detach()
-        try:
-            self.loop.__exit__(kind, error, trace)
-        finally:
-            self._stop_following()
-            self._join()
+        self._end(lambda: self.loop.__exit__(kind, error, trace))
 
     def drop(self) -> None:
         """End the loop where it stands. Nothing is exchanged."""
-        self._detach()
-        self.loop.detach()
-        self._stop_following()
-        self._join()
+        self._end(self.loop.detach)
+
+    def _end(self, end_loop: Callable[[], object]) -> None:
+        if self.step_attempted in self.optimizer.attached:
+            self.optimizer.attached.remove(self.step_attempted)
+        for hook in self._hooks:
+            hook.remove()
+        try:
+            end_loop()
+        finally:
+            if self._slots is not None and self._followed is not None:
+                self._slots.leave(self._followed)
+                self._followed = None
+            self._join()
 
     def step_attempted(self, done: bool) -> None:
         """After an attempted step: count it, run the rounds that are due, and flush on the last batch of the data."""
@@ -199,150 +189,75 @@ class AttachedLoop:
             self._alone.close()
             self._alone = None
 
-    def _stop_following(self) -> None:
-        if self._slots is not None and self._followed is not None:
-            self._slots.leave(self._followed)
-            self._followed = None
 
-    def _detach(self) -> None:
-        if self in self.optimizer.attached:
-            self.optimizer.attached.remove(self)
-        for hook in self._hooks:
-            hook.remove()
+class EpochTracker:
+    """Flushes one outer loop after each pass over the training data.
 
+    The training data are those of the loop around the optimizer's steps; other loaders, such as those of an evaluation,
+    come and go without any exchange. A rank that gets no batch of a pass takes it for training when an earlier pass
+    over that loader was, or when it has not trained at all yet.
 
-class OpenLoops:
-    """The open outer loops of one Accelerator, in order; `waiting` are loaded states of loops that are not open yet."""
+    Attributes:
+        is_owed: a pass was left early, and the replicas have not been synchronized since.
+        is_behind: there have been steps since they were synchronized.
+    """
 
-    def __init__(self) -> None:
-        self.attached: list[AttachedLoop] = []
-        self.waiting: list[dict[str, Any]] = []
-        self._last: OuterLoop | None = None  # that was opened
-        self._figures: list[RoundFigures] = []
+    def __init__(self, loop: OuterLoop) -> None:
+        self._loop = loop
+        self.is_owed = self.is_behind = False
+        self._iteration: ActiveLoader | None = None  # the pass under way
+        self._is_flushed = False  # in this pass
+        self._batch = self._steps = 0  # of this pass; attempts on it
+        self._usual = 0  # attempts on the batch before
+        self._data: list[Any] = []  # the loaders that were trained from
 
-    @property
-    def live(self) -> list[OuterLoop]:
-        """The loops alone."""
-        return [attached.loop for attached in self.attached]
+    def iteration_starts(self, loader: Any) -> None:
+        if self._knows(loader):
+            self.flush_owed()
 
-    @property
-    def leads(self) -> bool:
-        """Whether this replica writes what all have in common, as the first one of those that come and go."""
-        return not environ.is_elastic() or self._last is None or self._last.is_first
+    def iteration_ended(self, iteration: ActiveLoader, at_end: bool) -> None:
+        if iteration is self._iteration:
+            self._iteration = None
+            if not self._is_flushed and at_end:
+                self._flush(iteration)
+            self.is_owed = not self._is_flushed
+        elif at_end and iteration.num_batches == 0 and (not self._data or self._knows(iteration.loader)):
+            self._flush(iteration)
 
-    @property
-    def member(self) -> int:
-        """This replica's id, where replicas come and go; else 0."""
-        return int(environ.text(environ.MEMBER_VARIABLES[1]) or 0)
+    def step_attempted(self, iteration: ActiveLoader | None) -> None:
+        """Called after an attempted step, with the iteration whose loop stands around it."""
+        self.is_behind = True
+        if iteration is not self._iteration:
+            self._iteration, self._is_flushed, self._batch, self._steps = iteration, False, 0, 0
+        if iteration is None:
+            return
+        if not self._knows(iteration.loader):
+            self._data.append(iteration.loader.base_dataloader)
+        if iteration.num_batches != self._batch:
+            self._usual = self._steps or self._usual
+            self._batch, self._steps = iteration.num_batches, 0
+        self._steps += 1
+        # Not later, as many loops are left by `break` on their last batch.
+        if iteration.end_of_dataloader and self._steps == self._usual and not self._is_flushed:
+            self._flush(iteration)
 
-    @property
-    def can_begin_here(self) -> bool:
-        """Whether there are open loops, and none has done a step: they begin where the model is at the first one."""
-        return bool(self.attached) and all(attached.loop.stats().attempts == 0 for attached in self.attached)
+    def flush_owed(self) -> None:
+        """Flush the loop if that is owed: a collective of all ranks."""
+        if self.is_owed:
+            self._flush()
 
-    def opened(self, attached: AttachedLoop) -> None:
-        """Take in a loop, which goes on from the state that waits for it, if one does."""
-        if self.waiting:
-            attached.load_state_dict(self.waiting.pop(0))
-        if attached.each_step:  # Accelerate's LocalSGD tells trackers nothing
-            self._figures.append(RoundFigures(attached.loop, len(self.attached)))
-        self.attached.append(attached)
-        self._last = attached.loop
+    def _knows(self, loader: Any) -> bool:
+        return any(loader.base_dataloader is other for other in self._data)
 
-    def closed(self, attached: AttachedLoop) -> None:
-        """Forget a loop."""
-        self.attached = [other for other in self.attached if other is not attached]
-
-    def figures(self) -> dict[str, float]:
-        """Return the figures of the rounds since the last call, by the names that trackers get."""
-        values = {name: value for each in self._figures for name, value in each.take().items()}
-        self._figures = [each for each in self._figures if each.is_open]
-        return values
-
-    def load(self, states: Sequence[dict[str, Any]]) -> None:
-        """Give the open loops their states, in order; those that are left wait for loops that will be opened."""
-        self.waiting = list(states)
-        for attached in self.attached:
-            if self.waiting:
-                attached.load_state_dict(self.waiting.pop(0))
-
-    def has(self, model: nn.Module) -> bool:
-        """Say whether an open loop is over parameters of `model`."""
-        return any(_share(attached.model, model) for attached in self.attached)
-
-    def state_of(self, module: nn.Module) -> dict[str, Any]:
-        """Return the state dict of a model with the weights that all ranks agreed on, where there are such.
-
-        Nothing is exchanged. Agreed weights come as copies, others as the model's own tensors, as torch gives them.
-        """
-        with ExitStack() as lent:
-            loops = [attached.loop for attached in self.attached if _share(attached.model, module)]
-            lenders = [loop for loop in loops if loop.has_anchor and not loop.is_warming]
-            for loop in lenders:
-                lent.enter_context(loop.synced())
-            state: dict[str, Any] = module.state_dict()
-            return copy.deepcopy(state) if lenders else state
-
-
-class OuterMethods:
-    """The methods of an Accelerator that open outer loops."""
-
-    _world: World
-    _strategy: Strategy
-    _registry: Registry
-    _open_loops: OpenLoops
-
-    def outer(
-        self, model: nn.Module, recipe: Recipe | OuterConfig | str
-    ) -> AbstractContextManager[OuterLoop, bool | None]:
-        """Return a context manager in which replicas of `model` train independently, synchronized by `recipe`.
-
-        The prepared optimizer that owns the model's parameters drives the rounds: there is nothing to call. Gradients
-        and buffers are not synchronized. Leaving the block normally is a collective: ranks that have no more data stay
-        in the rounds until all have arrived, and average a last time. An exception leaves without a collective, and
-        the other ranks get an error.
-
-        Args:
-            model: a prepared model, which a prepared optimizer trains.
-            recipe: from `farflung.outer`, such as `diloco(every=32)`; or an `OuterConfig`, or a recipe's name, such as
-                `"diloco"`, which takes its defaults.
-
-        Raises:
-            ConfigError: no optimizer has parameters of the model, or the model already has an outer loop.
-        """
-        lazy.check_model(model)
-        here = replicas_here(self._world.local_size, self._strategy.mesh.island.size)
-        return self._outer(model, lazy.chosen_recipe(recipe, here), each_step=True)
-
-    def _outer(
-        self, model: nn.Module, recipe: Recipe, each_step: bool
-    ) -> AbstractContextManager[OuterLoop, bool | None]:
-        model = self._registry.resolve(model)
-        if self._open_loops.has(model):
-            raise ConfigError(
-                "This model already has an outer loop: Accelerator(outer=), --outer or FARFLUNG_OUTER_RECIPE opened "
-                "one when it was prepared, or a `with` block around this one has. Leave one of them out."
-            )
-        driver(model, self._registry.optimizers)
-        return self._attached(model, recipe, each_step)
-
-    @contextmanager
-    def _attached(self, model: nn.Module, recipe: Recipe, each_step: bool) -> Iterator[OuterLoop]:
-        attached = AttachedLoop(model, recipe, self._strategy, self._registry, each_step)
-        self._open_loops.opened(attached)
-        try:
-            yield attached.loop
-        except BaseException:
-            self._open_loops.closed(attached)
-            attached.end(*sys.exc_info())
-            raise
-        self._open_loops.closed(attached)
-        attached.end()
-
-    @property
-    def outer_loops(self) -> list[OuterLoop]:
-        """The outer loops that are open, in the order of their opening."""
-        return self._open_loops.live
+    def _flush(self, after: ActiveLoader | None = None) -> None:
+        self.is_owed = self.is_behind = False
+        self._is_flushed = True
+        if after is not None and after.loader.is_past:  # the others are in the middle of a later epoch
+            return
+        if not self._loop.is_warming:  # while gradients are averaged the replicas are alike
+            self._loop.flush()
+        if after is not None:
+            after.loader.synchronized()
 
 
 def driver(model: nn.Module, optimizers: Sequence[AcceleratedOptimizer]) -> AcceleratedOptimizer:
@@ -359,15 +274,3 @@ def driver(model: nn.Module, optimizers: Sequence[AcceleratedOptimizer]) -> Acce
             "parameters of this one. Give `accelerator.prepare` the model and its optimizer first."
         )
     return best
-
-
-def launched_slots(exchange: Exchange, registry: Registry) -> Slots:
-    """Return the shares that this replica of `farflung launch --elastic` has of the data."""
-    store, member, run = lazy.launched_run()
-    bounds = {name: run[name] for name in ("most", "expected")}
-    return lazy.Slots(store, member, exchange, **bounds, is_training=lambda: registry.is_training)
-
-
-def _share(one: nn.Module, other: nn.Module) -> bool:
-    mine = {id(parameter) for parameter in one.parameters()}
-    return any(id(parameter) in mine for parameter in other.parameters())

@@ -91,7 +91,6 @@ class Registry:
         self._known[id(prepared)] = (prepared, prepared)
 
     def clear(self) -> None:
-        """Forget everything."""
         for listed in (self.models, self.evaluated, self.optimizers, self.schedulers, self.loaders):
             listed.clear()
         self._known.clear()
@@ -124,9 +123,9 @@ class Preparer:
         optimizers = [_bare(thing) for thing in things if isinstance(thing, Optimizer)]
         optimizers += [one.optimizer for one in self.registry.optimizers]
         first = [
-            self._model(thing, place, optimizers)
+            self.model(thing, place, optimizers=optimizers)
             if isinstance(thing, nn.Module)
-            else self._optimizer(thing, place)
+            else self.optimizer(thing, place)
             if isinstance(thing, Optimizer)
             else self.loader(thing, place)
             if isinstance(thing, DataLoader)
@@ -137,14 +136,11 @@ class Preparer:
         kinds = (LRScheduler, AcceleratedScheduler)
         return [self.scheduler(thing) if isinstance(thing, kinds) else thing for thing in first]
 
-    def model(self, model: nn.Module, place: bool | None, evaluation_mode: bool = False) -> nn.Module:
+    def model(
+        self, model: nn.Module, place: bool | None, evaluation_mode: bool = False, optimizers: Sequence[Optimizer] = ()
+    ) -> nn.Module:
         """Prepare one model: device, precision, compiling, and the strategy's wrapper unless it is only evaluated."""
         check_type("prepare_model: model", model, nn.Module, "an nn.Module")
-        return self._model(model, place, [], evaluation_mode)
-
-    def _model(
-        self, model: nn.Module, place: bool | None, optimizers: list[Optimizer], evaluation_mode: bool = False
-    ) -> nn.Module:
         known = self.registry.find(model)
         was_evaluated = any(known is other for other in self.registry.evaluated)
         if known is not None and (evaluation_mode or not was_evaluated):
@@ -163,11 +159,12 @@ class Preparer:
             model = model.to(self.world.device)
         self.precision.wrap(model)
         compile_in_place(model, self.compiling)
-        owners = [optimizer for optimizer in optimizers if _owns(optimizer, model)]
+        own = {id(parameter) for parameter in model.parameters()}
+        owners = [one for one in optimizers if any(id(p) in own for group in one.param_groups for p in group["params"])]
         if is_wrapped and self.world.size > 1:
             named = [*model.named_parameters(), *model.named_buffers()]
             check_exchangeable(named, takes_float8=self.world.device.type != "cpu")
-        prepared = self.strategy.prepare([(model, owners)])[0] if is_wrapped else model
+        prepared = self.strategy.prepare(model, owners) if is_wrapped else model
         if is_wrapped and self.loop.ends is not None:
             self.loop.ends.check_before(prepared, self._awaited, self._in_hand)
         if was_evaluated:  # and is trained now
@@ -189,11 +186,7 @@ class Preparer:
         return None if self.loop.joined is not None else self.loop.current
 
     def optimizer(self, optimizer: Optimizer, place: bool | None) -> AcceleratedOptimizer:
-        """Prepare one optimizer."""
         check_type("prepare_optimizer: optimizer", optimizer, Optimizer, "a torch optimizer")
-        return self._optimizer(optimizer, place)
-
-    def _optimizer(self, optimizer: Optimizer, place: bool | None) -> AcceleratedOptimizer:
         known = self.registry.find(optimizer)
         if known is not None:
             return known  # type: ignore[no-any-return]
@@ -230,7 +223,6 @@ class Preparer:
         return prepared
 
     def loader(self, loader: DataLoader[Any], place: bool | None, slice_fn: Any = None) -> PreparedLoader:
-        """Prepare one loader."""
         known = self.registry.find(loader)
         if known is not None:
             return known  # type: ignore[no-any-return]
@@ -281,8 +273,3 @@ def _refuse_stranger(thing: Any) -> None:
 
 def _bare(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-
-
-def _owns(optimizer: Optimizer, model: nn.Module) -> bool:
-    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return any(id(parameter) in owned for parameter in model.parameters())

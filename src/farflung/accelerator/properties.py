@@ -3,19 +3,26 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from farflung.accelerator import session as slot
 from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
 from farflung.accelerator.session import Layout
 from farflung.accelerator.settings import resolve_rng_types
-from farflung.accelerator.views import AcceleratorState, GradientState
+from farflung.accelerator.views import AcceleratorState, Engines, GradientState, nothing
 from farflung.base.checks import check_flag, check_optional, check_whole
 from farflung.base.enums import DistributedType, FP8BackendType
+from farflung.base.errors import StateError, Unsupported
 from farflung.base.forward import Forward, unchecked
-from farflung.config.handlers import DataLoaderConfiguration, DistributedDataParallelKwargs, ProjectConfiguration
+from farflung.config.handlers import (
+    AORecipeKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    ProjectConfiguration,
+)
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler
 from farflung.loop.state import LoopState
@@ -24,10 +31,10 @@ from farflung.process.world import World
 from farflung.strategy.base import Strategy
 
 if TYPE_CHECKING:
-    from farflung.config.fp8 import AORecipeKwargs
+    from torch.distributed.device_mesh import DeviceMesh
 
 
-class AcceleratorProperties:
+class AcceleratorProperties(Engines):
     """The properties of an Accelerator that read its settings, its loop and what it has prepared."""
 
     dataloader_config: DataLoaderConfiguration
@@ -40,15 +47,10 @@ class AcceleratorProperties:
     _strategy: Strategy
     _world: World
 
-    @property
-    def state(self) -> AcceleratorState:
-        """A view of the process, its world and the session."""
-        return AcceleratorState()
-
-    @property
-    def gradient_state(self) -> GradientState:
-        """A view of where the training loop stands."""
-        return GradientState()
+    state = Forward[AcceleratorState](
+        lambda self: AcceleratorState(), "A view of the process, its world and the session."
+    )
+    gradient_state = Forward[GradientState](lambda self: GradientState(), "A view of where the training loop stands.")
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -58,21 +60,14 @@ class AcceleratorProperties:
 
     mixed_precision = Forward[str]("_precision.name", "`no`, `bf16`, `fp16` or `fp8`.")
     scaler = Forward[Any]("_precision.scaler", "The loss scaler of fp16, else None.")
-
-    @property
-    def native_amp(self) -> bool:
-        """Whether forward passes compute in a half precision."""
-        return self.mixed_precision != "no"
-
-    @property
-    def fp8_enabled(self) -> bool:
-        """Whether linear layers multiply in fp8."""
-        return self.mixed_precision == "fp8"
-
-    @property
-    def fp8_backend(self) -> FP8BackendType:
-        """`AO` where linear layers multiply in fp8, else `NO`."""
-        return FP8BackendType.AO if self.fp8_enabled else FP8BackendType.NO
+    native_amp = Forward[bool](
+        lambda self: self.mixed_precision != "no", "Whether forward passes compute in a half precision."
+    )
+    fp8_enabled = Forward[bool](lambda self: self.mixed_precision == "fp8", "Whether linear layers multiply in fp8.")
+    fp8_backend = Forward[FP8BackendType](
+        lambda self: FP8BackendType.AO if self.fp8_enabled else FP8BackendType.NO,
+        "`AO` where linear layers multiply in fp8, else `NO`.",
+    )
 
     @property
     def ao_recipe_handler(self) -> AORecipeKwargs | None:
@@ -81,15 +76,13 @@ class AcceleratorProperties:
 
     fp8_recipe_handler = ao_recipe_handler  # there is no other kind
 
-    @property
-    def has_fp8_handler(self) -> bool:
-        """Whether there is a recipe for fp8."""
-        return self.ao_recipe_handler is not None
-
-    @property
-    def multi_device(self) -> bool:
-        """Whether several processes train together, each on an accelerator of its own."""
-        return self._world.size > 1 and self._world.device.type != "cpu"
+    has_fp8_handler = Forward[bool](
+        lambda self: self.ao_recipe_handler is not None, "Whether there is a recipe for fp8."
+    )
+    multi_device = Forward[bool](
+        lambda self: self._world.size > 1 and self._world.device.type != "cpu",
+        "Whether several processes train together, each on an accelerator of its own.",
+    )
 
     # ---- where the loop stands
 
@@ -108,24 +101,20 @@ class AcceleratorProperties:
         check_whole("gradient_accumulation_steps", value, least=1)
         self._loop.num_steps = value
 
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer's last attempted step was skipped because gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._registry.optimizers)
+    optimizer_step_was_skipped = Forward[bool](
+        lambda self: any(optimizer.step_was_skipped for optimizer in self._registry.optimizers),
+        "Whether an optimizer's last attempted step was skipped because gradients overflowed.",
+    )
 
     # ---- how things are prepared from now on
 
-    @property
-    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """Arguments for torch's DDP."""
-        return self._strategy.ddp_handler
-
-    @ddp_handler.setter
-    def ddp_handler(self, value: DistributedDataParallelKwargs | None) -> None:
-        wanted = "a DistributedDataParallelKwargs(...), or None"
-        check_optional("ddp_handler", value, DistributedDataParallelKwargs, wanted)
-        self._strategy.ddp_handler = value
-
+    ddp_handler = Forward[DistributedDataParallelKwargs | None](
+        "_strategy.ddp_handler",
+        "Arguments for torch's DDP.",
+        lambda name, value: check_optional(
+            name, value, DistributedDataParallelKwargs, "a DistributedDataParallelKwargs(...), or None"
+        ),
+    )
     device_placement = Forward[bool](
         "_preparer.device_placement", "Whether things are moved to the device.", check_flag
     )
@@ -181,3 +170,77 @@ class AcceleratorProperties:
     _optimizers = Forward[list[AcceleratedOptimizer]]("_registry.optimizers", "Prepared optimizers.")
     _schedulers = Forward[list[AcceleratedScheduler]]("_registry.schedulers", "Prepared schedulers.")
     _dataloaders = Forward[list[PreparedLoader]]("_registry.loaders", "Prepared loaders.")
+
+    # ---- where it stands on each axis of the grid, and axes and engines that there are not
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The mesh of a `ParallelismConfig`, of its axes with several ranks; None without one."""
+        return self._device_mesh
+
+    is_composable_parallelism_enabled = Forward[bool]("is_fsdp2", "Whether models are sharded over several processes.")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The row of this process, its place among the replicas of a `ParallelismConfig`; StateError without one."""
+        return self._grid("data_parallel_rank").mesh.replicas.rank
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """The column of this process, its place among the shards of a `ParallelismConfig`; StateError without one."""
+        return self._grid("data_parallel_shard_rank").mesh.island.rank
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """0: the axis of tensor parallelism has one place; StateError without a `ParallelismConfig`."""
+        self._grid("tensor_parallel_rank")
+        return 0
+
+    def _grid(self, name: str) -> Layout:
+        if self._layout is None or self._layout.parallelism is None:
+            raise StateError(
+                f"{name}: this run has no parallelism configuration, so there is no such axis. Use process_index."
+            )
+        return self._layout
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This process's place along the axis of context parallelism, which there is not: Unsupported."""
+        raise Unsupported("context_parallel_rank: context parallelism is not supported. Use process_index.")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This process's place along the axis of pipeline parallelism, which there is not: Unsupported."""
+        raise Unsupported("pipeline_parallel_rank: pipeline parallelism is not supported. Use process_index.")
+
+    should_save_model = Forward[bool](
+        lambda self: True, "True: saving is called by all processes, and chooses by itself which of them write."
+    )
+    delayed_fp8_autocast = Forward[bool](lambda self: False, "False: that is of TransformerEngine.")
+    has_lomo_optimizer = Forward[bool](lambda self: False, "False: LOMO's optimizers are not supported.")
+    te_recipe_handler = Forward[None](nothing, "None: TransformerEngine is not supported.")
+    msamp_recipe_handler = Forward[None](nothing, "None: MS-AMP is not supported.")
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """Raise Unsupported: LOMO steps inside its backward pass."""
+        raise Unsupported(
+            "lomo_backward: LOMO's optimizers are not supported. Use backward(loss) and optimizer.step()."
+        )
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """Return the loader `dl` as it is: sequences are not shared out among processes."""
+        return dl
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Return a context that changes nothing, as there is no context parallelism."""
+        return nullcontext()
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a device map spreads `model`, or a module in it, over several devices."""
+        maps = (getattr(module, "hf_device_map", None) for module in model.modules())
+        return any(isinstance(found, dict) and len(found) > 1 for found in maps)

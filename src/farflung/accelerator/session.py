@@ -7,8 +7,10 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from farflung.accelerator import lazy
+from farflung.base.checks import check_type, check_whole, shown
 from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.comm.exchange import Exchange
@@ -16,9 +18,9 @@ from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin
-from farflung.loop.ends import UnevenDataCheck
 from farflung.loop.state import LoopState
-from farflung.process.mesh import Mesh
+from farflung.loop.uneven import UnevenDataCheck
+from farflung.process.mesh import IslandSize, Mesh, make_mesh, require_replicas, stated_island_size
 from farflung.process.world import World
 
 if TYPE_CHECKING:
@@ -107,6 +109,92 @@ def open_or_join(
     return _slot
 
 
+def check_layout(fsdp_plugin: Any, parallelism_config: Any, island_size: Any) -> None:
+    """Check the types of the arguments of `Accelerator` that say how ranks share models."""
+    if fsdp_plugin is not None:
+        wanted = "a FullyShardedDataParallelPlugin(...)"
+        check_type("fsdp_plugin", fsdp_plugin, lazy.FullyShardedDataParallelPlugin, wanted)
+    if parallelism_config is not None:
+        wanted = "a ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)"
+        check_type("parallelism_config", parallelism_config, lazy.ParallelismConfig, wanted)
+    if island_size is not None and island_size != "host":
+        check_whole("island_size", island_size, least=1)
+
+
+def resolve_layout(
+    session: Session,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+    parallelism_config: ParallelismConfig | None = None,
+    island_size: IslandSize | None = None,
+    has_outer: bool = False,
+) -> Layout:
+    """Return the session's layout; where it has none yet, settle it: a collective if rows are of several ranks.
+
+    Raises ConfigError for sizes that don't fit the processes, each other or the session's layout, and for one island
+    where an outer loop (`has_outer`) would have nothing to average.
+    """
+    layout = session.layout or _resolved(session, fsdp_plugin, parallelism_config, island_size)
+    if parallelism_config is not None:
+        parallelism_config.check(session.world.size)
+    pairs = (
+        ("fsdp_plugin", fsdp_plugin, layout.fsdp),
+        ("parallelism_config", parallelism_config, layout.parallelism),
+        ("island_size", island_size, layout.mesh.island.size),
+    )
+    for name, given, first in pairs:
+        if given is not None and given != first and given != "host":
+            raise ConfigError(
+                f"{name}={shown(given)}, but this process's first Accelerator has {shown(first)}. Make them equal, or "
+                "call `AcceleratorState._reset_state()` between two runs."
+            )
+    if has_outer:
+        require_replicas(layout.mesh)
+    if session.layout is None and layout.fsdp is not None and layout.fsdp.cpu_ram_efficient_loading:
+        # transformers loads weights on rank 0 alone then; variables that were not set before go with the session.
+        names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+        session.announced = tuple(name for name in names if environ.text(name) is None)
+        lazy.enable_fsdp_ram_efficient_loading()
+    session.layout = layout
+    return layout
+
+
+def _resolved(
+    session: Session,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None,
+    parallelism_config: ParallelismConfig | None,
+    island_size: IslandSize | None,
+) -> Layout:
+    world = session.world
+    if fsdp_plugin is None and environ.flag("ACCELERATE_USE_FSDP"):
+        fsdp_plugin = lazy.fsdp_from_environment()
+    if parallelism_config is None and environ.flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        parallelism_config = lazy.parallelism_from_environment()
+    if fsdp_plugin is None and parallelism_config is not None and parallelism_config.dp_shard_size > 1:
+        fsdp_plugin = lazy.FullyShardedDataParallelPlugin()
+    islands = stated_island_size(world.local_size, island_size, world.group)
+    device_mesh = None
+    if parallelism_config is not None:
+        parallelism_config.check(world.size)
+        device_mesh = parallelism_config.get_device_mesh(world.device.type)
+    if fsdp_plugin is None:
+        return Layout(make_mesh(world.group, islands or 1, world.device.type), None, parallelism_config)
+    if islands is not None and not environ.is_elastic():
+        raise ConfigError(
+            f"island_size={shown(island_size)} and FSDP were both asked for. The ranks that share one sharded model "
+            "are an island: give its size as ParallelismConfig(dp_shard_size=)."
+        )
+    if parallelism_config is None:
+        shards = world.size
+    else:
+        shards = parallelism_config.dp_shard_size
+        if shards == 1 and world.size > 1:
+            raise ConfigError(
+                f"FSDP was asked for, and ParallelismConfig(dp_replicate_size={parallelism_config.dp_replicate_size}, "
+                "dp_shard_size=1), which cuts nothing. Give a dp_shard_size above 1, or leave the plugin out for DDP."
+            )
+    return Layout(make_mesh(world.group, shards, world.device.type, device_mesh), fsdp_plugin, parallelism_config)
+
+
 @contextmanager
 def settling(session: Session) -> Iterator[None]:
     """Close a session that no Accelerator has settled yet if the block refuses its settings."""
@@ -137,9 +225,7 @@ def flushed(exchange: Exchange) -> Exchange:
 def new_loop(plugin: GradientAccumulationPlugin, world: World) -> LoopState:
     """Return a fresh loop state for `plugin`."""
     loop = LoopState(
-        plugin.num_steps or 1,
-        sync_with_dataloader=plugin.sync_with_dataloader,
-        sync_each_batch=plugin.sync_each_batch,
+        plugin.num_steps or 1, sync_with_dataloader=plugin.sync_with_dataloader, sync_each_batch=plugin.sync_each_batch
     )
     loop.ends = UnevenDataCheck(world.group) if isinstance(world.group, TorchGroup) else None
     return loop

@@ -25,6 +25,7 @@ from farflung.base.errors import ConfigError, Unsupported
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin, check_backend
 from farflung.config.handlers import (
+    AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -59,12 +60,22 @@ _INSTEAD = {
 }
 
 
-def check_loop(device_placement: Any, cpu: Any, step_scheduler_with_optimizer: Any, scheduler_ticks: Any) -> None:
-    """Check the types of the arguments of `Accelerator` that say how it trains."""
+def check_arguments(
+    device_placement: Any,
+    cpu: Any,
+    step_scheduler_with_optimizer: Any,
+    scheduler_ticks: Any,
+    project_dir: Any,
+    project_config: Any,
+) -> None:
+    """Check the types of the arguments of `Accelerator` that say how it trains and where files go."""
     check_flag("device_placement", device_placement)
     check_flag("cpu", cpu)
     check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
     check_word("scheduler_ticks", scheduler_ticks, ("per_process", "per_update"))
+    if project_dir is not None:
+        check_path("project_dir", project_dir)
+    check_optional("project_config", project_config, ProjectConfiguration, "a ProjectConfiguration(project_dir=...)")
 
 
 def resolve_rng_types(rng_types: Any) -> list[str]:
@@ -75,13 +86,6 @@ def resolve_rng_types(rng_types: Any) -> list[str]:
     for kind in rng_types:
         check_word("Each of rng_types", kind, RNGType.list())
     return [str(kind) for kind in rng_types]
-
-
-def check_folders(project_dir: Any, project_config: Any) -> None:
-    """Check the types of the arguments of `Accelerator` that say where files go."""
-    if project_dir is not None:
-        check_path("project_dir", project_dir)
-    check_optional("project_config", project_config, ProjectConfiguration, "a ProjectConfiguration(project_dir=...)")
 
 
 def resolve_data(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
@@ -156,7 +160,7 @@ def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, A
     """Return the precision of this name, with the arguments that `handlers` has for it, and no others."""
     autocast, scaler = handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs)
     if name == "fp8" and scaler is None:
-        precision: Precision = lazy.Float8(device, autocast, handlers.get(lazy.AORecipeKwargs))
+        precision: Precision = lazy.Float8(device, autocast, handlers.get(AORecipeKwargs))
         return precision
     if not handlers.keys() <= set(_HANDLERS):
         raise ConfigError(f"An AORecipeKwargs was given, but mixed_precision is {name!r}. Give mixed_precision='fp8'.")
@@ -172,7 +176,7 @@ def handlers_by_kind(handlers: Sequence[KwargsHandler] | None) -> dict[type, Any
         raise wrong_type("kwargs_handlers", handlers, wanted)
     for handler in handlers or ():
         if not isinstance(handler, _HANDLERS):
-            kinds = (*_HANDLERS, lazy.AORecipeKwargs)
+            kinds = (*_HANDLERS, AORecipeKwargs)
             check_type("Each of kwargs_handlers", handler, kinds, f"one of {names}")
         if type(handler) in found:
             raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}; give one.")

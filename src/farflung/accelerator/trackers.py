@@ -11,7 +11,7 @@ from farflung.base.checks import check_text, check_type
 from farflung.base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from farflung.accelerator.outer import OpenLoops
+    from farflung.accelerator.controller import OuterController
     from farflung.process.world import World
     from farflung.tracking.tracking import Arguments, Tracking
 
@@ -20,7 +20,7 @@ class TrackerMethods:
     """Tracker methods under Accelerate's names."""
 
     _tracking: Tracking | None
-    _open_loops: OpenLoops
+    _controller: OuterController
 
     if TYPE_CHECKING:
 
@@ -81,14 +81,14 @@ class TrackerMethods:
             return
         check_type("log: values", values, Mapping, "a dictionary, such as {'loss': 0.5}")
         self._tracking.check_names("log: a name in log_kwargs", log_kwargs or {})
-        rounds = self._open_loops.figures() if self._tracking.is_running else {}
+        rounds = self._controller.figures() if self._tracking.is_running else {}
         self._tracking.log({**rounds, **values}, step, log_kwargs or {})
 
     def _finish_trackers(self) -> None:
         """Record the last rounds, if `log` has not, and finish the trackers."""
         if self._tracking is None:
             return
-        rounds = self._open_loops.figures()
+        rounds = self._controller.figures()
         if self._tracking.is_running and rounds:
             self._tracking.log(rounds, self._tracking.step, {})
         self._tracking.finish()

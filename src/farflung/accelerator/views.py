@@ -9,26 +9,26 @@ import torch
 
 from farflung.accelerator import session as slot
 from farflung.accelerator.control import ProcessControl
-from farflung.accelerator.engines import Engines
-from farflung.accelerator.grid import check_layout, resolve_layout
-from farflung.accelerator.session import Layout
+from farflung.accelerator.session import Layout, check_layout, resolve_layout
 from farflung.accelerator.settings import check_init, refuse_engines, resolve_compile
 from farflung.base.checks import check_flag, check_type, check_word
-from farflung.base.devices import current_accelerator
 from farflung.base.enums import DistributedType, PrecisionType
 from farflung.base.errors import StateReset, Unsupported
 from farflung.base.forward import Forward
+from farflung.base.torch_internals import current_accelerator
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
-from farflung.loop.state import LoopState
-from farflung.loop.view import LoopView
+from farflung.loop.state import LoopState, LoopView
 from farflung.process import world as world_slot
 from farflung.process.bootstrap import join_world, leave_world
 from farflung.process.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from farflung.config.parallelism import ParallelismConfig
+    from farflung.config.sharding import FullyShardedDataParallelPlugin
 
 
 class _SharedState:
@@ -77,11 +77,9 @@ class PartialState(ProcessControl):
             )
         return world
 
-    @property
-    def initialized(self) -> bool:
-        """Whether this process has joined its world."""
-        return world_slot.current() is not None
-
+    initialized = Forward[bool](
+        lambda self: world_slot.current() is not None, "Whether this process has joined its world."
+    )
     backend = Forward[str | None](
         "_world.backend", "How the processes talk: `gloo`, `nccl` ...; None when there is one."
     )
@@ -102,10 +100,9 @@ class PartialState(ProcessControl):
         check_flag("debug", value)
         environ.export({"ACCELERATE_DEBUG_MODE": str(value).lower()})
 
-    @property
-    def fork_launched(self) -> bool:
-        """Whether this process was forked from a notebook's."""
-        return environ.flag("FORK_LAUNCHED")
+    fork_launched = Forward[bool](
+        lambda self: environ.flag("FORK_LAUNCHED"), "Whether this process was forked from a notebook's."
+    )
 
     def set_device(self) -> None:
         """Do nothing: the device was chosen when the process joined its world."""
@@ -128,6 +125,44 @@ class PartialState(ProcessControl):
             f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
         )
+
+
+def nothing(instance: object) -> None:
+    """Answer None, for a plugin or handler that there is not: scripts ask for it and go on where it is None."""
+
+
+class Engines:
+    """What shards models, as `Accelerator` and `AcceleratorState` both answer: FSDP2, or nothing."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def _layout(self) -> Layout | None: ...
+        @property
+        def _world(self) -> World: ...
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """How models are sharded; None: they are not."""
+        return None if self._layout is None else self._layout.fsdp
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The grid of ranks that the script or the launcher asked for; None: neither did."""
+        return None if self._layout is None else self._layout.parallelism
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded over several processes."""
+        return self.fsdp_plugin is not None and self._world.size > 1
+
+    deepspeed_plugin = Forward[None](nothing, "None: DeepSpeed is not supported.")
+    megatron_lm_plugin = Forward[None](nothing, "None: Megatron-LM is not supported.")
+    torch_tp_plugin = Forward[None](nothing, "None: tensor parallelism is not supported.")
+
+    @property
+    def _device_mesh(self) -> DeviceMesh | None:
+        return None if self.parallelism_config is None else self.parallelism_config.device_mesh
 
 
 class AcceleratorState(Engines, PartialState):
@@ -154,9 +189,7 @@ class AcceleratorState(Engines, PartialState):
         **kwargs: Any,
     ) -> None:
         refuse_engines(
-            deepspeed_plugin=deepspeed_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
+            deepspeed_plugin=deepspeed_plugin, torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin
         )
         check_layout(fsdp_plugin, parallelism_config, None)
         if mixed_precision is not None:
@@ -167,10 +200,9 @@ class AcceleratorState(Engines, PartialState):
         if fsdp_plugin is not None or parallelism_config is not None:
             resolve_layout(session, fsdp_plugin, parallelism_config)
 
-    @property
-    def initialized(self) -> bool:
-        """Whether an `Accelerator` has settled things in this process."""
-        return slot.current() is not None
+    initialized = Forward[bool](
+        lambda self: slot.current() is not None, "Whether an `Accelerator` has settled things in this process."
+    )
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -187,10 +219,7 @@ class AcceleratorState(Engines, PartialState):
         session = slot.current()
         return None if session is None else session.layout
 
-    @property
-    def mixed_precision(self) -> str:
-        """`no`, `bf16` or `fp16`."""
-        return slot.opened().mixed_precision
+    mixed_precision = Forward[str](lambda self: slot.opened().mixed_precision, "`no`, `bf16` or `fp16`.")
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
@@ -232,24 +261,20 @@ class GradientState(LoopView):
             check_type("gradient_accumulation_plugin", gradient_accumulation_plugin, GradientAccumulationPlugin, wanted)
             slot.open_or_join(world_slot.joined(), None, gradient_accumulation_plugin)
 
-    @property
-    def initialized(self) -> bool:
-        """Whether an `Accelerator` has been made in this process."""
-        return slot.current() is not None
+    initialized = Forward[bool](
+        lambda self: slot.current() is not None, "Whether an `Accelerator` has been made in this process."
+    )
 
     @property
     def _loop(self) -> LoopState:
         return slot.opened().loop
 
-    @property
-    def adjust_scheduler(self) -> bool:
-        """The plugin's field of that name."""
-        return slot.opened().plugin.adjust_scheduler
-
-    @property
-    def plugin_kwargs(self) -> dict[str, Any]:
-        """The plugin's fields that differ from their defaults."""
-        return slot.opened().plugin.to_kwargs()
+    adjust_scheduler = Forward[bool](
+        lambda self: slot.opened().plugin.adjust_scheduler, "The plugin's field of that name."
+    )
+    plugin_kwargs = Forward[dict[str, Any]](
+        lambda self: slot.opened().plugin.to_kwargs(), "The plugin's fields that differ from their defaults."
+    )
 
     @staticmethod
     def _reset_state() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+FORMER_NAME = "laconic"  # the project's before 0.1.0: files under it are still read
 WRITING = ".writing-"  # in the name of a file that is being written, or whose writer was killed
 
 
@@ -30,14 +31,12 @@ class AtomicFile:
         self.path = self._target.with_name(name) if self._is_replaced else self._target
 
     def commit(self) -> None:
-        """Put the file in place."""
         if self._is_replaced:
             with suppress(FileNotFoundError):
                 os.chmod(self.path, stat.S_IMODE(self._target.stat().st_mode))
             os.replace(self.path, self._target)
 
     def discard(self) -> None:
-        """Remove what was written."""
         if self._is_replaced:
             self.path.unlink(missing_ok=True)
 

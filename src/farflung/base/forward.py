@@ -20,7 +20,7 @@ class Forward(property, Generic[T]):
     """
 
     def __init__(
-        self, source: str | Callable[[Any], T], doc: str, check: Callable[[str, Any], object] | None = None
+        self, source: str | Callable[[Any], T], doc: str = "", check: Callable[[str, Any], object] | None = None
     ) -> None:
         def write(instance: Any, value: T) -> None:
             assert isinstance(source, str)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, metadata, version
 from importlib.util import find_spec
@@ -78,12 +79,8 @@ def installed_version(library: str) -> str:
 
 def _numbers(text: str) -> tuple[int, ...]:
     """The release part of a version, `2.13.0+cpu` -> (2, 13), without trailing zeros."""
-    numbers = []
-    for part in text.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
+    release = re.match(r"(\d+(\.\d+)*)?", text)
+    numbers = [int(part) for part in release[0].split(".") if part] if release else []
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)

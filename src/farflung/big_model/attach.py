@@ -35,11 +35,7 @@ class _Attacher:
         if path is not None and self.weights_map is not None:
             more["weights_map"] = PrefixedDataset(self.weights_map, f"{path}." if path else "")
         hook = AlignDevicesHook(
-            device,
-            offload_buffers=self.offload_buffers,
-            skip_keys=self.skip_keys,
-            tied_params_map=self.ties,
-            **more,
+            device, offload_buffers=self.offload_buffers, skip_keys=self.skip_keys, tied_params_map=self.ties, **more
         )
         add_hook_to_module(module, hook, append)
 

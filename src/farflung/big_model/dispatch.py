@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from farflung.base.checks import check_word
 from farflung.base.errors import ConfigError, StateError
 from farflung.big_model.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
-from farflung.big_model.device_map import check_device_map, infer_auto_device_map
+from farflung.big_model.device_map import check_device_map, get_balanced_memory, infer_auto_device_map, parts_of
 from farflung.big_model.hooks import (
     GUARDED,
     AlignDevicesHook,
@@ -33,7 +33,6 @@ from farflung.big_model.offload import (
     read_offload_index,
     with_shared_names,
 )
-from farflung.big_model.sizes import get_balanced_memory, parts_of
 from farflung.big_model.tensors import Device, TiedWeights, find_tied_parameters, retie_parameters
 from farflung.process import world
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from farflung.base.devices import current_accelerator
 from farflung.base.errors import ConfigError, StateError
-from farflung.base.torch_internals import own_buffers, own_parameters
+from farflung.base.torch_internals import current_accelerator, own_buffers, own_parameters
 from farflung.base.tree import find_device, send_to_device
 from farflung.big_model.tensors import (
     Device,
@@ -139,6 +139,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
         retie_parameters(module, groups)
 
 
+@dataclass(eq=False, repr=False)
 class AlignDevicesHook(ModelHook):
     """Brings a module's weights and its inputs to one device for the forward pass.
 
@@ -154,25 +155,16 @@ class AlignDevicesHook(ModelHook):
         tied_params_map: the weights that the model shares.
     """
 
-    def __init__(
-        self,
-        execution_device: Device | None = None,
-        offload: bool = False,
-        io_same_device: bool = False,
-        weights_map: Mapping[str, Tensor] | None = None,
-        offload_buffers: bool = False,
-        place_submodules: bool = False,
-        skip_keys: SkipKeys = None,
-        tied_params_map: TiedWeights | None = None,
-    ) -> None:
-        self.execution_device = execution_device
-        self.offload = offload
-        self.io_same_device = io_same_device
-        self.weights_map = weights_map
-        self.offload_buffers = offload_buffers
-        self.place_submodules = place_submodules
-        self.skip_keys = skip_keys
-        self.tied_params_map = tied_params_map
+    execution_device: Device | None = None
+    offload: bool = False
+    io_same_device: bool = False
+    weights_map: Mapping[str, Tensor] | None = None
+    offload_buffers: bool = False
+    place_submodules: bool = False
+    skip_keys: SkipKeys = None
+    tied_params_map: TiedWeights | None = None
+
+    def __post_init__(self) -> None:
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._stand_ins: dict[str, Tensor] = {}
@@ -336,12 +328,12 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         yield
 
 
+@dataclass(eq=False)
 class UserCpuOffloadHook:
     """A model that runs on a device and goes back to the CPU when its user says so."""
 
-    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
-        self.model = model
-        self.hook = hook
+    model: nn.Module
+    hook: ModelHook
 
     def offload(self) -> None:
         self.hook.init_hook(self.model)
@@ -378,13 +370,13 @@ class CpuOffload(ModelHook):
         return send_to_device(args, device), send_to_device(kwargs, device)
 
 
+@dataclass(eq=False)
 class LayerwiseCastingHook(ModelHook):
     """Keeps a module's weights in one dtype, and computes in another one."""
 
-    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
-        self.storage_dtype = storage_dtype
-        self.compute_dtype = compute_dtype
-        self.non_blocking = non_blocking
+    storage_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    non_blocking: bool
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)

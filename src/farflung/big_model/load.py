@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,30 +15,21 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported
+from farflung.big_model import tensors
 from farflung.big_model.hooks import align_module_device, has_offloaded_params, weights_of
 from farflung.big_model.offload import Folder, Index, load_offloaded_weight, offload_weight, save_offload_index
-from farflung.big_model.tensors import (
-    Device,
-    as_device,
-    as_dtype,
-    check_tied_parameters_on_same_device,
-    device_for,
-    find_tied_parameters,
-    get_tensor,
-    retie_parameters,
-    set_module_tensor_to_device,
-    warn_if_untied,
-)
 from farflung.checkpoint import paths
 from farflung.checkpoint.files import inside, is_file
-from farflung.checkpoint.reader import DAMAGE, read_weights
+from farflung.checkpoint.reader import damage_as, read_weights
 
 _Source: TypeAlias = "Path | dict[str, Tensor]"  # a file with weights, or what was in it
 
 _log = logging.getLogger(__name__)
 
 
-def load_state_dict(checkpoint_file: Folder, device_map: Mapping[str, Device] | None = None) -> dict[str, Tensor]:
+def load_state_dict(
+    checkpoint_file: Folder, device_map: Mapping[str, tensors.Device] | None = None
+) -> dict[str, Tensor]:
     """Return the weights in a file, safetensors or torch's.
 
     Args:
@@ -56,8 +46,8 @@ def load_state_dict(checkpoint_file: Folder, device_map: Mapping[str, Device] | 
     devices = {"": "cpu", **(device_map or {})}
     found = {}
     for name, tensor in _read_one_by_one(path):
-        device = device_for(name, devices)
-        found[name] = tensor.to(as_device("cpu" if device == "disk" else device))
+        device = tensors.device_for(name, devices)
+        found[name] = tensor.to(tensors.as_device("cpu" if device == "disk" else device))
     return found
 
 
@@ -70,24 +60,12 @@ def _read_one_by_one(path: _Source) -> Iterator[tuple[str, Tensor]]:
         yield from read_weights(path).items()
         return
     is_file(path)
-    with _opened(path) as file:
+    with damage_as(f"{path} can't be read, so it is missing or damaged"), safe_open(path, framework="pt") as file:
         kind = (file.metadata() or {}).get("format", "pt")
-        if kind != "pt":
-            raise ConfigError(f"{path} holds weights for {kind!r}. Save them for PyTorch ('pt').")
-        for name in file.keys():  # noqa: SIM118, it is no dictionary
+        for name in file.keys() if kind == "pt" else ():
             yield name, file.get_tensor(name)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file, and turn what its damage raises into a CheckpointError."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (ConfigError, CheckpointError):
-        raise
-    except DAMAGE as error:
-        raise CheckpointError(f"{path} can't be read, so it is missing or damaged: {error}") from error
+    if kind != "pt":
+        raise ConfigError(f"{path} holds weights for {kind!r}. Save them for PyTorch ('pt').")
 
 
 def _files_of(checkpoint: Path) -> tuple[list[_Source], set[str] | None]:
@@ -123,14 +101,14 @@ def _is_safe(path: Path) -> bool:
 def _names_in(path: _Source) -> set[str]:
     if not isinstance(path, Path):
         return set(path)
-    with _opened(path) as file:
+    with damage_as(f"{path} can't be read, so it is missing or damaged"), safe_open(path, framework="pt") as file:
         return set(file.keys())
 
 
 def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: Folder,
-    device_map: Mapping[str, Device] | None = None,
+    device_map: Mapping[str, tensors.Device] | None = None,
     offload_folder: Folder | None = None,
     dtype: str | torch.dtype | None = None,
     offload_state_dict: bool = False,
@@ -162,10 +140,10 @@ def load_checkpoint_in_model(
     """
     if offload_8bit_bnb:
         raise Unsupported("offload_8bit_bnb is not supported. Quantize with torchao, or load with transformers.")
-    ties = find_tied_parameters(model)
-    warn_if_untied(model, ties)
+    ties = tensors.find_tied_parameters(model)
+    tensors.warn_if_untied(model, ties)
     if device_map is not None:
-        check_tied_parameters_on_same_device(ties, device_map)
+        tensors.check_tied_parameters_on_same_device(ties, device_map)
     files, names = _files_of(Path(checkpoint))
     is_reader = not broadcast_from_rank0 or dist.get_rank() == 0
     if is_reader:
@@ -182,10 +160,10 @@ def load_checkpoint_in_model(
             "they go with neither device_map nor dtype."
         )
     else:
-        kind, keep = as_dtype(dtype), keep_in_fp32_modules or ()
+        kind, keep = tensors.as_dtype(dtype), keep_in_fp32_modules or ()
         _load_each(model, files, names or set(), device_map, offload_folder, kind, offload_buffers, keep)
     read = names or set()  # their dtype is the one that was asked for
-    retie_parameters(model, [sorted(group, key=lambda name: name not in read) for group in ties])
+    tensors.retie_parameters(model, [sorted(group, key=lambda name: name not in read) for group in ties])
 
 
 def _check_names(
@@ -226,7 +204,7 @@ def _load_each(
     model: nn.Module,
     files: list[_Source],
     names: set[str],
-    device_map: Mapping[str, Device] | None,
+    device_map: Mapping[str, tensors.Device] | None,
     folder: Folder | None,
     dtype: torch.dtype | None,
     offload_buffers: bool,
@@ -260,26 +238,28 @@ def _place(
     name: str,
     value: Tensor,
     dtype: torch.dtype | None,
-    device_map: Mapping[str, Device] | None,
+    device_map: Mapping[str, tensors.Device] | None,
     stays: bool,
 ) -> Tensor | None:
     """Give a model a weight, on the device of the map; return what is to be written where that is the disk.
 
     What `stays` is beside its module in memory, not with the module's weights on the disk.
     """
-    old = get_tensor(model, name)
+    old = tensors.get_tensor(model, name)
     if device_map is None and dtype is None and not old.is_meta:
         if old.shape != value.shape:
             raise ConfigError(f"{name} has shape {list(old.shape)}, and the value for it {list(value.shape)}.")
         with torch.no_grad():
             old.copy_(value)  # an optimizer may hold the parameter
         return None
-    device = ("cpu" if old.is_meta else old.device) if device_map is None else device_for(name, device_map)
+    device = ("cpu" if old.is_meta else old.device) if device_map is None else tensors.device_for(name, device_map)
     if device != "disk" or stays:
-        set_module_tensor_to_device(model, name, "cpu" if device == "disk" else device, value, dtype, clear_cache=False)
+        tensors.set_module_tensor_to_device(
+            model, name, "cpu" if device == "disk" else device, value, dtype, clear_cache=False
+        )
         return None
     stored = value.to(old.dtype if dtype is None else dtype) if value.is_floating_point() else value
-    set_module_tensor_to_device(model, name, "meta", dtype=stored.dtype)
+    tensors.set_module_tensor_to_device(model, name, "meta", dtype=stored.dtype)
     return stored
 
 
@@ -287,7 +267,7 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, of
     """Load weights that `offload_weight` wrote into a model, on the CPU, by their `index` of dtypes and shapes."""
     for name, info in (index or {}).items():
         value = load_offloaded_weight(Path(offload_folder, f"{name}.dat"), info)
-        set_module_tensor_to_device(model, name, "cpu", value)
+        tensors.set_module_tensor_to_device(model, name, "cpu", value)
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
@@ -310,7 +290,7 @@ def get_state_dict_from_offload(
     module: nn.Module,
     module_name: str,
     state_dict: dict[str, Any],
-    device_to_put_offload: Device | None = "cpu",
+    device_to_put_offload: tensors.Device | None = "cpu",
 ) -> dict[str, Any]:
     """Replace what `state_dict` has of a module by its values, and return it; offloaded ones come to a device.
 

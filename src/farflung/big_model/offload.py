@@ -30,12 +30,7 @@ INDEX = "index.json"
 
 
 def offload_weight(
-    weight: Tensor,
-    weight_name: str,
-    offload_folder: Folder,
-    index: Index | None = None,
-    *,
-    own: Sequence[Any] = (),
+    weight: Tensor, weight_name: str, offload_folder: Folder, index: Index | None = None, *, own: Sequence[Any] = ()
 ) -> Index | None:
     """Write a tensor's bytes to `<weight_name>.dat`, and its dtype and shape into `index`, which is returned.
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every file name in a checkpoint: Accelerate's for what it has, and ours for what it lacks.
 
-The functions name the file (or folder) of a model, an optimizer and so on by its index, or by the rank.
+Functions name the file (or folder) of a model, an optimizer and so on by its index, or by the rank.
 """
 
 from __future__ import annotations
 
 import re
 
-from farflung.base.former_name import FORMER_NAME
+from farflung.base.files import FORMER_NAME
 
 CHECKPOINTS = "checkpoints"  # the folder in a project where automatic naming puts them
 PREFIX = "checkpoint_"
@@ -38,6 +38,14 @@ KNOWN = re.compile(  # whatever belongs to a checkpoint
 )
 TORCH = (".bin", ".pt", ".pkl")  # endings of what `torch.save` writes
 
+model_shards = "pytorch_model_fsdp_{}".format  # a folder
+optimizer_shards = "optimizer_{}".format  # a folder
+custom = "custom_checkpoint_{}.pkl".format  # of a registered object
+random_states = "random_states_{}.pkl".format
+loop_state = "loop_state/rank_{}.bin".format  # what only one rank knows: its position, its unfinished gradients
+outer_state = "outer_state/rank_{}.bin".format  # the outer loops of a rank
+checkpoint = f"{PREFIX}{{}}".format  # a folder, under automatic naming
+
 
 def model(index: int, safe: bool = True) -> str:
     """Weights, whole."""
@@ -50,11 +58,6 @@ def model_index(safe: bool = True) -> str:
     return f"{model(0, safe)}.index.json"
 
 
-def model_shards(index: int) -> str:
-    """The folder of a model's shards."""
-    return f"pytorch_model_fsdp_{index}"
-
-
 def gathered_model(index: int) -> str:
     """Where Accelerate keeps the weights of a sharded model that it gathered."""
     return f"{_numbered('pytorch_model_fsdp', index)}.bin"
@@ -65,39 +68,9 @@ def optimizer(index: int) -> str:
     return f"{_numbered('optimizer', index)}.bin"
 
 
-def optimizer_shards(index: int) -> str:
-    """The folder of an optimizer's shards."""
-    return f"optimizer_{index}"
-
-
 def scheduler(index: int) -> str:
     """A scheduler's state."""
     return f"{_numbered('scheduler', index)}.bin"
-
-
-def custom(index: int) -> str:
-    """A registered object's state."""
-    return f"custom_checkpoint_{index}.pkl"
-
-
-def random_states(rank: int) -> str:
-    """The random states of a rank."""
-    return f"random_states_{rank}.pkl"
-
-
-def loop_state(rank: int) -> str:
-    """What only one rank knows: its position in the data, its unfinished gradients."""
-    return f"loop_state/rank_{rank}.bin"
-
-
-def outer_state(rank: int) -> str:
-    """The outer loops of a rank."""
-    return f"outer_state/rank_{rank}.bin"
-
-
-def checkpoint(iteration: int) -> str:
-    """A checkpoint's folder under automatic naming."""
-    return f"{PREFIX}{iteration}"
 
 
 def _numbered(stem: str, index: int) -> str:

@@ -49,6 +49,14 @@ _ARRAYS = (
 )
 
 
+# numpy 1 and numpy 2 write different names.
+_NAMED = [
+    (function, f"{core}.{function.__name__}")
+    for core in ("numpy.core.multiarray", "numpy._core.multiarray")
+    for function in _ARRAYS[:2]
+]
+
+
 @contextmanager
 def damage_as(what: str) -> Iterator[None]:
     """Raise CheckpointError, which begins with `what`, for all that broken content makes readers raise."""
@@ -63,17 +71,13 @@ def damage_as(what: str) -> Iterator[None]:
 
 def allowed() -> list[Any]:
     """Return what may stand in a file beside torch's own and what the script has allowed: numpy's arrays."""
-    paths = ("numpy.core.multiarray", "numpy._core.multiarray")  # numpy 1 and numpy 2 write different names
-    named = [(function, f"{path}.{function.__name__}") for path in paths for function in _ARRAYS[:2]]
     there = torch.serialization.get_safe_globals()  # `safe_globals` takes away at its end all that it was given
-    return [one for one in (*_ARRAYS, *named) if one not in there]
+    return [one for one in (*_ARRAYS, *_NAMED) if one not in there]
 
 
 def unsafe_names(path: Path) -> list[str]:
     """Return what stands in a file that `load` would refuse. Changes nothing, as several threads may ask at a time."""
-    cores = ("numpy.core.multiarray", "numpy._core.multiarray")
-    names = {f"{core}.{function.__name__}" for core in cores for function in _ARRAYS[:2]}
-    names |= {f"{one.__module__}.{one.__qualname__}" for one in _ARRAYS}
+    names = {name for _, name in _NAMED} | {f"{one.__module__}.{one.__qualname__}" for one in _ARRAYS}
     return [name for name in torch.serialization.get_unsafe_globals_in_checkpoint(path) if name not in names]
 
 

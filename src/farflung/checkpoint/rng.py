@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from farflung.base.words import counted
 
@@ -19,22 +18,23 @@ _DEVICES = {name: f"torch_{name}_manual_seed" for name in ("cuda", "xpu", "mlu",
 
 def read_host() -> dict[str, Any]:
     """Return the states of `random`, numpy and torch's CPU generator."""
-    return _host(random.getstate(), np.random.get_state(), torch.get_rng_state())
-
-
-def _host(of_python: Any, of_numpy: Any, of_torch: Tensor) -> dict[str, Any]:
-    return {"random_state": of_python, "numpy_random_seed": of_numpy, "torch_manual_seed": of_torch}
+    return {
+        "random_state": random.getstate(),
+        "numpy_random_seed": np.random.get_state(),
+        "torch_manual_seed": torch.get_rng_state(),
+    }
 
 
 def pack_host() -> bytes:
     """Return what `read_host` does as bytes, which one process sends another at less cost than tensors."""
-    return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()))
+    states = read_host()
+    return pickle.dumps({**states, "torch_manual_seed": states["torch_manual_seed"].numpy()})
 
 
 def unpack_host(packed: bytes) -> dict[str, Any]:
     """Return the states that were packed by `pack_host`; never those from a file."""
-    of_python, of_numpy, of_torch = pickle.loads(packed)
-    return _host(of_python, of_numpy, torch.from_numpy(of_torch.copy()))
+    states = pickle.loads(packed)
+    return {**states, "torch_manual_seed": torch.from_numpy(states["torch_manual_seed"].copy())}
 
 
 def read() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 
 import sys
 
-from farflung.compat.absent import env_command as env_command, env_command_parser as env_command_parser
+from farflung.compat.absent import __getattr__ as __getattr__
 from farflung.launch.main import main
 
 if __name__ == "__main__":

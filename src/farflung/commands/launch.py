@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: the launcher as functions."""
 
-from farflung.compat.absent import (
-    CustomHelpFormatter as CustomHelpFormatter,
-    clean_option as clean_option,
-    deepspeed_launcher as deepspeed_launcher,
-    sagemaker_launcher as sagemaker_launcher,
-    tpu_launcher as tpu_launcher,
-    tpu_pod_launcher as tpu_pod_launcher,
-)
+from farflung.compat.absent import __getattr__ as __getattr__
 from farflung.compat.launch_functions import (
     launch_command as launch_command,
     launch_command_parser as launch_command_parser,

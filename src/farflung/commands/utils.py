@@ -1,7 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: parsers of commands."""
 
-from farflung.compat.absent import (
-    CustomArgumentGroup as CustomArgumentGroup,
-    CustomArgumentParser as CustomArgumentParser,
-)
+from farflung.compat.absent import __getattr__ as __getattr__

@@ -2,7 +2,7 @@
 """Names of Accelerate's for what Farflung does not do: they can be imported, and using one says what to do instead.
 
 `isinstance(x, DeepSpeedPlugin)` is False, a class may be derived from, and everything else raises `Unsupported`. Each
-name is a word in one of the lists below; the doors import it from here.
+name is a word in one of the lists below. Doors that import `__getattr__` from here have all of them.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ _MADE: dict[str, Any] = {
 
 def __getattr__(name: str) -> Any:
     if name not in _MADE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"this module of Farflung has no attribute {name!r}")  # it is that of several doors
     return _MADE[name]
 
 

@@ -1,26 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerate's free functions that few scripts call: files, copies of one rank's tensor, blocks of mixed precision."""
+"""Accelerate's free functions that few scripts call: files, copies of one rank's tensor, blocks of mixed precision,
+nested tensors, questions about a module, and plain values.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from farflung.accelerator import session as slot
 from farflung.accelerator.operations import broadcast, extract_model_from_parallel, gather_object
-from farflung.base.checks import check_path
-from farflung.base.devices import current_accelerator
+from farflung.base.checks import check_path, wrong_type
 from farflung.base.enums import DistributedType
-from farflung.base.errors import CollectiveMismatch
+from farflung.base.errors import CollectiveMismatch, ConfigError, ShapeMismatch, WrongType
 from farflung.base.optional import is_available
-from farflung.base.tree import convert_to_fp32
+from farflung.base.sizes import num_bytes
+from farflung.base.torch_internals import current_accelerator
+from farflung.base.tree import (
+    convert_to_fp32,
+    flatten,
+    is_container,
+    leaves_of,
+    not_a_tensor,
+    recursively_apply,
+    unflatten,
+)
 from farflung.checkpoint.writer import save_object, without_aliases
-from farflung.compat.nested_tensors import get_data_structure, initialize_tensors
+from farflung.compat import defined_in
 from farflung.config.handlers import AutocastKwargs
 from farflung.process.bootstrap import join_world
 
@@ -135,3 +149,174 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     if main_process_only and not kwargs.get("disable"):
         kwargs["disable"] = not join_world().is_local_main
     return bar(*args, **kwargs)
+
+
+# ---- nested tensors: their batch size, shapes and structure, and how they are cut and joined
+
+
+def find_batch_size(data: Any) -> int:
+    """Return the first dimension of the first leaf of a tree, which must be a tensor that has one."""
+    leaf = data
+    while is_container(leaf):
+        children = leaves_of(leaf)
+        if not children:
+            raise ConfigError(f"find_batch_size: this {type(leaf).__name__} is empty. Bring one that holds tensors.")
+        leaf = children[0]
+    if not isinstance(leaf, Tensor):
+        raise not_a_tensor("find_batch_size", leaf)
+    if leaf.dim() == 0:
+        raise ConfigError("find_batch_size: a tensor without dimensions has no batch size. Bring one of one sample.")
+    return leaf.shape[0]
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """Return what `find_batch_size` does, None where it raises."""
+    try:
+        return find_batch_size(data)
+    except ConfigError:
+        return None
+
+
+@dataclass
+class TensorInformation:
+    """A tensor's shape and dtype: what is needed to make room for it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Say whether `tensor_info` is a `TensorInformation`."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def get_data_structure(data: Any) -> Any:
+    """Replace every tensor of a tree by its `TensorInformation`."""
+    return recursively_apply(lambda x: TensorInformation(x.shape, x.dtype), data)
+
+
+def get_shape(data: Any) -> Any:
+    """Replace every tensor of a tree by the list of its sizes."""
+    return recursively_apply(lambda x: list(x.shape), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Replace every `TensorInformation` of a tree by a tensor of that form on the CPU, without values yet."""
+    return recursively_apply(
+        lambda form: torch.empty(form.shape, dtype=form.dtype), data_structure, test_type=is_tensor_information
+    )
+
+
+def slice_tensors(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """Take `tensor_slice` of the first dimension of every tensor of a tree (the last two arguments are unused)."""
+    if not isinstance(tensor_slice, (slice, tuple)):
+        raise wrong_type("slice_tensors: tensor_slice", tensor_slice, "a slice, such as slice(0, 2)")
+    return recursively_apply(lambda x: x[tensor_slice], data)
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Concatenate trees of one structure, tensor by tensor.
+
+    Raises WrongType for trees of other structures or leaves, ShapeMismatch for shapes that differ beyond `dim`.
+    """
+    if not isinstance(data, (list, tuple)) or not data:
+        raise wrong_type("concatenate: data", data, "a list of nested tensors of one structure")
+    flat = [flatten(tree) for tree in data]
+    if any(spec != flat[0][1] for _, spec in flat[1:]):
+        specs = ", ".join(str(spec) for _, spec in flat)
+        raise WrongType(f"concatenate: the structures differ: {specs}. Bring nested tensors of one structure.")
+    if len(data) == 1:
+        return data[0]
+    columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    for leaf in (leaf for column in columns for leaf in column if not isinstance(leaf, Tensor)):
+        raise wrong_type("concatenate: something in data", leaf, "a tensor, as nothing else can be concatenated")
+    try:
+        joined = [torch.cat(column, dim=dim) for column in columns]
+    except (RuntimeError, IndexError, TypeError) as error:
+        shapes = ", ".join(str([list(x.shape) for x in column]) for column in columns)
+        what = f"concatenate: tensors of the shapes {shapes} can't be joined along dim={dim!r}."
+        raise ShapeMismatch(what) from error
+    return unflatten(flat[0][1], joined)
+
+
+# ---- questions about a module, which need no run
+
+
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+    """Return `model` and all modules in it, or with `return_fqns` pairs of name and module, inner ones first."""
+    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    found: list[tuple[str, nn.Module]] = []
+    while waiting:
+        name, module = waiting.pop()
+        found.append((name, module))
+        prefix = f"{name}." if name else ""
+        waiting += [(prefix + child, inner) for child, inner in module.named_children()]
+    found.reverse()
+    return [*found] if return_fqns else [module for _, module in found]
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """Return the class called `name` of a module in `module`, or None where there is no such module."""
+    return next((type(inner) for inner in module.modules() if type(inner).__name__ == name), None)
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
+) -> set[nn.Parameter]:
+    """Return the parameters of some modules of `model`; None stands for none of them.
+
+    Instead of modules, a regular expression can be given that their names match; they are moved to `device` then.
+    """
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        modules = [module.to(device) for name, module in model.named_modules() if pattern.fullmatch(name)]
+    return {parameter for module in modules or () for parameter in module.parameters()}
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Return among how many ranks transformers has cut each layer of `model`, or None where it has not."""
+    size = getattr(model, "tp_size", None)  # transformers 4
+    if size is None:
+        config: Any = getattr(getattr(model, "config", None), "distributed_config", None)  # transformers 5
+        size = config.get("tp_size") if isinstance(config, dict) else getattr(config, "tp_size", None)
+    return size
+
+
+# ---- plain values
+
+
+def convert_bytes(size: float) -> str:
+    """Return a number of bytes with the largest unit that fits, of 1024 each: `1.5 MB`."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Return a size in bytes; see `num_bytes`."""
+    return num_bytes(size, "size", least=0)
+
+
+def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """Put the items of `source` into `destination`, those of inner dictionaries one by one, and return it."""
+    for key, value in source.items():
+        destination[key] = merge_dicts(value, destination.get(key, {})) if isinstance(value, dict) else value
+    return destination
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """Return an attribute of an attribute, by a name with dots: `layer.weight.dtype`."""
+    return functools.reduce(getattr, attr.split("."), obj)
+
+
+def get_pretty_name(obj: Any) -> str:
+    """Return the name of a function or a class, or that of the class of anything else."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(named, "__qualname__", None) or named.__name__)
+
+
+__all__ = defined_in(globals())

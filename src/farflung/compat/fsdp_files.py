@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,15 +72,13 @@ def load_fsdp_model(
     _only_dcp(use_dcp)
     folder = _parent_of(Path(input_dir), paths.model_shards(model_index))
     bare = extract_model_from_parallel(model)
-    read: list[Any] = []
     if adapter_only and is_peft_model(bare):
         own = _adapter(bare)
         _check_encoder(bare)
-        _group(accelerator).agree(f"Loading {folder}", lambda: read.append(_read_adapter(folder, model_index, own)))
-        return _load_adapter(bare, own, read[0])
-    group, found = _group(accelerator), Checkpoint(folder, None)
-    group.agree(f"Loading {folder}", lambda: read.append(models.read_model(bare, found, model_index, strict=True)))
-    return models.load(bare, read[0], strict=True)
+        return _load_adapter(bare, own, _read(accelerator, folder, lambda: _read_adapter(folder, model_index, own)))
+    found = Checkpoint(folder, None)
+    state = _read(accelerator, folder, lambda: models.read_model(bare, found, model_index, strict=True))
+    return models.load(bare, state, strict=True)
 
 
 def save_fsdp_optimizer(
@@ -128,12 +127,9 @@ def load_fsdp_optimizer(
     """
     _only_dcp(use_dcp)
     folder = _parent_of(Path(input_dir), paths.optimizer_shards(optimizer_index))
-    bare = extract_model_from_parallel(model)
-    read: list[Any] = []
-    _group(accelerator).agree(
-        f"Loading {folder}", lambda: read.append(optimizers.read_optimizer([bare], optimizer, folder, optimizer_index))
-    )
-    optimizer.load_state_dict(read[0])
+    bare = [extract_model_from_parallel(model)]
+    state = _read(accelerator, folder, lambda: optimizers.read_optimizer(bare, optimizer, folder, optimizer_index))
+    optimizer.load_state_dict(state)
 
 
 def merge_fsdp_weights(
@@ -171,6 +167,13 @@ def _gathers(plugin: Any) -> bool:
 
 def _group(accelerator: Accelerator) -> CheckpointGroup:
     return CheckpointGroup(accelerator._run.world.exchange, 0)
+
+
+def _read(accelerator: Accelerator, folder: Path, read: Callable[[], Any]) -> Any:
+    """Return what `read` returns on this process; an error on one is raised on all."""
+    found: list[Any] = []
+    _group(accelerator).agree(f"Loading {folder}", lambda: found.append(read()))
+    return found[0]
 
 
 def _parent_of(folder: Path, name: str) -> Path:

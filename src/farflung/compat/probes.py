@@ -8,18 +8,28 @@ what such a device then can do is for the library to say.
 from __future__ import annotations
 
 import functools
+import logging
+import os
+import platform
+import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from importlib import util
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from farflung.base.optional import compare_versions, is_installed
-from farflung.tracking.choose import has_client
+from farflung.base.errors import Unsupported
+from farflung.base.optional import compare_release, compare_versions, is_installed
+from farflung.compat import defined_in
+from farflung.compat.variables import parse_flag_from_env
+from farflung.tracking.tracking import has_client
+
+_logger = logging.getLogger(__name__)
 
 
-def has_device(kind: str) -> bool:
+def _has_device(kind: str) -> bool:
     """Say whether torch has devices of this kind, which a library of their vendor may have brought it."""
     module = getattr(torch, kind, None)
     try:
@@ -43,15 +53,13 @@ def _probe(what: str, answer: Callable[[], bool]) -> Callable[[], bool]:
     return probe
 
 
-def _library(module: str, *packages: str, version: str = "", is_used: bool = True) -> Callable[[], bool]:
+def _library(module: str, *packages: str, version: str = "") -> Callable[[], bool]:
     """Return the probe of a library, and of a `version` of it where that is given (`>= 0.8.0`)."""
     words = version.split()
-    what = (
-        f"{module} is installed"
-        + (f", {version}" if version else "")
-        + ("" if is_used else "; Farflung does not use it")
+    return _probe(
+        f"{module} is installed{version and f', {version}'}",
+        lambda: is_installed(module, *packages) and (not words or compare_versions(module, *words)),
     )
-    return _probe(what, lambda: is_installed(module, *packages) and (not words or compare_versions(module, *words)))
 
 
 def _tracker(name: str) -> Callable[[], bool]:
@@ -76,14 +84,14 @@ is_boto3_available = _library("boto3")
 is_clearml_available = _tracker("clearml")
 is_comet_ml_available = _tracker("comet_ml")
 is_datasets_available = _library("datasets")
-is_deepspeed_available = _library("deepspeed", is_used=False)
+is_deepspeed_available = _library("deepspeed")
 is_dvclive_available = _tracker("dvclive")
 is_import_timer_available = _library("import_timer")
 is_lomo_available = _library("lomo_optim")
 is_matplotlib_available = _library("matplotlib")
 is_megatron_lm_available = _probe("Farflung trains with Megatron-LM: it never does", lambda: False)
 is_mlflow_available = _tracker("mlflow")
-is_msamp_available = _library("msamp", "ms-amp", is_used=False)
+is_msamp_available = _library("msamp", "ms-amp")
 is_pandas_available = _library("pandas")
 is_peft_available = _library("peft")
 is_pippy_available = _probe(
@@ -91,7 +99,7 @@ is_pippy_available = _probe(
 )
 is_pynvml_available = _library("pynvml", "pynvml", "nvidia-ml-py")
 is_pytest_available = _library("pytest")
-is_sagemaker_available = _library("sagemaker", is_used=False)
+is_sagemaker_available = _library("sagemaker")
 is_schedulefree_available = _library("schedulefree")
 is_swanlab_available = _tracker("swanlab")
 is_tensorboard_available = _tracker("tensorboard")
@@ -102,7 +110,7 @@ is_torchdata_stateful_dataloader_available = _library("torchdata", version=">= 0
 is_torchvision_available = _library("torchvision")
 is_tqdm_available = _library("tqdm")
 is_trackio_available = _tracker("trackio")
-is_transformer_engine_available = _library("transformer_engine", "transformer-engine", is_used=False)
+is_transformer_engine_available = _library("transformer_engine", "transformer-engine")
 is_transformer_engine_mxfp8_available = _probe(
     "Farflung trains in TransformerEngine's MXFP8: it never does", lambda: False
 )
@@ -147,13 +155,9 @@ def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
 # ---- devices
 
 
-class _DeviceProbe(Protocol):
-    def __call__(self, check_device: bool = False) -> bool: ...
-
-
-def _device(kind: str, what: str) -> _DeviceProbe:
+def _device(kind: str, what: str) -> Callable[..., bool]:
     def probe(check_device: bool = False) -> bool:
-        return has_device(kind)
+        return _has_device(kind)
 
     probe.__doc__ = f"Say whether there is {what}."
     return probe
@@ -170,12 +174,12 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 def is_xpu_available(check_device: bool = False) -> bool:
     """Say whether there is an Intel GPU, and a torch that trains on it: 2.7 or newer."""
-    return is_torch_version(">", "2.6") and has_device("xpu")
+    return is_torch_version(">", "2.6") and _has_device("xpu")
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
     """Say whether there is a Gaudi accelerator (`init_hccl` is unused)."""
-    return has_device("hpu")
+    return _has_device("hpu")
 
 
 is_mlu_available = _device("mlu", "a Cambricon accelerator")
@@ -206,7 +210,7 @@ def get_current_device_type() -> tuple[str, str]:
     Where there is none, they are `cuda` and `MULTI_GPU`.
     """
     for kind in ("mlu", "sdaa", "musa", "npu", "hpu", "xpu", "neuron"):
-        if has_device(kind):
+        if _has_device(kind):
             return kind, f"MULTI_{kind.upper()}"
     return "cuda", "MULTI_GPU"
 
@@ -216,7 +220,80 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
     return [name for name in library_names if name in sys.modules]
 
 
-__all__ = [name for name in globals() if name.startswith(("is_", "torchao_")) and name != "is_installed"]
+# ---- NVIDIA's driver, cores and the kernel, asked without waking a GPU where that can be
+
+_OLDEST_KERNEL = "5.5.0"  # older ones let processes hang, says Accelerate
+_WITHOUT_P2P = "RTX 40"  # GPUs that can neither talk to each other nor to InfiniBand ...
+_DRIVER_WITH_P2P = "550.40.07"  # ... until this driver
+
+
+def _nvidia_smi(question: str) -> list[str]:
+    """Return the answer of nvidia-smi, one line a GPU."""
+    command = ["nvidia-smi", f"--query-gpu={question}", "--format=csv,noheader"]
+    return subprocess.check_output(command, text=True).strip().splitlines()
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Return the names of this machine's NVIDIA GPUs and how many they are; FileNotFoundError without nvidia-smi."""
+    names = [line.split(",")[1].strip() for line in _nvidia_smi("count,name")]
+    return names, len(names)
+
+
+def get_driver_version() -> str:
+    """Return the version of NVIDIA's driver; FileNotFoundError without nvidia-smi."""
+    return _nvidia_smi("driver_version")[0]
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Say whether several GPUs of this machine can talk to each other and to InfiniBand; True where it is not known."""
+    try:
+        names, count = get_gpu_info()
+        if count > 1 and any(_WITHOUT_P2P in name for name in names):
+            return compare_release(get_driver_version(), ">=", _DRIVER_WITH_P2P)
+    except (OSError, subprocess.SubprocessError, LookupError):
+        pass
+    return True
+
+
+@functools.lru_cache
+def check_cuda_fp8_capability() -> bool:
+    """Say whether the first GPU computes in fp8: compute capability 8.9 or higher."""
+    return torch.cuda.get_device_capability() >= (8, 9)
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Let this thread run on the cores near GPU `local_process_index`; without GPUs, do nothing.
+
+    Needs pynvml, and NVIDIA's GPUs. `verbose` logs the cores, by default as `ACCELERATE_DEBUG_MODE` says.
+    """
+    if not torch.cuda.is_available():
+        return
+    if is_rocm_available():
+        raise Unsupported("Binding processes to the cores near AMD's GPUs is not supported. Use numactl.")
+    if util.find_spec("pynvml") is None:
+        raise ImportError("Binding processes to the cores near a GPU needs pynvml: `pip install nvidia-ml-py`.")
+    import pynvml  # type: ignore[import-not-found]
+
+    pynvml.nvmlInit()
+    pynvml.nvmlDeviceSetCpuAffinity(pynvml.nvmlDeviceGetHandleByIndex(local_process_index))
+    if parse_flag_from_env("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
+        _logger.info("process %s runs on the cores %s", local_process_index, sorted(os.sched_getaffinity(0)))
+
+
+@functools.lru_cache
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Do what `override_numa_affinity` does, the first time that it is called for a GPU."""
+    override_numa_affinity(local_process_index, verbose)
+
+
+def check_os_kernel() -> None:
+    """Log a warning where this machine's Linux is so old that processes are known to hang."""
+    info = platform.uname()
+    if info.system == "Linux" and compare_release(info.release, "<", _OLDEST_KERNEL):
+        _logger.warning(f"Linux {info.release} is older than {_OLDEST_KERNEL}, so processes may hang.")
+
+
+__all__ = defined_in(globals())
 
 for _name in __all__:  # so that `help` and pickle find each by its name
     globals()[_name].__name__ = globals()[_name].__qualname__ = _name

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from farflung.base.optional import is_installed
+from farflung.compat import defined_in
 from farflung.config import environ
 
 _OURS = "ACCELERATE_"
@@ -149,3 +150,6 @@ def get_cpu_distributed_information() -> CPUInformation:
             ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", *(f"{p}LOCAL_SIZE" for p in of_node)], 1
         ),
     )
+
+
+__all__ = defined_in(globals())

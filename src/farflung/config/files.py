@@ -16,10 +16,9 @@ from yaml.events import CollectionEndEvent, CollectionStartEvent
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from farflung.base.errors import ConfigError, Unsupported, did_you_mean
-from farflung.base.files import AtomicFile
-from farflung.base.former_name import FORMER_NAME
+from farflung.base.files import FORMER_NAME, AtomicFile
 from farflung.config import environ
-from farflung.config.foreign import DISTRIBUTED_TYPES, FOREIGN_KEYS, foreign_key
+from farflung.config.foreign import DISTRIBUTED_TYPES, FOREIGN_KEYS
 from farflung.config.launch import FIELDS, LaunchSettings
 from farflung.config.setting import Value
 
@@ -94,7 +93,10 @@ def read_file(path: Path) -> dict[str, Stated]:
     entries = dict(_entries(path))
     for key in ("compute_environment", *FOREIGN_KEYS):  # on another environment all other keys mean something else
         if key in entries:
-            _refuse_unless_idle(key, *entries[key])
+            (node, place), foreign = entries[key], FOREIGN_KEYS[key]
+            if not _is_idle(node, ("", "false", *foreign.idle.split())):
+                what = f"asks for {foreign.what}, which Farflung does not support"
+                raise Unsupported(f"{place}: `{key}` {what}. {foreign.instead}")
     stated: dict[str, Stated] = {}
     for key, (node, place) in entries.items():
         if key in _FIELDS:
@@ -174,13 +176,6 @@ def _scalar(key: str, node: Node, place: str) -> str | None:
 
 def _says_nothing(node: Node) -> bool:
     return isinstance(node, ScalarNode) and node.style is None and node.value in _YAML_NULLS
-
-
-def _refuse_unless_idle(key: str, node: Node, place: str) -> None:
-    entry = foreign_key(key)
-    assert entry is not None
-    if not _is_idle(node, ("", "false", *entry.idle.split())):
-        raise Unsupported(f"{place}: `{key}` asks for {entry.what}, which Farflung does not support. {entry.instead}")
 
 
 def _is_idle(node: Node, words: tuple[str, ...]) -> bool:

@@ -151,14 +151,12 @@ def check_layout(said: LayoutSettings, num_processes: int | None, num_machines: 
 
 
 def _check_grid(said: LayoutSettings, num_processes: int | None) -> None:
-    for name in ("dp_replicate_size", "dp_shard_size", *_OTHER_AXES):
-        size = getattr(said, GRID + name)
-        if size is not None and size < 1:
-            raise ConfigError(f"{GRID}{name} is {size}; it must be at least 1.")
-        if name in _OTHER_AXES and (size or 1) > 1:
+    for name, kind in _OTHER_AXES.items():
+        size = getattr(said, GRID + name) or 1
+        if size > 1:
             raise Unsupported(
-                f"{GRID}{name} is {size}: {_OTHER_AXES[name]} parallelism is not supported yet. Leave it out, and "
-                f"shard the model over more processes with {GRID}dp_shard_size."
+                f"{GRID}{name} is {size}: {kind} parallelism is not supported yet. Leave it out, and shard the model "
+                f"over more processes with {GRID}dp_shard_size."
             )
     if not said.use_parallelism_config or num_processes == 1 == said.num_replicas * said.num_shards:
         return

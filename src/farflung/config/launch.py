@@ -16,7 +16,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.grid import GRID, LayoutSettings, check_layout
-from farflung.config.outer import OPTIONS, Option, OuterSettings, outer_config, renamed
+from farflung.config.outer import OPTIONS, OuterSettings, outer_config, renamed
 from farflung.config.recipes import RECIPES
 from farflung.config.setting import Field, Value, accelerates, setting
 
@@ -28,6 +28,11 @@ _RENDEZVOUS_NUMBERS = (
     *("keep_alive_interval", "keep_alive_max_attempt"),
 )
 _RENDEZVOUS_KEYS = (*_RENDEZVOUS_NUMBERS, "is_host", "store_type")
+_FROM_1 = (
+    *("num_processes", "num_machines", "gradient_accumulation_steps", "num_cpu_threads_per_process", "replicas"),
+    *("ranks_per_replica", *(f"{GRID}{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"))),
+)
+_LEAST = dict.fromkeys(_FROM_1, 1) | dict.fromkeys(("machine_rank", "max_restarts", "main_process_port"), 0)
 _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # what CUDA_VISIBLE_DEVICES takes
 
 
@@ -263,29 +268,18 @@ class LaunchSettings(LayoutSettings):
         host, _, port = (self.join or "host:1").rpartition(":")
         if not port.isdecimal() or not 0 < int(port) < 65536 or not _is_host(host.strip("[]")):
             raise ConfigError(f"join is {self.join!r}; use host:port, as the first launcher has printed it.")
-        others = {"num_processes": "ranks_per_replica", "island_size": "ranks_per_replica"}
-        for name, instead in others.items():
+        for name in ("num_processes", "island_size"):
             if getattr(self, name) is not None:
-                raise ConfigError(f"{name} and {flag} are both given. Use --{instead} for the processes of a replica.")
+                instead = "Use --ranks_per_replica for the processes of a replica."
+                raise ConfigError(f"{name} and {flag} are both given. {instead}")
         if self.num_machines > 1:
             raise ConfigError(f"num_machines and {flag} are both given. On other machines, use --join host:port.")
 
     def _check_ranges(self) -> None:
-        least: dict[str, float] = {
-            "num_processes": 1,
-            "num_machines": 1,
-            "machine_rank": 0,
-            "gradient_accumulation_steps": 1,
-            "num_cpu_threads_per_process": 1,
-            "max_restarts": 0,
-            "replicas": 1,
-            "ranks_per_replica": 1,
-            "main_process_port": 0,
-        }
-        for name, bound in least.items():
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < bound:
-                raise ConfigError(f"{name} is {value}; it must be at least {bound}.")
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}.")
         if not 0 <= self.hang_timeout_s < inf:
             raise ConfigError(f"hang_timeout_s is {self.hang_timeout_s}; it must be 0 (for ever) or more, and finite.")
         for name in ("gradient_clipping", "monitor_interval", "grace_s"):
@@ -350,7 +344,10 @@ def _listed() -> Iterator[Field]:
     inherited = LayoutSettings.__dataclass_fields__
     for attribute in sorted(fields(LaunchSettings), key=lambda attribute: attribute.name in inherited):
         if attribute.name == "outer_options":
-            yield from (_outer_field(option) for option in OPTIONS.values())
+            for option in OPTIONS.values():
+                name, variable = f"outer_{option.name}", f"{_PREFIX}OUTER_{option.name.upper()}"
+                flags, choices = (f"--{name}",), option.choices
+                yield Field(name, option.kind, None, option.help, variable, variable, flags, choices=choices)
             continue
         stated = dict(attribute.metadata)
         told = stated.pop("told", "variable" in stated)
@@ -360,12 +357,6 @@ def _listed() -> Iterator[Field]:
         kind = next((part for part in get_args(hint) if part is not type(None)), hint)
         says_word = kind is bool and name.startswith("fsdp_")
         yield Field(name, kind, told_as=said["variable"] if told else None, says_word=says_word, **said)
-
-
-def _outer_field(option: Option) -> Field:
-    name = f"outer_{option.name}"
-    variable = f"{_PREFIX}{name.upper()}"
-    return Field(name, option.kind, None, option.help, variable, variable, (f"--{name}",), choices=option.choices)
 
 
 def _option(name: str) -> str:

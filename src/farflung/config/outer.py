@@ -7,32 +7,19 @@ range is for the recipe to say: `OuterConfig` of `farflung.outer.arguments` make
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from farflung.base.checks import check_text, check_word
 from farflung.base.errors import ConfigError, did_you_mean
-from farflung.config.recipes import CODECS, RECIPES, help_of
+from farflung.config.recipes import CODECS, RECIPES, Option, help_of
 
 FEW_ROUNDS = 10  # a run with fewer gets a warning
 MACHINE = "machine"
 _ALL = "all"
 _EXAMPLES: Mapping[str, Any] = {"alpha": 0.01, "levels": "4:machine,64:all", "warmup": 500}  # of needed arguments
-
-
-@dataclass(frozen=True)
-class Option:
-    """An option of an outer loop: an argument of recipes, or a setting that all recipes have.
-
-    `kind` is int, float, bool or str; `help` that of its flag; `choices` the words that it may be, empty for any.
-    """
-
-    name: str
-    kind: type
-    help: str
-    choices: tuple[str, ...] = ()
 
 
 # The options of every recipe.
@@ -66,16 +53,10 @@ COMMON = (
 )
 REPORT_SECONDS = 5.0  # between two lines on a terminal
 
-
-def _options() -> Iterator[Option]:
-    """Yield the arguments of all recipes, each name once, and the common options."""
-    kinds = {each.name: each.kind for arguments in RECIPES.values() for each in arguments}
-    for name, kind in kinds.items():
-        yield Option(name, kind, help_of(name), CODECS if name == "codec" else ())
-    yield from COMMON
-
-
-OPTIONS: Mapping[str, Option] = {option.name: option for option in _options()}
+# The arguments of all recipes, each name once, and the options of all.
+_KINDS = {each.name: each.kind for arguments in RECIPES.values() for each in arguments}
+_OPTIONS = [Option(name, kind, help_of(name), CODECS if name == "codec" else ()) for name, kind in _KINDS.items()]
+OPTIONS: Mapping[str, Option] = {option.name: option for option in (*_OPTIONS, *COMMON)}
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -141,13 +122,12 @@ def _check_names(recipe: str, given: Mapping[str, Any]) -> None:
     if odd:
         near = did_you_mean(odd[0], known)
         raise ConfigError(f"{recipe} has no option {', '.join(odd)}; it takes {', '.join(known)}.{near}")
-    missing = [each.name for each in arguments if each.is_needed and each.name not in given]
+    missing = [each for each in arguments if each.is_needed and each.name not in given]
     if missing:
-        kinds = {each.name: each.kind for each in arguments}
-        values = {name: _EXAMPLES.get(name, 32 if kinds[name] is int else 0.1) for name in missing}
+        values = {each.name: _EXAMPLES.get(each.name, 32 if each.kind is int else 0.1) for each in missing}
         flags = " ".join(f"--outer_{name} {value}" for name, value in values.items())
         stated = ", ".join(f"{name}={value!r}" for name, value in values.items())
-        raise ConfigError(f"{recipe} needs {' and '.join(missing)}, such as {stated}; as flags: {flags}.")
+        raise ConfigError(f"{recipe} needs {' and '.join(values)}, such as {stated}; as flags: {flags}.")
 
 
 def _check_report(word: str | float) -> None:

@@ -24,19 +24,17 @@ _ARGUMENT = re.compile(r"    (\w+): (.+)")
 
 
 @dataclass(frozen=True)
-class Argument:
-    """An argument of a recipe that a flag or a file can set.
-
-    `kind` is int, float, bool or str; it `is_needed` without a default; `help` is empty where another recipe has it.
-    """
+class Option:
+    """An option of an outer loop that a flag or a file can set: an argument of recipes, or a setting that all have."""
 
     name: str
-    kind: type
-    is_needed: bool
-    help: str
+    kind: type  # int, float, bool or str
+    help: str  # of its flag; of an argument, empty where another recipe has it
+    choices: tuple[str, ...] = ()  # the words that it may be; empty: any
+    is_needed: bool = False  # an argument without a default
 
 
-def _read(source: str) -> dict[str, tuple[Argument, ...]]:
+def _read(source: str) -> dict[str, tuple[Option, ...]]:
     """Return the arguments of each recipe that `__all__` lists, by the recipe's name, in the order of the functions."""
     body = ast.parse(source).body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
@@ -55,7 +53,7 @@ def _keys(source: str, name: str) -> tuple[str, ...]:
     return tuple(ast.literal_eval(key) for key in table.keys if key is not None)
 
 
-def _arguments(function: ast.FunctionDef) -> Iterator[Argument]:
+def _arguments(function: ast.FunctionDef) -> Iterator[Option]:
     arguments = function.args
     needed = arguments.args[: len(arguments.args) - len(arguments.defaults)]
     needed += [each for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if not default]
@@ -63,7 +61,7 @@ def _arguments(function: ast.FunctionDef) -> Iterator[Argument]:
     for each in (*arguments.args, *arguments.kwonlyargs):
         kind = next((_KINDS[name] for name in _names(each.annotation) if name in _KINDS), None)
         if kind is not None:
-            yield Argument(each.arg, kind, each in needed, texts.get(each.arg, ""))
+            yield Option(each.arg, kind, texts.get(each.arg, ""), is_needed=each in needed)
 
 
 def _names(node: ast.expr | None) -> list[str]:
@@ -93,21 +91,18 @@ def help_of(name: str) -> str:
 
     Where they say different things, what one recipe alone says bears its name.
     """
+    helps = {recipe: each.help for recipe, arguments in RECIPES.items() for each in arguments if each.name == name}
+    if len(helps) == 1:
+        return "".join(f"{recipe} only: {text}" for recipe, text in helps.items() if text)
     said: dict[str, list[str]] = {}
-    takers = []
-    for recipe, arguments in RECIPES.items():
-        for each in arguments:
-            if each.name == name:
-                takers.append(recipe)
-                said.setdefault(each.help, []).append(recipe)
-    said.pop("", None)
-    if len(takers) == 1:
-        return "".join(f"{takers[0]} only: {text}" for text in said)
+    for recipe, text in helps.items():
+        if text:
+            said.setdefault(text, []).append(recipe)
     named = len(said) > 1
     return " ".join(
         f"{by[0]}: {text}" if named and len(by) == 1 else text[:1].upper() + text[1:] for text, by in said.items()
     )
 
 
-RECIPES: Mapping[str, tuple[Argument, ...]] = _read(_SOURCE.read_text(encoding="utf-8"))
+RECIPES: Mapping[str, tuple[Option, ...]] = _read(_SOURCE.read_text(encoding="utf-8"))
 CODECS: tuple[str, ...] = _keys(_CODECS.read_text(encoding="utf-8"), "CODECS")

@@ -38,10 +38,6 @@ class Resolved:
     file: Path | None
     notes: tuple[str, ...] = ()
 
-    def explained(self, error: ConfigError) -> ConfigError:
-        """Return an error about these settings with what the user wrote for them, and the file that was read."""
-        return _explained(error, self.file, self.origins)
-
 
 def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     """Put together what the command line (`flags`, by the setting's name), the environment and a file say.
@@ -63,7 +59,7 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     try:
         return Resolved(LaunchSettings.of(values), origins, path, tuple(notes))
     except ConfigError as error:
-        raise _explained(error, path, origins) from None
+        raise explained(error, path, origins) from None
 
 
 def _first(entry: Field, flags: Mapping[str, str | bool], stated: Mapping[str, Stated]) -> tuple[Any, Origin]:
@@ -114,7 +110,7 @@ def _check_used(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> Non
             raise ConfigError(f"{what} is read only with --{switch}, which is not set. Set it too.")
 
 
-def _explained(error: ConfigError, path: Path | None, origins: Mapping[str, Origin]) -> ConfigError:
+def explained(error: ConfigError, path: Path | None, origins: Mapping[str, Origin]) -> ConfigError:
     """Name the option of the outer loop as the user wrote it, and the file, for readers who don't know about it."""
     written: dict[str, str] = {}  # a flag, a variable, or a line of a file
     for setting, origin in origins.items():

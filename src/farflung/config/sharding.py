@@ -118,7 +118,9 @@ class FullyShardedDataParallelPlugin:
         self.ignored_modules = _ignored(self.ignored_modules)
         self.state_dict_type = _state_dict_type(version, self.state_dict_type)
         for name in ("state_dict_config", "optim_state_dict_config"):
-            _check_state_dict_config(name, getattr(self, name))
+            given = getattr(self, name)
+            if given is not None and not hasattr(given, "offload_to_cpu"):
+                raise wrong_type(f"{_NAME}: {name}", given, "one of torch's, such as FullStateDictConfig()")
         for name in ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"):
             setattr(self, name, _flag(name, getattr(self, name)))
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
@@ -414,11 +416,6 @@ def _state_dict_type(version: int, given: Any) -> str:
         raise Unsupported(f"{called} is {shown(said)}, which FSDP2 does not have. Use SHARDED_STATE_DICT.")
     check_word(called, word, STATE_DICT_TYPES)
     return word
-
-
-def _check_state_dict_config(name: str, given: Any) -> None:
-    if given is not None and not hasattr(given, "offload_to_cpu"):
-        raise wrong_type(f"{_NAME}: {name}", given, "one of torch's, such as FullStateDictConfig()")
 
 
 def _wrap_policy(given: Any) -> Any:

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from farflung.base.tree import flatten, is_container, is_namedtuple, rebuilt, unflatten
+from farflung.base.errors import WrongType
+from farflung.base.tree import flatten, is_container, is_namedtuple, recursively_apply, unflatten
 
 
 class _ListLeaf:
@@ -29,7 +32,7 @@ class BatchView:
     """A batch of `length` samples, taken apart: each leaf has an entry a sample, or belongs to all. None: not known."""
 
     def __init__(self, batch: Any) -> None:
-        self._leaves, self._spec = flatten(_grouped(batch))
+        self._leaves, self._spec = flatten(recursively_apply(_ListLeaf, batch, test_type=_is_plain_list))
         self.length = _first_length(self._leaves)
 
     def cut(self, part: slice) -> Any:
@@ -54,7 +57,9 @@ class BatchView:
 
     def _with(self, leaves: list[Any]) -> Any:
         batch = unflatten(self._spec, leaves)
-        return _ungrouped(batch) if any(isinstance(leaf, _ListLeaf) for leaf in leaves) else batch
+        if not any(isinstance(leaf, _ListLeaf) for leaf in leaves):
+            return batch
+        return recursively_apply(attrgetter("items"), batch, test_type=lambda node: isinstance(node, _ListLeaf))
 
 
 def length_of(batch: Any) -> int | None:
@@ -106,20 +111,37 @@ def _first_length(leaves: list[Any]) -> int | None:
     return next((len(leaf) for leaf in leaves if isinstance(leaf, _ListLeaf)), None)
 
 
-def _grouped(node: Any) -> Any:
-    """Replace each list and tuple of plain values by one `_ListLeaf`."""
-    if not is_container(node):
+def _is_plain_list(node: Any) -> bool:
+    """Say whether a node is a list or tuple of plain values."""
+    is_list = isinstance(node, (list, tuple)) and len(node) > 0 and not is_namedtuple(node)
+    return is_list and not any(isinstance(item, Tensor) or is_container(item) for item in node)
+
+
+def plain_or_none(batch: Any) -> Any:
+    """Return a batch as plain data on the CPU, None where it holds something else, such as a class of the script's."""
+    try:
+        return _plain(batch)
+    except WrongType:
+        return None
+
+
+def _plain(node: Any) -> Any:
+    kind = type(node)
+    if kind is Tensor:
+        return node.detach().cpu()
+    if kind is dict:
+        return {_plain(key): _plain(value) for key, value in node.items()}
+    if kind is list or kind is tuple:
+        return kind([_plain(value) for value in node])
+    if node is None or kind in (int, float, bool, str, bytes, complex):
         return node
-    if isinstance(node, (list, tuple)) and node and not is_namedtuple(node) and not any(map(_is_node, node)):
-        return _ListLeaf(node)
-    return rebuilt(node, _grouped)
+    if kind is np.ndarray and node.dtype.kind in "biufc":
+        return node
+    raise WrongType(f"a checkpoint can't hold a {kind.__name__}")
 
 
-def _is_node(item: Any) -> bool:
-    return isinstance(item, Tensor) or is_container(item)
-
-
-def _ungrouped(node: Any) -> Any:
-    if isinstance(node, _ListLeaf):
-        return node.items
-    return rebuilt(node, _ungrouped) if is_container(node) else node
+def state_of(keeper: Any) -> Any:
+    """Return the state of a data set or a loader, None where it keeps none that a checkpoint can hold."""
+    if not (hasattr(keeper, "state_dict") and hasattr(keeper, "load_state_dict")):
+        return None
+    return plain_or_none(keeper.state_dict())

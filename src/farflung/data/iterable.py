@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset, default_convert
 
 from farflung.base.tree import batch_size_of
-from farflung.data.resume.plain import plain_or_none, state_of
+from farflung.data.batches import plain_or_none, state_of
 from farflung.data.samplers import check_split, rounds
 
 
@@ -150,18 +150,13 @@ class StatefulShard(MarkedShard):
             self.dataset.load_state_dict(state_dict["dataset"])  # type: ignore[attr-defined]
 
 
-class Unmarking:
-    """A collate function that takes the marks off samples and puts one on their batch."""
-
-    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
-        self.collate_fn = collate_fn
-
-    def __call__(self, samples: Any) -> Any:
-        if type(samples) is Marked:  # the loader does no batching
-            return Marked(self.collate_fn(samples.content), samples.real)
-        if type(samples) is list and samples and type(samples[0]) is Marked:
-            return Marked(self.collate_fn([sample.content for sample in samples]), samples[0].real)
-        return self.collate_fn(samples)
+def collated(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+    """Collate samples, and put the mark that they have on their batch."""
+    if type(samples) is Marked:  # the loader does no batching
+        return Marked(collate_fn(samples.content), samples.real)
+    if type(samples) is list and samples and type(samples[0]) is Marked:
+        return Marked(collate_fn([sample.content for sample in samples]), samples[0].real)
+    return collate_fn(samples)
 
 
 def _num_samples(batch: Any) -> int:

@@ -21,7 +21,7 @@ from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.dispatcher import DataLoaderDispatcher, SliceFn
-from farflung.data.iterable import MarkedShard, StatefulShard, Unmarking
+from farflung.data.iterable import MarkedShard, StatefulShard, collated
 from farflung.data.loader import DataLoaderShard, PreparedLoader
 from farflung.data.samplers import BatchSamplerShard, SeedableRandomSampler, check_split
 from farflung.data.torch_loaders import (
@@ -79,7 +79,7 @@ def prepare_loader(
         loader = slots.shared(loader, 1 if config.split_batches else exchange.group.size)
     common: dict[str, Any] = {"state": state, "device": device, "non_blocking": config.non_blocking}
     common["stateful"] = config.use_stateful_dataloader
-    batch_size = _batch_size(loader)
+    batch_size: int | None = loader.batch_size or getattr(index_source(loader), "batch_size", None)
     group = fixed_rank or exchange.group
     streams = isinstance(loader.dataset, IterableDataset)
     dispatches = config.dispatch_batches
@@ -266,7 +266,7 @@ def _sharded_stream(
         even_batches=config.even_batches,
         holds_batches=loader.batch_size is None,
     )
-    base = altered(loader, dataset=shard, collate_fn=Unmarking(loader.collate_fn), **attributes)
+    base = altered(loader, dataset=shard, collate_fn=partial(collated, loader.collate_fn), **attributes)
     return DataLoaderShard.over(base, marked=True, **common)
 
 
@@ -327,11 +327,6 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
     """Return what puts the samples of a loader in order: the sampler, or a batch sampler that has none inside."""
     source = index_source(loader)
     return getattr(source, "sampler", source)
-
-
-def _batch_size(loader: DataLoader[Any]) -> int | None:
-    """Return how many samples the loader puts in a batch, None when there is no such number."""
-    return loader.batch_size or getattr(index_source(loader), "batch_size", None)
 
 
 def _batch_size_of_rank(loader: DataLoader[Any], group: Group, config: DataLoaderConfiguration) -> int | None:

@@ -47,65 +47,6 @@ def rounds(
         yield filled(group, first, size) if even and real < size else group, real
 
 
-def whole_shares(
-    batches: Iterable[Any], rank: int, size: int, *, drop_last: bool, even: bool, first: list[Any] | None = None
-) -> Iterator[tuple[Any, int]]:
-    """Deal whole batches, whatever their lengths, to `size` ranks in turn; yield those of `rank`."""
-    for group, real in rounds(batches, size, drop_last=drop_last, even=even, first=first):
-        if rank < len(group):
-            padded = even and real < size
-            yield group[rank], sum(map(_num_samples, group[:real])) if padded else 0
-
-
-def even_shares(
-    batches: Iterable[Batch],
-    rank: int,
-    size: int,
-    batch_size: int,
-    *,
-    split: bool,
-    drop_last: bool,
-    first: list[Batch] | None = None,
-) -> Iterator[tuple[Batch, int]]:
-    """Deal batches of one size to `size` ranks so that all get equally many, all full; yield those of `rank`.
-
-    A batch of another size before the last one is a ConfigError.
-    """
-    per_round, part = (1, batch_size // size) if split else (size, batch_size)
-    own = slice(rank * part, (rank + 1) * part)
-    full = [batch_size] * per_round
-    stream = iter(batches)
-    while group := list(islice(stream, per_round)):
-        first = group if first is None else first
-        if list(map(len, group)) == full:
-            yield group[0][own] if split else group[rank], 0
-            continue
-        if drop_last and len(group) < per_round:
-            return
-        _refuse_varying(group, stream, batch_size)
-        if not drop_last:
-            samples = list(chain.from_iterable(group))
-            start = list(chain.from_iterable(first))
-            yield filled(samples, start, per_round * batch_size)[own], len(samples)
-
-
-def split_shares(
-    batches: Iterable[Batch], rank: int, size: int, batch_size: int, *, drop_last: bool
-) -> Iterator[tuple[Batch, int]]:
-    """Cut each batch into `size` parts without any padding; yield those of `rank` that are not empty."""
-    part = batch_size // size
-    for batch in batches:
-        if len(batch) > batch_size:
-            raise ConfigError(
-                f"split_batches: the batch sampler has batch_size {batch_size} but yielded a batch of "
-                f"{counted(len(batch), 'sample')}. Let its batch_size be the size of its longest batch, or use "
-                "split_batches=False."
-            )
-        share = batch[rank * part : (rank + 1) * part]
-        if len(share) and not (drop_last and len(batch) < batch_size):
-            yield share, 0
-
-
 def batches_after(batch_sampler: Iterable[T], skip: int, keep: int = 0) -> Iterator[T]:
     """Iterate over a batch sampler without its first `skip` batches, but with the first `keep` of those.
 
@@ -126,24 +67,6 @@ def _samples_after(batch_sampler: BatchSampler, skip: int, keep: int) -> Iterato
     kept = BatchSampler(list(islice(samples, keep * size)), size, drop_last)
     rest = BatchSampler(islice(samples, (skip - keep) * size, None), size, drop_last)
     yield from chain(kept, rest)
-
-
-def _num_samples(batch: Any) -> int:
-    return len(batch) if hasattr(batch, "__len__") else 1
-
-
-def _refuse_varying(group: list[Batch], rest: Iterator[Batch], batch_size: int) -> None:
-    """Raise unless the last batch of `group` alone is shorter than `batch_size`, and nothing follows."""
-    lengths = [len(batch) for batch in group]
-    odd = [length for length in lengths[:-1] if length != batch_size]
-    if not odd and (lengths[-1] > batch_size or (lengths[-1] < batch_size and next(rest, None) is not None)):
-        odd = lengths[-1:]
-    if odd:
-        raise ConfigError(
-            f"even_batches: the batch sampler has batch_size {batch_size} but yielded a batch of "
-            f"{counted(odd[0], 'sample')} before its end, so ranks cannot get equal batches. Use "
-            "even_batches=False for batches of varying size."
-        )
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -246,17 +169,56 @@ class BatchSamplerShard(SamplerView):
         self.remainder = real
 
     def _shares(self, skip: int) -> Iterator[tuple[Any, int]]:
-        rank, size, drop_last = self.process_index, self.num_processes, self.drop_last
-        per_round = 1 if self.split_batches else size
+        per_round = 1 if self.split_batches else self.num_processes
         stream = batches_after(self.batch_sampler, skip * per_round, keep=per_round)
         first = list(islice(stream, per_round)) if skip else None
         if self.batch_size is None or not (self.even_batches or self.split_batches):
-            even = self.even_batches
-            return whole_shares(stream, rank, size, drop_last=drop_last, even=even, first=first)
-        if self.even_batches:
-            split = self.split_batches
-            return even_shares(stream, rank, size, self.batch_size, split=split, drop_last=drop_last, first=first)
-        return split_shares(stream, rank, size, self.batch_size, drop_last=drop_last)
+            return self._whole(stream, first)
+        return self._even(stream, self.batch_size, first) if self.even_batches else self._cut(stream, self.batch_size)
+
+    def _whole(self, batches: Iterator[Any], first: list[Any] | None) -> Iterator[tuple[Any, int]]:
+        """Deal whole batches, whatever their lengths, in turn; yield those of this process."""
+        rank, size, even = self.process_index, self.num_processes, self.even_batches
+        for group, real in rounds(batches, size, drop_last=self.drop_last, even=even, first=first):
+            if rank < len(group):
+                lengths = [len(batch) if hasattr(batch, "__len__") else 1 for batch in group[:real]]
+                yield group[rank], sum(lengths) if even and real < size else 0
+
+    def _even(self, batches: Iterator[Batch], batch_size: int, first: list[Any] | None) -> Iterator[tuple[Batch, int]]:
+        """Deal batches of one size so that all processes get equally many, all full; yield those of this one.
+
+        A batch of another size before the last one is a ConfigError.
+        """
+        rank, size, split = self.process_index, self.num_processes, self.split_batches
+        per_round, part = (1, batch_size // size) if split else (size, batch_size)
+        own = slice(rank * part, (rank + 1) * part)
+        full = [batch_size] * per_round
+        while group := list(islice(batches, per_round)):
+            first = group if first is None else first
+            if list(map(len, group)) == full:
+                yield group[0][own] if split else group[rank], 0
+                continue
+            if self.drop_last and len(group) < per_round:
+                return
+            _refuse_varying(group, batches, batch_size)
+            if not self.drop_last:
+                samples = list(chain.from_iterable(group))
+                start = list(chain.from_iterable(first))
+                yield filled(samples, start, per_round * batch_size)[own], len(samples)
+
+    def _cut(self, batches: Iterator[Batch], batch_size: int) -> Iterator[tuple[Batch, int]]:
+        """Cut each batch into parts without any padding; yield those of this process that are not empty."""
+        part = batch_size // self.num_processes
+        for batch in batches:
+            if len(batch) > batch_size:
+                raise ConfigError(
+                    f"split_batches: the batch sampler has batch_size {batch_size} but yielded a batch of "
+                    f"{counted(len(batch), 'sample')}. Let its batch_size be the size of its longest batch, or use "
+                    "split_batches=False."
+                )
+            share = batch[self.process_index * part : (self.process_index + 1) * part]
+            if len(share) and not (self.drop_last and len(batch) < batch_size):
+                yield share, 0
 
     def _misses_last_part(self, total: int) -> bool:
         """Whether the last batch, cut without padding, is too short to have a part for this process."""
@@ -300,4 +262,18 @@ def check_split(batch_size: int | None, num_processes: int) -> None:
         raise ConfigError(
             f"split_batches=True needs a batch size ({batch_size}) that is a round multiple of {num_processes}, the "
             f"number of processes. Try {-(-batch_size // num_processes) * num_processes}, or use split_batches=False."
+        )
+
+
+def _refuse_varying(group: list[Batch], rest: Iterator[Batch], batch_size: int) -> None:
+    """Raise unless the last batch of `group` alone is shorter than `batch_size`, and nothing follows."""
+    lengths = [len(batch) for batch in group]
+    odd = [length for length in lengths[:-1] if length != batch_size]
+    if not odd and (lengths[-1] > batch_size or (lengths[-1] < batch_size and next(rest, None) is not None)):
+        odd = lengths[-1:]
+    if odd:
+        raise ConfigError(
+            f"even_batches: the batch sampler has batch_size {batch_size} but yielded a batch of "
+            f"{counted(odd[0], 'sample')} before its end, so ranks cannot get equal batches. Use "
+            "even_batches=False for batches of varying size."
         )

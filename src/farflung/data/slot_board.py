@@ -1,22 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which replica has which part of an epoch, in one key of a c10d store for each loader: replaced by compare-and-set."""
+"""What replicas agree on: the order of an epoch's batches, and who has which part of it.
+
+Orders are not sent, but drawn from one seed and the number of the epoch. The parts stand in one key of a c10d store for
+each loader, which is replaced by compare-and-set.
+"""
 
 from __future__ import annotations
 
+import random
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple, TypeVar
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
 
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
+from farflung.checkpoint import rng
 from farflung.comm.member_store import read
+from farflung.data.resume.iteration import generators_of
+from farflung.data.torch_loaders import announce, samplers_of, seeded_samplers
 
 _T = TypeVar("_T")
 
 _GIVEN_UP = 0  # in place of an owner; the ids of members begin at 1
 _SLOTS_EACH = 16  # of each of the most replicas, so that the last one to finish is late by 1/16 of a share at most
 _BATCHES_EACH = 16  # in a slot at least, as a claim is a question to the store
+_COMPARED = 1000  # batches; orders that were drawn apart differ in them
+
+
+def proposed_seed(loader: DataLoader[Any]) -> int:
+    """Return the seed that a loader has or would draw."""
+    seeded = seeded_samplers(loader)
+    if seeded:
+        return seeded[0].initial_seed % 2**63
+    generator = next(iter(generators_of(loader)), None)
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+
+
+def agreed_order(batches: Iterable[Any], loader: DataLoader[Any], seed: int, epoch: int) -> list[Any]:
+    """Return the batches of an epoch, in an order that depends on the seed and the epoch alone.
+
+    The samplers get the epoch through `set_epoch`; all random states are restored afterwards.
+    """
+    samplers, host = samplers_of(loader), rng.read_host()
+    generators = [(one, one.generator) for one in samplers if hasattr(one, "generator")]
+    of_epoch = (seed + epoch) % 2**63
+    random.seed(of_epoch)
+    np.random.seed(of_epoch % 2**32)
+    torch.default_generator.manual_seed(of_epoch)
+    for sampler, _ in generators:
+        sampler.generator = torch.Generator().manual_seed(of_epoch)
+    for seeded in seeded_samplers(loader):
+        seeded.initial_seed = seed
+    try:
+        announce(epoch, loader)
+        return list(batches)
+    finally:
+        rng.write_host(host)
+        for sampler, generator in generators:
+            sampler.generator = generator
+
+
+def digest_of(order: list[Any]) -> int:
+    """Return a number in which orders differ that replicas have drawn apart."""
+    return crc32(repr(order[:_COMPARED]).encode())
 
 
 class Claim(NamedTuple):
@@ -42,14 +94,11 @@ class _Open:
     claimed: int = 0
     held: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def size(self, slot: int) -> int:
-        return len(range(slot, self.batches, self.slots))
-
     def note(self, slot: int, done: int) -> None:
         """Say how many batches of a slot are done; it is forgotten once all are."""
         owner, before = self.held[slot]
         self.held[slot] = owner, max(before, done)
-        if self.held[slot][1] >= self.size(slot):
+        if self.held[slot][1] >= len(range(slot, self.batches, self.slots)):
             del self.held[slot]
 
 
@@ -69,12 +118,6 @@ class _State:
     def decode(cls, text: str) -> _State:
         seed, epoch, ended, rows = literal_eval(text)
         return cls(seed, epoch, ended, {number: _Open(*row) for number, row in rows.items()})
-
-    def tidy(self) -> None:
-        """Forget what is over."""
-        for number, one in list(self.open.items()):
-            if not one.held and (one.claimed == one.slots or number < self.epoch):
-                del self.open[number]
 
 
 class Board:
@@ -191,7 +234,9 @@ class Board:
             state = _State.decode(text) if text else first
             assert state is not None, "a seed was agreed on first"
             found = act(state)
-            state.tidy()
+            for number, one in list(state.open.items()):
+                if not one.held and (one.claimed == one.slots or number < state.epoch):
+                    del state.open[number]  # it is over
             new = state.encode()
             if new == text:
                 return found

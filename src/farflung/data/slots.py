@@ -25,9 +25,8 @@ from farflung.comm.member_store import part_of
 from farflung.data.loader import DataLoaderShard
 from farflung.data.resume.iteration import Iteration
 from farflung.data.samplers import SamplerView, filled
-from farflung.data.slot_board import Board, Claim, num_slots
-from farflung.data.slot_order import agreed_order, announce, digest_of, proposed_seed
-from farflung.data.torch_loaders import LoaderView, index_source, samplers_of, with_indices
+from farflung.data.slot_board import Board, Claim, agreed_order, digest_of, num_slots, proposed_seed
+from farflung.data.torch_loaders import LoaderView, announce, index_source, samplers_of, with_indices
 
 if TYPE_CHECKING:
     from farflung.outer.elastic import Elastic

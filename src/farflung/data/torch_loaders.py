@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from farflung.base.checks import check_flag
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.forward import Forward, unchecked
 from farflung.base.torch_internals import copied_loader, expect_batches
 from farflung.base.tree import send_to_device
 from farflung.data.iterable import IterableDatasetShard
 from farflung.data.samplers import SeedableRandomSampler, SkipBatchSampler
-from farflung.loop.state import LoopState
-from farflung.loop.view import LoopView, forwarded
+from farflung.loop.state import LoopState, LoopView
 
 _DATA_AXES = {"dp", "fsdp", "dp_replicate", "dp_shard"}  # mesh axes along which ranks see different data
 
@@ -68,7 +68,7 @@ _DECLARED = """
     num_workers worker_init_fn persistent_workers multiprocessing_context pin_memory pin_memory_device
 """
 for _name in _DECLARED.split():
-    setattr(LoaderView, _name, forwarded("base_dataloader", _name))
+    setattr(LoaderView, _name, Forward(f"base_dataloader.{_name}", check=unchecked))
 
 
 class SkipDataLoader(LoaderView):
@@ -115,7 +115,7 @@ def _torchdata_loader() -> type[DataLoader[Any]] | None:
 def _stateful_kind(kind: Any) -> Any:
     """Return the class of views of class `kind` that are instances of torchdata's loader too."""
     missing = [name for name in ("state_dict", "load_state_dict") if not hasattr(kind, name)]
-    own = {name: forwarded("base_dataloader", name) for name in missing}
+    own: dict[str, Any] = {name: Forward(f"base_dataloader.{name}", check=unchecked) for name in missing}
     own["__reduce__"] = lambda view: (_unpickled, (kind,), view.__dict__)
     bases: tuple[Any, ...] = (kind, _torchdata_loader())
     return type(kind.__name__, bases, {**own, "__module__": kind.__module__})

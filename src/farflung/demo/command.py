@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import shlex
@@ -20,7 +19,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.words import counted, in_bytes, in_rate
 from farflung.config.launch import LaunchSettings
 from farflung.cost.units import parse_rate
-from farflung.demo.report import table_of, verdicts
+from farflung.demo.report import draw, table_of, verdicts
 from farflung.demo.settings import MODEL_FILE, PICTURE_FILE, SIZES, DemoSettings, Result, load_results
 from farflung.demo.text import Text, check_length, load_text
 from farflung.launch.plan import fit_for_cores, make_plan
@@ -29,11 +28,6 @@ from farflung.launch.run import start
 DEFAULT_OUTPUT = "farflung-demo"
 PROMPT = "def main("
 AT_LEAST_ONE = click.IntRange(min=1)
-
-
-def _late(module: str) -> Any:
-    """Load a module of this room that needs torch or matplotlib; the command itself starts without them."""
-    return importlib.import_module(f"farflung.demo.{module}")
 
 
 @click.command(context_settings={"show_default": True})
@@ -56,7 +50,8 @@ def demo(generate: str | None, length: int, output: str, seed: int, bandwidth: s
     against bytes, and the best model.
     """
     if generate is not None:
-        click.echo(_late("gpt").continued(Path(output), generate, length, seed))
+        gpt = importlib.import_module("farflung.demo.gpt")  # which loads torch; the command itself starts without it
+        click.echo(gpt.continued(Path(output), generate, length, seed))
     else:
         bandwidth_bps = parse_rate(bandwidth, "--bandwidth")
         run(DemoSettings(output=output, seed=seed, bandwidth_bps=bandwidth_bps, **knobs))
@@ -103,7 +98,7 @@ def _conclude(settings: DemoSettings, results: Sequence[Result]) -> None:
     else:
         processes, steps = counted(settings.processes, "process"), counted(settings.steps, "step")
         title = f"The same GPT and text, {steps} by {processes}"
-        _late("picture").draw(results, picture, title, rate)
+        draw(results, picture, title, rate)
         click.echo(f"picture: {picture}")
     best = min(results, key=lambda result: result.loss)
     click.echo(

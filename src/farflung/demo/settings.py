@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,6 @@ class Result:
     way: str
     curve: list[Point]  # the last one is the end of the training
     seconds: float  # on this machine
-    waited_s: float  # of these, for the other processes and the network
     bytes_sent: int
     line_seconds: float  # what the same training takes on the slow line, by the cost model
 
@@ -110,11 +108,6 @@ class Result:
         sent = start.bytes_sent + done * (end.bytes_sent - start.bytes_sent)
         return sent, self.line_seconds * step / self.curve[-1].step
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Result:
-        """Rebuild what `dataclasses.asdict` took apart."""
-        return cls(**{**values, "curve": [Point(**point) for point in values["curve"]]})
-
 
 def save_results(settings: DemoSettings, results: list[Result]) -> None:
     """Write `results` to the output folder."""
@@ -124,5 +117,5 @@ def save_results(settings: DemoSettings, results: list[Result]) -> None:
 
 def load_results(settings: DemoSettings) -> list[Result]:
     """Read what `save_results` wrote."""
-    values = json.loads(settings.path(RESULTS_FILE).read_text(encoding="utf-8"))
-    return [Result.from_dict(value) for value in values]
+    found = json.loads(settings.path(RESULTS_FILE).read_text(encoding="utf-8"))
+    return [Result(**{**values, "curve": [Point(**point) for point in values["curve"]]}) for values in found]

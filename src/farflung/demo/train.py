@@ -12,8 +12,11 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from farflung import Accelerator
@@ -21,7 +24,6 @@ from farflung.checkpoint.writer import FileWriter, write_safetensors
 from farflung.cost.model import Method, Run, copies, cost_of
 from farflung.cost.recipes import method_of
 from farflung.demo.gpt import GPT, loss_per_sequence
-from farflung.demo.meter import GradientMeter
 from farflung.demo.settings import MODEL_FILE, DemoSettings, Point, Result, save_results
 from farflung.demo.text import load_text
 from farflung.outer import OuterLoop, Recipe, diloco, local_sgd, streaming_diloco
@@ -55,6 +57,25 @@ def evenly(source: Sequences, most: int) -> Dataset[Tensor]:
     """Return at most so many items of `source`, evenly spread over it."""
     count = min(most, len(source))
     return Subset(source, [index * len(source) // count for index in range(count)])
+
+
+class GradientMeter:
+    """Averages the gradients of a DDP model as DDP does by itself, and counts the bytes that this rank sends."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.bytes_sent = 0
+        self._group = model.process_group
+        self._size = dist.get_world_size(self._group)
+        model.register_comm_hook(None, lambda _, bucket: self._average(bucket))  # torch takes no annotations as text
+
+    def _average(self, bucket: Any) -> Future[Tensor]:
+        gradients = bucket.buffer().div_(self._size)
+        # A ring sends and receives this much on each rank: (M-1)/M to reduce, and again to spread the sums.
+        self.bytes_sent += 2 * (self._size - 1) * gradients.nbytes // self._size
+        work = dist.all_reduce(gradients, group=self._group, async_op=True)
+        assert work is not None
+        averaged: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+        return averaged
 
 
 class Trial:
@@ -110,18 +131,19 @@ class Trial:
         with self.on_the_clock():
             self._open.close()
 
-    def traffic(self) -> tuple[int, float]:
-        """Return the bytes that this process sent so far, and the seconds that it waited."""
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that this process sent so far."""
         if self._meter is not None:
-            return self._meter.bytes_sent, self._meter.waited_s
+            return self._meter.bytes_sent
         assert self._loop is not None
         stats = self._loop.stats()
-        return stats.bytes_sent + stats.bytes_voting, stats.seconds_exposed
+        return stats.bytes_sent + stats.bytes_voting
 
     @torch.no_grad()
     def judge(self, batches: Iterable[Tensor], *, at_the_end: bool = False) -> None:
         """Note where the curve stands: the loss of what the processes agree on, on all of their `batches` together."""
-        bytes_sent, _ = self.traffic()
+        bytes_sent = self.bytes_sent
         # What the replicas agree on is the anchor; without one they are equal at the end of a round.
         lends = self._loop is not None and self.recipe is not None and self.recipe.optimizer is not None
         with self._loop.synced() if self._loop and lends and not at_the_end else nullcontext():
@@ -136,39 +158,19 @@ class Trial:
     def result(self) -> Result:
         """Return what the training came to, here and on the slow line."""
         settings = self.settings
-        bytes_sent, waited_s = self.traffic()
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        line_seconds = seconds_on_line(
-            DDP if self.recipe is None else method_of(self.recipe, parameters, name=self.way),
-            steps=self.step,
-            computing_s=self.cpu_seconds,
-            bytes_sent=bytes_sent,
-            parameters=parameters,
-            layers=settings.shape.depth,
-            replicas=settings.processes,
-            bandwidth_bps=settings.bandwidth_bps,
-        )
-        return Result(self.way, self.curve, self.seconds, waited_s, bytes_sent, line_seconds)
+        method = DDP if self.recipe is None else method_of(self.recipe, parameters, name=self.way)
+        # Computing takes CPU seconds, which other programs hardly change.
+        step_s = self.cpu_seconds / self.step
+        run = Run(parameters, settings.shape.depth, step_s, settings.processes, settings.bandwidth_bps)
+        line_seconds = seconds_on_line(method, run, self.step, self.bytes_sent)
+        return Result(self.way, self.curve, self.seconds, self.bytes_sent, line_seconds)
 
 
-def seconds_on_line(
-    method: Method,
-    *,
-    steps: int,
-    computing_s: float,
-    bytes_sent: float,
-    parameters: int,
-    layers: int,
-    replicas: int,
-    bandwidth_bps: float,
-) -> float:
-    """Return the seconds that `steps` steps would take on a slow line without latency, by the cost model.
-
-    Computing takes CPU seconds, which other programs hardly change; bytes are those measured, not the method's.
-    """
-    exchanges = steps / method.every * copies(method.exchange, replicas)
-    measured = replace(method, bits=8 * bytes_sent / (exchanges * parameters))
-    run = Run(parameters, layers, computing_s / steps, replicas, bandwidth_bps)
+def seconds_on_line(method: Method, run: Run, steps: int, bytes_sent: float) -> float:
+    """Return the seconds that `steps` steps take by the cost model, for the bytes measured in place of the method's."""
+    exchanges = steps / method.every * copies(method.exchange, run.replicas)
+    measured = replace(method, bits=8 * bytes_sent / (exchanges * run.parameters))
     return steps * cost_of(run, measured).seconds_per_step
 
 

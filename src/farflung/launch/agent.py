@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from inspect import signature
 from math import inf
 from pathlib import Path
@@ -27,11 +28,12 @@ from farflung.base.errors import RankFailure
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.launch.plan import Meeting, torch_is_loaded
-from farflung.launch.rendezvous import NAME, StoreRendezvous
 from farflung.launch.report import Failure
 from farflung.process.failure import CHECKPOINT
+from farflung.process.sockets import serve_store
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that the agent takes over
+_RENDEZVOUS = "farflung"  # the name of ours
 _PATIENCE_S = 2.0
 _SLOW = "farflung: the processes have 30 s to shut down; press Ctrl-C again to kill them now."
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
@@ -83,25 +85,31 @@ def run_agent(
         from torch.distributed.launcher.api import elastic_launch
 
     with ExitStack() as around:
-        around.enter_context(_signals_put_back())
-        interrupts = around.enter_context(_interrupts_raise(SignalException))
+        pressed = around.enter_context(_interrupts_raise(SignalException))
         around.enter_context(_agent_logs(watch))
         around.enter_context(environ.patched(variables))
-        log_dir = watch.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_"))
+        log_dir = Path(watch.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_")))
         try:
-            agent = elastic_launch(_agent_settings(num_local, meeting, watch, log_dir), entrypoint)
-            returned = agent(*_as_they_are(arguments))
+            agent = elastic_launch(_agent_settings(num_local, meeting, watch, str(log_dir)), entrypoint)
+            # The agent puts the rank in for `${local_rank}` in texts; a doubled `$` is how it spells one.
+            returned = agent(*(one.replace("$", "$$") if isinstance(one, str) else one for one in arguments))
         except ChildFailedError as error:
-            failures, newest = _named(error.failures), newest_checkpoint(Path(log_dir))
-            if not isinstance(entrypoint, str):
-                return Outcome((*failures, *_unnamed(error.failures, Path(log_dir))), checkpoint=newest)
-            _end_sessions([failed.pid for failed in error.failures.values()])
-            first = _first_rank(error.failures)
+            first = min(rank - int(one.local_rank) for rank, one in error.failures.items())  # of this machine's
+            failures = [
+                Failure.of(rank, one.exitcode, one.error_file_data, pid=one.pid, seen_s=one.timestamp)
+                for rank, one in error.failures.items()
+            ]
+            if not isinstance(entrypoint, str):  # of several functions that fail, the agent names one
+                failures += [one for one in _reported(log_dir, first) if one.rank not in error.failures]
+                return Outcome(tuple(failures), checkpoint=newest_checkpoint(log_dir))
+            for failed in failures:  # what failed programs have left behind: each has a session of its own
+                with suppress(ProcessLookupError):
+                    os.killpg(failed.pid, signal.SIGKILL)
             finished = tuple(sorted({*range(first, first + num_local)} - {*error.failures}))
-            return Outcome(failures, finished=finished, checkpoint=newest)
+            return Outcome(tuple(failures), finished=finished, checkpoint=newest_checkpoint(log_dir))
         except SignalException as error:
             first = num_local * int(meeting.conf.get("rank", 0))
-            before = _reported(Path(log_dir), first, min(interrupts, default=inf))
+            before = _reported(log_dir, first, min(pressed, default=inf))
             return Outcome(before, signal=int(error.sigval))
         except (RendezvousError, DistNetworkError, DistStoreError) as error:
             said = str(error).strip().rstrip(".").splitlines()
@@ -110,7 +118,7 @@ def run_agent(
                 "Check that each was started, with the same main_process_ip, main_process_port and num_machines, and "
                 "that they can reach that port of machine 0."
             ) from error
-        notes = frozenset(file.name for file in Path(log_dir).glob("*/attempt_*/*/*"))
+        notes = frozenset(file.name for file in log_dir.glob("*/attempt_*/*/*"))
     if len(returned) != num_local:
         raise RankFailure(
             f"{num_local} processes were started, but only {len(returned)} of them reported that they ended."
@@ -124,7 +132,7 @@ def _agent_settings(num_local: int, meeting: Meeting, watch: Watch, log_dir: str
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig
 
-    rendezvous_handler_registry.register(NAME, StoreRendezvous)  # type: ignore[arg-type]  # its base loads torch
+    rendezvous_handler_registry.register(_RENDEZVOUS, StoreRendezvous)  # type: ignore[arg-type]  # its base loads torch
     settings: dict[str, Any] = {}
     if "signals_to_handle" in signature(LaunchConfig).parameters:  # an older torch takes Ctrl-C for itself too
         heeded = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # but not those that nohup, say, has had ignored
@@ -136,7 +144,7 @@ def _agent_settings(num_local: int, meeting: Meeting, watch: Watch, log_dir: str
         run_id=meeting.run_id,
         role=watch.role,
         rdzv_endpoint=meeting.endpoint,
-        rdzv_backend=NAME if meeting.backend == "static" else meeting.backend,
+        rdzv_backend=_RENDEZVOUS if meeting.backend == "static" else meeting.backend,
         rdzv_configs=dict(meeting.conf) | ({"listen": meeting.listen} if meeting.listen else {}),
         max_restarts=watch.max_restarts,
         monitor_interval=watch.monitor_interval_s,
@@ -148,22 +156,70 @@ def _agent_settings(num_local: int, meeting: Meeting, watch: Watch, log_dir: str
     )
 
 
-def _as_they_are(arguments: Sequence[Any]) -> list[Any]:
-    """The agent puts the rank in for `${local_rank}` in texts; a doubled `$` is how it spells one."""
-    return [argument.replace("$", "$$") if isinstance(argument, str) else argument for argument in arguments]
+class StoreRendezvous:
+    """A rendezvous of torch's elastic agent: the machines meet at a store that machine 0 serves, at one address alone.
 
+    torch's own `static` and `c10d` rendezvous do the same with a store that listens on every interface. Which machine
+    is which is known before, as with `static`.
 
-def _named(failed: Mapping[int, Any]) -> tuple[Failure, ...]:
-    """Return the failures that the agent names, in its order; `failed` holds its `ProcessFailure` by rank."""
-    return tuple(
-        Failure.of(rank, one.exitcode, one.error_file_data, pid=one.pid, seen_s=one.timestamp)
-        for rank, one in failed.items()
-    )
+    Args:
+        params: torch's `RendezvousParameters`. `rank` is the machine's number, `listen` the address at which machine 0
+            serves the store, `timeout` how many seconds the machines wait for each other.
+    """
 
+    def __init__(self, params: Any) -> None:
+        self._run_id = params.run_id
+        self._num_machines = params.max_nodes
+        self._rank = int(params.get("rank", 0))
+        self._listen = params.get("listen")
+        self._timeout = timedelta(seconds=int(params.get("timeout", 600)))
+        host, _, port = params.endpoint.rpartition(":")
+        self._host, self._port = host.strip("[]"), int(port)
+        self._store: Any = None
 
-def _unnamed(failed: Mapping[int, Any], log_dir: Path) -> list[Failure]:
-    """Return the failures that stand in error files only: of several functions that fail, the agent names one."""
-    return [one for one in _reported(log_dir, _first_rank(failed)) if one.rank not in failed]
+    use_agent_store = True  # so no rank serves a store of its own
+
+    def get_backend(self) -> str:
+        return _RENDEZVOUS
+
+    def next_rendezvous(self) -> Any:
+        """Return the store, this machine's number and how many there are, once all have come."""
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+        from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+
+        if self._store is None:
+            self._store = self._connect()
+        place = RendezvousStoreInfo(self._host, self._port)
+        return RendezvousInfo(PrefixStore(self._run_id, self._store), self._rank, self._num_machines, place)
+
+    def _connect(self) -> Any:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+        options: dict[str, Any] = {"world_size": self._num_machines, "timeout": self._timeout}
+        if self._rank > 0:
+            return TCPStore(self._host, self._port, is_master=False, **options)
+        try:
+            store = serve_store(self._host, self._port, self._listen, **options)
+        except OSError as error:
+            raise RendezvousConnectionError(f"machine 0 can't listen at {self._listen}: {error.strerror}") from error
+        self._port = store.port
+        return store
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: no machine joins later."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return str(self._run_id)
+
+    def shutdown(self) -> bool:
+        return True
 
 
 def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Failure, ...]:
@@ -190,24 +246,12 @@ def newest_checkpoint(log_dir: Path) -> Path | None:
     return folder if folder is not None and folder.is_dir() else None
 
 
-def _first_rank(failed: Mapping[int, Any]) -> int:
-    """Return the first rank of this machine, of which one at least has failed."""
-    return min(rank - int(one.local_rank) for rank, one in failed.items())
-
-
 def read_report(file: Path) -> dict[str, Any]:
     """Return what a process has left in its error file, in torch's form; empty if it is unreadable."""
     left: dict[str, Any] = {}
     with suppress(json.JSONDecodeError):  # it was ended while it wrote
         left = json.loads(file.read_text(encoding="utf-8"))
     return left
-
-
-def _end_sessions(leaders: Sequence[int]) -> None:
-    """End what failed programs have started and left behind: the agent gives each program a session of its own."""
-    for pid in leaders:
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -232,30 +276,18 @@ def _agent_logs(watch: Watch) -> Iterator[None]:
 
 
 @contextmanager
-def _signals_put_back() -> Iterator[None]:
-    """The agent takes over the signals that end a process, and keeps them; give them back afterwards."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
 def _interrupts_raise(error: Callable[[str, signal.Signals], Exception]) -> Iterator[list[float]]:
     """Make Ctrl-C raise the agent's `error`, which passes it on to the ranks, and say so when they are slow to end.
 
     A rank may be writing a checkpoint, or be stuck in a collective: who pressed the keys knows which. Yields a list
-    that receives the times, in seconds since the epoch, at which the keys were pressed.
+    that receives the times, in seconds since the epoch, at which the keys were pressed. The signals that the agent
+    takes over are given back afterwards.
     """
     pressed: list[float] = []
     if threading.current_thread() is not threading.main_thread():
         yield pressed
         return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
     slow = threading.Timer(_PATIENCE_S, print, [_SLOW], {"file": sys.stderr})
     slow.daemon = True
 
@@ -270,3 +302,5 @@ def _interrupts_raise(error: Callable[[str, signal.Signals], Exception]) -> Iter
         yield pressed
     finally:
         slow.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)

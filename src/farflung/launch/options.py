@@ -53,8 +53,7 @@ def _help(entry: Field) -> str:
 
 def given(params: dict[str, Any]) -> dict[str, str | bool]:
     """Return the launch settings among a command's parameters that the command line gave."""
-    names = [entry.name for entry in FIELDS]
-    return {name: params[name] for name in names if params.get(name) is not None}
+    return {entry.name: params[entry.name] for entry in FIELDS if params.get(entry.name) is not None}
 
 
 class SettingsCommand(click.Command):

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from uuid import uuid4
@@ -29,7 +32,8 @@ from farflung.launch.network import (
     refuse_busy_port,
     resolve_host,
 )
-from farflung.launch.script import command_line
+
+RANK_STARTER = ("-m", "farflung.launch.rank")  # between Python and the script: has failures reported, wherever
 
 MAX_PER_CORE = 16  # more than that on a CPU is a slip: each of them takes 0.2 GB before it has done anything
 
@@ -89,6 +93,43 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -
     alone = num_local == 1 and settings.num_machines == 1 and not watched
     command = command_line(settings, script, arguments, reported=not alone)
     return Plan(command, num_local, variables, meeting, alone)
+
+
+def command_line(
+    settings: LaunchSettings, script: str, arguments: Sequence[str], reported: bool = False
+) -> tuple[str, ...]:
+    """Return program and arguments that run `script`; `reported`: a launcher shows what it reports of its failure."""
+    if settings.no_python:
+        if shutil.which(script) is None:
+            raise ConfigError(f"There is no executable program {script!r} (--no_python).")
+        return (script, *arguments)
+    python = (sys.executable, "-u", *(RANK_STARTER if reported else ()))
+    if settings.module:
+        _check_module(script)
+        return (*python, "-m", script, *arguments)
+    path = Path(script)
+    if not script or not path.exists():
+        raise ConfigError(f"The script {script!r} does not exist (looked in {os.getcwd()}).")
+    if not path.is_file() and not (path / "__main__.py").is_file():
+        raise ConfigError(f"The script {script!r} is not a file of Python code. Name one, or a module with -m.")
+    return (*python, script, *arguments)
+
+
+def _check_module(name: str) -> None:
+    """Raise ConfigError if there is no module `name`. None is imported to find out."""
+    where: Sequence[str] | None = [os.getcwd(), *sys.path]
+    spec: ModuleSpec | None = None
+    parts = name.split(".")
+    for k, part in enumerate(parts):
+        spec = PathFinder.find_spec(".".join(parts[: k + 1]), where) if part and where is not None else None
+        if spec is None:
+            break
+        where = spec.submodule_search_locations
+    if spec is None:
+        advice = " A script is named without -m." if Path(name).is_file() else ""
+        raise ConfigError(
+            f"There is no module {name!r}, neither here ({os.getcwd()}) nor among those installed.{advice}"
+        )
 
 
 def _make_log_dir(folder: str) -> None:
@@ -160,34 +201,27 @@ def fit_for_cores(number: int, called: str, noun: str = "process") -> int:
 
 def count_gpus() -> int:
     """Return how many GPUs torch finds on this machine."""
-    with uncollected():
+    with torch_is_loaded():
         import torch  # a second, so only on demand
     return torch.cuda.device_count()
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Put off collecting garbage: what an import makes is there to stay, and looking through it again and again costs
-    a tenth of torch's second.
+def torch_is_loaded(variables: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Around the import of what needs torch in the launcher, whose processes get `variables`.
+
+    torch reads its log level when it is loaded. What it logs as an error in this process it raises as well. No garbage
+    is collected meanwhile: what an import makes is there to stay, and looking through it costs a tenth of the second.
     """
+    quiet = {"TORCH_CPP_LOG_LEVEL": "FATAL"} if "TORCH_CPP_LOG_LEVEL" in (variables or {}) else {}
     was_on = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with environ.patched(quiet):
+            yield
     finally:
         if was_on:
             gc.enable()
-
-
-@contextmanager
-def torch_is_loaded(variables: Mapping[str, str]) -> Iterator[None]:
-    """Around the import of what needs torch in the launcher, whose processes get `variables`.
-
-    torch reads its log level when it is loaded. What it logs as an error in this process it raises as well.
-    """
-    quiet = {"TORCH_CPP_LOG_LEVEL": "FATAL"} if "TORCH_CPP_LOG_LEVEL" in variables else {}
-    with uncollected(), environ.patched(quiet):
-        yield
 
 
 def usable_cores() -> int:

@@ -34,9 +34,15 @@ from farflung.config import environ
 from farflung.config.launch import LaunchSettings, command_words
 from farflung.launch.agent import newest_checkpoint, read_report
 from farflung.launch.network import choose_interface, is_loopback, resolve_host
-from farflung.launch.plan import lone_environment, make_plan, network_variables, one_machine, torch_is_loaded
+from farflung.launch.plan import (
+    command_line,
+    lone_environment,
+    make_plan,
+    network_variables,
+    one_machine,
+    torch_is_loaded,
+)
 from farflung.launch.report import Failure, in_short, show
-from farflung.launch.script import command_line
 from farflung.process.failure import ERROR_FILE
 from farflung.process.sockets import serve_store
 
@@ -53,26 +59,17 @@ _RESTARTS = 3
 
 @dataclass
 class _Replica:
-    """One replica of this machine.
-
-    Attributes:
-        member: the id of its process, another one each time that it is started.
-        before: that of the process before.
-        report: the file in which the process leaves its error; with several ranks a launcher of its own shows that.
-        ended: the process has ended and is not started again.
-        start_at: when it is started again.
-        restarts: when it was, in the last hour.
-    """
+    """One replica of this machine."""
 
     name: str
     process: subprocess.Popen[bytes] | None = None
-    member: int = 0
-    before: int = 0
-    report: Path | None = None
-    ended: bool = False
+    member: int = 0  # the id of its process, another one each time that it is started
+    before: int = 0  # that of the process before
+    report: Path | None = None  # where the process leaves its error; of several ranks a launcher of its own shows that
+    ended: bool = False  # and not started again
     is_stopped: bool = False
-    start_at: float = 0.0
-    restarts: list[float] = field(default_factory=list)
+    start_at: float = 0.0  # when it is started again
+    restarts: list[float] = field(default_factory=list)  # when it was, in the last hour
 
 
 def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]) -> int:
@@ -151,7 +148,8 @@ class _Launcher:
         self._machine = f"{socket.gethostname()}:{os.getpid()}"
         self._max_restarts = _RESTARTS if settings.max_restarts is None else settings.max_restarts
         self._is_quiet, self._tells = settings.quiet, settings.join is None
-        self._replicas = [_Replica(self._name(number)) for number in range(count)]
+        where = "" if self._tells else f" of {self._machine}"
+        self._replicas = [_Replica(f"replica {number}{where}") for number in range(count)]
         self._reports, self._num_started = Path(), 0
         self._has_own_launchers = settings.ranks_per_replica > 1
         self._shown: set[str] = set()  # errors
@@ -188,9 +186,6 @@ class _Launcher:
             time.sleep(_BEAT_S)
             self._beat()
             others = self._notes.count_launchers(0)
-
-    def _name(self, number: int) -> str:
-        return f"replica {number}" if self._tells else f"replica {number} of {self._machine}"
 
     def _look_after(self, one: _Replica) -> None:
         if one.process is None:

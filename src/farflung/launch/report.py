@@ -149,20 +149,13 @@ def _listed(failures: Sequence[Failure], what: str) -> list[str]:
     return [f"then {what}: {numbered('rank', sorted(failure.rank for failure in failures))}"] if failures else []
 
 
-def show(
-    failures: Sequence[Failure],
-    log_dir: str | None = None,
-    finished: Sequence[int] = (),
-    others_at: str | None = None,
-    checkpoint: Path | None = None,
-    name: str | None = None,
-) -> int:
-    """Print the report on stderr and return the exit code of the rank that failed first; see `explain`."""
+def show(failures: Sequence[Failure], log_dir: str | None = None, **said: Any) -> int:
+    """Print the report on stderr and return the exit code of the rank that failed first; `said` is for `explain`."""
     from rich.console import Console  # late: only a failure needs it
     from rich.panel import Panel
     from rich.text import Text
 
-    title, text = explain(failures, finished, others_at, checkpoint, name)
+    title, text = explain(failures, **said)
     if log_dir is not None:
         text += f"\n\nlogs: {log_dir}"
     console = Console(stderr=True)

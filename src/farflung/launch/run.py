@@ -13,10 +13,10 @@ from typing import Any
 import click
 
 from farflung.base.errors import ConfigError
-from farflung.base.former_name import FORMER_NAME
+from farflung.base.files import FORMER_NAME
 from farflung.config.files import former_files
 from farflung.config.launch import LaunchSettings
-from farflung.config.resolve import Resolved, resolve
+from farflung.config.resolve import Resolved, explained, resolve
 from farflung.integrations.as_accelerate import path_variables
 from farflung.launch.agent import Watch, run_agent
 from farflung.launch.options import SettingsCommand, given, launch_options
@@ -77,7 +77,7 @@ def _check_recipe(resolved: Resolved, plan: Plan) -> None:
     try:
         named.OuterConfig(config.recipe, **config.given())
     except ConfigError as error:
-        raise resolved.explained(error) from None
+        raise explained(error, resolved.file, resolved.origins) from None
 
 
 def become(plan: Plan) -> None:
@@ -105,7 +105,8 @@ def start(settings: LaunchSettings, plan: Plan) -> int:
     if outcome.failures:
         interface = plan.meeting.interface
         others_at = None if settings.num_machines == 1 else interface.address if interface else ""
-        code = show(outcome.failures, settings.log_dir, outcome.finished, others_at, outcome.checkpoint)
+        said = {"finished": outcome.finished, "others_at": others_at, "checkpoint": outcome.checkpoint}
+        code = show(outcome.failures, settings.log_dir, **said)
         return code if outcome.signal is None else 128 + outcome.signal
     if outcome.signal is not None:
         return 128 + outcome.signal

@@ -52,15 +52,13 @@ class Accumulate:
                 # What the earlier micro-batches left was divided for a window of full length.
                 rescale(_gradients(window, state), state.num_steps / window.divisor)
         elif self._no_sync is not None and not state.sync_each_batch:
-            self._unsynced = self._no_sync(self._models[0]) if len(self._models) == 1 else self._all_unsynced()
-            self._unsynced.__enter__()
-
-    def _all_unsynced(self) -> ExitStack:
-        assert self._no_sync is not None
-        stack = ExitStack()
-        for model in self._models:
-            stack.enter_context(self._no_sync(model))
-        return stack
+            if len(self._models) == 1:
+                self._unsynced = self._no_sync(self._models[0])
+                self._unsynced.__enter__()
+            else:
+                self._unsynced = ExitStack()
+                for model in self._models:
+                    self._unsynced.enter_context(self._no_sync(model))
 
     def __exit__(self, *error: Any) -> None:
         if self._unsynced is not None:

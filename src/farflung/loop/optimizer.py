@@ -3,25 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from farflung.base.forward import Forward, unchecked
 from farflung.base.tree import send_to_device
 from farflung.loop.state import LoopState, Window
-from farflung.loop.view import forwarded
-from farflung.precision.base import Closure, Full, GivenScaler, Precision
+from farflung.precision.base import Closure, GivenScaler, Precision
 from farflung.process import world as slot
-
-
-class StepCounter(Protocol):
-    """What follows the steps of an optimizer."""
-
-    def step_attempted(self, done: bool) -> None:
-        """Called after each attempted step; it was skipped unless `done`."""
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -53,9 +46,10 @@ class AcceleratedOptimizer(Optimizer):
         state = LoopState() if state is None else state
         self.optimizer = optimizer
         self.loop_state = state
-        self.precision = precision or (Full() if scaler is None else GivenScaler(scaler))
+        self.precision = precision or (Precision() if scaler is None else GivenScaler(scaler))
         self.step_was_skipped = False  # the last attempted one, because gradients overflowed
-        self.attached: list[StepCounter] = []  # outer loops that count its steps, in the order of their opening
+        # Outer loops count with these, in the order of their opening: called after each attempted step, True if done.
+        self.attached: list[Callable[[bool], None]] = []
         self.window: Window | None = None  # that it follows; None: the one that was entered last
         # Under an outer loop a skipped step is this replica's own, and schedulers tick all the same: the replicas'
         # learning rates must not drift apart.
@@ -76,8 +70,8 @@ class AcceleratedOptimizer(Optimizer):
         self.step_was_skipped = not done
         if done and self.completed_steps is not None:
             self.completed_steps += 1
-        for outer in self.attached:
-            outer.step_attempted(done)
+        for step_attempted in self.attached:
+            step_attempted(done)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients when the window is complete, else do nothing; None: as the optimizer does by itself."""
@@ -129,9 +123,9 @@ class AcceleratedOptimizer(Optimizer):
     _is_overflow = property(  # the name under which programs for Accelerate set it
         lambda self: self.step_was_skipped, lambda self, value: setattr(self, "step_was_skipped", value)
     )
-    state: Any = forwarded("optimizer", "state")
-    param_groups: Any = forwarded("optimizer", "param_groups")
-    defaults: Any = forwarded("optimizer", "defaults")
+    state: Any = Forward("optimizer.state", check=unchecked)
+    param_groups: Any = Forward("optimizer.param_groups", check=unchecked)
+    defaults: Any = Forward("optimizer.defaults", check=unchecked)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)

@@ -11,6 +11,7 @@ import inspect
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import length_hint
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -95,8 +96,8 @@ class AcceleratedScheduler:
             return
         advice = ""
         loop = self.optimizers[0].loop_state if self.optimizers else None
-        length = None if loop is None else _length_of(loop.current)
-        if loop is not None and length is not None:
+        length = -1 if loop is None else length_hint(loop.current, -1)  # -1: no loader, or one that doesn't know it
+        if loop is not None and length >= 0:
             updates = -(-length // loop.num_steps)
             steps = counted(updates * self._ticks, "step")
             advice = f" One epoch of the loader is {counted(updates, 'update')}, so {steps}: make it that long."
@@ -119,13 +120,6 @@ class AcceleratedScheduler:
         if name == "scheduler":  # not set yet: while being unpickled
             raise AttributeError(name)
         return getattr(self.scheduler, name)
-
-
-def _length_of(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # None, or a loader over a stream that does not know its length
-        return None
 
 
 def horizon_of(scheduler: Any) -> int | None:

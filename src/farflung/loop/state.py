@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from farflung.base.forward import Forward
 from farflung.base.tree import batch_size_of
-from farflung.loop.ends import UnevenDataCheck
-from farflung.loop.joined import JoinedRanks
+from farflung.loop.uneven import JoinedRanks, UnevenDataCheck
 
 
 class ActiveLoader(Protocol):
@@ -305,3 +305,49 @@ class LoopState:
     def _since(self, count: int) -> list[ActiveLoader]:
         """Return the loaders whose latest batch came after the first `count` of all, the one of the latest last."""
         return [loader for loader in self.loaders if self._latest[id(loader)] > count]
+
+
+class LoopView:
+    """Where a training loop stands, under the names by which scripts and trainers read it; it owns nothing."""
+
+    sync_gradients = Forward[bool](
+        "_loop.sync_gradients", "Whether the current micro-batch completes its accumulation window."
+    )
+    num_steps = Forward[int]("_loop.num_steps", "Micro-batches in one accumulation window.")
+    sync_with_dataloader = Forward[bool](
+        "_loop.sync_with_dataloader", "Whether the last batch of a loader completes its window."
+    )
+    end_of_dataloader = Forward[bool](
+        "_loop.end_of_dataloader", "Whether the latest batch was the last one of its loader."
+    )
+    remainder = Forward[int](
+        "_loop.remainder",
+        "Samples of the final global batch that are no padding; 0: all of them, -1: not known or no loader.",
+    )
+    is_xla_gradients_synced = False  # XLA is not supported
+
+    def __init__(self, loop: LoopState) -> None:
+        self._given = loop
+
+    @property
+    def _loop(self) -> LoopState:
+        return self._given
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The loader that handed out the latest batch, None outside of all loops over loaders."""
+        current = self._loop.current
+        return None if current is None else current.loader
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The loaders that are being iterated, the current one last."""
+        return [under_way.loader for under_way in self._loop.loaders]
+
+    in_dataloader = Forward[bool](
+        lambda self: self.active_dataloader is not None, "Whether a loader is being iterated."
+    )
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """Say whether the micro-batch in hand completes its window, for loops that count on their own."""
+        self._loop.sync_gradients = sync_gradients

@@ -26,7 +26,7 @@ from farflung.codec.named import codec_of
 from farflung.outer.aggregate import Gossip, RadialMean, mean_of
 from farflung.outer.agreement import Blend, MakeOptimizer
 from farflung.outer.fragments import Cut, Fragment, by_bytes, strided
-from farflung.outer.momentum import GrowingMomentumSGD
+from farflung.outer.momentum import GrowingMomentumSGD, delay_of, rate_of
 from farflung.outer.recipe import Recipe
 from farflung.outer.schedule import ByTime, Every, Levels, Quadratic, Schedule, Streaming, Warmup
 from farflung.outer.weighting import ClippedToMedian, WithoutOutliers
@@ -48,10 +48,6 @@ __all__ = [
 
 # Below this many rounds a constant outer momentum of 0.9 has no time to pay back: benchmarks/bench_outer_momentum.py.
 _MANY_ROUNDS = 100
-
-# The round in which a growing momentum is one half; later where what a round brings is a round old. On the demo's model
-# (480 steps, H 16) `eager_diloco` ended at 2.18 with 10, at 1.99 with 40 and with a constant 0.3.
-_DELAY, _DELAY_EAGER = 10, 40
 
 # Steps between two rounds where nobody says how many: 8 where the weights themselves are averaged, as in the guide to
 # Local SGD that most scripts follow, and 32 where replicas send what has changed since an anchor.
@@ -163,7 +159,7 @@ def diloco(
     every: int = _SELDOM,
     *,
     rounds: int | None = None,
-    lr: float = 0.7,
+    lr: float | None = None,
     momentum: float | None = None,
     nesterov: bool = True,
     radial: bool = False,
@@ -177,8 +173,9 @@ def diloco(
     With `nesterov=False` the step is lr * m. One replica and momentum 0 make it Lookahead.
 
     The published lr 0.7 and momentum 0.9 were found on hundreds of rounds; in shorter runs so large a momentum is still
-    building up when training ends. So by default it grows: in round t it is t / (t + 10), up to 0.9. No run has to know
-    its length for that.
+    building up when training ends. So by default it grows: in round t it is t / (t + 10), up to 0.9, and sooner with H
+    above 32. No run has to know its length for that. The default lr depends on H: 0.7 for 8, 0.15 more for each
+    doubling, at most 1, and in proportion below 8; with a constant momentum it is the published one.
 
     Args:
         every: sync interval H, in optimizer steps.
@@ -195,7 +192,10 @@ def diloco(
 
     Source: DiLoCo (arXiv:2311.08105); `radial` is of Decoupled DiLoCo (arXiv:2604.21428).
     """
-    return _anchored(Every(every), codec, _nesterov(lr, momentum, rounds, nesterov), radial=radial)
+    schedule = Every(every)
+    lr = rate_of(every, momentum) if lr is None else lr
+    optimizer = _nesterov(lr, momentum, rounds, nesterov, delay=delay_of(every))
+    return _anchored(schedule, codec, optimizer, radial=radial)
 
 
 def streaming_diloco(
@@ -205,7 +205,7 @@ def streaming_diloco(
     delay: int = 1,
     alpha: float = 0.5,
     rounds: int | None = None,
-    lr: float = 0.7,
+    lr: float | None = None,
     momentum: float | None = None,
     radial: bool = False,
     codec: Codec | str | None = None,
@@ -232,14 +232,16 @@ def streaming_diloco(
     Raises:
         ConfigError: a number is out of its range.
 
-    A delay that is not small compared with `every` costs accuracy: updates are applied that many steps late.
+    By default lr and momentum are those of `diloco`, but the momentum grows twice as fast. A delay that is not small
+    compared with `every` costs accuracy: updates are applied that many steps late.
 
     Source: Streaming DiLoCo (arXiv:2501.18512).
     """
     if cut is not None:
         check_callable("cut", cut, "farflung.outer.strided")
-    optimizer = _nesterov(lr, momentum, rounds)
     schedule = Streaming(every, fragments, delay)
+    lr = rate_of(every, momentum) if lr is None else lr
+    optimizer = _nesterov(lr, momentum, rounds, delay=delay_of(every) / 2)  # as weights take a part of the anchor only
     parts = {"merge": Blend(alpha), "fragments": cut or by_layers}
     return _anchored(schedule, codec, optimizer, usual="e3m0", radial=radial, **parts)
 
@@ -249,17 +251,16 @@ def eager_diloco(
     *,
     rounds: int | None = None,
     lr: float = 0.7,
-    momentum: float | None = None,
+    momentum: float = 0.3,
     codec: Codec | str | None = None,
 ) -> Recipe:
     """`diloco` whose exchange overlaps with a whole round; each rank replaces its own stale term by the current one.
 
         g_i(t) = mean(t-1) + (Delta_i(t) - Delta_i(t-1)) / M;  anchor_i <- outer_opt(anchor_i, g_i)
 
-    Every replica has its own anchor; at the end weights are averaged. By default the outer momentum of round t is
-    t / (t + 40), up to 0.9: smaller than `diloco`'s, as a round's mean is a round old. Plain delay, without the
-    correction, is not offered: 500M parameters ended at 3.01 with it, at 2.69 with the correction and at 2.67 without
-    any delay.
+    Every replica has its own anchor; at the end weights are averaged. The default momentum is small and doesn't grow,
+    as a round's mean is a round old. Plain delay, without the correction, is not offered: 500M parameters ended at 3.01
+    with it, at 2.69 with the correction and at 2.67 without any delay.
 
     Args:
         every: sync interval H, in optimizer steps.
@@ -272,7 +273,7 @@ def eager_diloco(
 
     Source: eager updates (arXiv:2502.12996).
     """
-    optimizer = _nesterov(lr, momentum, rounds, delay=_DELAY_EAGER)
+    optimizer = _nesterov(lr, momentum, rounds)
     return _anchored(Streaming(every, 1, every), codec, optimizer, usual="int8", eager=True)
 
 
@@ -368,7 +369,7 @@ def noloco(
     every: int = _SELDOM,
     *,
     lr: float = 0.7,
-    momentum: float = 0.5,
+    momentum: float = 0.6,
     pull: float = 1.0,
     codec: Codec | str | None = None,
 ) -> Recipe:
@@ -427,9 +428,9 @@ def _anchored(
 
 
 def _nesterov(
-    lr: float, momentum: float | None, rounds: int | None, nesterov: bool = True, delay: int = _DELAY
+    lr: float, momentum: float | None, rounds: int | None, nesterov: bool = True, *, delay: float = 0.0
 ) -> MakeOptimizer:
-    """SGD with this momentum, or a growing one; warns of a momentum that has not worked in so few rounds."""
+    """SGD with this momentum, or with one that grows; warns of a momentum that has not worked in so few rounds."""
     if rounds is not None:
         check_whole("rounds", rounds, least=1)
     if momentum is None:

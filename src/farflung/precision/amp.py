@@ -18,7 +18,7 @@ from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.torch_internals import overflowed, ready_scaler, scaler_stages
 from farflung.base.tree import convert_to_fp32
 from farflung.config.handlers import AutocastKwargs, GradScalerKwargs
-from farflung.precision.base import Closure, Full, Precision
+from farflung.precision.base import Closure, Precision
 
 _MARK = "_farflung_plain_forward"  # where a wrapped model keeps the forward of its own that it had, or None
 
@@ -177,4 +177,4 @@ def choose_precision(
                 f"{torch.cuda.get_device_name(device)} does not support bf16. Use mixed_precision='fp16'."
             )
         return Autocast("bf16", device.type, autocast)
-    return Full()
+    return Precision()

@@ -58,10 +58,6 @@ class Precision:
         """Take over what `state_dict` returned, for the same optimizers; KeyError where it is something else."""
 
 
-class Full(Precision):
-    """fp32, or whatever the model is in."""
-
-
 class GivenScaler(Precision):
     """Numbers as they are, but for losses that a script scales with a `torch.amp.GradScaler` of its own.
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.optional import installed_version
-from farflung.config.fp8 import AORecipeKwargs
-from farflung.config.handlers import AutocastKwargs
+from farflung.config.handlers import AORecipeKwargs, AutocastKwargs
 from farflung.precision.amp import Autocast
 
 _INSTEAD = "Use mixed_precision='bf16'."
@@ -39,7 +38,10 @@ class Float8(Autocast):
         if not installed_version("torchao"):
             raise Unsupported(f"mixed_precision='fp8' needs torchao: `pip install torchao`. Or: {_INSTEAD}")
         if not getattr(self.recipe.config, "emulate", False):
-            _check_device(device)
+            if device.type != "cuda":
+                raise Unsupported(f"mixed_precision='fp8' computes on NVIDIA GPUs, not on {device.type}. {_INSTEAD}")
+            if torch.cuda.get_device_capability(device) < (8, 9):
+                raise Unsupported(f"{torch.cuda.get_device_name(device)} does not compute in fp8. {_INSTEAD}")
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if not has_ao_layers(model):
@@ -56,13 +58,6 @@ class Float8(Autocast):
         from torchao.float8 import Float8LinearConfig
 
         return self.recipe.config or Float8LinearConfig(pad_inner_dim=self.recipe.pad_inner_dim is not False)
-
-
-def _check_device(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise Unsupported(f"mixed_precision='fp8' computes on NVIDIA GPUs, not on {device.type}. {_INSTEAD}")
-    if torch.cuda.get_device_capability(device) < (8, 9):
-        raise Unsupported(f"{torch.cuda.get_device_name(device)} does not compute in fp8. {_INSTEAD}")
 
 
 def convert_model_to_fp8_ao(model: nn.Module, config: Any = None, module_filter_func: Any = None) -> None:

@@ -11,7 +11,6 @@ import math
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from socket import gethostbyname
@@ -22,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
-from farflung.base.devices import current_accelerator
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
+from farflung.base.torch_internals import current_accelerator
 from farflung.base.words import counted, numbered
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
@@ -34,7 +33,7 @@ from farflung.process import world as slot
 from farflung.process.failure import install_failure_report
 from farflung.process.sockets import serve_store
 from farflung.process.watchdog import Watchdog
-from farflung.process.world import World
+from farflung.process.world import RankInfo, World
 
 # Each launcher's name for a number, torchrun's first. Slurm's step variables are set by srun alone: the batch script
 # itself sees SLURM_NTASKS too, but is one process.
@@ -52,16 +51,6 @@ _ENGINES = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM
 # does that outlives it), both wait for ever; if the interpreter ends meanwhile, the process aborts. Nothing tells when
 # the worker is through, so it is given time, with the lock free.
 _RELEASE_WAIT_S = 0.1
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """What the launcher said about this process."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
 
 
 def read_rank_info() -> RankInfo:
@@ -146,10 +135,7 @@ def join_world(
         torch_group.await_connections()
     group: Group = torch_group or SoloGroup()
     world = World(
-        rank=info.rank,
-        size=info.size,
-        local_rank=info.local_rank,
-        local_size=info.local_size,
+        **vars(info),
         device=device,
         group=group,
         exchange=Exchange(group),

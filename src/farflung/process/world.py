@@ -28,13 +28,19 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class World:
-    """One process among those of a run."""
+class RankInfo:
+    """What the launcher said about this process."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
+
+
+@dataclass(frozen=True)
+class World(RankInfo):
+    """One process among those of a run."""
+
     device: torch.device  # where its models and batches go
     group: Group  # all processes
     exchange: Exchange  # what gather, reduce and the like over `group` work with

@@ -20,7 +20,7 @@ from farflung.base.words import counted
 from farflung.checkpoint import paths, rng
 from farflung.checkpoint.entries import Entry
 from farflung.comm.shards import is_sharded
-from farflung.data.resume.position import NOTHING_READ, with_present_keys
+from farflung.data.resume.iteration import NOTHING_READ, with_present_keys
 from farflung.resume.part import Loading, Part, Saving, Undo, change
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.base.errors import CheckpointError, ConfigError
-from farflung.base.tree import leaves_of, rebuilt
+from farflung.base.tree import leaves_of, recursively_apply
 from farflung.base.words import counted
 from farflung.checkpoint import paths
 from farflung.checkpoint.entries import Entry
@@ -192,13 +192,8 @@ def by_number(state: Mapping[str, Any], names: Sequence[str], optimizer: Any, pa
 
 def _mapped(state: Mapping[str, Any], change: Callable[[int, Any], Any]) -> dict[str, Any]:
     """Return an optimizer's state dict with each tensor that it keeps changed, given its parameter's number."""
-
-    def changed(number: int, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return change(number, value)
-        return rebuilt(value, partial(changed, number)) if type(value) in (dict, list, tuple) else value
-
-    return {**state, "state": {number: changed(number, one) for number, one in state["state"].items()}}
+    mapped = {number: recursively_apply(partial(change, number), one) for number, one in state["state"].items()}
+    return {**state, "state": mapped}
 
 
 def check_optimizer(models: Sequence[nn.Module], optimizer: Any) -> None:

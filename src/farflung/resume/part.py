@@ -80,12 +80,9 @@ class Loading:
             "samples"
         )
         if size > old:
+            one, several = "is new: its random numbers begin a stream", "are new: their random numbers begin streams"
             new = numbered("rank", range(old, size))
-            self.notes.append(
-                f"{new} is new: its random numbers begin a stream of their own"
-                if size == old + 1
-                else f"{new} are new: their random numbers begin streams of their own"
-            )
+            self.notes.append(f"{new} {one if size == old + 1 else several} of their own")
 
 
 class Part:

@@ -32,9 +32,9 @@ class Strategy:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
 
-    def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
-        """Wrap each model, given with the optimizers that own its parameters; the wrappers come in the same order."""
-        return [model for model, _ in pairs]
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
+        """Wrap `model`, given with the optimizers that own its parameters."""
+        return model
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was made before its models were prepared train what they have become."""

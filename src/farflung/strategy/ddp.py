@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -51,13 +51,10 @@ class DDP(ShardedModels):
             raise ConfigError(f"comm_hook={handler.comm_hook} can't be used with islands. Use fp16, bf16 or none.")
         self._handler = handler
 
-    def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
-        return [self._wrapped(model) for model, _ in pairs]
-
     def adopt(self, optimizer: Optimizer) -> None:
         refuse_muon(optimizer)
 
-    def _wrapped(self, model: nn.Module) -> nn.Module:
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
         if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
             return model  # torch's DDP refuses a model that has nothing to learn
         if model_has_dtensor(model):
@@ -74,9 +71,25 @@ class DDP(ShardedModels):
             process_group=row,
             **handler.ddp_arguments(),
         )
-        _register_hook(ddp, handler, self._averaging_group if self._has_rows else None)
+        self._register_hook(ddp, handler)
         atexit.register(_let_go, weakref.ref(ddp))
         return ddp
+
+    def _register_hook(self, ddp: DistributedDataParallel, handler: DistributedDataParallelKwargs) -> None:
+        """Register what the handler asks for, averaging over the ranks that average a model's gradients now."""
+        casts = {Hook.FP16: torch.float16, Hook.BF16: torch.bfloat16}
+        averaging = partial(self._averaging_group, weakref.ref(ddp)) if self._has_rows else _everyone
+        if handler.comm_hook in casts or self._has_rows:
+            ddp.register_comm_hook(None, average_hook(averaging, casts.get(handler.comm_hook)))
+        elif handler.comm_hook == Hook.POWER_SGD:
+            # Here, as it loads torch.distributed.nn and more, which nobody else needs.
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+            wrappers = {Hook.FP16: default_hooks.fp16_compress_wrapper, Hook.BF16: default_hooks.bf16_compress_wrapper}
+            hook: Any = powerSGD_hook.powerSGD_hook
+            if handler.comm_wrapper in wrappers:
+                hook = _renamed(wrappers[handler.comm_wrapper](hook))
+            ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None, **handler.comm_state_option), hook)
 
     def _averaging_group(self, reference: weakref.ref[DistributedDataParallel]) -> dist.ProcessGroup:
         """Return the ranks that average a model's gradients now: its row, or all."""
@@ -151,27 +164,6 @@ def _everyone() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
-
-
-def _register_hook(
-    ddp: DistributedDataParallel,
-    handler: DistributedDataParallelKwargs,
-    ranks: Callable[[weakref.ref[DistributedDataParallel]], dist.ProcessGroup] | None,
-) -> None:
-    """Register what the handler asks for, averaging over the `ranks` of a model now; None: over all, as DDP does."""
-    casts = {Hook.FP16: torch.float16, Hook.BF16: torch.bfloat16}
-    averaging = _everyone if ranks is None else partial(ranks, weakref.ref(ddp))
-    if handler.comm_hook in casts or ranks is not None:
-        ddp.register_comm_hook(None, average_hook(averaging, casts.get(handler.comm_hook)))
-    elif handler.comm_hook == Hook.POWER_SGD:
-        # Here, as it loads torch.distributed.nn and more, which nobody else needs.
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-        wrappers = {Hook.FP16: default_hooks.fp16_compress_wrapper, Hook.BF16: default_hooks.bf16_compress_wrapper}
-        hook: Any = powerSGD_hook.powerSGD_hook
-        if handler.comm_wrapper in wrappers:
-            hook = _renamed(wrappers[handler.comm_wrapper](hook))
-        ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None, **handler.comm_state_option), hook)
 
 
 def _renamed(torchs: Any) -> Any:

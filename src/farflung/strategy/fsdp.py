@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from farflung.base.enums import DistributedType
@@ -26,9 +30,7 @@ from farflung.comm.bucket import broadcast_values
 from farflung.comm.shards import model_has_dtensor, reshard, spread_like
 from farflung.process.mesh import Mesh
 from farflung.strategy.base import Single
-from farflung.strategy.recompute import recompute_activations
 from farflung.strategy.sharded import ShardedModels, refuse_muon
-from farflung.strategy.wrapping import modules_to_wrap
 
 if TYPE_CHECKING:
     from farflung.config.sharding import FullyShardedDataParallelPlugin
@@ -43,10 +45,9 @@ class OneShard(Single):
         if plugin.cpu_offload and device.type != "cpu":
             raise Unsupported("cpu_offload needs several processes. Start more of them, or leave it out.")
 
-    def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
-        for model, _ in pairs:
-            _recompute(model, modules_to_wrap(model, self._plugin.policy_for(model)), self._plugin)
-        return super().prepare(pairs)
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
+        _recompute(model, modules_to_wrap(model, self._plugin.policy_for(model)), self._plugin)
+        return model
 
 
 class FSDP(ShardedModels):
@@ -73,23 +74,22 @@ class FSDP(ShardedModels):
         self._plugin = plugin
         self._compute_dtype = compute_dtype
         self._became: Any = WeakIdKeyDictionary()  # parameters from before, and the shards that took their places
-        guard = register_optimizer_step_pre_hook(partial(_refuse_strange, self._became, weakref.WeakSet()))
+        guard = register_optimizer_step_pre_hook(functools.partial(_refuse_strange, self._became, weakref.WeakSet()))
         weakref.finalize(self, guard.remove)
 
-    def prepare(self, pairs: Sequence[tuple[nn.Module, Sequence[Optimizer]]]) -> list[nn.Module]:
-        for model, optimizers in pairs:
-            reshard(model.modules())
-            if not model_has_dtensor(model):
-                self._shard(model)
-            elif self._plugin.activation_checkpointing:
-                raise Unsupported(
-                    f"This {type(model).__name__} came sharded, so its activations can't be recomputed by "
-                    "activation_checkpointing. Leave that out, and wrap them before fully_shard."
-                )
-            self.take(model)
-            for optimizer in optimizers:
-                self.adopt(optimizer)
-        return [model for model, _ in pairs]
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
+        reshard(model.modules())
+        if not model_has_dtensor(model):
+            self._shard(model)
+        elif self._plugin.activation_checkpointing:
+            raise Unsupported(
+                f"This {type(model).__name__} came sharded, so its activations can't be recomputed by "
+                "activation_checkpointing. Leave that out, and wrap them before fully_shard."
+            )
+        self.take(model)
+        for optimizer in optimizers:
+            self.adopt(optimizer)
+        return model
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Put the shards into an optimizer's groups, and what it keeps of each parameter with them."""
@@ -112,8 +112,10 @@ class FSDP(ShardedModels):
                 f"This {type(model).__name__} shares {shared[0]} with a model that is sharded already, and would keep "
                 "a copy of its own. Prepare one module that holds both."
             )
-        if self._compute_dtype is not None:
-            _keep_in_fp32(model)
+        if self._compute_dtype is not None:  # weights that were loaded in a half precision take updates in fp32
+            for parameter in model.parameters():
+                if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                    parameter.data = parameter.data.float()
         before = dict(model.named_parameters(remove_duplicate=False))
         spares_memory = _is_on_meta(model, self.mesh)
         is_first = self.mesh.everyone.rank == 0
@@ -179,16 +181,31 @@ def _refuse_strange(became: Any, seen: weakref.WeakSet[Optimizer], optimizer: Op
         seen.add(optimizer)
 
 
-def _keep_in_fp32(model: nn.Module) -> None:
-    """Give weights that are trained in mixed precision, but were loaded in a half precision, the one of updates."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()
-
-
 def _recompute(model: nn.Module, wrapped: Sequence[nn.Module], plugin: FullyShardedDataParallelPlugin) -> None:
-    if plugin.activation_checkpointing:
-        recompute_activations(wrapped or [model], offload=bool(plugin.activation_checkpointing_offload))
+    """Let modules keep only their inputs between forward and backward, where the plugin asks for it.
+
+    Names of parameters stay as they are.
+    """
+    offload = bool(plugin.activation_checkpointing_offload)
+    for module in (wrapped or [model]) if plugin.activation_checkpointing else ():
+        plain = module.forward
+        if isinstance(plain, MethodType) and plain.__self__ is module:
+            # A method, so that a copy of the module computes with the weights of the copy.
+            module.forward = MethodType(_recomputed(plain.__func__, offload), module)
+        else:
+            module.forward = _recomputed(plain, offload)
+
+
+def _recomputed(plain: Callable[..., Any], offload: bool) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        kept = torch.autograd.graph.save_on_cpu(torch.accelerator.is_available()) if offload else nullcontext()
+        with kept:
+            return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+
+    return forward
 
 
 def _is_on_meta(model: nn.Module, mesh: Mesh) -> bool:
@@ -235,3 +252,43 @@ def _spread(value: Any, old: Tensor, shard: Tensor) -> Any:
             "which can't be sharded. Prepare the optimizer before its first step."
         )
     return spread_like(value, shard)
+
+
+def modules_to_wrap(
+    model: nn.Module, policy: Callable[..., bool] | None, ignored: Sequence[nn.Module] = ()
+) -> list[nn.Module]:
+    """Return the modules inside `model` to shard by themselves, inner ones before those that they are in.
+
+    Two modules that share a parameter, such as an embedding and the output layer that is tied to it, are left to what
+    is around both: torch takes each parameter once. `ignored` modules stay whole.
+    """
+    left_out = {id(inner) for module in ignored for inner in module.modules()}
+    chosen: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        """Return how many parameters of `module` are wrapped, once it has been asked for."""
+        assert policy is not None
+        if id(module) in left_out:
+            return 0
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+            return 0
+        wrapped = sum(map(visit, module.children()))
+        if module is model or not policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
+            return wrapped
+        chosen.append(module)
+        return numel
+
+    if policy is not None:
+        visit(model)
+    return _without_ties(model, list(dict.fromkeys(chosen)))
+
+
+def _without_ties(model: nn.Module, chosen: Sequence[nn.Module]) -> list[nn.Module]:
+    """Leave out the modules that share a parameter with something outside of them."""
+
+    def uses(root: nn.Module) -> Counter[int]:
+        return Counter(id(parameter) for module in root.modules() for parameter in module.parameters(recurse=False))
+
+    everywhere = uses(model)
+    return [module for module in chosen if all(everywhere[key] == count for key, count in uses(module).items())]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instruments: looking at a run from the side."""
+"""Memory, looked at from the side of a run."""

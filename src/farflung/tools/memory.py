@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from farflung.base.checks import check_callable, check_whole
-from farflung.base.devices import current_accelerator
 from farflung.base.errors import WrongType
+from farflung.base.torch_internals import current_accelerator
 
 # How torch says that memory is out, on each kind of device; and cuDNN when no plan of it fits.
 _OUT_OF_MEMORY = (

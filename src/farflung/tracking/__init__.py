@@ -2,21 +2,21 @@
 """Experiment trackers, where scripts look for them. A client library is loaded when its tracker starts."""
 
 from farflung.tracking.base import GeneralTracker as GeneralTracker, on_main_process as on_main_process
-from farflung.tracking.choose import (
-    LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS,
-    filter_trackers as filter_trackers,
-    get_available_trackers as get_available_trackers,
-    register_tracker_class as register_tracker_class,
-)
 from farflung.tracking.clients import (
     AimTracker as AimTracker,
     ClearMLTracker as ClearMLTracker,
     CometMLTracker as CometMLTracker,
     DVCLiveTracker as DVCLiveTracker,
+    MLflowTracker as MLflowTracker,
     SwanLabTracker as SwanLabTracker,
+    TensorBoardTracker as TensorBoardTracker,
     TrackioTracker as TrackioTracker,
     WandBTracker as WandBTracker,
 )
 from farflung.tracking.jsonl import JSONLTracker as JSONLTracker
-from farflung.tracking.mlflow import MLflowTracker as MLflowTracker
-from farflung.tracking.tensorboard import TensorBoardTracker as TensorBoardTracker
+from farflung.tracking.tracking import (
+    LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS,
+    filter_trackers as filter_trackers,
+    get_available_trackers as get_available_trackers,
+    register_tracker_class as register_tracker_class,
+)

@@ -23,8 +23,10 @@ def on_main_process(function: Function) -> Function:
 
     @functools.wraps(function)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "main_process_only", False) and not _is_main():
-            return None
+        if getattr(self, "main_process_only", False):
+            world = current()  # None in a script that makes its tracker before its Accelerator
+            if not (world.is_main if world is not None else read_rank_info().rank == 0):
+                return None
         return function(self, *args, **kwargs)
 
     return guarded  # type: ignore[return-value]
@@ -36,12 +38,6 @@ def guarded(kind: Kind) -> Kind:
         if inspect.isfunction(method) and not name.startswith("_"):
             setattr(kind, name, on_main_process(method))
     return kind
-
-
-def _is_main() -> bool:
-    """Whether this is the main process, also of a script that makes its tracker before its Accelerator."""
-    world = current()
-    return read_rank_info().rank == 0 if world is None else world.is_main
 
 
 class GeneralTracker:

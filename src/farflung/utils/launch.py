@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: the launcher's commands and environments."""
 
-from farflung.compat.absent import (
-    _convert_nargs_to_dict as _convert_nargs_to_dict,
-    prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env,
-    prepare_sagemager_args_inputs as prepare_sagemager_args_inputs,
-    prepare_tpu as prepare_tpu,
-    setup_fp8_env as setup_fp8_env,
-)
+from farflung.compat.absent import __getattr__ as __getattr__
 from farflung.compat.launch_functions import (
     PrepareForLaunch as PrepareForLaunch,
     prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config,

@@ -2,8 +2,17 @@
 """Door: sizes, device maps and tensors of models that are larger than a device."""
 
 from farflung.big_model.device_map import (
+    calculate_maximum_sizes as calculate_maximum_sizes,
     check_device_map as check_device_map,
     clean_device_map as clean_device_map,
+    compute_module_sizes as compute_module_sizes,
+    compute_module_total_buffer_size as compute_module_total_buffer_size,
+    dtype_byte_size as dtype_byte_size,
+    get_balanced_memory as get_balanced_memory,
+    get_max_layer_size as get_max_layer_size,
+    get_max_memory as get_max_memory,
+    get_module_leaves as get_module_leaves,
+    get_module_size_with_ties as get_module_size_with_ties,
     infer_auto_device_map as infer_auto_device_map,
 )
 from farflung.big_model.hooks import (
@@ -17,17 +26,6 @@ from farflung.big_model.load import (
     load_offloaded_weights as load_offloaded_weights,
     load_state_dict as load_state_dict,
 )
-from farflung.big_model.sizes import (
-    calculate_maximum_sizes as calculate_maximum_sizes,
-    compute_module_sizes as compute_module_sizes,
-    compute_module_total_buffer_size as compute_module_total_buffer_size,
-    dtype_byte_size as dtype_byte_size,
-    get_balanced_memory as get_balanced_memory,
-    get_max_layer_size as get_max_layer_size,
-    get_max_memory as get_max_memory,
-    get_module_leaves as get_module_leaves,
-    get_module_size_with_ties as get_module_size_with_ties,
-)
 from farflung.big_model.tensors import (
     check_device_same as check_device_same,
     check_tied_parameters_in_config as check_tied_parameters_in_config,
@@ -39,10 +37,5 @@ from farflung.big_model.tensors import (
     retie_parameters as retie_parameters,
     set_module_tensor_to_device as set_module_tensor_to_device,
 )
-from farflung.compat.absent import fallback_allocate as fallback_allocate
-from farflung.compat.free_functions import (
-    get_grad_scaler as get_grad_scaler,
-    get_mixed_precision_context_manager as get_mixed_precision_context_manager,
-    is_peft_model as is_peft_model,
-)
-from farflung.compat.plain_values import convert_file_size_to_int as convert_file_size_to_int
+from farflung.compat.absent import __getattr__ as __getattr__
+from farflung.compat.free_functions import *

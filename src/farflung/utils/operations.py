@@ -21,27 +21,5 @@ from farflung.base.tree import (
     send_to_device as send_to_device,
 )
 from farflung.comm.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
-from farflung.compat.absent import (
-    chained_operation as chained_operation,
-    gather_tensor_shape as gather_tensor_shape,
-    is_torch_xpu_tensor as is_torch_xpu_tensor,
-    pad_input_tensors as pad_input_tensors,
-    verify_operation as verify_operation,
-)
-from farflung.compat.free_functions import (
-    ConvertOutputsToFp32 as ConvertOutputsToFp32,
-    GatheredParameters as GatheredParameters,
-    convert_outputs_to_fp32 as convert_outputs_to_fp32,
-    copy_tensor_to_devices as copy_tensor_to_devices,
-)
-from farflung.compat.nested_tensors import (
-    TensorInformation as TensorInformation,
-    concatenate as concatenate,
-    find_batch_size as find_batch_size,
-    get_data_structure as get_data_structure,
-    get_shape as get_shape,
-    ignorant_find_batch_size as ignorant_find_batch_size,
-    initialize_tensors as initialize_tensors,
-    is_tensor_information as is_tensor_information,
-    slice_tensors as slice_tensors,
-)
+from farflung.compat.absent import __getattr__ as __getattr__
+from farflung.compat.free_functions import *

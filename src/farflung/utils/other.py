@@ -7,25 +7,9 @@ from farflung.accelerator.operations import (
 )
 from farflung.checkpoint.reader import load as load
 from farflung.comm.shards import model_has_dtensor as model_has_dtensor
-from farflung.compat.absent import (
-    compile_regions_deepspeed as compile_regions_deepspeed,
-    compile_regions_fsdp2 as compile_regions_fsdp2,
-)
-from farflung.compat.free_functions import (
-    clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
-    save as save,
-)
-from farflung.compat.hardware import check_os_kernel as check_os_kernel
-from farflung.compat.plain_values import (
-    convert_bytes as convert_bytes,
-    get_pretty_name as get_pretty_name,
-    merge_dicts as merge_dicts,
-    recursive_getattr as recursive_getattr,
-)
-from farflung.compat.submodules import (
-    get_model_tp_size as get_model_tp_size,
-    get_module_children_bottom_up as get_module_children_bottom_up,
-)
+from farflung.compat.absent import __getattr__ as __getattr__
+from farflung.compat.free_functions import *
+from farflung.compat.probes import check_os_kernel as check_os_kernel
 from farflung.launch.ask import write_basic_config as write_basic_config
 from farflung.launch.network import get_free_port as get_free_port, is_port_in_use as is_port_in_use
 from farflung.strategy.compile import (

@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: where programs look for configuration files."""
 
-from farflung.compat.absent import get_config_parser as get_config_parser
-from farflung.compat.cluster import (
-    ClusterConfig as ClusterConfig,
-    cache_dir as cache_dir,
-    default_config_file as default_config_file,
-    default_json_config_file as default_json_config_file,
-    default_yaml_config_file as default_yaml_config_file,
-    load_config_from_file as load_config_from_file,
-)
+from farflung.commands.config.config_args import *
+from farflung.compat.absent import __getattr__ as __getattr__

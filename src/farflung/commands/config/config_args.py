@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Door: configuration files as objects."""
 
-from farflung.compat.absent import SageMakerConfig as SageMakerConfig
+from farflung.compat.absent import __getattr__ as __getattr__
 from farflung.compat.cluster import (
     BaseConfig as BaseConfig,
     ClusterConfig as ClusterConfig,

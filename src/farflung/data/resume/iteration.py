@@ -1,31 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
 """One iteration of a prepared loader: its batches, from the beginning or from where another process left it.
 
-Here too is what it has read but not handed out, as plain data for a checkpoint.
+An iteration draws random numbers when it starts (an order, the seed of its workers) and reads ahead of the training
+loop. To go on in its middle, the start is repeated with the random states of then, what was handed out is left out, and
+what had been prefetched is taken from the checkpoint, since it was made with random numbers that are spent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from farflung.base.errors import ConfigError
 from farflung.base.torch_internals import forget_workers, has_live_workers
 from farflung.base.words import counted
 from farflung.checkpoint import rng
+from farflung.data.batches import plain_or_none
 from farflung.data.iterable import Marked
-from farflung.data.resume.plain import plain_or_none
-from farflung.data.resume.position import Position, RandomStates, set_generators
-from farflung.data.resume.workers import RecordingCollate, WorkerHistory, Workers, can_record
-from farflung.data.torch_loaders import keeper_of, reads_indices, without_first
+from farflung.data.resume.workers import RecordingCollate, WorkerHistory, WorkerPlan, Workers, can_record
+from farflung.data.torch_loaders import keeper_of, reads_indices, samplers_of, without_first
 from farflung.process import world as slot
 
 NOTHING: Any = object()  # where there is no batch
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """The random states in which an iteration began: the process's own, and those of the loader's generators."""
+
+    host: dict[str, Any]
+    generators: list[Tensor]
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> RandomStates:
+        return cls(rng.read_host(), [generator.get_state() for generator in generators_of(loader)])
+
+    def restore(self, loader: DataLoader[Any]) -> None:
+        rng.write(self.host)
+        set_generators(loader, self.generators)
+        own = generators_of(loader)
+        if own and not self.generators:  # one process drew its order in this way, several share a generator
+            torch.empty((), dtype=torch.int64).random_()  # the seed of workers
+            own[0].manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+            rng.write(self.host)
+
+
+# Of a position after so many batches, of which nothing else is known.
+NOTHING_READ: dict[str, Any] = {"num_prefetched": 0, "exhausted": False}
+NOTHING_READ |= dict.fromkeys(("prefetched", "first", "dataset", "worker_plan"))
+
+# What the keys of a loader's state were called in checkpoints of before 0.1.0, which are still read.
+_FORMER_KEYS = {
+    "ahead": "prefetched",
+    "drawn": "worker_states",
+    "num_ahead": "num_prefetched",
+    "place": "position",
+    "plan": "workers",
+    "turns": "worker_plan",
+    "warm": "has_workers",
+}
+
+
+def with_present_keys(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a loader's saved state with the keys that it has now."""
+    present = {_FORMER_KEYS.get(key, key): value for key, value in state.items()}
+    for inner in ("position", "worker_plan"):
+        if isinstance(present.get(inner), Mapping):
+            present[inner] = with_present_keys(present[inner])
+    return present
+
+
+@dataclass(frozen=True)
+class Position:
+    """A position in an iteration."""
+
+    batches: int  # that were handed out, with those that were skipped
+    ended: bool  # the last one was among them
+    start: RandomStates  # in which it began
+    num_prefetched: int = 0  # how many batches (of a dispatching loader: rounds) had been read, but not handed out
+    prefetched: Any = None  # those, or None where they are no plain data
+    first: Any = None  # of a dispatching loader, its first round, whose samples complete the last one
+    dataset: Any = None  # the state of a data set, or of a loader, that keeps one, after what was prefetched
+    exhausted: bool = False  # the data set has nothing more
+    has_workers: bool = False  # persistent ones were there when it began, so that it drew no seed for them
+    worker_plan: WorkerPlan | None = None  # how they go on; None: as workers start by themselves
+
+    @property
+    def is_read(self) -> bool:
+        """Whether nothing more is to be read. A data set would take its old state for the next iteration then."""
+        return self.exhausted or self.ended
+
+    def to_dict(self) -> dict[str, Any]:
+        own, plan = dict(vars(self)), self.worker_plan
+        start = own.pop("start")
+        return {**own, **vars(start), "worker_plan": None if plan is None else plan.to_dict()}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Position:
+        """Undo `to_dict`; KeyError, TypeError or ValueError where it is something else."""
+        own, plan = dict(saved), saved.get("worker_plan")
+        start = RandomStates(own.pop("host"), own.pop("generators"))
+        rng.check(start.host)
+        return cls(start=start, **{**own, "worker_plan": None if plan is None else WorkerPlan.from_dict(plan)})
+
+    def moved(self, batches: int) -> Position:
+        """Return the position after `batches` of the same iteration, of which nothing has been read."""
+        return replace(self, batches=batches, **NOTHING_READ)
 
 
 @dataclass(eq=False, repr=False)
@@ -128,7 +215,9 @@ def _recorded(one: Iteration, base: DataLoader[Any], workers: Workers) -> Iterat
     plan = workers.plan(base, skip, None if one.resumed_at is None else one.resumed_at.worker_plan)
     history = one.history = WorkerHistory(plan)
     loader = without_first(base, plan.start) if plan.start else base
-    recording = RecordingCollate(loader.collate_fn, loader.worker_init_fn, plan.workers, each=stay)
+    recording = RecordingCollate(loader.collate_fn, loader.worker_init_fn, plan.workers)
+    if stay:  # a worker that goes on has the states after its last batch, so each is recorded
+        recording.every_s = 0.0
     arriving = opened(one, loader, collate_fn=recording, worker_init_fn=recording.start)
     workers.states = [None] * base.num_workers if stay else None
 
@@ -168,27 +257,42 @@ def opened(one: Iteration, base: DataLoader[Any], **replaced: Any) -> Iterator[A
 
 
 def replay(batches: Iterator[Any], number: int, to_the_end: bool = False) -> None:
-    """Read the first batches of data that can only be read from its beginning, and say so on stderr.
+    """Read the first batches of data that can only be read from their beginning, and say so on stderr.
 
     With `to_the_end` there may be fewer, in a last round that was not whole; else that is a ConfigError.
     """
     world = slot.current()
-    if number == 0:
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    restore = "all batches" if to_the_end else counted(number, "batch")
-    console = Console(stderr=True, quiet=world is not None and not world.is_main)
-    console.print(
-        f"farflung: reading {restore} again to go on behind, as the data set has no state_dict.",
-        highlight=False,
-        soft_wrap=True,
-    )
-    with Progress(console=console, transient=True) as progress:
-        done = sum(1 for _ in progress.track(islice(batches, number), number, description="reading again"))
+    if number and (world is None or world.is_main):
+        read = "all batches" if to_the_end else counted(number, "batch")
+        said = f"farflung: reading {read} again to go on behind, as the data set has no state_dict."
+        print(said, file=sys.stderr, flush=True)
+    done = sum(1 for _ in islice(batches, number))
     if done < number and not to_the_end:
         raise ConfigError(
             f"The data had {counted(number, 'batch')} when the checkpoint was written, and {done} now. "
             "Check that it is the same dataset."
         )
+
+
+def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Return the generators of a loader, of its samplers, and of its data set."""
+    found: list[torch.Generator] = []
+    dataset: Any = loader.dataset
+    for owner in (loader, *samplers_of(loader), dataset, getattr(dataset, "dataset", None)):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
+            found.append(generator)
+    return found
+
+
+def set_generators(loader: DataLoader[Any], states: list[Tensor]) -> None:
+    """Give the generators of a loader these states; where it has none, as one process has not, its sampler gets one."""
+    own = generators_of(loader)
+    if len(states) == 1 and not own:
+        for sampler in samplers_of(loader):
+            if getattr(sampler, "generator", loader) is None:
+                sampler.generator = torch.Generator()
+                own = [sampler.generator]
+    if len(own) == len(states):
+        for generator, state in zip(own, states, strict=True):
+            generator.set_state(state)

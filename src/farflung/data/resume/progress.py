@@ -11,9 +11,16 @@ from torch.utils.data import DataLoader
 
 from farflung.base.torch_internals import is_exhausted
 from farflung.base.words import counted
-from farflung.data.resume.iteration import Iteration, pack_batch
-from farflung.data.resume.plain import plain_or_none, state_of
-from farflung.data.resume.position import Position, RandomStates, generators_of, set_generators, with_present_keys
+from farflung.data.batches import plain_or_none, state_of
+from farflung.data.resume.iteration import (
+    Iteration,
+    Position,
+    RandomStates,
+    generators_of,
+    pack_batch,
+    set_generators,
+    with_present_keys,
+)
 from farflung.data.resume.workers import Workers, checked, known
 from farflung.data.torch_loaders import announce, keeper_of, seeded_samplers
 

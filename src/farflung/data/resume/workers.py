@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, get_worker_info
@@ -34,47 +35,37 @@ class RecordedBatch(NamedTuple):
     states: bytes | None
 
 
+@dataclass
 class RecordingCollate:
-    """A collate function that adds its worker's random states to a batch, and with `start` what begins a worker.
+    """A collate function that adds its worker's random states to a batch, and with `start` what begins a worker."""
 
-    `workers` says for each after how many batches it is given which states; `each`: record every batch, not one every
-    few milliseconds.
-    """
-
-    def __init__(
-        self,
-        collate_fn: Callable[[Any], Any],
-        init_fn: Callable[[int], None] | None,
-        workers: list[tuple[int, States]],
-        each: bool = False,
-    ) -> None:
-        self._collate_fn = collate_fn
-        self._init_fn = init_fn
-        self._workers = workers
-        self._num_made = 0
-        self._every_s = 0.0 if each else _RECORD_EVERY_S
-        self._recorded_at = -self._every_s
+    collate_fn: Callable[[Any], Any]
+    init_fn: Callable[[int], None] | None
+    workers: list[tuple[int, States]]  # for each, after how many batches it is given which states
+    every_s: float = _RECORD_EVERY_S  # between two records
+    num_made: int = 0
+    recorded_at: float = -inf
 
     def start(self, worker: int) -> None:
         """Begin a worker, as `worker_init_fn`."""
-        if self._init_fn is not None:
-            self._init_fn(worker)
+        if self.init_fn is not None:
+            self.init_fn(worker)
         self._restore(worker)
 
     def __call__(self, samples: Any) -> RecordedBatch:
-        content = self._collate_fn(samples)
+        content = self.collate_fn(samples)
         worker = get_worker_info().id  # type: ignore[union-attr]
-        self._num_made += 1
+        self.num_made += 1
         self._restore(worker)
         now = time.perf_counter()
-        if self._num_made < self._workers[worker][0] or now - self._recorded_at < self._every_s:
+        if self.num_made < self.workers[worker][0] or now - self.recorded_at < self.every_s:
             return RecordedBatch(content, None)
-        self._recorded_at = now
+        self.recorded_at = now
         return RecordedBatch(content, rng.pack_host())  # bytes, which are not pinned one by one either
 
     def _restore(self, worker: int) -> None:
-        number, states = self._workers[worker]
-        if number == self._num_made and isinstance(states, dict):
+        number, states = self.workers[worker]
+        if number == self.num_made and isinstance(states, dict):
             rng.write_host(states)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects that ranks have different numbers of batches, before a rank that has more waits for the others for ever.
+"""Ranks with different numbers of batches: detected before one waits for the others for ever, or joined.
 
 A loader knows its last batch when it hands it out, and each rank publishes that in the store. A rank whose forward or
 backward pass waits for others looks there: with its last batch, as ranks that share the rounds of one order differ by
@@ -11,12 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import torch
 from torch import nn
 
-from farflung.base.errors import CollectiveMismatch
+from farflung.base.errors import CollectiveMismatch, RankFailure
 from farflung.base.torch_internals import before_calls
 from farflung.base.words import counted, numbered
 from farflung.comm.torch_group import TorchGroup
@@ -100,3 +101,43 @@ class _EvenCheck:
 class _Unchecked:
     def __call__(self, model: nn.Module, inputs: Any) -> None:
         return None
+
+
+class JoinedRanks:
+    """Ranks that sum two numbers each: a value, and whether they have data.
+
+    `group` is used for nothing else. `everyone` are the same ranks as they train; where a rank fails, it is aborted,
+    which ends their waits.
+    """
+
+    def __init__(self, group: TorchGroup, everyone: TorchGroup) -> None:
+        self.group = group
+        self._everyone = everyone
+        self._responder = Thread(target=self._respond, name="farflung join responder", daemon=True)
+
+    def any(self, mine: bool) -> bool:
+        return self._sums(float(mine), 1.0)[0] > 0
+
+    def sum(self, mine: float) -> float:
+        return self._sums(mine, 1.0)[0]
+
+    def respond(self) -> None:
+        """Answer the others with zeros from now on, in a thread, until none of them has data."""
+        self._responder.start()
+
+    def wait(self) -> None:
+        """Return when there is nothing more to answer."""
+        if self._responder.ident is not None:
+            self._responder.join()
+
+    def _respond(self) -> None:
+        try:
+            while self._sums(0.0, 0.0)[1]:
+                pass
+        except RankFailure:
+            self._everyone.abort()  # or this rank would wait in torch's `Join` for ranks that will not come
+
+    def _sums(self, value: float, has_data: float) -> list[float]:
+        both = torch.tensor([value, has_data], dtype=torch.float64)
+        self.group.all_reduce(both).wait()
+        return both.tolist()
