@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from farflung.base.errors import ConfigError
 from farflung.base.sizes import num_bytes
 from farflung.base.words import in_bytes, in_rate, in_seconds
-from farflung.cost import command
+from farflung.cost import forecast
 from farflung.cost.forecast import Forecast
 from farflung.cost.methods import rows_for
 from farflung.cost.model import Run, cost_of
@@ -40,7 +40,7 @@ RUN = Run(124_000_000, 24, 0.5, replicas=4, bandwidth_bps=1e9, latency_s=0.001)
 
 
 def planned(*arguments):
-    return CliRunner().invoke(command.plan, arguments, catch_exceptions=False)
+    return CliRunner().invoke(forecast.plan, arguments, catch_exceptions=False)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_the_picture_has_a_curve_for_each_method(home):
 
 
 def test_without_matplotlib_a_picture_is_refused_before_anything_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(command, "is_available", lambda module: False)
+    monkeypatch.setattr(forecast, "is_available", lambda module: False)
     with pytest.raises(
         ConfigError, match=r"--picture needs matplotlib\. Install it with `pip install 'farflung\[plot\]'`"
     ):

@@ -164,7 +164,6 @@ def test_time_is_compute_and_what_is_exposed_and_the_line_is_never_overdrawn(run
     cost = cost_of(run, method)
     assert cost.seconds_per_step >= run.step_s
     assert 0 < cost.utilization <= 1
-    assert cost.utilization + cost.exposed_share == 1
     assert cost.seconds_per_step * cost.utilization == pytest.approx(run.step_s)
     assert no_slower(8 * cost.bytes_sent_per_step / run.bandwidth_bps, cost.seconds_per_step + 1e-9)
 
@@ -176,7 +175,7 @@ def test_without_limits_or_company_a_step_costs_what_it_computes(run, method):
     assert seconds(replace(run, bandwidth_bps=math.inf, latency_s=0.0), free) == run.step_s
     alone = cost_of(replace(run, replicas=1), method)
     assert alone.seconds_per_step == run.step_s
-    assert alone.bytes_sent_per_round == alone.bytes_received_per_round == alone.memory.buffers == 0
+    assert alone.bytes_sent_per_round == alone.memory.buffers == 0
 
 
 @often
@@ -207,9 +206,8 @@ RUN = Run(parameters=10**9, layers=10, step_s=1.0, replicas=4, bandwidth_bps=8e9
 )
 def test_bytes_follow_the_law_of_their_exchange(method, sent):
     cost = cost_of(RUN, method)
-    assert cost.bytes_sent_per_round == cost.bytes_received_per_round == pytest.approx(sent)
+    assert cost.bytes_sent_per_round == pytest.approx(sent)
     assert cost.bytes_sent_per_step * method.every == pytest.approx(sent)
-    assert cost.bytes_received_per_step * method.every == pytest.approx(sent)
 
 
 def test_a_round_in_the_open_costs_its_waits_its_bytes_its_codec_and_its_vote():

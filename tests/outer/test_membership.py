@@ -4,12 +4,14 @@
 Replica i moves its weights by -(i + 1) in each step, so that a reference needs no gradients and no network.
 """
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from farflung.base.errors import CollectiveMismatch, ConfigError
+from farflung.base.errors import CollectiveMismatch, ConfigError, RankFailure
 from farflung.comm.group import SoloGroup
 from farflung.outer import OuterLoop, diloco, eager_diloco, edit, gossip, local_sgd, quadratic, streaming_diloco
 from farflung.outer.agreement import Anchored
@@ -30,6 +32,47 @@ def be_lost(group):
     raise Lost
 
 
+class Door:
+    """Who waits to join the replicas of one stage, and who was let in: members and newcomers, by newcomer."""
+
+    def __init__(self):
+        self.waiting, self.admitted = [], {}
+
+
+DOORS = weakref.WeakKeyDictionary()
+
+
+def door_of(group):
+    return DOORS.setdefault(group._stage, Door())
+
+
+def join(group):
+    """Wait until the members of another group admit this replica; return it and the ranks of the newcomers."""
+    door, me = door_of(group), group._me
+    door.waiting.append(me)
+    if not group._stage.wait_until(me, lambda: me in door.admitted):
+        raise RankFailure(f"Replica {me} waits to join, but nobody is left who could admit it.")
+    members, newcomers = door.admitted.pop(me)
+    return SimGroup(group._stage, me, members), [members.index(one) for one in newcomers]
+
+
+def admit(group):
+    """Return the group with those that wait to join, or this one, and the ranks of the newcomers: a collective."""
+    stage, door, me = group._stage, door_of(group), group._me
+    mine = torch.tensor([float(one in door.waiting) for one in range(stage.size)])
+    newcomers = [one for one, waits in enumerate(group.all_gather_small(mine)[0]) if waits]  # as the first sees it
+    if not newcomers:
+        return group, []
+    members = tuple(sorted({*group.members, *newcomers}))
+    stage.regroups[me] += 1
+    for one in set(newcomers).intersection(door.waiting):  # the first member to come here lets it in
+        door.waiting.remove(one)
+        door.admitted[one] = members, newcomers
+        stage.regroups[one] = stage.regroups[me]
+        stage.departures[one] = list(stage.departures[me])
+    return SimGroup(stage, me, members), [members.index(one) for one in newcomers]
+
+
 class ChangingMembership:
     """Replicas of which some are lost and others come.
 
@@ -42,23 +85,23 @@ class ChangingMembership:
 
     def __init__(self, group, first):
         self.most, self.number, self.epoch, self.is_new = group.size, 0, None, group.rank not in first
-        self.stage = group._stage  # SimGroup makes no group of some of the replicas otherwise
-        self.group = group if self.is_new else SimGroup(self.stage, group.rank, tuple(first))
+        # SimGroup makes no group of some of the replicas otherwise.
+        self.group = group if self.is_new else SimGroup(group._stage, group.rank, tuple(first))
 
     def enter(self, needs):
         group, newcomers = self.group, []
         if self.is_new:
-            group, newcomers = group.join()
+            group, newcomers = join(group)
             self.is_new = False
         elif self.epoch is not None and needs.admits:
-            group, newcomers = group.admit()
+            group, newcomers = admit(group)
         if self.epoch is None or newcomers:
             self.group, self.number = group, self.number + 1
             self.epoch = open_epoch(self.number, group.members, group, self.island, needs, newcomers)
         return self.epoch
 
     def is_awaited(self):
-        return bool(self.stage.waiting_to_join)
+        return bool(door_of(self.group).waiting)
 
     def agree(self, num_votes, complete):
         return dict(complete)

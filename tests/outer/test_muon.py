@@ -17,7 +17,7 @@ from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.group import SoloGroup
 from farflung.demo.gpt import GPT
 from farflung.demo.settings import Shape
-from farflung.outer import AverageState, OuterLoop, diloco, local_sgd, muon, muon_groups, post_local_sgd
+from farflung.outer import AverageState, OuterLoop, diloco, inner, local_sgd, muon_groups, post_local_sgd
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import same, values
@@ -213,6 +213,6 @@ def test_names_that_the_model_has_not_got_are_refused(adamw, kind, said):
 
 
 def test_shards_are_refused(monkeypatch):
-    monkeypatch.setattr(muon, "is_sharded", lambda parameter: True)
+    monkeypatch.setattr(inner, "is_sharded", lambda parameter: True)
     with pytest.raises(Unsupported, match="whole matrices"):
         muon_groups(Tied())

@@ -15,7 +15,7 @@ from farflung.outer.ballot import Tally
 from farflung.outer.fragments import whole, without_masks
 from farflung.outer.replica import checksum
 from farflung.outer.schedule import Apply, Clock, Launch
-from farflung.outer.weighting import ByWork, Decision, NormHistory
+from farflung.outer.weighting import ByWork, Decision
 
 
 @settings(max_examples=50, deadline=None)
@@ -106,7 +106,7 @@ def judged(*weights, norms=None, largest=None, sound=None):
     tally = Tally(
         weights, norms or (0.0,) * size, largest or (0.0,) * size, sound or (True,) * size, False, 0, (-1,) * size
     )
-    return tally, ByWork()(tally.weights, tally.norms, NormHistory())
+    return tally, ByWork()(tally.weights, tally.norms, {})
 
 
 def test_ranks_count_by_what_they_have_done_of_a_round():

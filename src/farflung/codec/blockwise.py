@@ -102,20 +102,20 @@ class _Blockwise(ABC):
         return wire
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
-        if (fused := kernels(out, self.block)) is not None:
-            fused.decode(*self._parts(wire, out), out, None, **self._form)
-            return out
-        for target, values in self._decoded(wire, out, in_place=out.dtype == torch.float32):
-            if values is not target:
-                target.copy_(values)
-        return out
+        return self._decode(wire, out, None)
 
     def add(self, wire: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
+        return self._decode(wire, out, factor)
+
+    def _decode(self, wire: Tensor, out: Tensor, factor: float | None) -> Tensor:
         if (fused := kernels(out, self.block)) is not None:
             fused.decode(*self._parts(wire, out), out, factor, **self._form)
             return out
-        for target, values in self._decoded(wire, out, in_place=False):
-            target.add_(values if factor == 1 else values.to(out.dtype).mul_(factor))
+        for target, values in self._decoded(wire, out, in_place=factor is None and out.dtype == torch.float32):
+            if factor is not None:
+                target.add_(values if factor == 1 else values.to(out.dtype).mul_(factor))
+            elif values is not target:
+                target.copy_(values)
         return out
 
     def wire_bytes(self, n: int) -> int:
@@ -145,7 +145,6 @@ class _Blockwise(ABC):
         return wire[:head].clone().view(torch.float32), wire[head:]
 
     def _piece(self, x: Tensor) -> int:
-        """How many values are worked on at a time: whole blocks."""
         return -(-min(piece_size(x), x.numel()) // self.block) * self.block
 
     def _pieces(self, x: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -215,9 +214,8 @@ class _FourBit(_Blockwise):
     @abstractmethod
     def _to_codes(self, y: Tensor) -> None: ...
 
-    @abstractmethod
     def _from_codes(self, y: Tensor) -> None:
-        """Turn codes, whole fp32 numbers, into what they stand for, in place; `_to_codes` does the opposite."""
+        """Turn codes, whole fp32 numbers, into what they stand for, in place; whole numbers stand for themselves."""
 
     def _round(self, codes: Tensor, y: Tensor) -> None:
         self._to_codes(y)
@@ -244,9 +242,6 @@ class Int4(_FourBit):
 
     def _to_codes(self, y: Tensor) -> None:
         y.round_()
-
-    def _from_codes(self, y: Tensor) -> None:
-        """Do nothing: each code stands for itself."""
 
 
 @dataclass(frozen=True)

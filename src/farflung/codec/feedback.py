@@ -48,7 +48,6 @@ class ErrorFeedback:
 
     @property
     def limit(self) -> float:
-        """The largest magnitude that survives, of a value and its residual together."""
         return self.codec.limit
 
     def encode_with(self, x: Tensor, residual: Tensor) -> Tensor:

@@ -77,19 +77,13 @@ class TopK:
         for rows in self._chunks(x):
             index = self._largest(rows)
             values = rows.gather(1, index)
+            steps, code = _to_levels(values) if self.bits == 2 else (values[:0], values)
             chosen.append(index.view(-1))
-            if self.bits == 2:
-                steps, code = _to_levels(values)
-                levels.append(steps.view(-1))
-                codes.append(code.view(-1))
-            else:
-                codes.append(values.view(-1))
+            levels.append(steps.view(-1))
+            codes.append(code.view(-1))
         head, body, places = self._cut(wire, n)
-        if self.bits == 2:
-            head.copy_(torch.cat(levels).view(torch.uint8))
-            body.copy_(_pack(torch.cat(codes), 2))
-        else:
-            body.copy_(torch.cat(codes).view(torch.uint8))
+        head.copy_(torch.cat(levels).view(torch.uint8))
+        body.copy_(_pack(torch.cat(codes), 2) if self.bits == 2 else torch.cat(codes).view(torch.uint8))
         places.copy_(_pack(torch.cat(chosen), index_bits(self.chunk)))
         return wire
 
@@ -98,7 +92,6 @@ class TopK:
         return out.zero_().scatter_(0, index, values)
 
     def add(self, wire: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
-        """Add at the places that the wire names only."""
         index, values = self._sent(wire, out)
         if factor != 1:
             values.mul_(factor)

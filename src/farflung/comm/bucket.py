@@ -142,7 +142,7 @@ class Buckets:
                     part.copy_(row.narrow(0, piece.start, piece.size))
 
     def rebind(self, tensors: Sequence[Tensor]) -> None:
-        """Find the tensors' memory again, if someone has given one of them another storage or put another in its place.
+        """Find the tensors' memory again, if one was given another storage, or another one was put in its place.
 
         StateError: one has another shape than the tensor of the constructor, or is contiguous no longer.
         """

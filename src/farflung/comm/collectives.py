@@ -27,7 +27,7 @@ from farflung.comm import payloads
 from farflung.comm.exchange import MAX_CAPACITY, Exchange, Packets
 from farflung.comm.group import Op
 from farflung.comm.mismatch import require_alike
-from farflung.comm.packet import Kind, Signature, raw
+from farflung.comm.packet import Signature, raw
 
 _GATHER: Signature = ("gather",)
 _GATHER_RAGGED: Signature = ("gather", ("ragged", True))
@@ -80,7 +80,11 @@ def gather(exchange: Exchange, tree: Any, ragged: bool = False, at: str | None =
         return tree
     packets = exchange.share(exchange.header(signature, leaves, spec), leaves)
     if ragged and not packets.same:
-        require_alike(packets.headers, "Only first dimensions may differ here; use gather_object.", _beyond_first)
+        require_alike(
+            packets.headers,
+            "Only first dimensions may differ here; use gather_object.",
+            lambda kind: (kind.shape[1:], len(kind.shape), kind.dtype, kind.device),
+        )
     else:
         require_alike(packets.headers, "Use pad_across_processes(dim=0) or gather_object.")
         if not all(packets.arrived):
@@ -352,7 +356,3 @@ def _called(exchange: Exchange, name: str, from_process: int) -> Signature:
         what = f"{name}: from_process={from_process!r} is no rank of this group; use {ranks}."
         exchange.fail(signature, ConfigError(what))
     return signature
-
-
-def _beyond_first(kind: Kind) -> Any:
-    return kind.shape[1:], len(kind.shape), kind.dtype, kind.device

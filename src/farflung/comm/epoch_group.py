@@ -17,7 +17,7 @@ import torch.distributed as dist
 from farflung.base.errors import RankFailure
 from farflung.base.torch_internals import bare_group
 from farflung.comm.c10d_group import C10dGroup, transport_said
-from farflung.comm.group import Group, check_blocks
+from farflung.comm.group import Group
 from farflung.comm.member_store import part_of
 
 
@@ -65,11 +65,7 @@ class EpochGroup(C10dGroup):
 
     @property
     def pg(self) -> dist.ProcessGroup:
-        """The process group.
-
-        Raises:
-            RankFailure: some members did not come.
-        """
+        """The process group; RankFailure where some members did not come."""
         if self._connected is None:
             store = part_of(self._store, self._name)
             try:
@@ -93,7 +89,6 @@ class EpochGroup(C10dGroup):
         return self._watch.break_off(f"the transport said: {transport_said(error)}")
 
     def abort(self) -> None:
-        """Close the connections, if there are any."""
         if self._connected is not None:
             super().abort()
 
@@ -101,17 +96,12 @@ class EpochGroup(C10dGroup):
         self._num_made += 1
         return EpochGroup(self._store, f"{self._name}.{self._num_made}", self.rank, self.size, self._watch)
 
-    def split(self, size: int) -> Group:
-        if self.size == 1:
-            return self
-        check_blocks(self.size, size)
+    def _block(self, begin: int, end: int) -> Group:
         self._num_made += 1
-        begin = self.rank - self.rank % size
-        name, length = f"{self._name}.{self._num_made}-{begin}", min(size, self.size - begin)
-        return EpochGroup(self._store, name, self.rank - begin, length, self._watch)
+        name = f"{self._name}.{self._num_made}-{begin}"
+        return EpochGroup(self._store, name, self.rank - begin, end - begin, self._watch)
 
     def free(self, reusable: bool = True) -> None:
-        """Close the connections."""
         if not reusable:
             self.abort()
         if self._connected is not None:

@@ -54,7 +54,6 @@ class Packets:
         self._buffers = buffers
 
     def views(self, rank: int) -> list[Tensor]:
-        """Return the leaves that `rank` sent, as views."""
         return self._buffers.ranks[rank].views(self.headers[rank])
 
 

@@ -101,6 +101,19 @@ class Group(Protocol):
 
         ConfigError: a rank would be alone in its block.
         """
+        if self.size == 1:
+            return self
+        if size < 2 or self.size % size == 1:
+            raise ConfigError(
+                f"{self.size} ranks can't be split into blocks of {size}: one rank would be left alone. Use another "
+                "size."
+            )
+        begin = self.rank - self.rank % size
+        return self._block(begin, min(begin + size, self.size))
+
+    def _block(self, begin: int, end: int) -> Group:
+        """Return the group of the ranks from `begin` to below `end`, of which this is one: a collective."""
+        return self
 
     def agree_min(self, number: int, name: str) -> int:
         """Return the smallest `number` of all ranks that still live, after a failure that all of them hear of."""
@@ -118,14 +131,6 @@ class Group(Protocol):
     def raise_if_broken(self) -> None:
         """Raise RankFailure when another rank is known to have left, to be dead, or to be late for too long."""
         return None
-
-
-def check_blocks(num_ranks: int, size: int) -> None:
-    """Raise ConfigError for blocks of `size` neighbours in which a rank would be alone."""
-    if size < 2 or num_ranks % size == 1:
-        raise ConfigError(
-            f"{num_ranks} ranks can't be split into blocks of {size}: one rank would be left alone. Use another size."
-        )
 
 
 class Done:
@@ -159,6 +164,3 @@ class SoloGroup(Group):
 
     def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
         return self.all_gather(out, x)
-
-    def split(self, size: int) -> Group:
-        return self

@@ -20,25 +20,15 @@ _OF_EPOCH = re.compile(r"e(\d+)/")
 
 @dataclass(frozen=True)
 class Record:
-    """An epoch as the store has it.
+    """An epoch as the store has it."""
 
-    Attributes:
-        number: 1 for the first one.
-        by: who has put it there.
-        ids: of its members, in the order of their ranks.
-        newcomers: the ids of those that get what the others have in common.
-        common: of rounds that were under way, how many buckets all members apply, by vote.
-        past: the number of the first vote that no member has had yet.
-        lost: why members of the epoch before are not in it, by id.
-    """
-
-    number: int
-    by: int
-    ids: tuple[int, ...]
-    newcomers: tuple[int, ...] = ()
-    common: Mapping[int, int] = field(default_factory=dict)
-    past: int = 0
-    lost: Mapping[int, str] = field(default_factory=dict)
+    number: int  # 1 for the first one
+    by: int  # who has put it there
+    ids: tuple[int, ...]  # of its members, in the order of their ranks
+    newcomers: tuple[int, ...] = ()  # the ids of those that get what the others have in common
+    common: Mapping[int, int] = field(default_factory=dict)  # buckets that all apply of open rounds, by vote
+    past: int = 0  # the number of the first vote that no member has had yet
+    lost: Mapping[int, str] = field(default_factory=dict)  # why members of the epoch before are not in it, by id
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -54,16 +44,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Applicant:
-    """A replica that asks to be let in.
-
-    Attributes:
-        last: the number of the epoch that it was in before, 0 for none.
-        has_state: it has what members have in common, as they had it then.
-    """
+    """A replica that asks to be let in."""
 
     member: int
-    last: int
-    has_state: bool
+    last: int  # the number of the epoch that it was in before, 0 for none
+    has_state: bool  # it has what members have in common, as they had it then
 
 
 def part_of(store: Any, name: str) -> Any:

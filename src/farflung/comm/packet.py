@@ -114,13 +114,10 @@ class Headers:
         leaves: Sequence[Tensor],
         carries: Callable[[Header], bool] = lambda header: True,
     ) -> Header:
-        """Return the header for a tree, `spec` and `leaves` as `flatten` gives them.
+        """Return the header for a tree, `spec` and `leaves` as `flatten` gives them; WrongType: one is no plain bytes.
 
         Args:
             carries: whether the payload travels behind a header that is new.
-
-        Raises:
-            WrongType: a leaf is not made of plain bytes.
         """
         key = signature, spec, tuple([(type(x), x.shape, x.dtype, x.device, x.layout) for x in leaves])
         header = self._sent.get(key)
@@ -137,7 +134,6 @@ class Headers:
         return self.read(json.dumps((signature, None, (), reason)).encode())
 
     def read(self, encoded: bytes) -> Header:
-        """Return what a header says."""
         header = self._known.get(encoded)
         if header is None:
             header = self._known[encoded] = Header(encoded)

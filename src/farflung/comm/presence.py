@@ -108,7 +108,6 @@ class PresenceStore:
     # ---- tidying the store
 
     def can_list_keys(self) -> bool:
-        """Whether the store can say which keys it has; those of older torch can't."""
         return hasattr(self._store, "list_keys")
 
     def forget(self, closed: Iterable[str]) -> None:
@@ -195,10 +194,6 @@ class PresenceStore:
             self._store.set(self._key("mismatch"), text)
             self._store.set(self._key("alarm"), "")
 
-    def mismatch(self) -> str:
-        """Return what was published of a mismatch, or an empty string."""
-        return self._text("mismatch")
-
     # ---- being late
 
     def ask(self) -> int:
@@ -215,12 +210,8 @@ class PresenceStore:
         self._store.set(self._key("alarm"), "")
         self.ask()
 
-    def hang_report(self) -> str:
-        """Return what was published of a hang, or an empty string."""
-        return self._text("hang")
-
-    def _text(self, name: str) -> str:
-        """Return what was published for all under a name; empty where nothing was, or the store is gone."""
+    def published(self, name: str) -> str:
+        """Return the text of a `mismatch` or a `hang`; empty where none was published, or the store is gone."""
         with suppress(dist.DistError):
             if self._store.check([self._key(name)]):
                 return str(self._store.get(self._key(name)).decode())

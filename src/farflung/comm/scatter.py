@@ -63,11 +63,7 @@ class Scatter:
         return values[0]
 
     def flush(self) -> None:
-        """Wait until what was sent last has left.
-
-        Raises:
-            RankFailure: a rank left or died.
-        """
+        """Wait until what was sent last has left."""
         work, self._under_way = self._under_way, None
         if work is not None:
             work.wait()
@@ -79,10 +75,9 @@ class Scatter:
             self._deliver([(header, [])] * (self._group.size - 1))
 
     def receive(self) -> Any:
-        """Return the value that rank 0 sent to this rank. Its tensors share one block of memory, and nobody else's.
+        """Return the value that rank 0 sent to this rank; RankFailure where it called `fail`.
 
-        Raises:
-            RankFailure: rank 0 called `fail`.
+        Its tensors share one block of memory, and nobody else's.
         """
         length = 0
         while length == 0:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from farflung.base.errors import PEER_LOST, CollectiveMismatch, FarflungError, RankFailure, StateError
 from farflung.base.torch_internals import num_groups
 from farflung.comm.c10d_group import WATCH_S, C10dGroup, transport_said
-from farflung.comm.group import Group, check_blocks
+from farflung.comm.group import Group
 from farflung.comm.presence import PresenceStore
 from farflung.comm.waits import Wait, Waits, handed_over
 
@@ -158,14 +158,10 @@ class TorchGroup(C10dGroup):
 
         return end
 
-    def split(self, size: int) -> Group:
-        if self.size == 1:
-            return self
-        check_blocks(self.size, size)
-        begin = self.rank - self.rank % size
+    def _block(self, begin: int, end: int) -> Group:
         is_block = self.size != self.presence.size  # else what is made of all ranks, as for checkpoints, is apart
         shared = self.shared if is_block else None
-        block = self._among(self.ranks[begin : begin + size], shared, False)
+        block = self._among(self.ranks[begin:end], shared, False)
         block._is_block = is_block
         return block
 
@@ -201,14 +197,13 @@ class TorchGroup(C10dGroup):
             raise self._broken(f"Rank {self.presence.rank} stopped waiting")
 
     def failure(self, error: RuntimeError) -> RankFailure | CollectiveMismatch:
-        """Say in one error what is known about the ranks of this group, in which a collective ended with `error`."""
         said = f" The transport said: {transport_said(error)}."
         return self._broken(f"A collective of rank {self.presence.rank} failed", said)
 
     def _broken(self, what: str, said: str = "") -> RankFailure | CollectiveMismatch:
         """Close the connections, and say why: a rank that is late comes before those that left because of it."""
-        mismatch = self.presence.mismatch()
-        known = mismatch or self.presence.hang_report() or self.presence.describe_left()
+        mismatch = self.presence.published("mismatch")
+        known = mismatch or self.presence.published("hang") or self.presence.describe_left()
         known = known or self.presence.check_alive(self._closed)
         self.abort()
         return CollectiveMismatch(mismatch) if mismatch else RankFailure(f"{what}: {known}.{said}")
@@ -221,7 +216,6 @@ class TorchGroup(C10dGroup):
         return {self.shared.ranks.index(rank) for rank in closed if rank in self.shared.ranks}
 
     def abort(self) -> None:
-        """Close the connections, if it has not been destroyed."""
         if not self.is_destroyed:
             super().abort()
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import get_ident
@@ -59,7 +59,6 @@ class Waits:
         self._presence = presence
 
     def join(self, group: str) -> None:
-        """Note that this rank is in `group`."""
         for name in (group, handed_over(group)):
             self.entered[name] += 0
 
@@ -76,51 +75,40 @@ class Waits:
         return Wait(group, self.entered[group], kind)
 
     @contextmanager
-    def noted(self, wait: Wait, in_background: bool = False) -> Iterator[DeadlockCheck]:
-        """Note that the calling thread waits, for the length of a block; `in_background`: on behalf of another one."""
-        check = DeadlockCheck(self, self._presence, wait, in_background)
+    def noted(self, wait: Wait, in_background: bool = False) -> Iterator[Callable[[], None]]:
+        """Note that the calling thread waits, for the length of a block; `in_background`: on behalf of another one.
+
+        What is yielded, called now and then, compares this wait with those of the other ranks.
+        """
+        began, due_s, is_posted = time.monotonic(), float("inf") if in_background else _FIRST_CHECK_S, False
+
+        def check() -> None:
+            """Where this wait and another rank's exclude each other, publish that for all ranks of the set."""
+            nonlocal due_s, is_posted
+            if time.monotonic() - began < due_s:
+                return
+            due_s *= 2
+            mine = {
+                "wait": wait,
+                "entered": self.entered,
+                "kinds": {group: list(kinds) for group, kinds in list(self.kinds.items())},  # other threads add some
+                "doing": describe_call(sys._getframe()),
+            }
+            with suppress(dist.DistError):  # without a store the wait itself ends with an error
+                self._presence.post(json.dumps(mine), "wait")
+                is_posted = True
+                posts = {rank: json.loads(text) for rank, text in self._presence.posts("wait").items() if text}
+                if any(_exclude(mine, post) for post in posts.values()):
+                    self._presence.publish_mismatch(waits_differ({rank: post["doing"] for rank, post in posts.items()}))
+
         self.waiting[get_ident()] = wait
         try:
             yield check
         finally:
             self.waiting.pop(get_ident(), None)
-            check.end()
-
-
-class DeadlockCheck:
-    """Compares one wait with those of the other ranks, when it is called now and then."""
-
-    def __init__(self, waits: Waits, presence: PresenceStore, wait: Wait, in_background: bool) -> None:
-        self._waits = waits
-        self._presence = presence
-        self._wait = wait
-        self._began = time.monotonic()
-        self._due_s = float("inf") if in_background else _FIRST_CHECK_S
-        self._is_posted = False
-
-    def __call__(self) -> None:
-        """Where this wait and another rank's exclude each other, publish that for all ranks of the set."""
-        if time.monotonic() - self._began < self._due_s:
-            return
-        self._due_s *= 2
-        mine = {
-            "wait": self._wait,
-            "entered": self._waits.entered,
-            "kinds": {group: list(kinds) for group, kinds in list(self._waits.kinds.items())},  # other threads add some
-            "doing": describe_call(sys._getframe()),
-        }
-        with suppress(dist.DistError):  # without a store the wait itself ends with an error
-            self._presence.post(json.dumps(mine), "wait")
-            self._is_posted = True
-            posts = {rank: json.loads(text) for rank, text in self._presence.posts("wait").items() if text}
-            if any(_exclude(mine, post) for post in posts.values()):
-                self._presence.publish_mismatch(waits_differ({rank: post["doing"] for rank, post in posts.items()}))
-
-    def end(self) -> None:
-        """Take back what was written down."""
-        if self._is_posted:
-            with suppress(dist.DistError):
-                self._presence.post("", "wait")
+            if is_posted:
+                with suppress(dist.DistError):
+                    self._presence.post("", "wait")
 
 
 def _exclude(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

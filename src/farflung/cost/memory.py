@@ -30,21 +30,14 @@ _SIZES = (1, 2, 4, 8)  # bytes of a value
 
 @dataclass(frozen=True)
 class ModelSize:
-    """How large a model is, in plain numbers; `cost.modules.size_of` reads them from a model.
+    """How large a model is, in plain numbers; `cost.modules.size_of` reads them from a model."""
 
-    Args:
-        groups: number of parameters in each group that is gathered at once. The root's comes first: whatever is in no
-            wrapped module, such as embeddings and head.
-        trained: number of those that are trained; None: all.
-        value_bytes: of a parameter at rest.
-        state_values: that the optimizer keeps for each trained parameter, in the parameter's dtype: 2 for Adam, 1 for
-            momentum.
-    """
-
+    # Parameters in each group that is gathered at once; first the root's: whatever is in no wrapped module, such as
+    # embeddings and head.
     groups: tuple[int, ...]
-    trained: int | None = None
-    value_bytes: int = 4
-    state_values: int = 2
+    trained: int | None = None  # how many of those are trained; None: all
+    value_bytes: int = 4  # of a parameter at rest
+    state_values: int = 2  # that the optimizer keeps of a trained parameter, in its dtype: 2 for Adam, 1 for momentum
 
     def __post_init__(self) -> None:
         if not self.groups or min(self.groups) < 0 or self.parameters == 0:
@@ -65,46 +58,25 @@ class ModelSize:
         return self.groups[0]
 
     @property
-    def largest_two(self) -> tuple[int, ...]:
-        """Parameters of the largest two other groups, or of as many as there are."""
-        return tuple(sorted(self.groups[1:])[-2:])
-
-    @property
-    def largest(self) -> int:
-        """Parameters of the largest other group; 0 where there is none."""
-        return max(self.groups[1:], default=0)
-
-    @property
     def num_trained(self) -> int:
         return self.parameters if self.trained is None else self.trained
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """How a model is spread over a grid of ranks, and which ranks communicate.
+    """How a model is spread over a grid of ranks, and which ranks communicate."""
 
-    Args:
-        dp_replicate_size: rows: ranks of a column, which hold the same values.
-        dp_shard_size: columns: ranks of a row, an island where there is an outer loop.
-        sharded: a row shards one copy of the model (FSDP); otherwise each rank holds all of it (DDP).
-        reshard: sharded weights are given back after the forward pass and gathered again for the backward pass: all but
-            the root's, unless there are no others. (`reshard_after_forward`)
-        param_bytes: of a gathered weight, and of its gradient; None: as at rest. (`MixedPrecisionPolicy.param_dtype`)
-        reduce_bytes: of a gradient that is reduced; None: as gathered. (`MixedPrecisionPolicy.reduce_dtype`)
-        micro_batches: backward passes of a step, of which the last one reduces the gradients (`accumulate`).
-        outer: the outer loop between rows; None: they average gradients in every step (DDP, HSDP).
-        gloo: the backend is gloo, which reduces a copy of all of a row's gradients and sends each of them twice.
-    """
-
-    dp_replicate_size: int = 1
-    dp_shard_size: int = 1
-    sharded: bool = False
+    dp_replicate_size: int = 1  # rows: ranks of a column, which hold the same values
+    dp_shard_size: int = 1  # columns: ranks of a row, an island where there is an outer loop
+    sharded: bool = False  # a row shards one copy of the model (FSDP); otherwise each rank holds all of it (DDP)
+    # Sharded weights are given back after the forward pass and gathered again for the backward pass: all but the
+    # root's, unless there are no others. (`reshard_after_forward`)
     reshard: bool = True
-    param_bytes: int | None = None
-    reduce_bytes: int | None = None
-    micro_batches: int = 1
-    outer: Method | None = None
-    gloo: bool = False
+    param_bytes: int | None = None  # of a gathered weight and of its gradient; None: as at rest. (`param_dtype`)
+    reduce_bytes: int | None = None  # of a gradient that is reduced; None: as gathered. (`reduce_dtype`)
+    micro_batches: int = 1  # backward passes of a step, of which the last one reduces the gradients (`accumulate`)
+    outer: Method | None = None  # the outer loop between rows; None: they average gradients in every step (DDP, HSDP)
+    gloo: bool = False  # the backend is gloo, which reduces a copy of all of a row's gradients and sends each twice
 
     def __post_init__(self) -> None:
         for name in ("dp_replicate_size", "dp_shard_size", "micro_batches"):
@@ -175,17 +147,18 @@ def _in_passes(size: ModelSize, layout: RankLayout, gradients: float) -> tuple[f
     param, reduce = _pass_bytes(size, layout)
     share = size.num_trained / size.parameters
     keeps, accumulates = not layout.reshard, layout.micro_batches > 1
-    moving = size.root + sum(size.largest_two)
+    largest = max(size.groups[1:], default=0)
+    moving = size.root + sum(sorted(size.groups[1:])[-2:])
     gathered = param * (size.parameters if keeps else moving)
     waiting = share * (reduce * size.parameters if accumulates else param * size.root)
     # A group's gradients are copied into the buffer that is reduced; gloo then copies that.
     buffers = share * (reduce + max(param, reduce * layout.gloo))
-    forward = gathered + param * size.largest * (1 + keeps) + accumulates * waiting
+    forward = gathered + param * largest * (1 + keeps) + accumulates * waiting
     # What is kept, or has waited, is freed group by group while gradients come to rest: the start has the most of it.
     at_rest = 0.0 if keeps or accumulates else gradients * (1 - moving / size.parameters)
-    backward = gathered + waiting + buffers * size.largest + at_rest
+    backward = gathered + waiting + buffers * largest + at_rest
     root = param * size.root + buffers * size.root + gradients * (1 - size.root / size.parameters)
-    return gathered, waiting + buffers * size.largest, max(forward, backward, root, gradients)
+    return gathered, waiting + buffers * largest, max(forward, backward, root, gradients)
 
 
 def _pass_bytes(size: ModelSize, layout: RankLayout) -> tuple[int, int]:

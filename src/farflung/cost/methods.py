@@ -41,10 +41,6 @@ class Row:
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
 
 
-def _plain(n: int) -> int:
-    return _FP32_BYTES * n
-
-
 def rows_for(run: Run, bucket_bytes: int | None = None, steps: int | None = None) -> tuple[Row, ...]:
     """Return what is worth comparing in a run of any length; `steps` are for the flags, `bucket_bytes` for all rows."""
     # Of three layers, as in arXiv:2501.18512; small models were measured layer by layer (benchmarks/).
@@ -52,7 +48,12 @@ def rows_for(run: Run, bucket_bytes: int | None = None, steps: int | None = None
     delay = min(5, 100 // fragments)
     size = bucket_bytes or bucket_bytes_for(_FP32_BYTES * run.parameters)
 
-    def outer(config: OuterSettings, name: str = "", wire_bytes: Callable[[int], int] = _plain, **numbers: Any) -> Row:
+    def outer(
+        config: OuterSettings,
+        name: str = "",
+        wire_bytes: Callable[[int], int] = lambda n: _FP32_BYTES * n,
+        **numbers: Any,
+    ) -> Row:
         every, parts = config.every or 1, config.fragments or 1
         bits = bits_on_the_wire(wire_bytes, run.parameters, parts, size)
         method = Method(

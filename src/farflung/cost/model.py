@@ -37,25 +37,15 @@ _UNDER_WAY = 2  # collectives at a time, which wait for the line together: the o
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained, on what.
+    """What is trained, on what."""
 
-    Args:
-        parameters: trainable ones; they are taken to be spread evenly over the layers.
-        layers: of the model, such as its transformer blocks.
-        step_s: seconds of one optimizer step of a replica that trains alone.
-        replicas: how many train together.
-        bandwidth_bps: bits a second of each replica's line, each way at the same time; `math.inf` for no limit.
-        latency_s: seconds from one replica to another, one way: half of what `ping` shows.
-        island_size: ranks that train one replica together. Of several, each keeps a round until all of them have it.
-    """
-
-    parameters: int
-    layers: int
-    step_s: float
-    replicas: int
-    bandwidth_bps: float
-    latency_s: float = 0.0
-    island_size: int = 1
+    parameters: int  # trainable ones; they are taken to be spread evenly over the layers
+    layers: int  # of the model, such as its transformer blocks
+    step_s: float  # seconds of one optimizer step of a replica that trains alone
+    replicas: int  # how many train together
+    bandwidth_bps: float  # bits a second of each replica's line, each way at the same time; `math.inf` for no limit
+    latency_s: float = 0.0  # seconds from one replica to another, one way: half of what `ping` shows
+    island_size: int = 1  # ranks that train one replica; of several, each keeps a round until all of them have it
 
     def __post_init__(self) -> None:
         _check_counts(self, parameters=1, layers=1, replicas=1, island_size=1)
@@ -66,47 +56,30 @@ class Run:
 
 @dataclass(frozen=True)
 class Method:
-    """A way of training together, in plain numbers.
+    """A way of training together, in plain numbers."""
 
-    Args:
-        name: for people.
-        every: H, the steps in which each parameter is exchanged once: 1 for data-parallel training.
-        fragments: P, the parts in which the model is exchanged, at equal distances within those steps.
-        delay: steps that go on between a fragment's launch and its landing.
-        bits: that travel for each parameter, with its share of scales and indices.
-        exchange: `reduced` on the way (all-reduce, or reduce-scatter and all-gather), `gathered` from all by all, or
-            `paired` with one other replica.
-        during_backward: what travels leaves bucket by bucket while the backward pass of its step still computes. True
-            of gradients; false of weights, which move in the step after it.
-        voted: a vote comes before each fragment, which is not sent until all have voted.
-        confirmed: a fragment lands when all replicas have said that they received it, where there are more than two.
-        anchor: an agreed point is kept beside the weights.
-        outer_state: fp32 values that the outer optimizer keeps for each parameter: 1 is momentum.
-        feedback: another fp32 value is kept for each parameter, such as what the codec left out.
-        bucket_bytes: fp32 bytes in one collective.
-        encode_s: seconds to encode one value.
-        decode_s: seconds to decode one value of one wire.
-        state_bits: of the inner optimizer's state, averaged with each parameter by an all-reduce of its own.
-        levels: rounds among neighbours in between: pairs of steps between them and how many replicas meet. After a step
-            at which several are due only the widest is held. They are taken to stay within a machine: bytes, no time.
-    """
-
-    name: str
-    every: int = 1
-    fragments: int = 1
-    delay: int = 0
-    bits: float = 32
+    name: str  # for people
+    every: int = 1  # H, the steps in which each parameter is exchanged once: 1 for data-parallel training
+    fragments: int = 1  # P, the parts in which the model is exchanged, at equal distances within those steps
+    delay: int = 0  # steps that go on between a fragment's launch and its landing
+    bits: float = 32  # that travel for each parameter, with its share of scales and indices
+    # Reduced on the way (all-reduce, or reduce-scatter and all-gather), gathered from all by all, or paired with one
+    # other replica.
     exchange: Exchange = "reduced"
+    # What travels leaves bucket by bucket while the backward pass of its step still computes. True of gradients; false
+    # of weights, which move in the step after it.
     during_backward: bool = False
-    voted: bool = False
-    confirmed: bool = False
-    anchor: bool = False
-    outer_state: int = 0
-    feedback: bool = False
-    bucket_bytes: int = CAP_BYTES
-    encode_s: float = 0.0
-    decode_s: float = 0.0
-    state_bits: float = 0.0
+    voted: bool = False  # a vote comes before each fragment, which is not sent until all have voted
+    confirmed: bool = False  # a fragment lands once all of more than two replicas have said that they received it
+    anchor: bool = False  # an agreed point is kept beside the weights
+    outer_state: int = 0  # fp32 values that the outer optimizer keeps for each parameter: 1 is momentum
+    feedback: bool = False  # another fp32 value is kept for each parameter, such as what the codec left out
+    bucket_bytes: int = CAP_BYTES  # fp32 bytes in one collective
+    encode_s: float = 0.0  # seconds to encode one value
+    decode_s: float = 0.0  # seconds to decode one value of one wire
+    state_bits: float = 0.0  # of the inner optimizer's state, averaged with each parameter by an all-reduce of its own
+    # Rounds among neighbours in between: pairs of steps between them and how many replicas meet. After a step at which
+    # several are due only the widest is held. They are taken to stay within a machine: bytes, no time.
     levels: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -151,25 +124,13 @@ class Cost:
     method: Method
     seconds_per_step: float  # on the average over a round
     utilization: float  # the share of the time in which it computes
-    bytes_sent_per_round: float  # in `Method.every` steps, without votes and the network's own headers
-    bytes_received_per_round: float  # the same, of what comes in
+    bytes_sent_per_round: float  # in `Method.every` steps, without votes and the network's own headers; as many come in
     bytes_near_per_round: float  # those of the sent ones that stay among neighbours
     memory: Memory
 
     @property
-    def exposed_share(self) -> float:
-        """The share of the time in which nothing is computed."""
-        return 1 - self.utilization
-
-    @property
     def bytes_sent_per_step(self) -> float:
-        """On the average over a round."""
         return self.bytes_sent_per_round / self.method.every
-
-    @property
-    def bytes_received_per_step(self) -> float:
-        """On the average over a round."""
-        return self.bytes_received_per_round / self.method.every
 
 
 def cost_of(run: Run, method: Method) -> Cost:
@@ -183,7 +144,7 @@ def cost_of(run: Run, method: Method) -> Cost:
     far = copies(method.exchange, run.replicas) * method.bits + copies("reduced", run.replicas) * method.state_bits
     near = run.parameters / 8 * _near_bits(run, method)
     travels = run.parameters / 8 * far + near
-    return Cost(method, seconds, run.step_s / seconds, travels, travels, near, _memory(run, method))
+    return Cost(method, seconds, run.step_s / seconds, travels, near, _memory(run, method))
 
 
 def needed_bandwidth(run: Run, method: Method, utilization: float) -> float:

@@ -43,8 +43,8 @@ from farflung.integrations.elastic import launched_membership
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.loop.scheduler import planned_updates
 from farflung.outer.arguments import OuterConfig, recipe_of
-from farflung.outer.data_parallel import LocalDDP
 from farflung.outer.engine import OuterLoop
+from farflung.outer.gradients import LocalDDP
 from farflung.process import world as slot
 from farflung.process.failure import OUTER_ATTACHED, leave_note
 from farflung.process.mesh import Mesh, make_mesh, replicas_here, require_replicas, stated_island_size
@@ -72,13 +72,6 @@ class FollowedModel:
         loop, self.loop, self._averages_without_loop = self.loop, None, True
         self.local.end()
         return loop
-
-    def step(self, done: bool) -> None:
-        """Count a step, and run the rounds that are due."""
-        assert self.loop is not None
-        self.attempts += 1
-        self.loop.count(done)
-        self.loop.sync_if_due()
 
 
 class DDPTakeover:
@@ -213,7 +206,6 @@ class DDPTakeover:
         )
 
     def _open(self, one: FollowedModel, optimizer: Optimizer) -> None:
-        """Open the loop over a model: a collective."""
         module, mesh = one.local.module, one.mesh
         membership = launched_membership(mesh.island)
         group, island = (None, None) if membership else (mesh.replicas, mesh.island)
@@ -243,8 +235,11 @@ class DDPTakeover:
 
     def _stepped(self, optimizer: Optimizer, done: bool = True) -> None:
         for one in () if self._is_in_round else self._driven.get(optimizer, ()):
+            assert one.loop is not None
+            one.attempts += 1
             with self._in_round():
-                one.step(done)
+                one.loop.count(done)
+                one.loop.sync_if_due()
             if one.attempts == 2:  # schedulers have followed the first step by now
                 self._say_if_short(optimizer)
 

@@ -39,11 +39,7 @@ def launched_membership(island: Group | None = None) -> Elastic | None:
 
 
 def launched_run() -> tuple[Any, int, dict[str, Any]]:
-    """Return the store of the run that `farflung launch --elastic` has started, this replica's id, and the settings.
-
-    Raises:
-        ConfigError, RankFailure: as `launched_membership` does.
-    """
+    """Return the store of the run that `farflung launch --elastic` has started, this replica's id, and the settings."""
     where, member = (environ.text(name) or "" for name in environ.MEMBER_VARIABLES)
     host, _, port = where.rpartition(":")
     if not port.isdecimal() or not member.isdecimal():

@@ -39,7 +39,6 @@ class RoundOutputs:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank prints lines."""
         return self._interval is not None
 
     def listen(self, loop: OuterLoop, number: int, loss: Callable[[], float | None] | None = None) -> None:
@@ -107,7 +106,6 @@ class RoundFigures:
 
     @property
     def is_open(self) -> bool:
-        """Whether the loop still exists."""
         return self._loop() is not None
 
     def take(self) -> dict[str, float]:

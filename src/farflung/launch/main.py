@@ -16,7 +16,7 @@ from farflung.base.errors import FarflungError, Unsupported, did_you_mean
 COMMANDS = {
     "launch": ("farflung.launch.run:launch", "Run a script in one or several distributed processes."),
     "config": ("farflung.launch.ask:config", "Ask for settings and save them in a file."),
-    "plan": ("farflung.cost.command:plan", "Forecast what each method costs on a network."),
+    "plan": ("farflung.cost.forecast:plan", "Forecast what each method costs on a network."),
     "env": ("farflung.launch.ask:env", "Show versions, devices and the settings in use."),
     "checkpoint": ("farflung.launch.main:checkpoint", "List, verify, compare and convert checkpoints."),
     "demo": ("farflung.demo.command:demo", "Train a small GPT in four ways and compare their costs."),

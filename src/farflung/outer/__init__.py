@@ -9,13 +9,11 @@ from farflung.codec.blockwise import E3M0, Fp8, Int4, Int8
 from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.sparse import TopK
 from farflung.outer.aggregate import GatherMean, Gossip, RadialMean, ReduceScatterMean, TrimmedMean
-from farflung.outer.agreement import Mean
+from farflung.outer.agreement import Blend, Mean, Replace
 from farflung.outer.engine import OuterLoop
 from farflung.outer.fragments import apart, blocks, by_bytes, strided, whole
-from farflung.outer.inner import AverageState, KeepState, ResetState
-from farflung.outer.merge import Blend, Replace
+from farflung.outer.inner import AverageState, KeepState, ResetState, muon_groups
 from farflung.outer.merge_states import MergedState, merge_states
-from farflung.outer.muon import muon_groups
 from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import *  # noqa: F403 - its __all__ is the list of recipes
 from farflung.outer.schedule import ByTime, Every, Levels, Quadratic, Streaming, Warmup

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,14 +20,12 @@ from farflung.codec.feedback import ErrorFeedback
 from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group
 from farflung.outer.agreement import Aggregator, Mean, Payload, Pending
-from farflung.outer.island import Island
+from farflung.outer.ballot import Island
 from farflung.outer.weighting import Decision
 
 
-class _Gathering(ABC):
+class _Gathering(Aggregator):
     """Gathers all wires whole, from which each rank computes the same."""
-
-    agrees: ClassVar[bool] = True
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
         return _encoded(x, codec, residual)
@@ -36,9 +34,9 @@ class _Gathering(ABC):
         wire = payload.wire
         assert wire is not None
         everyone = torch.empty(group.size * wire.numel(), dtype=wire.dtype, device=wire.device)
-        work, nbytes = group.all_gather(everyone, wire), (group.size - 1) * wire.nbytes
-        wires = list(everyone.view(group.size, -1))
-        return Pending(work, lambda decision: self._combined(wires, codec, payload.out, decision), nbytes, nbytes)
+        work, wires = group.all_gather(everyone, wire), list(everyone.view(group.size, -1))
+        num_bytes = (group.size - 1) * wire.nbytes
+        return Pending(work, lambda decision: self._combined(wires, codec, payload.out, decision), num_bytes)
 
     @abstractmethod
     def _combined(self, wires: list[Tensor], codec: Codec, out: Tensor, decision: Decision) -> tuple[Tensor, float]:
@@ -58,20 +56,13 @@ class GatherMean(_Gathering):
 
 
 @dataclass(frozen=True)
-class ReduceScatterMean:
+class ReduceScatterMean(Aggregator):
     """The weighted mean in two hops: each rank sums the wires of its own part in fp32, and sends the sum encoded again.
 
     A rank receives 2(M-1)/M wires where `GatherMean` makes it M - 1, and values are rounded twice.
     """
 
-    agrees: ClassVar[bool] = True
-
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        """Encode part by part.
-
-        Raises:
-            Unsupported: wires of this codec can be summed on the way.
-        """
         if codec.linear:
             raise Unsupported(f"{codec} needs no decoding before the sum: use Mean(), which sends less.")
         parts = _parts(x, group.size)
@@ -108,8 +99,7 @@ class ReduceScatterMean:
                 codec.decode(row[: codec.wire_bytes(out.numel())], out)
             return payload.out, decision.total
 
-        hops = 2 * (group.size - 1) * len(payload.wire) // group.size
-        return Pending(first, decode, hops, hops)
+        return Pending(first, decode, 2 * (group.size - 1) * len(payload.wire) // group.size)
 
 
 @dataclass(frozen=True)
@@ -142,7 +132,7 @@ class TrimmedMean(_Gathering):
 
 
 @dataclass(frozen=True)
-class RadialMean:
+class RadialMean(Aggregator):
     """The direction of the mean, and the mean of the replicas' norms as its length, tensor by tensor.
 
         m = sum_k w_k d_k / sum_k w_k;  result = m / |m| * sum_k w_k |d_k| / sum_k w_k;  of embeddings m itself
@@ -156,8 +146,6 @@ class RadialMean:
 
     Source: Decoupled DiLoCo (arXiv:2604.21428).
     """
-
-    agrees: ClassVar[bool] = True
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
         return mean_of(codec).prepare(x, codec, group, residual)
@@ -219,7 +207,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Gossip:
+class Gossip(Aggregator):
     """Push-sum with one peer: each rank gives half of its values away and keeps the other half.
 
         x_i <- x_i - Q(x_i) / 2 + Q(x_j) / 2
@@ -251,12 +239,6 @@ class Gossip:
         check_number("pull", self.pull, least=0, most=1)
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        """Encode; with a pull only later, together with the anchor.
-
-        Raises:
-            Unsupported: under error feedback a rank would owe its peers different things; or a codec would round
-                anchors.
-        """
         if residual is not None:
             raise Unsupported(f"Gossip has a different peer in each round, so it can't use {codec}.")
         if self.pull and not isinstance(codec, Identity):
@@ -281,7 +263,7 @@ class Gossip:
             codec.add(wire, payload.values, -0.5)
             return codec.add(came, payload.values, 0.5), 1
 
-        return Pending(work, decode, wire.nbytes, wire.nbytes)
+        return Pending(work, decode, wire.nbytes)
 
 
 def mean_of(codec: Codec) -> Aggregator:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from farflung.base.checks import check_number
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.sizes import CAP_BYTES
-from farflung.base.torch_internals import foreach_copy_
+from farflung.base.torch_internals import foreach_copy_, foreach_lerp
 from farflung.codec.base import Codec, Identity
 from farflung.codec.feedback import ErrorFeedback
 from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group, Op, Work
-from farflung.outer.merge import Merge
 from farflung.outer.weighting import Decision
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
@@ -31,38 +31,23 @@ MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class Payload:
-    """What a rank brings of one bucket.
+    """What a rank brings of one bucket."""
 
-    Args:
-        values: `[n]`. Under error feedback they have become the residual, once there is a wire.
-        wire: what goes on the wire, encoded. None: it is encoded when the exchange starts.
-        out: `[n]`, where the result goes; it may be `values`.
-        weight: this rank's. With 0 nothing of it counts, so error feedback keeps it for a later round.
-        anchor: `[n]`, what the values are deltas from, where they are; it may be in the host's memory.
-    """
-
-    values: Tensor
-    wire: Tensor | None
-    out: Tensor
-    weight: float = 1.0
-    anchor: Tensor | None = None
+    values: Tensor  # `[n]`; under error feedback they have become the residual, once there is a wire
+    wire: Tensor | None  # what goes on the wire, encoded. None: it is encoded when the exchange starts
+    out: Tensor  # `[n]`, where the result goes; it may be `values`
+    weight: float = 1.0  # this rank's; with 0 nothing of it counts, so error feedback keeps it for a later round
+    anchor: Tensor | None = None  # `[n]`, what the values are deltas from, where they are; maybe in the host's memory
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A bucket on its way.
-
-    Args:
-        decode: from how much each rank counts to `[n]`, the same bits on every rank, and the divisor that makes it the
-            aggregate.
-        bytes_sent: what this rank puts on the wire for it.
-        bytes_received: what comes to it.
-    """
+    """A bucket on its way."""
 
     work: Work
+    # From how much each rank counts to `[n]`, the same bits on every rank, and the divisor that makes it the aggregate.
     decode: Callable[[Decision], tuple[Tensor, float]]
-    bytes_sent: int
-    bytes_received: int
+    num_bytes: int  # that this rank puts on the wire for it; as many come
 
     def wait(self, decision: Decision) -> tuple[Tensor, float]:
         """Return the sum over the ranks and what to divide it by."""
@@ -76,9 +61,7 @@ class Aggregator(Protocol):
     A rank knows its own weight when it starts, and those of the others when it decodes: values travel beside the votes.
     """
 
-    @property
-    def agrees(self) -> bool:
-        """Whether all ranks get the same bits."""
+    agrees: ClassVar[bool] = True  # all ranks get the same bits
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
         """Do with `x` `[n]` what does not need this rank's weight."""
@@ -88,34 +71,30 @@ class Aggregator(Protocol):
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(Aggregator):
     """The weighted mean: each rank scales its values by its weight, and one all-reduce sums them on the way.
 
     A weight of 1 scales nothing, so that sums which fit into fp32 stay exact.
     """
 
-    agrees: ClassVar[bool] = True
-
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        """Leave it as it is.
-
-        Raises:
-            Unsupported: wires of this codec can't be summed.
-        """
         if not codec.linear:
             raise Unsupported(f"Mean uses an all-reduce, but payloads of {codec} can't be summed. Use GatherMean().")
         return Payload(x, None, x)
 
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
-        wire = codec.encode(_scaled(payload.values, payload.weight))
+        x = payload.values
+        if payload.weight == 0:
+            x.zero_()  # not a product, which would let a NaN through
+        elif payload.weight != 1:
+            x.mul_(payload.weight)
+        wire = codec.encode(x)
         return _all_reduced(wire, group, "sum", lambda decision: (codec.decode(wire, payload.out), decision.total))
 
 
 @dataclass(frozen=True)
-class Max:
+class Max(Aggregator):
     """The largest value of each element, as of counters; no codec and no weight has a say in it."""
-
-    agrees: ClassVar[bool] = True
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
         return Payload(x, x, x)
@@ -232,6 +211,48 @@ class Averaged:
         """Look at element by element: a sum of large finite values can overflow."""
         pieces = [piece for k in range(len(self.buckets)) for piece in self.buckets.pieces(k)]
         return all(bool(torch.isfinite(piece).all()) for piece in pieces)
+
+
+class Merge(Protocol):
+    """Merges the new anchor into the local weights, in place."""
+
+    def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
+        """Change `local`; `anchor` has as many tensors of the same shapes, in fp32."""
+
+
+@dataclass(frozen=True)
+class Replace:
+    """local <- anchor."""
+
+    def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
+        foreach_copy_(local, anchor)
+
+
+@dataclass(frozen=True)
+class Blend:
+    """local <- alpha * local + (1 - alpha) * anchor, which keeps part of the steps done while the round was in flight.
+
+    Args:
+        alpha: 0 discards those steps, 1 discards the anchor.
+
+    Raises:
+        ConfigError: `alpha` is not from 0 to 1.
+
+    Source: Streaming DiLoCo (arXiv:2501.18512), with alpha 0.5.
+    """
+
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_number("alpha", self.alpha, least=0, most=1)
+
+    def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
+        """Interpolate in fp32 and round once; alpha 0 copies, alpha 1 changes nothing."""
+        if self.alpha == 0:
+            foreach_copy_(local, anchor)
+        elif self.alpha < 1:
+            blended = [piece.to(point.dtype) for piece, point in zip(local, anchor, strict=True)]
+            foreach_copy_(local, foreach_lerp(list(anchor), blended, self.alpha))
 
 
 class Anchored(Averaged):
@@ -389,7 +410,7 @@ def _brought_together(buckets: Buckets, aggregator: Aggregator, group: Group, de
         flat = buckets.pack(k)
         pending = aggregator.start(Payload(flat, None, flat, decision.factors[group.rank]), Identity(), group, 0)
         buckets.unpack(k, pending.wait(decision)[1])
-        sent += pending.bytes_sent
+        sent += pending.num_bytes
     return sent
 
 
@@ -397,15 +418,8 @@ def _square(x: Tensor) -> Tensor:
     return torch.dot(x, x)  # of a bucket in the cache 0.26 ms, where x.sum() takes 0.5
 
 
-def _scaled(x: Tensor, weight: float) -> Tensor:
-    if weight == 0:
-        return x.zero_()  # not a product, which would let a NaN through
-    return x if weight == 1 else x.mul_(weight)
-
-
 def _all_reduced(wire: Tensor, group: Group, op: Op, decode: Callable[[Decision], tuple[Tensor, float]]) -> Pending:
-    there_and_back = 2 * (group.size - 1) * wire.nbytes // group.size
-    return Pending(group.all_reduce(wire, op), decode, there_and_back, there_and_back)
+    return Pending(group.all_reduce(wire, op), decode, 2 * (group.size - 1) * wire.nbytes // group.size)
 
 
 def _cloned(node: Any) -> Any:

@@ -78,14 +78,7 @@ class OuterConfig(OuterSettings):
 
 
 def named_outer(name: str, outer: OuterConfig | str) -> OuterConfig:
-    """Return `outer`, or the settings of the recipe that it names, with its defaults.
-
-    Args:
-        name: the argument's name, for the error.
-
-    Raises:
-        ConfigError: it is neither, or there is no such recipe.
-    """
+    """Return `outer`, or the settings of the recipe that it names; `name` is for the error."""
     if isinstance(outer, str):
         check_word(name, outer, MAKERS)
         return OuterConfig(outer)
@@ -97,14 +90,7 @@ def named_outer(name: str, outer: OuterConfig | str) -> OuterConfig:
 
 
 def chosen_recipe(recipe: Recipe | OuterConfig | str, local_size: int = 1) -> Recipe:
-    """Return `recipe`, or the one that a name or settings stand for.
-
-    Args:
-        local_size: number of ranks on this machine.
-
-    Raises:
-        ConfigError: it is none of the three, or there is no such recipe.
-    """
+    """Return `recipe`, or the one that a name or settings stand for, on a machine with `local_size` ranks."""
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, (OuterConfig, str)):
@@ -115,14 +101,7 @@ def chosen_recipe(recipe: Recipe | OuterConfig | str, local_size: int = 1) -> Re
 
 
 def recipe_of(config: OuterSettings, local_size: int) -> Recipe:
-    """Return the recipe that `config` names, with its options.
-
-    Args:
-        local_size: number of ranks on this machine.
-
-    Raises:
-        ConfigError: a value is out of its range, or the parts do not go together.
-    """
+    """Return the recipe that `config` names, with its options, on a machine with `local_size` ranks."""
     options = config.given()
     for about_output in ("log", "report"):
         options.pop(about_output, None)
@@ -143,11 +122,7 @@ def recipe_of(config: OuterSettings, local_size: int) -> Recipe:
 
 
 def _rounds_in(steps: int, recipe: Recipe) -> int | None:
-    """Return how many rounds so many steps are, None if that depends on a clock; warn if they are few.
-
-    Raises:
-        ConfigError: they are no round.
-    """
+    """Return how many rounds so many steps are, None if that depends on a clock; warn if they are few, refuse none."""
     check_whole("steps", steps, least=1)
     every = recipe.every
     if every is None:
@@ -185,23 +160,16 @@ def checked(
     bucket_bytes: int | None,
     clock: Callable[[], float],
 ) -> Recipe:
-    """Check the arguments of an `OuterLoop`; return its recipe.
-
-    Raises:
-        ConfigError: an argument that can't work; the message names it.
-    """
+    """Check the arguments of an `OuterLoop`, and return its recipe; ConfigError names an argument that can't work."""
     check_model(model)
     if not model.state_dict():
         raise ConfigError(
             f"model is {shown(model)}, which has no parameters and no buffers: there is nothing to agree on."
         )
-    wanted = "a group, such as TorchGroup() of farflung.comm.group; leave it out for all ranks"
-    if group is not None:
-        check_protocol("group", group, ("rank", "size", "all_reduce", "supports"), wanted)
-    if island is not None:
-        check_protocol(
-            "island", island, ("rank", "size", "all_reduce", "supports"), wanted.replace("all ranks", "none")
-        )
+    for name, ranks, usual in (("group", group, "all ranks"), ("island", island, "none")):
+        if ranks is not None:
+            wanted = f"a group, such as TorchGroup() of farflung.comm.group; leave it out for {usual}"
+            check_protocol(name, ranks, ("rank", "size", "all_reduce", "supports"), wanted)
     if membership is not None:
         needed = ("is_fixed", "most", "island", "enter", "lost")
         check_protocol("membership", membership, needed, "a membership, as farflung.outer.membership describes it")

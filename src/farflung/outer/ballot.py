@@ -1,54 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny vote of a round: what each rank says of itself, and what all of them make of it."""
+"""The tiny vote of a round: what each rank, or island of ranks, says of itself, and what all of them make of it."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from farflung.base.errors import CollectiveMismatch
 from farflung.base.words import numbered
+from farflung.comm.collectives import gather_object
+from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
 
 _TENSORS_SHOWN = 5  # that ranks differ in, in an error
 
 
+def digest_of(text: str) -> int:
+    """Return a whole number, exact in fp64, that is the same for equal texts and hardly for two others."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+
+
 @dataclass(frozen=True)
 class Ballot:
-    """What a rank says in a round.
+    """What a rank says in a round."""
 
-    Args:
-        number: of the vote; ranks that are not in the same one must not reduce together.
-        weight: what was really done since this rank's values were last agreed on, as a part of what a full round has.
-            A number of fp32, as all ranks must take it for the same.
-        norm: of what it brings; finite if and only if its values are. 0 where they are weights, and finite.
-        largest: their largest magnitude where the codec has a limit, else 0.
-        sound: this rank's floating buffers are finite. A batch that fp16 could not hold spoils statistics for ever.
-        finished: this rank has no more data and only stays for the others.
-        position: how many steps it has attempted.
-        digest: of what was last agreed on, or -1.
-        awaited: a newcomer is known to wait.
-    """
-
-    number: int
+    number: int  # of the vote; ranks that are not in the same one must not reduce together
+    # What was really done since this rank's values were last agreed on, as a part of what a full round has. A number of
+    # fp32, as all ranks must take it for the same.
     weight: float
-    norm: float = 0.0
-    largest: float = 0.0
-    sound: bool = True
-    finished: bool = False
-    position: int = 0
-    digest: int = -1
-    awaited: bool = False
+    norm: float = 0.0  # of what it brings; finite if and only if its values are. 0 where they are weights, and finite
+    largest: float = 0.0  # their largest magnitude where the codec has a limit, else 0
+    sound: bool = True  # its floating buffers are finite: a batch that fp16 could not hold spoils statistics for ever
+    finished: bool = False  # this rank has no more data and only stays for the others
+    position: int = 0  # how many steps it has attempted
+    digest: int = -1  # of what was last agreed on, or -1
+    awaited: bool = False  # a newcomer is known to wait
 
 
-_HALF = 2**24  # whole numbers below this are exact in fp32
 _LARGEST = 3e38  # stands for a norm that is finite, but not in fp32
-BALLOT_BYTES = 4 * 13  # on the wire: so many numbers, each of which is exact in fp32
+BALLOT_BYTES = 8 * 10  # on the wire: so many numbers of fp64
 
 
 @dataclass(frozen=True)
@@ -96,8 +91,7 @@ class Voters:
     def describe(self, description: str, tensors: Sequence[str]) -> None:
         self.description = description
         self._tensors = tensors
-        digest = hashlib.blake2b(description.encode(), digest_size=6).digest()
-        self._fingerprint = _halves(int.from_bytes(digest, "big"))
+        self._fingerprint = digest_of(description)
 
     def begin(self, ballot: Ballot) -> Callable[[], Tally]:
         """Begin to gather the ballots of all ranks; calling what is returned waits for them, and may raise an error.
@@ -105,38 +99,34 @@ class Voters:
         Raises:
             CollectiveMismatch: the ranks differ in their descriptions, or in the number of the vote.
         """
-        ballots = self.group.begin_all_gather_small(torch.tensor(self._row(ballot), dtype=torch.float32))
+        flags = ballot.sound, ballot.finished, ballot.awaited
+        whole = self._fingerprint, ballot.number, ballot.position, ballot.digest, *map(float, flags)
+        norm = ballot.norm if not math.isfinite(ballot.norm) else min(ballot.norm, _LARGEST)
+        rounded = torch.tensor([ballot.weight, norm, ballot.largest], dtype=torch.float32)
+        row = torch.cat([torch.tensor(whole, dtype=torch.float64), rounded.double()])
+        ballots = self.group.begin_all_gather_small(row)
         return lambda: self._count(ballots(), ballot)
 
-    def _row(self, ballot: Ballot) -> list[float]:
-        """Return the ballot as numbers that are exact in fp32."""
-        norm = ballot.norm if not math.isfinite(ballot.norm) else min(ballot.norm, _LARGEST)
-        values = [ballot.weight, norm, ballot.largest, ballot.sound, ballot.finished + 2 * ballot.awaited]
-        whole = [*_halves(ballot.number), *_halves(ballot.position), *_halves(ballot.digest)]
-        return [*self._fingerprint, *whole, *map(float, values)]
-
     def _count(self, rows: Tensor, ballot: Ballot) -> Tally:
-        listed = rows.tolist()
-        mine = [*self._fingerprint, *_halves(ballot.number)]
-        if any(row[:4] != mine for row in listed):
+        columns = list(zip(*rows.tolist(), strict=True))
+        fingerprints, numbers, positions, digests, sound, finished, awaited, weights, norms, largest = columns
+        if set(fingerprints) != {self._fingerprint} or set(numbers) != {ballot.number}:
             self._explain(ballot.number)
-        columns = list(zip(*listed, strict=True))
-        weights, norms, largest, sound, flags = columns[8:]
         return Tally(
             weights,
             norms,
             largest,
             sound=tuple(map(bool, sound)),
-            finished=all(flag % 2 for flag in flags),
-            position=max(map(_whole, columns[4], columns[5])),
-            digests=tuple(map(_whole, columns[6], columns[7])),
-            awaited=any(flag >= 2 for flag in flags),
+            finished=all(finished),
+            position=int(max(positions)),
+            digests=tuple(map(int, digests)),
+            awaited=any(awaited),
         )
 
     def _explain(self, number: int) -> None:
         """Exchange the descriptions themselves, and raise the same error everywhere."""
-        said = self._told(f"vote {number} of {self.description}")
-        listed = [dict.fromkeys(text.splitlines()) for text in self._told("\n".join(self._tensors))]
+        told = gather_object(Exchange(self.group), [(f"vote {number} of {self.description}", list(self._tensors))])
+        said, listed = [text for text, _ in told], [dict.fromkeys(lines) for _, lines in told]
         ranks = {text: [rank for rank, other in enumerate(said) if other == text] for text in said}
         lines = [f"  {numbered(self.noun, who)}: {text}" for text, who in ranks.items()]
         where = {line: [rank for rank, mine in enumerate(listed) if line in mine] for mine in listed for line in mine}
@@ -146,17 +136,58 @@ class Voters:
         lines += odd[:_TENSORS_SHOWN] + ([f"  and {len(odd) - _TENSORS_SHOWN} more"] if odd[_TENSORS_SHOWN:] else [])
         raise CollectiveMismatch("The ranks of an outer loop are not in the same round:\n" + "\n".join(lines))
 
-    def _told(self, text: str) -> list[str]:
-        mine = text.encode()
-        longest = 1 + int(self.group.all_gather_small(torch.tensor([float(len(mine))])).max())
-        rows = self.group.all_gather_small(torch.tensor([float(byte) for byte in mine.ljust(longest)]))
-        return [bytes(map(int, row)).decode(errors="replace").rstrip() for row in rows.tolist()]
 
+class Island:
+    """The ranks that train one replica together: the same for all, or each its shards.
 
-def _halves(number: int) -> tuple[float, float]:
-    high, low = divmod(number, _HALF)
-    return float(high), float(low)
+    In a round each of them meets the same rank of the other islands, so all must make the same of what they hear there.
+    That needs no more than that all ranks of an island cast the same ballot.
 
+        norm = sqrt(sum of the shards' squared norms);  largest = max;  sound, finished = and;  weight = mean
 
-def _whole(high: float, low: float) -> int:
-    return int(high) * _HALF + int(low)
+    Args:
+        group: those ranks; of one alone nothing is sent.
+        is_sharded: each holds another part of every weight.
+        description, tensors: see `Voters`.
+
+    Attributes:
+        shard: which of them this rank holds; 0 where there are none.
+    """
+
+    def __init__(self, group: Group, is_sharded: bool, description: str, tensors: Sequence[str]) -> None:
+        self.voters = Voters(group, description, tensors, "island rank")
+        self.size = group.size
+        self.shard = group.rank if is_sharded else 0
+        self._is_sharded = is_sharded
+
+    def ballot(self, mine: Ballot) -> Ballot:
+        """Return what the island says, where this rank says `mine`: a collective."""
+        if self.size == 1:
+            return mine
+        tally = self.voters.begin(mine)()
+        weight = torch.tensor(math.fsum(tally.weights) / self.size, dtype=torch.float32).item()
+        norm = math.sqrt(self._of_all([norm * norm for norm in tally.norms]))
+        said = replace(mine, weight=weight, norm=norm, largest=max(tally.largest), sound=all(tally.sound))
+        return replace(said, finished=tally.finished, position=tally.position, awaited=tally.awaited)
+
+    def squares(self, mine: Sequence[float]) -> list[float]:
+        """Return the squares of several norms: one collective, of the same number on all ranks."""
+        return [self._of_all(column) for column in zip(*self._gathered(*mine), strict=True)]
+
+    def agrees(self, flag: bool) -> bool:
+        """Return whether all ranks say so: a collective."""
+        return all(said for (said,) in self._gathered(flag))
+
+    def longest(self, seconds: float) -> float:
+        """Return the largest number of all ranks: a collective."""
+        return max(said for (said,) in self._gathered(seconds))
+
+    def _gathered(self, *mine: float) -> list[list[float]]:
+        if self.size == 1:
+            return [list(mine)]
+        rows: list[list[float]] = self.voters.group.all_gather_small(torch.tensor(mine, dtype=torch.float64)).tolist()
+        return rows
+
+    def _of_all(self, squares: Sequence[float]) -> float:
+        """Add up what shards have; of equal ones take the mean, which lets no NaN through unseen."""
+        return math.fsum(squares) / (1 if self._is_sharded else self.size)

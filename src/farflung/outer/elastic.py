@@ -94,25 +94,18 @@ class Elastic:
         self._beats: dict[str, tuple[int, float]] = {}  # by machine: how many there were, and since when
         self._retired: list[tuple[float, dist.ProcessGroup]] = []  # groups of epochs before, and since when
         self._is_over = False  # the run
-        self._is_newcomer = False  # in its epoch
         self.slowest_bps = float(_SLOWEST_BPS)
         self._num_failed = 0  # epochs that did not come about, one after the other
 
     # ---- what an outer loop asks
 
     def enter(self, needs: Needs) -> Epoch:
-        """Return the epoch of now; wait to be let in where this replica is a newcomer.
-
-        Raises:
-            RankFailure: a member was lost before the epoch was complete, or the run has ended.
-        """
         self._needs = needs
         record = self._shared(lambda: self._next(needs))
         if record == self.record and self._epoch is not None:
             return self._epoch
         self.record, self._epoch, self._decided = record, None, None
-        self._is_newcomer = self.member in record.newcomers
-        if self._is_newcomer:
+        if self.member in record.newcomers:
             self.joined = record.number
         self._shared(lambda: self._await_ready(record))
         watch = _EpochWatch(self, record, _CONNECT_S * 2**self._num_failed)
@@ -156,7 +149,7 @@ class Elastic:
         needs, self._num_failed = self._needs, self._num_failed + (self._epoch is None)
         if self._decided is None and self.record is not None:
             self._end_island_waits()
-            has_state = needs.has_state and not self._is_newcomer
+            has_state = needs.has_state and self.member not in self.record.newcomers
             self._decided = self._shared(lambda: self._settled(needs.num_votes, {}, has_state))
         self._epoch = None
 
@@ -207,11 +200,7 @@ class Elastic:
         return Record(number, self.member, tuple(ids), tuple(ids[1:]) if there[ids[0]] else ())
 
     def _is_alive(self, record: Record, asked: Iterable[Applicant]) -> bool:
-        """Whether an epoch has members that can let others in.
-
-        Raises:
-            RankFailure: they have done their work.
-        """
+        """Whether an epoch has members that can let others in; RankFailure where they have done their work."""
         came_back = {one.member for one in asked if one.last >= record.number}
         left = {one: self.notes.left(one) for one in record.ids}
         if "done" in left.values():
@@ -245,11 +234,7 @@ class Elastic:
         return new
 
     def _settled(self, num_votes: int, complete: Mapping[int, int], has_state: bool) -> Record:
-        """Meet those that are left of an epoch, and return the next one.
-
-        Raises:
-            RankFailure: the store is gone, so nobody can decide.
-        """
+        """Meet those that are left of an epoch, and return the next one; RankFailure without a store to decide it."""
         record = self.record
         assert record is not None
         said = json.dumps({"votes": num_votes, "complete": complete, "has_state": has_state})
@@ -299,11 +284,7 @@ class Elastic:
                 self.notes.tell(f"epoch {new.number}: {left} connected anew ({why})")
 
     def _await_ready(self, record: Record) -> None:
-        """Wait until all members of an epoch have come to it.
-
-        Raises:
-            RankFailure: one of them was lost.
-        """
+        """Wait until all members of an epoch have come to it; RankFailure where one was lost."""
         began = asked = time.monotonic()
         self.members.say(record.number, "ready", self.member, "1")
         while not self.members.have_said(record.number, "ready", record.ids):

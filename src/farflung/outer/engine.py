@@ -33,13 +33,12 @@ from farflung.outer.arguments import (
     checked,
     checked_items,
 )
-from farflung.outer.data_parallel import kept_local
+from farflung.outer.gradients import GradientWarmup, kept_local
 from farflung.outer.membership import Membership, fixed_membership
 from farflung.outer.recipe import Recipe
 from farflung.outer.rounds import Rounds
 from farflung.outer.schedule import Action, Apply, Clock, Launch
 from farflung.outer.stats import Meter, Round, Stats
-from farflung.outer.warmup import GradientWarmup
 
 
 class OuterLoop:

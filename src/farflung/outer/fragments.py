@@ -32,27 +32,15 @@ class Place:
         tensor: Tensor = self.owner[self.key]
         return tensor
 
-    def find(self) -> Tensor | None:
-        """Return the tensor that is there now, None if there is none any more."""
-        tensor = self.owner.get(self.key)
-        return tensor if isinstance(tensor, Tensor) else None
-
 
 @dataclass(frozen=True)
 class Fragment:
-    """Tensors that are exchanged together.
+    """Tensors that are exchanged together."""
 
-    Args:
-        parameters: trainable ones; a tensor with two names is here once.
-        averages: floating buffers, such as the running statistics of a BatchNorm.
-        counters: integer and boolean buffers.
-        frozen: parameters that are not trained, and not exchanged.
-    """
-
-    parameters: tuple[Place, ...]
-    averages: tuple[Place, ...]
-    counters: tuple[Place, ...]
-    frozen: tuple[Place, ...]
+    parameters: tuple[Place, ...]  # trainable ones; a tensor with two names is here once
+    averages: tuple[Place, ...]  # floating buffers, such as the running statistics of a BatchNorm
+    counters: tuple[Place, ...]  # integer and boolean buffers
+    frozen: tuple[Place, ...]  # parameters that are not trained, and not exchanged
 
     @property
     def places(self) -> tuple[Place, ...]:

@@ -1,56 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a round does with the inner optimizer's state, such as Adam's moments."""
+"""The inner optimizer: what a round does with its state, such as Adam's moments; and which parameters Muon trains."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from farflung.base.checks import check_type, check_whole
-from farflung.base.errors import ConfigError
+from farflung.base.checks import check_type, check_whole, wrong_type
+from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.group import Group
+from farflung.comm.shards import is_sharded
 from farflung.outer.agreement import average
+from farflung.outer.ballot import digest_of
 from farflung.outer.weighting import Decision, in_proportion
 
 _COUNTER = "step"  # torch.optim keeps it as a float tensor, which has the shape of a parameter that is a scalar
 
 
-class Inner(Protocol):
-    """What is done with the state of the inner optimizer after a round."""
+class Inner:
+    """What is done with the state of the inner optimizer after a round.
 
-    @property
-    def needs_optimizer(self) -> bool:
-        """Whether the loop must know the inner optimizer."""
+    Attributes:
+        needs_optimizer: the loop must know the inner optimizer.
+    """
+
+    needs_optimizer = True
 
     def __call__(
         self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, decision: Decision
     ) -> int:
         """Update the state of `parameters` after round number `rounds`; return the bytes that this rank sent."""
-
-
-@dataclass(frozen=True)
-class KeepState:
-    """Each replica keeps its own optimizer state, as in most methods."""
-
-    needs_optimizer = False
-
-    def __call__(
-        self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, decision: Decision
-    ) -> int:
         return 0
 
 
 @dataclass(frozen=True)
-class ResetState:
-    """Reset the optimizer state, so that the optimizer starts afresh from the agreed weights."""
+class KeepState(Inner):
+    """Each replica keeps its own optimizer state, as in most methods."""
 
-    needs_optimizer = True
+    needs_optimizer = False
+
+
+@dataclass(frozen=True)
+class ResetState(Inner):
+    """Reset the optimizer state, so that the optimizer starts afresh from the agreed weights."""
 
     def __call__(
         self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, decision: Decision
@@ -62,7 +58,7 @@ class ResetState:
 
 
 @dataclass(frozen=True)
-class AverageState:
+class AverageState(Inner):
     """Average the tensors of the optimizer state, each name at a period of its own.
 
     Args:
@@ -76,7 +72,6 @@ class AverageState:
     """
 
     every: Mapping[str, int] = field(default_factory=dict)
-    needs_optimizer = True
 
     def __post_init__(self) -> None:
         check_type("every", self.every, Mapping, "a dictionary of names and rounds, such as {'exp_avg': 3}")
@@ -96,7 +91,7 @@ class AverageState:
         assert optimizer is not None
         due = self._due(optimizer, parameters, rounds)
         layout = " ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in due)
-        mark = int.from_bytes(hashlib.blake2b(layout.encode(), digest_size=6).digest(), "big")
+        mark = digest_of(layout)
         sound = float(all(bool(torch.isfinite(tensor).all()) for tensor in due))
         marks, sounds = group.all_gather_small(torch.tensor([float(mark), sound], dtype=torch.float64)).T.tolist()
         shares = in_proportion([factor * one for factor, one in zip(decision.factors, sounds, strict=True)])
@@ -116,10 +111,71 @@ class AverageState:
             for parameter, state in states
             for name, value in sorted(state.items())
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
-            if name != _COUNTER and self._is_due(name, rounds)
+            if name != _COUNTER and (not self.every or (name in self.every and rounds % self.every[name] == 0))
         ]
 
-    def _is_due(self, name: str, rounds: int) -> bool:
-        if not self.every:
-            return True
-        return name in self.every and rounds % self.every[name] == 0
+
+def muon_groups(model: nn.Module, adamw: Iterable[str] = ()) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Split the trainable parameters of a model into hidden matrices, for Muon, and all others, for AdamW.
+
+        hidden, others = muon_groups(model)
+        optimizers = torch.optim.Muon(hidden, lr=lr, adjust_lr_fn="match_rms_adamw"), torch.optim.AdamW(others, lr=lr)
+
+    Hidden matrices are the parameters `[out, in]` whose name ends in `weight`, other than embeddings and the head. An
+    embedding is the weight of an `nn.Embedding` or `nn.EmbeddingBag`, and so is a head that is tied to it. A head that
+    is not tied is the last weight `[out, in]` in the order in which the model registers them; a transformers model also
+    says which module its head is (`get_output_embeddings`). Models don't say which other matrices face their inputs or
+    outputs: name those in `adamw`, such as the first layer of a perceptron or the second of two heads. Vectors,
+    convolutions, stacked experts and parameters with other names, such as a table of positions, are never for Muon.
+
+    Args:
+        adamw: names of parameters, or of modules with all of theirs, that are left to AdamW too.
+
+    Returns:
+        hidden matrices and others, each in the order of `model.parameters()`.
+
+    Raises:
+        ConfigError: the model has no parameter or module of a name in `adamw`, or no hidden matrix is left.
+        Unsupported: a hidden matrix is sharded; `torch.optim.Muon` orthogonalizes whole matrices.
+
+    Source: MuLoCo (arXiv:2505.23725), and Muon (kellerjordan.github.io/posts/muon).
+    """
+    check_type("muon_groups: model", model, nn.Module, "the model to train")
+    if isinstance(adamw, str):
+        raise wrong_type("muon_groups: adamw", adamw, "a list of names, such as ['head']")
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    excluded = _at_the_ends(model) | {id(one) for name in adamw for one in _named(model, name)}
+    hidden = [one for name, one in trained.items() if _is_matrix(name, one) and id(one) not in excluded]
+    if not hidden:
+        raise ConfigError(
+            "muon_groups: the model has no trainable weight [out, in] beside embeddings, its last one and those in "
+            "`adamw`, so there is nothing for Muon to train. Use AdamW alone."
+        )
+    if any(map(is_sharded, hidden)):
+        raise Unsupported(
+            "muon_groups: torch.optim.Muon orthogonalizes whole matrices and does not know shards. Train with AdamW, "
+            "or with DDP."
+        )
+    chosen = set(map(id, hidden))
+    return hidden, [parameter for parameter in trained.values() if id(parameter) not in chosen]
+
+
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.dim() == 2 and name.endswith("weight")
+
+
+def _at_the_ends(model: nn.Module) -> set[int]:
+    """Return the ids of embeddings and heads; a tied head is the last name of an embedding."""
+    embeddings = [one.weight for one in model.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
+    matrices = [one for name, one in model.named_parameters(remove_duplicate=False) if _is_matrix(name, one)]
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    heads = [*matrices[-1:], *(head.parameters() if isinstance(head, nn.Module) else ())]
+    return {*map(id, embeddings), *map(id, heads)}
+
+
+def _named(model: nn.Module, name: str) -> list[nn.Parameter]:
+    """Return the parameter of this name, or those of the module."""
+    found = [one for path, one in model.named_parameters(remove_duplicate=False) if f"{path}.".startswith(f"{name}.")]
+    if not found:
+        raise ConfigError(f"muon_groups: the model has no parameter and no module {name!r}, which `adamw` names.")
+    return found

@@ -13,60 +13,38 @@ import torch.distributed as dist
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
-from farflung.outer.ballot import Ballot, Voters
-from farflung.outer.island import Island
+from farflung.outer.ballot import Ballot, Island, Voters
 
 _BESIDE = "an average beside rounds of "
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What an outer loop needs of those that it meets.
+    """What an outer loop needs of those that it meets."""
 
-    Attributes:
-        levels: the number of ranks in a group of each level but the last, which is all of them.
-        overlaps: rounds go on beside training.
-        is_sharded: the ranks of an island hold each another part of every weight.
-        description, tensors: see `Voters`.
-        num_votes: the number of this rank's next vote.
-        admits: it is between rounds, so newcomers may come in.
-        has_state: this rank has what all members have in common; else it is a newcomer, unless nobody has it.
-    """
-
-    levels: tuple[int, ...]
-    overlaps: bool
-    is_sharded: bool
-    description: str
+    levels: tuple[int, ...]  # the number of ranks in a group of each level but the last, which is all of them
+    overlaps: bool  # rounds go on beside training
+    is_sharded: bool  # the ranks of an island hold each another part of every weight
+    description: str  # as of `Voters`, like the tensors
     tensors: Sequence[str]
-    num_votes: int
-    admits: bool
-    has_state: bool
+    num_votes: int  # the number of this rank's next vote
+    admits: bool  # it is between rounds, so newcomers may come in
+    has_state: bool  # this rank has what all members have in common; else it is a newcomer, unless nobody has it
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """Who is there, and all that depends on it. A round keeps the epoch in which it was opened.
+    """Who is there, and all that depends on it. A round keeps the epoch in which it was opened."""
 
-    Attributes:
-        number: 0 for the first one.
-        ids: of the members, by rank: the same replica keeps its id.
-        beside: all members, who vote on what goes on beside rounds.
-        levels: who votes in a round, by level; all members on the first.
-        island, in_round: the ranks that train this replica, as they meet beside rounds and in them.
-        num_votes: the number of the members' next vote.
-        newcomers: the ranks that were not there before; the others hand over to them what all have in common.
-        lost: why members of the epoch before are not in this one, by id.
-    """
-
-    number: int
-    ids: tuple[int, ...]
-    beside: Voters
-    levels: tuple[Voters, ...]
-    island: Island
-    in_round: Island
-    num_votes: int
-    newcomers: tuple[int, ...] = ()
-    lost: Mapping[int, str] = field(default_factory=dict)
+    number: int  # 0 for the first one
+    ids: tuple[int, ...]  # of the members, by rank: the same replica keeps its id
+    beside: Voters  # all members, who vote on what goes on beside rounds
+    levels: tuple[Voters, ...]  # who votes in a round, by level; all members on the first
+    island: Island  # the ranks that train this replica, as they meet beside rounds
+    in_round: Island  # and in them
+    num_votes: int  # the number of the members' next vote
+    newcomers: tuple[int, ...] = ()  # ranks that were not there before; they get what all others have in common
+    lost: Mapping[int, str] = field(default_factory=dict)  # why members of the epoch before are not in it, by id
 
     @property
     def joins(self) -> bool:
@@ -131,25 +109,24 @@ ALL = 2**31  # buckets: a round that some have behind them
 
 
 class Membership(Protocol):
-    """Who takes part, from epoch to epoch."""
+    """Who takes part, from epoch to epoch.
 
-    @property
-    def is_fixed(self) -> bool:
-        """Whether a lost rank ends the loop."""
+    Attributes:
+        is_fixed: a lost rank ends the loop.
+        most: how many there will be at most.
+        island: the ranks that train this replica.
+    """
 
-    @property
-    def most(self) -> int:
-        """How many there will be at most."""
-
-    @property
-    def island(self) -> Group:
-        """The ranks that train this replica."""
+    is_fixed: bool
+    most: int
+    island: Group
 
     def enter(self, needs: Needs) -> Epoch:
         """Return the epoch of now: a collective of its members where it is a new one. Called between rounds."""
 
     def is_awaited(self) -> bool:
         """Whether somebody is known to wait to be let in, without asking anyone."""
+        return False
 
     def agree(self, num_votes: int, complete: Mapping[int, int]) -> dict[int, int]:
         """Return how many buckets of its open rounds this rank shall apply, after a loss that all hear of.
@@ -172,9 +149,10 @@ class Membership(Protocol):
 
     def end(self, reason: str) -> None:
         """Take no part any more; the loop has ended, by an error if there is a `reason`."""
+        return None
 
 
-class FixedMembership:
+class FixedMembership(Membership):
     """The same ranks in every round.
 
     Args:
@@ -193,29 +171,16 @@ class FixedMembership:
             self._epoch = open_epoch(0, range(self.most), self._group, self.island, needs)
         return self._epoch
 
-    def is_awaited(self) -> bool:
-        return False
-
     def agree(self, num_votes: int, complete: Mapping[int, int]) -> dict[int, int]:
         group = self._group if self._epoch is None else self._epoch.group
         return {vote: group.agree_min(number, f"round {vote}") for vote, number in complete.items()}
-
-    def end(self, reason: str) -> None:
-        """Do nothing: the groups know."""
 
     def lost(self, failure: RankFailure) -> None:
         raise failure
 
 
 def fixed_membership(group: Group | None, island: Group | None, on_cpu: bool) -> FixedMembership:
-    """Return the membership of the given ranks, by default all ranks of `torch.distributed`.
-
-    Args:
-        on_cpu: what they send is on the CPU.
-
-    Raises:
-        ConfigError: their group can't send that.
-    """
+    """Return the membership of the given ranks, by default all ranks of `torch.distributed`."""
     group = group or (TorchGroup() if dist.is_available() and dist.is_initialized() else SoloGroup())
     island = island or SoloGroup()
     if island.size > 1 and isinstance(group, TorchGroup) and isinstance(island, TorchGroup):

@@ -24,15 +24,11 @@ from farflung.outer.arguments import check_state
 
 @dataclass(frozen=True)
 class MergedState:
-    """One state for all new ranks.
+    """One state for all new ranks."""
 
-    Args:
-        weights: local weights and buffers, by name.
-        state: for `OuterLoop.load_state_dict` on each of the new ranks. None for a recipe whose anchors have moved by
-            what is still in flight (`eager_diloco`): it can only start afresh, at `weights`.
-    """
-
-    weights: dict[str, Tensor]
+    weights: dict[str, Tensor]  # local weights and buffers, by name
+    # For `OuterLoop.load_state_dict` on each of the new ranks. None for a recipe whose anchors have moved by what is
+    # still in flight (`eager_diloco`): it can only start afresh, at `weights`.
     state: dict[str, Any] | None
 
 

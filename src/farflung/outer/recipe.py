@@ -18,11 +18,10 @@ from farflung.codec.named import codec_of
 from farflung.comm.group import SoloGroup
 from farflung.config.outer import FEW_ROUNDS
 from farflung.outer.aggregate import Gossip, RadialMean, ReduceScatterMean, TrimmedMean
-from farflung.outer.agreement import Aggregator, MakeOptimizer, Mean
+from farflung.outer.agreement import Aggregator, Blend, MakeOptimizer, Mean, Merge, Replace
 from farflung.outer.fragments import Cut, whole
 from farflung.outer.inner import Inner, KeepState
-from farflung.outer.merge import Blend, Merge, Replace
-from farflung.outer.schedule import Levels, Schedule, Streaming, Warmup, after_warmup, check_schedule, steps_between
+from farflung.outer.schedule import Every, Levels, Quadratic, Schedule, Streaming, Warmup, after_warmup, check_schedule
 from farflung.outer.weighting import ByWork, Policy
 
 Work: TypeAlias = Literal["steps", "items", "items_squared"]
@@ -182,7 +181,10 @@ class Recipe:
     @property
     def every(self) -> int | None:
         """The sync interval H in steps, the shortest where it varies; None where it depends on a clock."""
-        return steps_between(self.schedule)
+        inside = after_warmup(self.schedule)
+        if isinstance(inside, (Every, Streaming, Quadratic)):
+            return inside.every
+        return max(inside.sizes) if isinstance(inside, Levels) else None
 
     def few_rounds(self, steps: int) -> str:
         """Return a sentence if a run of so many steps has too few rounds for an outer loop, else nothing."""

@@ -24,9 +24,8 @@ from farflung.codec.base import Codec
 from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.named import codec_of
 from farflung.outer.aggregate import Gossip, RadialMean, mean_of
-from farflung.outer.agreement import MakeOptimizer
+from farflung.outer.agreement import Blend, MakeOptimizer
 from farflung.outer.fragments import Cut, Fragment, by_bytes, strided
-from farflung.outer.merge import Blend
 from farflung.outer.momentum import GrowingMomentumSGD, delay_of, rate_of
 from farflung.outer.recipe import Recipe
 from farflung.outer.schedule import ByTime, Every, Levels, Quadratic, Schedule, Streaming, Warmup

@@ -6,26 +6,29 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from copy import deepcopy
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from farflung.base.errors import CollectiveMismatch, ConfigError
-from farflung.base.words import numbered
+from farflung.base.torch_internals import own_buffers, own_parameters, passing_buffers
+from farflung.base.words import counted, numbered
 from farflung.codec.base import Identity
 from farflung.comm.bucket import Buckets, broadcast_values
 from farflung.comm.group import Group
-from farflung.comm.shards import local, reshard
+from farflung.comm.shards import addresses, local, reshard
 from farflung.outer.agreement import Anchored, Averaged, Max, Mean
-from farflung.outer.ballot import Voters
+from farflung.outer.ballot import Voters, digest_of
 from farflung.outer.eager import Eager
 from farflung.outer.fragments import Fragment, Place, without_masks
 from farflung.outer.recipe import Recipe
-from farflung.outer.structure import Change, Structure, change_of, describe
 from farflung.outer.weighting import NormHistory
 
+_kind = attrgetter("requires_grad", "dtype", "shape")
 _DIGEST_EVERY = 50  # rounds of a fragment between two checks that the ranks still agree
 
 
@@ -38,6 +41,7 @@ class BoundFragment:
             collective. False: the fragment is what was agreed on.
 
     Attributes:
+        cut: what it holds.
         weights, buffers, counters: how each kind of values comes together; `agreements` has them by name.
         pending_weight: by level, what was done since values were last sent.
         num_rounds: that were applied.
@@ -55,7 +59,7 @@ class BoundFragment:
         is_new: bool,
     ) -> None:
         self.num_ranks = group.size
-        self.history = NormHistory()
+        self.history: NormHistory = {}
         self.pending_weight = [0.0] * (1 + len(recipe.levels))
         self.num_rounds, self.digest, self.num_landed = 0, -1, 0
         self.is_whole = num_buffers is None
@@ -63,10 +67,10 @@ class BoundFragment:
         counters = _buckets(fragment.counters, cap_bytes, num_buffers)
         if group.size > 1 and is_new:
             broadcast_values([local(place.get()) for place in fragment.places], group)
-        self._fragment = without_masks(fragment) if is_new else fragment
+        self.cut = without_masks(fragment) if is_new else fragment
         self.trained = self.parameters()  # the objects, which tell when one is replaced
-        averages = _buckets(self._fragment.averages, cap_bytes, num_buffers)
-        kinds = (self._fragment.parameters, self._fragment.averages, self._fragment.counters)
+        averages = _buckets(self.cut.averages, cap_bytes, num_buffers)
+        kinds = (self.cut.parameters, self.cut.averages, self.cut.counters)
         self._bound = list(zip(kinds, (parameters, averages, counters), strict=True))
         self.weights = Averaged(parameters, recipe.aggregator, recipe.codec)
         if recipe.optimizer is not None:
@@ -79,39 +83,31 @@ class BoundFragment:
     def enter(self, before: Sequence[int], ids: Sequence[int]) -> None:
         """Go on in an epoch of other members: what is remembered of a replica goes with its id."""
         known = dict(zip(before, range(len(before)), strict=True))
-        seen, self.num_ranks = self.history.seen, len(ids)
+        seen, self.num_ranks = self.history, len(ids)
         ranks = [(rank, known[one]) for rank, one in enumerate(ids) if one in known]
-        self.history = NormHistory({rank: seen[old] for rank, old in ranks if old in seen})
+        self.history = {rank: seen[old] for rank, old in ranks if old in seen}
         if isinstance(self.weights, Eager):
             self.weights.num_ranks = len(ids)
 
     def replicated(self) -> dict[str, Any]:
         """Return what all replicas have in common between rounds."""
-        common = {"history": asdict(self.history), "num_rounds": self.num_rounds}
+        common = {"history": self.history, "num_rounds": self.num_rounds}
         return {**common, "agreed": {kind: one.replicated() for kind, one in self.agreements.items()}}
 
     def join(self, replicated: dict[str, Any]) -> None:
-        self.history = NormHistory(**replicated["history"])
+        self.history = deepcopy(replicated["history"])
         self.num_rounds = replicated["num_rounds"]
         self.num_landed, self.pending_weight = 0, [0.0] * len(self.pending_weight)
         for kind, agreement in self.agreements.items():
             agreement.join(replicated["agreed"][kind])
 
     def rebind(self) -> None:
-        """Find tensors again that were moved since the last round, in a model that has the same ones still.
-
-        Raises:
-            StateError: a tensor is laid out in another way.
-        """
+        """Find tensors again that were moved since the last round, in a model that has the same ones still."""
         for places, buckets in self._bound:
             buckets.rebind([place.owner[place.key] for place in places])
 
     def load(self, must_look: bool) -> tuple[float, float, bool]:
-        """Return what a ballot says of norm, largest magnitude and floating buffers, and fill the buffers.
-
-        Args:
-            must_look: even if nothing was done.
-        """
+        """Return what a ballot says of norm, largest magnitude and floating buffers, and fill the buffers."""
         for agreement in self.agreements.values():
             agreement.forget()
         is_idle = self.num_ranks == 1 and not self.weights.is_anchored  # nothing to do without other replicas
@@ -144,16 +140,10 @@ class BoundFragment:
 
     def note_agreement(self, is_compared: bool) -> None:
         """Note what is agreed on, if it is to be compared in the next vote."""
-        text = " ".join(str(value) for _, value in self._checksums()) if is_compared else ""
-        digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
-        self.digest = int.from_bytes(digest, "big") if is_compared else -1
+        self.digest = digest_of(" ".join(str(value) for _, value in self._checksums())) if is_compared else -1
 
     def check_agreement(self, digests: Sequence[int], voters: Voters) -> None:
-        """Compare what all ranks have noted.
-
-        Raises:
-            CollectiveMismatch: it differs; the message names the first tensor that does.
-        """
+        """Compare what all ranks have noted; CollectiveMismatch names the first tensor that differs."""
         if len(set(digests)) == 1:
             return
         names, mine = zip(*self._checksums(), strict=True)
@@ -179,31 +169,19 @@ class BoundFragment:
         for k in range(len(self.weights.buckets)):
             for number, piece in zip(self.weights.buckets.owners(k), self.weights.agreed(k), strict=True):
                 found[number] = (31 * found.get(number, 0) + int(checksum(piece))) % 2**48
-        return [(place.name, found.get(number, 0)) for number, place in enumerate(self._fragment.parameters)]
+        return [(place.name, found.get(number, 0)) for number, place in enumerate(self.cut.parameters)]
 
     def parameters(self) -> list[Tensor]:
-        return [place.get() for place in self._fragment.parameters]
+        return [place.get() for place in self.cut.parameters]
 
     def buffer_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's floating buffers and its integer ones, as the model has them now."""
-        averages, counters = self._fragment.averages, self._fragment.counters
+        averages, counters = self.cut.averages, self.cut.counters
         return [local(place.get()) for place in averages], [local(place.get()) for place in counters]
-
-    @property
-    def embeddings(self) -> list[bool]:
-        return [place.is_embedding for place in self._fragment.parameters]
-
-    @property
-    def names(self) -> set[str]:
-        return {place.name for place in self._fragment.places}
 
     def floats(self) -> list[Tensor]:
         """Return this rank's weights and floating buffers, as the model has them now."""
-        return [local(place.get()) for place in (*self._fragment.parameters, *self._fragment.averages)]
-
-    def copies(self) -> list[tuple[Tensor, Tensor]]:
-        there = [local(tensor) for place in self._fragment.places if (tensor := place.find()) is not None]
-        return [(tensor, tensor.clone()) for tensor in there]
+        return [local(place.get()) for place in (*self.cut.parameters, *self.cut.averages)]
 
     def kept(self) -> dict[str, dict[int, Tensor]]:
         """Return what is kept of each parameter between rounds, `[numel]`, by what it is and by the parameter's id."""
@@ -222,22 +200,17 @@ class BoundFragment:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "local": {place.name: local(place.get()).clone() for place in self._fragment.places},
+            "local": {place.name: local(place.get()).clone() for place in self.cut.places},
             "agreed": self.weights.state_dict(),
             "pending_weight": list(self.pending_weight),
-            "history": asdict(self.history),
+            "history": {"seen": deepcopy(self.history)},
             "num_rounds": self.num_rounds,
             "digest": self.digest,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned, the weights into the model in place.
-
-        Raises:
-            ConfigError: the names are not those of this model.
-        """
         saved: dict[str, Tensor] = state["local"]
-        here = {place.name: place for place in self._fragment.places}
+        here = {place.name: place for place in self.cut.places}
         if saved.keys() != here.keys():
             odd = sorted(saved.keys() ^ here.keys())
             raise ConfigError(f"The saved outer loop is of a different model: they differ in {', '.join(odd[:5])}.")
@@ -246,8 +219,21 @@ class BoundFragment:
                 local(place.get()).copy_(saved[name])
         self.weights.load_state_dict(state["agreed"])
         self.pending_weight = list(state["pending_weight"])
-        self.history = NormHistory(**state["history"])
+        self.history = state["history"]["seen"]
         self.num_rounds, self.digest = state["num_rounds"], state["digest"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is exchanged of a model that has changed."""
+
+    fragments: list[Fragment]
+    fit: list[Fragment]  # the same without buffers that can't be averaged
+    description: str  # as of `_described`, like the tensors
+    tensors: list[str]
+    vote: str  # what ranks that have made the same change all say of it
+    new: list[Place]  # parameters that were not trained before
+    must_agree: bool  # all ranks must have made the same change before anyone goes on
 
 
 class Replica:
@@ -267,8 +253,8 @@ class Replica:
         self._recipe = recipe
         self._cap_bytes, self._num_buffers = cap_bytes, num_buffers
         self._cut = recipe.fragments(model, recipe.schedule.fragments)
-        self._structure = Structure(model)
-        self.description, self.tensors = describe(recipe, self._cut, cap_bytes)
+        self._structure = structure_of(model)
+        self.description, self.tensors = _described(recipe, self._cut, cap_bytes)
         self.fragments: list[BoundFragment] = []
 
     def bind(self, group: Group) -> None:
@@ -285,23 +271,32 @@ class Replica:
 
     def rebind(self, number: int) -> None:
         """Find a fragment's tensors again, unless the model has changed: the next round follows that."""
-        if not self._structure.has_changed():
+        if not self._has_changed():
             self.fragments[number].rebind()
+
+    def _has_changed(self) -> bool:
+        """Say whether a tensor was added, replaced, removed, frozen, thawed, tied, untied or made of another kind."""
+        return structure_of(self._model)[0] != self._structure[0]
 
     def change(self) -> Change | None:
         """Return what the model is made of now, if that has changed since the last round."""
-        if not self._structure.has_changed():
+        if not self._has_changed():
             return None
-        kept = {name for fragment in self.fragments for name in fragment.names}
+        kept = {place.name for fragment in self.fragments for place in fragment.cut.places}
         known = {place.name: place.name in kept for one in self._cut for place in one.averages}
-        trained = [tensor for fragment in self.fragments for tensor in fragment.trained]
-        change = change_of(self._model, self._recipe, self._cap_bytes, known, trained)
-        must_agree = change.description != self.description or bool(change.new and self._recipe.optimizer)
-        return replace(change, must_agree=must_agree)
+        fragments = self._recipe.fragments(self._model, self._recipe.schedule.fragments)
+        fit = [without_masks(fragment, known) for fragment in fragments]
+        description, tensors = _described(self._recipe, fragments, self._cap_bytes)
+        sizes = {id(tensor): tensor.numel() for fragment in self.fragments for tensor in fragment.trained}
+        new = [p for one in fit for p in one.parameters if sizes.get(id(p.get())) != p.get().numel()]
+        buffers = [place.name for one in fit for place in one.averages if place.name not in known]
+        vote = f"{description}; new: {[place.name for place in new]} {buffers}"
+        must_agree = description != self.description or bool(new and self._recipe.optimizer)
+        return Change(fragments, fit, description, tensors, vote, new, must_agree)
 
     def follow(self, change: Change) -> None:
         """Go on with what the model is made of now, and what was kept of the parameters that it still has."""
-        self._structure.note()
+        self._structure = structure_of(self._model)
         kept: dict[str, dict[int, Tensor]] = {}
         for fragment in self.fragments:
             for name, rows in fragment.kept().items():
@@ -333,8 +328,61 @@ class Replica:
             fragment.pending_weight = [0.0] * len(fragment.pending_weight)
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Return this rank's weights and buffers, as far as the model still has them, each with a copy."""
         reshard(self._model.modules())
-        return [pair for fragment in self.fragments for pair in fragment.copies()]
+        found = [place.owner.get(place.key) for fragment in self.fragments for place in fragment.cut.places]
+        there = [local(tensor) for tensor in found if isinstance(tensor, Tensor)]
+        return [(tensor, tensor.clone()) for tensor in there]
+
+
+def structure_of(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Return what a model is made of, and the objects whose ids are in it: while they are held no other one gets these.
+
+    It says which parameters and buffers a model has, where, of which kind, and which share memory. Values do not belong
+    to it, nor where they are in memory: a parameter whose `.data` was given other memory of the same shape and dtype is
+    the same one. Column by column, as it is found in every round: 0.3 ms for 500 tensors, tensor by tensor 0.5 ms.
+    """
+    modules = list(model.modules())
+    reshard(modules)
+    parameters: list[Tensor] = []
+    seen: list[Any] = []
+    for module in modules:
+        own = {key: parameter for key, parameter in own_parameters(module).items() if parameter is not None}
+        passing = passing_buffers(module)
+        kept = {
+            key: (buffer.dtype, buffer.shape)
+            for key, buffer in own_buffers(module).items()
+            if buffer is not None and key not in passing
+        }
+        parameters += own.values()
+        seen += [id(module), list(own), list(map(id, own.values())), list(map(_kind, own.values())), kept]
+    first: dict[int, int] = {}
+    ties = [first.setdefault(at, number) for number, at in enumerate(addresses(parameters)) if at]
+    return [*seen, ties], [parameters, modules]
+
+
+def _described(recipe: Recipe, fragments: Sequence[Fragment], cap_bytes: int) -> tuple[str, list[str]]:
+    """Write down all that must be the same on every rank, short enough to be read in an error; and each tensor."""
+    outer = "none"
+    if recipe.optimizer is not None:
+        probe = recipe.optimizer([torch.nn.Parameter(torch.zeros(1))])
+        outer = f"{type(probe).__name__}({', '.join(f'{key}={value}' for key, value in probe.defaults.items())})"
+    layout, tensors = hashlib.blake2b(digest_size=4), []
+    places = [(number, place) for number, fragment in enumerate(fragments) for place in fragment.places]
+    for number, place in places:
+        tensor = place.get()  # the whole one, of which all ranks of an island say the same
+        kind = f"{tensor.dtype} {list(tensor.shape)} {local(tensor).is_contiguous()}"
+        layout.update(f"{number} {place.name} {kind};".encode())
+        tensors.append(f"{place.name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
+    numel = sum(place.get().numel() for fragment in fragments for place in fragment.parameters)
+    description = (
+        f"{recipe.schedule}, {recipe.codec}, {recipe.aggregator}, {recipe.policy}, by {recipe.weigh_by}, "
+        f"{recipe.merge}, {'eager, ' if recipe.eager else ''}{recipe.inner}, outer optimizer {outer}; "
+        f"{counted(len(fragments), 'fragment')} of {counted(len(places), 'tensor')} "
+        f"with {counted(numel, 'trainable value')} "
+        f"(layout {layout.hexdigest()}), buckets of {cap_bytes} bytes"
+    )
+    return description, tensors
 
 
 def checksum(x: Tensor) -> Tensor:

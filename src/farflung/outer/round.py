@@ -68,8 +68,10 @@ class OpenRound:
         self._voters, self._members = epoch.levels[level], epoch.ids
         self._island = epoch.in_round
         self.group = self._voters.group
-        measures = recipe.is_radial and self.group.size > 1
-        self._lengths = Lengths(fragment.weights.buckets, fragment.embeddings) if measures else None  # until used
+        self._lengths: Lengths | None = None  # and none again once they were used
+        if recipe.is_radial and self.group.size > 1:
+            embeddings = [place.is_embedding for place in fragment.cut.parameters]
+            self._lengths = Lengths(fragment.weights.buckets, embeddings)
         self._recipe = recipe
         self._votes_first = recipe.votes_first or self.group.size == 1
         self._is_sent = False
@@ -106,7 +108,10 @@ class OpenRound:
         """
         if self._recipe.policy.norm == "sent":
             self._encode_all()
-        votes = self._begin_vote()
+        with self.meter.timed("voting"):
+            self.ballot = self._island.ballot(self.ballot)
+            votes = self._voters.begin(self.ballot)
+        self.meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
         if not self._votes_first and not self.ballot.finished:
             self._send(self.ballot.weight, self.ballot.weight * self.ballot.sound)
         with self.meter.timed("voting"):
@@ -115,7 +120,9 @@ class OpenRound:
             self._send(self.ballot.weight, self.ballot.weight * self.ballot.sound)
         self.decision = self._decide(self.tally)
         if self.is_dropped or self.is_empty:
-            self._discard()
+            self._queue.clear()
+            while self._under_way:  # buckets that were sent early
+                self._under_way.popleft()[3].work.wait()
         elif not self._is_sent:
             rank = self.group.rank
             self._send(self.decision.factors[rank], self._of_buffers.factors[rank])
@@ -133,21 +140,17 @@ class OpenRound:
             return
         self._lengthen()
         if self._changes_norm:  # whoever has to apply it without the others must know the norm before anyone applies
-            self._square = self._island.square(self._square_here())
+            (self._square,) = self._island.squares([self._square_here()])
         if self._arrived and self.group.size > (2 if self._island.size == 1 else 1):
             mark = torch.zeros(1)
             self.group.all_gather_small(mark)
             self.meter.add("bytes_voting", (self.group.size - 1) * mark.nbytes)
         if self._island.size > 1:
-            self._square = self._island.square(self._square_here())
+            (self._square,) = self._island.squares([self._square_here()])
         self._is_confirmed = True
 
     def apply(self) -> None:
-        """Bring everything into the model.
-
-        Raises:
-            RankFailure: a rank left or died.
-        """
+        """Bring everything into the model."""
         with self.meter.timed("landing"):
             while self._under_way and not self._fragment.is_whole:
                 self._receive()
@@ -243,10 +246,8 @@ class OpenRound:
         """Say what happened in it.
 
         Args:
-            number: the fragment's.
             waited: seconds that training waited for it; None where it was busy with it all the time.
             hidden: seconds that it took beside training.
-            lost, joined: see `Round`.
         """
         assert self.tally is not None
         decision, stats = self.decision, self.meter.stats()
@@ -268,13 +269,6 @@ class OpenRound:
             lost=lost,
             joined=joined,
         )
-
-    def _begin_vote(self) -> Callable[[], Tally]:
-        with self.meter.timed("voting"):
-            self.ballot = self._island.ballot(self.ballot)
-            votes = self._voters.begin(self.ballot)
-        self.meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
-        return votes
 
     def _decide(self, tally: Tally) -> Decision:
         decision = self._recipe.policy(tally.weights, tally.norms, self._fragment.history)
@@ -319,13 +313,7 @@ class OpenRound:
                     self._lengths.note_sent(k, agreement.sent(payload))
                 pending = agreement.aggregator.start(payload, agreement.codec, self.group, self.ballot.number)
             self._under_way.append((kind, k, payload, pending))
-            self.meter.add("bytes_sent", pending.bytes_sent)
-            self.meter.add("bytes_received", pending.bytes_received)
-
-    def _discard(self) -> None:
-        self._queue.clear()
-        while self._under_way:
-            self._under_way.popleft()[3].work.wait()
+            self.meter.add_exchanged(pending.num_bytes)
 
     def _receive(self) -> None:
         kind, k, payload, pending = self._under_way[0]

@@ -28,11 +28,10 @@ from farflung.outer.eager import Eager
 from farflung.outer.inner import KeepState
 from farflung.outer.membership import Membership, Needs, open_epoch
 from farflung.outer.recipe import Recipe
-from farflung.outer.replica import BoundFragment, Replica
+from farflung.outer.replica import BoundFragment, Change, Replica
 from farflung.outer.round import OpenRound
 from farflung.outer.schedule import Launch
 from farflung.outer.stats import Meter, Round
-from farflung.outer.structure import Change
 from farflung.outer.weighting import Decision, in_proportion
 
 
@@ -90,11 +89,7 @@ class Rounds:
         return Needs(levels, overlaps, self._is_sharded, *said, self._num_votes, admits, self._has_state)
 
     def _meet(self, admits: bool) -> None:
-        """Go over to the epoch of now, and to the next one where members are lost meanwhile.
-
-        Args:
-            admits: it is between rounds, so newcomers may come in.
-        """
+        """Go over to the epoch of now; where it `admits`, between rounds, newcomers may come in."""
         while True:
             try:
                 before, had_state = self.epoch, self._has_state
@@ -205,11 +200,7 @@ class Rounds:
                     raise  # not by name: it would hold the frame that holds it, and so all groups
 
     def launch(self, action: Launch, position: int, finished: bool) -> None:
-        """Send a fragment off, as it is now.
-
-        Raises:
-            CollectiveMismatch: the model has changed since the last round, and not on all ranks alike.
-        """
+        """Send a fragment off, as it is now; CollectiveMismatch where the model has changed, not alike on all ranks."""
         number = action.fragment
         assert number not in self._open, "a fragment is in one round at a time"
         change = self.replica.change()
@@ -269,11 +260,7 @@ class Rounds:
         return tally if tally is not None and tally.finished else None
 
     def apply(self, number: int) -> bool:
-        """Bring a fragment's round in, if one is open, or drop it; eager updates move on without one, too.
-
-        Returns:
-            Whether it was dropped.
-        """
+        """Bring in a fragment's round, or drop it; eager updates move on without one. Return whether it was dropped."""
         fragment, waited = self.replica.fragments[number], self._wait(number)
         while (this := self._open.get(number)) is not None and not (this.is_dropped or this.is_empty):
             if self._worker is not None:  # weights may have been put elsewhere while it was under way
@@ -332,7 +319,7 @@ class Rounds:
         sound = all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
         decision = in_proportion(self._vote_beside(sound).sound_weights)
         if decision.total:
-            self._count_bytes(average(tensors, self.group, decision, self._cap_bytes))
+            self._meter.add_exchanged(average(tensors, self.group, decision, self._cap_bytes))
 
     def _average_buffers(self, fragment: BoundFragment) -> None:
         """Bring a fragment's buffers together though no rank made a step: a forward pass is enough to move them."""
@@ -341,17 +328,13 @@ class Rounds:
             self._average(floats)
         if counters:
             everyone = Decision((1.0,) * self.group.size, float(self.group.size))
-            self._count_bytes(take_largest(counters, self.group, everyone, self._cap_bytes))
+            self._meter.add_exchanged(take_largest(counters, self.group, everyone, self._cap_bytes))
 
     def share_buffers(self) -> None:
         """Give all ranks of the island the buffers of its first one: each has averaged its own with its column."""
         if self.epoch.island.size > 1:
             kinds = [kind for fragment in self.replica.fragments for kind in fragment.buffer_tensors()]
             broadcast_values([tensor for kind in kinds for tensor in kind], self.epoch.island.voters.group)
-
-    def _count_bytes(self, sent: int) -> None:
-        self._meter.add("bytes_sent", sent)
-        self._meter.add("bytes_received", sent)
 
     def _count_votes(self) -> None:
         self._meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
@@ -443,7 +426,9 @@ class Rounds:
         if self._recipe.inner != KeepState():
             parameters = fragment.parameters()
             try:
-                self._count_bytes(self._recipe.inner(self.inner, parameters, fragment.num_rounds, group, this.decision))
+                self._meter.add_exchanged(
+                    self._recipe.inner(self.inner, parameters, fragment.num_rounds, group, this.decision)
+                )
             except RankFailure as failure:  # not tried again, as others may be done with it
                 if not self.survives(failure):
                     raise

@@ -14,16 +14,11 @@ from farflung.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class Launch:
-    """Send a fragment as it is after this step.
-
-    Args:
-        level: the ranks that take part; 0 is all of them, others are the levels of `Levels.sizes`.
-        steps: in a full round; a rank's weight is the part of them that it has done.
-    """
+    """Send a fragment as it is after this step."""
 
     fragment: int
-    level: int = 0
-    steps: int = 1
+    level: int = 0  # the ranks that take part; 0 is all of them, others are the levels of `Levels.sizes`
+    steps: int = 1  # in a full round; a rank's weight is the part of them that it has done
 
 
 @dataclass(frozen=True)
@@ -38,19 +33,12 @@ Action: TypeAlias = Launch | Apply
 
 @dataclass(frozen=True)
 class Clock:
-    """What a schedule decides by.
+    """What a schedule decides by."""
 
-    Args:
-        step: the number of the optimizer step just attempted, counted from 1.
-        began: the step after which the latest round was launched; 0 before the first.
-        seconds: since then, without the wait for other ranks.
-        lr: the highest inner learning rate since then; None if the loop knows no optimizer.
-    """
-
-    step: int
-    began: int = 0
-    seconds: float = 0.0
-    lr: float | None = None
+    step: int  # the number of the optimizer step just attempted, counted from 1
+    began: int = 0  # the step after which the latest round was launched; 0 before the first
+    seconds: float = 0.0  # since then, without the wait for other ranks
+    lr: float | None = None  # the highest inner learning rate since then; None if the loop knows no optimizer
 
 
 class Schedule(Protocol):
@@ -76,13 +64,8 @@ class Schedule(Protocol):
 class _AtOnce:
     """A schedule that launches and applies the whole model after the same step."""
 
-    @property
-    def fragments(self) -> int:
-        return 1
-
-    @property
-    def delay(self) -> int:
-        return 0
+    fragments: ClassVar[int] = 1
+    delay: ClassVar[int] = 0
 
 
 @dataclass(frozen=True)
@@ -143,10 +126,8 @@ class Streaming:
         return launched + applied if self.delay == 0 else applied + launched
 
     def _sent(self, step: int) -> list[int]:
-        return [p for p in range(self.fragments) if step > 0 and (step - self._offset(p)) % self.every == 0]
-
-    def _offset(self, fragment: int) -> int:
-        return (fragment + 1) * self.every // self.fragments
+        offsets = [(p + 1) * self.every // self.fragments for p in range(self.fragments)]
+        return [p for p, offset in enumerate(offsets) if step > 0 and (step - offset) % self.every == 0]
 
 
 @dataclass(frozen=True)
@@ -283,14 +264,6 @@ class Levels(_AtOnce):
 def after_warmup(schedule: Schedule) -> Schedule:
     """Return the schedule that follows the warm-up, or `schedule` where there is none."""
     return schedule.then if isinstance(schedule, Warmup) else schedule
-
-
-def steps_between(schedule: Schedule) -> int | None:
-    """Return the steps between two rounds of a fragment, the fewest where they vary; None: a schedule doesn't tell."""
-    inside = after_warmup(schedule)
-    if isinstance(inside, (Every, Streaming, Quadratic)):
-        return inside.every
-    return max(inside.sizes) if isinstance(inside, Levels) else None
 
 
 def check_schedule(name: str, schedule: object) -> None:

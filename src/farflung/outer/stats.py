@@ -17,55 +17,33 @@ class Stats:
     """Counters and seconds of one rank since its outer loop began (or since the run it resumed began).
 
     Printed, they are a short table; `as_dict()` returns them all by name.
-
-    Args:
-        steps: optimizer steps that were done.
-        attempts: the same, and those that fp16 overflow skipped.
-        rounds: that were agreed on and applied; a round of one fragment counts as one.
-        dropped_rounds: that were given up, because a rank's values were not finite; local steps were kept.
-        bytes_sent: what this rank put on the wire in rounds: by the rule 2(M-1)/M of the payload for an all-reduce
-            among M ranks, M - 1 times the payload where it is gathered. Neither votes nor the broadcast of the first
-            weights are in it.
-        bytes_received: the same of what came.
-        bytes_voting: what this rank sent in votes.
-        seconds_exposed: that the training loop waited in rounds.
-        seconds_hidden: that rounds were under way while training went on.
-        seconds_voting: waiting in votes, which is mostly waiting for slower ranks; hidden or not, as the next two.
-        seconds_encoding: copying values into buffers and encoding them.
-        seconds_landing: waiting for buckets under way, decoding them, the outer optimizer, writing back. On CUDA these
-            last two only count what the host takes, as the work goes on behind it.
-        seconds_total: since the loop began.
-        drift_norm: how far this rank had moved from the anchor in the latest round; 0 without an anchor.
-        first_drift_norm: the same in the first round that had one.
-        cosine: between the ways of two replicas in the latest round, on average; 0 without an anchor or alone.
-        weight: this rank's part of the latest round, from 0 to 1.
-        replicas_lost: that others went on without, since this one came.
-        replicas_joined: that came after it.
-        seconds_recovering: from when a loss was noticed until those that were left had met again.
-        steps_lost: of this replica's own, made while the others went on without it.
     """
 
-    steps: int = 0
-    attempts: int = 0
-    rounds: int = 0
-    dropped_rounds: int = 0
+    steps: int = 0  # optimizer steps that were done
+    attempts: int = 0  # the same, and those that fp16 overflow skipped
+    rounds: int = 0  # that were agreed on and applied; a round of one fragment counts as one
+    dropped_rounds: int = 0  # that were given up, because a rank's values were not finite; local steps were kept
+    # What this rank put on the wire in rounds: by the rule 2(M-1)/M of the payload for an all-reduce among M ranks,
+    # M - 1 times the payload where it is gathered. Neither votes nor the broadcast of the first weights are in it.
     bytes_sent: int = 0
-    bytes_received: int = 0
-    bytes_voting: int = 0
-    seconds_exposed: float = 0.0
-    seconds_hidden: float = 0.0
-    seconds_voting: float = 0.0
-    seconds_encoding: float = 0.0
+    bytes_received: int = 0  # the same of what came
+    bytes_voting: int = 0  # what this rank sent in votes
+    seconds_exposed: float = 0.0  # that the training loop waited in rounds
+    seconds_hidden: float = 0.0  # that rounds were under way while training went on
+    seconds_voting: float = 0.0  # in votes: mostly waiting for slower ranks; hidden or not, as the next two
+    seconds_encoding: float = 0.0  # copying values into buffers and encoding them
+    # Waiting for buckets under way, decoding them, the outer optimizer, writing back. On CUDA these last two only count
+    # what the host takes, as the work goes on behind it.
     seconds_landing: float = 0.0
-    seconds_total: float = 0.0
-    drift_norm: float = 0.0
-    first_drift_norm: float = 0.0
-    cosine: float = 0.0
-    weight: float = 0.0
-    replicas_lost: int = 0
-    replicas_joined: int = 0
-    seconds_recovering: float = 0.0
-    steps_lost: float = 0.0
+    seconds_total: float = 0.0  # since the loop began
+    drift_norm: float = 0.0  # how far this rank had moved from the anchor in the latest round; 0 without an anchor
+    first_drift_norm: float = 0.0  # the same in the first round that had one
+    cosine: float = 0.0  # between the ways of two replicas in the latest round, on average; 0 with no anchor or alone
+    weight: float = 0.0  # this rank's part of the latest round, from 0 to 1
+    replicas_lost: int = 0  # that others went on without, since this one came
+    replicas_joined: int = 0  # that came after it
+    seconds_recovering: float = 0.0  # from when a loss was noticed until those that were left had met again
+    steps_lost: float = 0.0  # of this replica's own, made while the others went on without it
 
     def saved(self) -> dict[str, int | float]:
         """Return what a checkpoint keeps: all but what this process has seen of others that came and went."""
@@ -96,36 +74,23 @@ class Stats:
 
 @dataclass(frozen=True)
 class Round:
-    """What happened in one round of one fragment, as one rank saw it. By rank: by island, where these are replicas.
+    """What happened in one round of one fragment, as one rank saw it. By rank: by island, where these are replicas."""
 
-    Args:
-        number: of the vote.
-        members: who took part, by rank: the ids of replicas that come and go, else the ranks.
-        step: of this rank, when the fragment was sent off.
-        dropped: some rank's values were not finite; nothing came of it.
-        weights: how much each rank counted, by rank; they sum up to 1 unless some were clipped.
-        norms: how far each rank had moved, by rank; 0 without an anchor.
-        norm: how far the replicas agreed to move, before the outer optimizer.
-        cosine: between the ways of two replicas, on average.
-        lost: why members were lost since the round before, by id.
-        joined: the ids of those that joined since then.
-    """
-
-    number: int
-    members: tuple[int, ...]
-    step: int
+    number: int  # of the vote
+    members: tuple[int, ...]  # who took part, by rank: the ids of replicas that come and go, else the ranks
+    step: int  # of this rank, when the fragment was sent off
     fragment: int
-    dropped: bool
-    weights: tuple[float, ...]
-    norms: tuple[float, ...]
-    norm: float
-    cosine: float
+    dropped: bool  # some rank's values were not finite; nothing came of it
+    weights: tuple[float, ...]  # how much each rank counted, by rank; they sum up to 1 unless some were clipped
+    norms: tuple[float, ...]  # how far each rank had moved, by rank; 0 without an anchor
+    norm: float  # how far the replicas agreed to move, before the outer optimizer
+    cosine: float  # between the ways of two replicas, on average
     bytes_sent: int
     bytes_received: int
     seconds_exposed: float
     seconds_hidden: float
-    lost: Mapping[int, str] = field(default_factory=dict)
-    joined: tuple[int, ...] = ()
+    lost: Mapping[int, str] = field(default_factory=dict)  # why members were lost since the round before, by id
+    joined: tuple[int, ...] = ()  # the ids of those that joined since then
 
 
 class Meter:
@@ -137,6 +102,11 @@ class Meter:
 
     def add(self, name: str, amount: float = 1) -> None:
         self._figures[name] += amount
+
+    def add_exchanged(self, num_bytes: int) -> None:
+        """Count bytes that were sent, and as many that came."""
+        self.add("bytes_sent", num_bytes)
+        self.add("bytes_received", num_bytes)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -6,23 +6,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 from farflung.base.checks import check_number, check_whole
 
 Norm = Literal["none", "local", "sent"]
 
 
-@dataclass
-class NormHistory:
-    """What a policy remembers of the replicas' norms, by rank.
-
-    Args:
-        seen: count, mean and mean square of those it took for sound, and how many it has refused since the last one.
-    """
-
-    seen: dict[int, list[float]] = field(default_factory=dict)
+# What a policy remembers of the replicas' norms, by rank: count, mean and mean square of those it took for sound, and
+# how many it has refused since the last one.
+NormHistory: TypeAlias = dict[int, list[float]]
 
 
 @dataclass(frozen=True)
@@ -147,15 +141,15 @@ class WithoutOutliers:
 
     def __call__(self, weights: Sequence[float], norms: Sequence[float], history: NormHistory) -> Decision:
         present = [rank for rank, weight in enumerate(weights) if weight and math.isfinite(norms[rank])]
-        sound = [rank for rank in present if not self._is_outlier(norms[rank], history.seen.get(rank))]
+        sound = [rank for rank in present if not self._is_outlier(norms[rank], history.get(rank))]
         for rank in set(present).difference(sound):
-            history.seen[rank][3] += 1
-            if history.seen[rank][3] >= self.patience:  # it is no outlier any more but how this replica moves now
-                del history.seen[rank]
+            history[rank][3] += 1
+            if history[rank][3] >= self.patience:  # it is no outlier any more but how this replica moves now
+                del history[rank]
         if not sound:
             return Decision((0.0,) * len(norms), 0.0, tuple(rank for rank, weight in enumerate(weights) if weight))
         for rank in sound:
-            self._remember(norms[rank], history.seen.setdefault(rank, [0.0] * 4))
+            self._remember(norms[rank], history.setdefault(rank, [0.0] * 4))
         shortest = min(norms[rank] for rank in sound)
         scores = [
             math.exp((shortest - norm) / self.temperature) if rank in sound else 0.0 for rank, norm in enumerate(norms)

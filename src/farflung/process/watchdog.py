@@ -126,7 +126,7 @@ class Watchdog:
         if asked == self._seen:
             return
         self._seen, self._heard_at = asked, time.monotonic()
-        report = self._presence.hang_report()
+        report = self._presence.published("hang")
         if not report:
             wait = self._current_wait()
             answer = {

@@ -2,13 +2,16 @@
 """Replicas as threads of one process: the whole of an outer loop without a network, the same bits each time.
 
 One replica runs at a time. It passes the turn on where it has to wait for the others, so runs are deterministic, and
-a wait that no one can end is an error at once instead of a hang.
+a wait that no one can end is an error at once instead of a hang. In a `TimedGroup` collectives take time, on a virtual
+line and virtual clocks.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -16,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.base.checks import check_whole
+from farflung.base.checks import check_number, check_whole
 from farflung.base.errors import CollectiveMismatch, RankFailure, Unsupported
 from farflung.base.words import numbered
-from farflung.comm.group import Group, Op, Work, check_blocks
+from farflung.comm.group import Group, Op, Work
+from farflung.cost.model import copies, hops
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -85,8 +89,6 @@ class _Stage:
         self.departures: list[list[str]] = [[] for _ in range(size)]  # reasons, by rank
         self.regroups = [0] * size
         self.exited: set[int] = set()
-        self.waiting_to_join: list[int] = []
-        self.admitted: dict[int, tuple[tuple[int, ...], list[int]]] = {}  # members and newcomers, by newcomer
         self._turns = [threading.Semaphore(int(rank == 0)) for rank in range(size)]
         self._waiting: dict[int, Callable[[], bool]] = {}
         self._draws: list[Tensor] = []  # states of the default generator, by rank
@@ -228,12 +230,8 @@ class SimGroup(Group):
 
         return self._join(f"swap({step})", out, x, finish)
 
-    def split(self, size: int) -> SimGroup:
-        if self.size == 1:
-            return self
-        check_blocks(self.size, size)
-        begin = self.rank - self.rank % size
-        block = self.members[begin : begin + size]
+    def _block(self, begin: int, end: int) -> SimGroup:
+        block = self.members[begin:end]
         return self if block == self.members else SimGroup(self._stage, self._me, block, is_block=True)
 
     def across(self, size: int) -> SimGroup:
@@ -255,36 +253,7 @@ class SimGroup(Group):
             raise RankFailure(f"Rank {self.rank} is blocked by {numbered('rank', absent)}, waiting for something else.")
         return SimGroup(stage, self._me, tuple(rank for rank in self.members if stage.regroups[rank] >= age))
 
-    def join(self) -> tuple[SimGroup, list[int]]:
-        """Wait until the members of another group admit this replica; return it and the ranks of the newcomers.
-
-        Raises RankFailure if nobody does, as all wait for something else or have ended.
-        """
-        stage = self._stage
-        stage.waiting_to_join.append(self._me)
-        if not stage.wait_until(self._me, lambda: self._me in stage.admitted):
-            raise RankFailure(f"Replica {self._me} waits to join, but nobody is left who could admit it.")
-        members, newcomers = stage.admitted.pop(self._me)
-        return SimGroup(stage, self._me, members), [members.index(one) for one in newcomers]
-
-    def admit(self) -> tuple[SimGroup, list[int]]:
-        """Return the group with those that wait to join, or this one, and the ranks of the newcomers: a collective."""
-        stage = self._stage
-        mine = torch.tensor([float(one in stage.waiting_to_join) for one in range(stage.size)])
-        newcomers = [one for one, waits in enumerate(self.all_gather_small(mine)[0]) if waits]  # as the first sees it
-        if not newcomers:
-            return self, []
-        members = tuple(sorted({*self.members, *newcomers}))
-        stage.regroups[self._me] += 1
-        for one in set(newcomers).intersection(stage.waiting_to_join):  # the first member to come here lets it in
-            stage.waiting_to_join.remove(one)
-            stage.admitted[one] = members, newcomers
-            stage.regroups[one] = stage.regroups[self._me]
-            stage.departures[one] = list(stage.departures[self._me])
-        return SimGroup(stage, self._me, members), [members.index(one) for one in newcomers]
-
     def leave(self, reason: str, for_good: bool = False) -> None:
-        """Let the others know that this rank will not come."""
         if not self._is_block:
             self._stage.departures[self._me].append(reason)
 
@@ -312,3 +281,111 @@ class SimGroup(Group):
             del self._stage.calls[key]
         self._number += 1
         return _SimWork(self._stage, call, self._me)
+
+
+@dataclass
+class Clock:
+    """The virtual seconds of one replica."""
+
+    now: float = 0.0
+
+
+@dataclass
+class Line:
+    """What goes from replica to replica, one thing after the other."""
+
+    free: float = 0.0
+    ends: dict[int, float] = field(default_factory=dict)  # of each collective that all have joined, by its number
+    _starts: dict[int, list[float]] = field(default_factory=dict)
+
+    def join(self, number: int, now: float, size: int, sending_s: float, waiting_s: float) -> None:
+        """Bring a replica to a collective. The line is busy while it sends, not while what was sent is on its way."""
+        starts = self._starts.setdefault(number, [])
+        starts.append(now)
+        if len(starts) == size:
+            self.free = max(self.free, *self._starts.pop(number)) + sending_s
+            self.ends[number] = self.free + waiting_s
+
+
+@dataclass
+class Network:
+    """All replicas' lines, which are alike."""
+
+    bandwidth_bps: float = math.inf  # bits a second of a line, each way at the same time
+    latency_s: float = 0.0  # seconds from one replica to another
+    _lines: dict[tuple[tuple[int, ...], int], Line] = field(default_factory=dict)
+    _near: Network | None = None
+
+    def __post_init__(self) -> None:
+        check_number("bandwidth_bps", self.bandwidth_bps, above=0, finite=False)
+        check_number("latency_s", self.latency_s, least=0)
+
+    def line(self, group: SimGroup) -> Line:
+        return self._lines.setdefault((group.members, group.age), Line())
+
+    def near(self) -> Network:
+        """Return the network of neighbours, who are on one machine, so that nothing but waiting takes time."""
+        self._near = self._near or Network()
+        return self._near
+
+
+class TimedGroup(SimGroup):
+    """A `SimGroup` in which whoever waits for a collective has its clock moved on to the collective's end."""
+
+    def __init__(self, group: SimGroup, network: Network, clock: Clock) -> None:
+        super().__init__(group._stage, group._me, group.members, group._is_block)
+        self._network = network
+        self._line = network.line(group)
+        self._clock = clock
+        self._num_timed = 0
+        self._is_free = False
+
+    @contextmanager
+    def for_free(self) -> Iterator[None]:
+        """Let what all replicas do within this block cost nothing but waiting for each other."""
+        self._is_free = True
+        try:
+            yield
+        finally:
+            self._is_free = False
+
+    def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
+        sent = copies("reduced", self.size) * x.nbytes
+        return self._under_way(super().all_reduce(x, op), sent, hops("reduced", self.size))
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        sent = copies("gathered", self.size) * x.nbytes
+        return self._under_way(super().all_gather(out, x), sent, hops("gathered", self.size))
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        sent = copies("reduced", self.size) / 2 * x.nbytes
+        return self._under_way(super().all_to_all(out, x), sent, int(self.size > 1))
+
+    def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
+        sent = copies("paired", self.size) * x.nbytes
+        return self._under_way(super().swap(out, x, to, source), sent, hops("paired", self.size))
+
+    def _block(self, begin: int, end: int) -> SimGroup:
+        return TimedGroup(super()._block(begin, end), self._network.near(), self._clock)
+
+    def _under_way(self, work: Work, num_bytes: float, num_hops: int) -> Work:
+        sending_s = 0.0 if self._is_free else 8 * num_bytes / self._network.bandwidth_bps
+        waiting_s = 0.0 if self._is_free else num_hops * self._network.latency_s
+        number = self._num_timed
+        self._num_timed += 1
+        self._line.join(number, self._clock.now, self.size, sending_s, waiting_s)
+        return _TimedWork(work, self._line, number, self._clock)
+
+
+@dataclass(frozen=True)
+class _TimedWork:
+    """A collective under way."""
+
+    work: Work
+    line: Line
+    number: int
+    clock: Clock
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.clock.now = max(self.clock.now, self.line.ends[self.number])

@@ -4,29 +4,35 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from farflung.base.checks import check_number, check_whole, wrong_type
+from farflung.base.checks import check_callable, check_number, check_type, check_whole, shown, wrong_type
 from farflung.base.errors import ConfigError, RankFailure
+from farflung.base.words import counted
 from farflung.comm.group import SoloGroup
 from farflung.outer.arguments import OuterConfig, chosen_recipe
 from farflung.outer.engine import OuterLoop
 from farflung.outer.membership import Epoch, FixedMembership, Needs, open_epoch
 from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import post_local_sgd
+from farflung.outer.schedule import ByTime
 from farflung.outer.stats import Round, Stats
-from farflung.testing.bar import Bar
-from farflung.testing.sim import SimGroup, run_replicas
-from farflung.testing.task import Loss, SimulateArguments
-from farflung.testing.timed import Clock, Network, TimedGroup
+from farflung.testing.sim import Clock, Network, SimGroup, TimedGroup, run_replicas
+
+_PATIENCE_S = 2.0  # before a bar shows up by itself
+
+Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,6 @@ class Simulation:
 
     @property
     def bytes_received(self) -> int:
-        """By the first replica, likewise."""
         return self.stats[self.first].bytes_received
 
 
@@ -150,36 +155,118 @@ def simulate(
     Raises:
         ConfigError: a number is out of its range, or the recipe does not fit the model.
     """
+    given = dict(locals())
     check_whole("replicas", replicas, least=1)
     check_whole("steps", steps, least=1)
     if not isinstance(step_seconds, (list, tuple)):
         check_number("step_seconds", step_seconds, least=0)
-    pace = (step_seconds,) * replicas if isinstance(step_seconds, (int, float)) else tuple(step_seconds)
-    task = SimulateArguments(
-        make_model=make_model,
-        make_data=make_data,
-        recipe=post_local_sgd(steps, 1) if recipe is None else chosen_recipe(recipe),
-        replicas=replicas,
-        steps=steps,
-        seconds=seconds,
-        make_optimizer=make_optimizer,
-        make_scheduler=make_scheduler,
-        loss=loss,
-        items=items,
-        max_norm=max_norm,
-        seed=seed,
-        evaluate=evaluate,
-        evaluate_every=evaluate_every,
-        step_seconds=pace,
-        delays={} if delays is None else delays,
-        lost={} if lost is None else lost,
-        network=Network(bandwidth_bps, latency_s),
-    )
-    with Bar(steps, progress) as bar:
+    given |= {
+        "recipe": post_local_sgd(steps, 1) if recipe is None else chosen_recipe(recipe),
+        "step_seconds": tuple(step_seconds) if isinstance(step_seconds, (list, tuple)) else (step_seconds,) * replicas,
+        "network": Network(given.pop("bandwidth_bps"), given.pop("latency_s")),
+        "delays": {} if delays is None else delays,
+        "lost": {} if lost is None else lost,
+    }
+    del given["progress"]
+    task = SimulateArguments(**given)
+    with _Bar(steps, progress) as bar:
         return _summary(run_replicas(_play, replicas, task, bar, seed=seed))
 
 
-def _play(group: SimGroup, task: SimulateArguments, bar: Bar) -> _Replica:
+@dataclass(frozen=True)
+class SimulateArguments:
+    """The arguments of `simulate`, checked."""
+
+    make_model: Callable[[], nn.Module]
+    make_data: Callable[[int], Iterable[Any]]
+    recipe: Recipe
+    replicas: int
+    steps: int
+    seconds: float
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    make_scheduler: Callable[[Optimizer], LRScheduler] | None
+    loss: Loss
+    items: Callable[[Any], float] | None
+    max_norm: float | None
+    seed: int
+    evaluate: Callable[[nn.Module], float] | None
+    evaluate_every: int | None
+    step_seconds: tuple[float, ...]
+    delays: Mapping[tuple[int, int], float]
+    lost: Mapping[int, int]
+    network: Network
+    gone: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        check_whole("seed", self.seed, least=0)
+        check_number("seconds", self.seconds, above=0, finite=False)
+        if self.max_norm is not None:
+            check_number("max_norm", self.max_norm, least=0, finite=False)
+        if self.evaluate_every is not None:
+            check_whole("evaluate_every", self.evaluate_every, least=1)
+        self._check_functions()
+        self._check_times()
+        meets = self.recipe.optimizer is None or not self.recipe.agrees
+        if self.evaluate_every is not None and isinstance(self.recipe.schedule, ByTime) and meets:
+            raise ConfigError(
+                "Evaluating this recipe averages the weights of all replicas, but with a schedule by time they reach a "
+                "step at different times. Leave out evaluate_every, and evaluate once at the end."
+            )
+
+    def _check_functions(self) -> None:
+        if isinstance(self.make_model, nn.Module):
+            raise wrong_type(
+                "make_model", self.make_model, "a function that makes one, such as lambda: model_of(config)"
+            )
+        for name, example in (
+            ("make_model", "lambda: nn.Linear(2, 1)"),
+            ("make_data", "lambda rank: batches[rank]"),
+            ("make_optimizer", "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"),
+            ("loss", "lambda model, batch: model(batch).mean()"),
+            ("make_scheduler", "lambda optimizer: LambdaLR(optimizer, schedule)"),
+            ("items", "lambda batch: len(batch)"),
+            ("evaluate", "lambda model: perplexity_of(model)"),
+        ):
+            if getattr(self, name) is not None or name not in ("make_scheduler", "items", "evaluate"):
+                check_callable(name, getattr(self, name), example)
+
+    def _check_times(self) -> None:
+        for seconds in self.step_seconds:
+            check_number("step_seconds", seconds, least=0)
+        if len(self.step_seconds) != self.replicas:
+            raise ConfigError(
+                f"step_seconds has {counted(len(self.step_seconds), 'value')} for {counted(self.replicas, 'replica')}: "
+                "give one number, or one for each of them."
+            )
+        check_type("lost", self.lost, Mapping, "a dictionary of ranks and steps, such as {3: 100}")
+        check_type("delays", self.delays, Mapping, "a dictionary of seconds, such as {(rank, step): 2.0}")
+        for key, seconds in self.delays.items():
+            if not isinstance(key, tuple) or len(key) != 2:
+                raise wrong_type("delays: a key", key, "a rank and a step, such as (0, 5)")
+            check_number(f"delays: {key}", seconds, least=0)
+        for rank, step in self.lost.items():
+            check_whole(f"lost: {rank!r}", step, least=0)
+        strangers = sorted({*self.lost, *(rank for rank, _ in self.delays)} - set(range(self.replicas)), key=str)
+        if strangers:
+            raise ConfigError(
+                f"lost and delays name ranks {strangers} of {counted(self.replicas, 'replica')}, counted from 0."
+            )
+
+    def model(self) -> nn.Module:
+        """Make a model; raise ConfigError if `make_model` makes something else."""
+        model = self.make_model()
+        check_type("make_model: what it returned", model, nn.Module, "an nn.Module")
+        return model
+
+    def loss_of(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of a batch; raise ConfigError if it is no tensor of one number."""
+        loss = self.loss(model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ConfigError(f"loss: what it returned is {shown(loss)}; it must be a tensor of one number.")
+        return loss
+
+
+def _play(group: SimGroup, task: SimulateArguments, bar: _Bar) -> _Replica:
     replica = _Replica(group, task, bar)
     replica.play()
     return replica
@@ -204,10 +291,36 @@ def _summary(replicas: Sequence[_Replica]) -> Simulation:
     )
 
 
+class _Bar:
+    """Shows how many of `total` steps are done: at once if `wanted`, on a terminal after two seconds if it is None."""
+
+    def __init__(self, total: int, wanted: bool | None = None) -> None:
+        console = Console(stderr=True)
+        self._is_on = console.is_terminal if wanted is None else wanted
+        self._due_at = time.perf_counter() + (_PATIENCE_S if wanted is None else 0)
+        self._progress = Progress(console=console, transient=True)
+        self._task = self._progress.add_task("simulating", total=total)
+        self._furthest = 0
+
+    def show(self, done: int) -> None:
+        """Draw the bar at `done`, or leave it where it is if it has been further."""
+        self._furthest = max(self._furthest, done)
+        if self._is_on and time.perf_counter() >= self._due_at:
+            self._progress.start()
+            self._progress.update(self._task, completed=self._furthest)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._progress.live.is_started:
+            self._progress.stop()
+
+
 class _Replica:
     """One replica: an ordinary training loop, with a virtual clock."""
 
-    def __init__(self, group: SimGroup, task: SimulateArguments, bar: Bar) -> None:
+    def __init__(self, group: SimGroup, task: SimulateArguments, bar: _Bar) -> None:
         self._task = task
         self._bar = bar
         self._rank = group.rank
@@ -242,20 +355,21 @@ class _Replica:
     def failures(self) -> list[str]:
         return self._members.failures
 
-    def play(self) -> None:
-        """Train to the end, or until this replica is lost."""
+    def play(self) -> _Replica:
+        """Train to the end, or until this replica is lost; return itself."""
         task = self._task
         while self._done < task.steps and self.clock.now < task.seconds:
             if self._done >= task.lost.get(self._rank, math.inf):
                 task.gone.add(self._rank)
                 self._members.group.leave(f"lost after step {self._done}")
                 self.is_lost = True
-                return
+                return self
             self._evaluate_if_due()
             self._step()
             self._bar.show(self._done)
         self._close()
         self._judge_if_first()
+        return self
 
     def _step(self) -> None:
         task = self._task
@@ -337,7 +451,6 @@ class _Members(FixedMembership):
         self._plain, self.group = group, TimedGroup(group, self._task.network, self._clock)
 
     def enter(self, needs: Needs) -> Epoch:
-        """Return the epoch of those that are there."""
         if self._epoch is None:
             with self.group.for_free():
                 self._epoch = open_epoch(self._number, self.group.members, self.group, self.island, needs)

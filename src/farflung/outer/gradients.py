@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients under an outer loop: DDP keeps them on their rank or island, and in a warm-up all ranks average them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from farflung.base.errors import CollectiveMismatch, ConfigError, StateError, Unsupported
+from farflung.base.torch_internals import COMPILED_FROM
+from farflung.base.words import counted, numbered
+from farflung.comm.ddp_hook import average_hook
+from farflung.comm.group import Group, SoloGroup
+from farflung.comm.torch_group import TorchGroup
+from farflung.outer.agreement import average
+from farflung.outer.rounds import Rounds
+from farflung.outer.stats import Meter
+from farflung.outer.weighting import in_proportion
+
+
+class LocalDDP:
+    """Keeps a DDP model from sending.
+
+    Args:
+        averages: says before each exchange whether the gradients of all ranks are to be averaged, as in a warm-up.
+        island: the ranks over which DDP was made, of several; it sends its buffers among them, and averages gradients
+            over them otherwise.
+
+    Raises:
+        ConfigError: DDP was made over other ranks: neither all of them nor the island.
+        Unsupported: DDP has a communication hook already.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, averages: Callable[[], bool], island: Group | None = None) -> None:
+        check_ranks(ddp, island or SoloGroup())
+        self._island = island.pg if isinstance(island, TorchGroup) else None
+        self.module: nn.Module = ddp.module
+        self._averages = averages
+        self._ddp = weakref.ref(ddp)  # which holds the hook, and so this object
+        self._sends_buffers = ddp.broadcast_buffers
+        try:
+            ddp.register_comm_hook(None, average_hook(self._ranks))
+        except RuntimeError as error:
+            raise Unsupported(
+                "This DDP has a communication hook already, which compresses gradients. An outer loop sends none of "
+                "them: remove the hook, and let the recipe's codec= compress what is sent."
+            ) from error
+        self._ranks()
+        self._hooks: list[RemovableHandle] = []
+        if ddp.find_unused_parameters and self._island is None:  # a script may set the flag by itself before each pass
+            this = weakref.ref(self)
+
+            def before_forward(*_: object) -> None:  # a function, which copies of the model share
+                if (one := this()) is not None:
+                    one._ranks()
+
+            self._hooks.append(ddp.register_forward_pre_hook(before_forward))
+
+    def _ranks(self) -> dist.ProcessGroup | None:
+        ddp, averages = self._ddp(), self._averages()
+        assert ddp is not None
+        if self._island is not None:
+            return dist.group.WORLD if averages else self._island
+        ddp.broadcast_buffers = self._sends_buffers and averages
+        if ddp.find_unused_parameters and not averages:
+            ddp.require_backward_grad_sync = False  # it would tell the other ranks which parameters each pass used
+        return ddp.process_group if averages else None
+
+    def end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        ddp = self._ddp()
+        if ddp is not None:
+            ddp.broadcast_buffers = self._sends_buffers
+            ddp.require_backward_grad_sync = True
+
+
+def kept_local(model: nn.Module, island: Group, averages: Callable[[], bool]) -> LocalDDP | None:
+    """Keep a DDP model's gradients and buffers on this rank; None where it isn't one, or averages over the island."""
+    ddp = getattr(model, COMPILED_FROM, model)
+    if not isinstance(ddp, DistributedDataParallel):
+        return None
+    if island.size == 1:
+        return LocalDDP(ddp, averages)
+    check_ranks(ddp, island)
+    return None
+
+
+def check_ranks(ddp: DistributedDataParallel, island: Group) -> None:
+    """Raise ConfigError for a DDP model that averages gradients over other ranks than those of the island.
+
+    Where each island is one rank, all ranks are right too, as they can be kept from it.
+    """
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    if isinstance(island, TorchGroup):
+        if ranks != island.ranks:
+            raise ConfigError(
+                f"This DDP averages over {numbered('rank', ranks)}, but those that train a replica together (island) "
+                f"are {numbered('rank', island.ranks)}. Make it over them: DistributedDataParallel(model, "
+                "process_group=island.pg). Under --outer, leave process_group out."
+            )
+    elif len(ranks) != dist.get_world_size():
+        raise ConfigError(
+            f"This DDP averages over {len(ranks)} of {dist.get_world_size()} ranks, which train a replica together. "
+            "Say so: OuterLoop(ddp.module, recipe, group=TorchGroup(replicas), island=TorchGroup(those ranks))."
+        )
+
+
+class GradientWarmup:
+    """The first steps of a recipe, which all replicas make with the same gradients.
+
+    Args:
+        steps: how many there are.
+        is_done_by_ddp: torch's DDP averages gradients, in the backward pass.
+
+    Attributes:
+        are_alike: the weights of all replicas; not if one had no more data.
+    """
+
+    def __init__(self, steps: int, model: nn.Module, rounds: Rounds, meter: Meter, is_done_by_ddp: bool) -> None:
+        self.steps, self.are_alike = steps, True
+        self._model, self._rounds, self._meter = model, rounds, meter
+        self._is_done_by_ddp = is_done_by_ddp
+        self._averaged = 0  # the position up to which gradients have been averaged
+
+    def makes_alike(self, position: int) -> bool:
+        """Whether all replicas make the next step, with the same gradients."""
+        return position < self.steps and self.are_alike
+
+    def average(self, position: int) -> None:
+        if self._averaged <= position < self.steps:
+            self._averaged = position + 1
+            if not self._is_done_by_ddp:
+                self._rounds.retry_after_losses(lambda: self._meet(finished=False))
+
+    def stay(self, position: int) -> None:
+        """Stay without data until all ranks have done the steps that are left, or have no more data either."""
+        for _ in range(position, self.steps):
+            if not self._meet(finished=True):
+                break
+
+    def _meet(self, finished: bool) -> bool:
+        """Average the gradients of all ranks that still have data, of which this is none if `finished`.
+
+        Returns:
+            whether any rank has data.
+
+        Raises:
+            CollectiveMismatch: the ranks train different numbers of values.
+        """
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        numel, group = sum(parameter.numel() for parameter in trained), self._rounds.group
+        with self._meter.timed("exposed"), torch.no_grad():
+            mine = torch.tensor([not finished, numel], dtype=torch.float64)
+            flags, numels = group.all_gather_small(mine).T.tolist()
+            self._meter.add("bytes_voting", (group.size - 1) * mine.nbytes)
+            if len(set(numels)) > 1:
+                raise CollectiveMismatch(
+                    f"The ranks have different numbers of trainable values: {[int(one) for one in numels]}. Change the "
+                    "model in the same way on all ranks."
+                )
+            decision = in_proportion(flags)
+            if not decision.total:
+                return False
+            self.are_alike = self.are_alike and all(flags)
+            if not finished:
+                for parameter in trained:
+                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients = [p.grad for p in trained if p.grad is not None and not finished]
+            self._meter.add_exchanged(average(gradients or [torch.zeros_like(p) for p in trained], group, decision))
+        return True
+
+    def check_averaged(self, position: int) -> None:
+        """Raise StateError unless the gradients of the next step have been averaged."""
+        if self._averaged <= position < self.steps and self._rounds.group.size > 1:
+            raise StateError(
+                f"This recipe averages gradients in the first {counted(self.steps, 'step')}, and this is step "
+                f"{position + 1}. Call outer.average_gradients() before optimizer.step(), or attach it; with a "
+                "GradScaler call it before scaler.step(optimizer)."
+            )
+
+    def check_closure(self, position: int, closure: object) -> None:
+        """Raise Unsupported for an optimizer's step with a closure: it computes gradients after they were averaged."""
+        if position < self.steps and closure is not None:
+            raise Unsupported(
+                f"In the warm-up of this recipe ({counted(self.steps, 'step')}) an attached optimizer can't "
+                "take a closure: it computes gradients after they were averaged. Use a recipe without a warm-up."
+            )
