@@ -31,14 +31,14 @@ def test_the_outer_learning_rate_grows_with_the_interval_as_the_page_says(make, 
     assert rate(lr=0.4) == rate(lr=0.4, momentum=0.9) == 0.4
 
 
-@pytest.mark.parametrize("make", [diloco, streaming_diloco])
-def test_it_grows_where_nobody_chooses_one(make):
+@pytest.mark.parametrize(("make", "delay"), [(diloco, 10), (streaming_diloco, 5)])
+def test_it_grows_where_nobody_chooses_one(make, delay):
     optimizer = make(8).optimizer([nn.Parameter(torch.zeros(1))])
     assert isinstance(optimizer, GrowingMomentumSGD)
-    assert optimizer.defaults["momentum"] == 1 / 11
+    assert optimizer.defaults["momentum"] == 1 / (1 + delay)
     assert (optimizer.defaults["lr"], optimizer.defaults["nesterov"]) == (0.7, True)
     delays = [1 / make(every).optimizer([torch.zeros(1)]).defaults["momentum"] - 1 for every in (32, 64, 128, 500)]
-    assert delays == pytest.approx([10, 5, 3, 3])
+    assert delays == pytest.approx([delay, delay / 2, 0.3 * delay, 0.3 * delay])
     assert make(8, momentum=0.9).optimizer([nn.Parameter(torch.zeros(1))]).defaults["momentum"] == 0.9
 
 

@@ -230,15 +230,15 @@ def streaming_diloco(
     Raises:
         ConfigError: a number is out of its range.
 
-    By default lr and momentum are those of `diloco`. A delay that is not small compared with `every` costs accuracy:
-    updates are applied that many steps late.
+    By default lr is that of `diloco`, and the momentum grows twice as fast, as weights take a part of the anchor only. A
+    delay that is not small compared with `every` costs accuracy: updates are applied that many steps late.
 
     Source: Streaming DiLoCo (arXiv:2501.18512).
     """
     if cut is not None:
         check_callable("cut", cut, "farflung.outer.strided")
     schedule = Streaming(every, fragments, delay)
-    optimizer = _nesterov(every, lr, momentum, rounds)
+    optimizer = _nesterov(every, lr, momentum, rounds, sooner=2.0)
     parts = {"merge": Blend(alpha), "fragments": cut or by_layers}
     return _anchored(schedule, codec, optimizer, usual="e3m0", radial=radial, **parts)
 
@@ -426,7 +426,12 @@ def _anchored(
 
 
 def _nesterov(
-    every: int, lr: float | None, momentum: float | None, rounds: int | None, nesterov: bool = True
+    every: int,
+    lr: float | None,
+    momentum: float | None,
+    rounds: int | None,
+    nesterov: bool = True,
+    sooner: float = 1.0,
 ) -> MakeOptimizer:
     """SGD with this momentum, or with one that grows; warns of a momentum that has not worked in so few rounds."""
     lr = rate_of(every, momentum) if lr is None else lr
@@ -435,7 +440,7 @@ def _nesterov(
     if momentum is None:
         check_number("lr", lr, above=0)
         check_flag("nesterov", nesterov)
-        return partial(_one_pass, GrowingMomentumSGD, delay=delay_of(every), lr=lr, nesterov=nesterov)
+        return partial(_one_pass, GrowingMomentumSGD, delay=delay_of(every) / sooner, lr=lr, nesterov=nesterov)
     optimizer = _sgd(lr, momentum, nesterov)
     if momentum >= 0.9 and rounds is not None and rounds < _MANY_ROUNDS:
         warnings.warn(
