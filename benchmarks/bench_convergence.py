@@ -66,7 +66,6 @@ ROWS: dict[str, Recipe | None] = {
     "plain delay(16) int8": replace(eager_diloco(16, momentum=0.3), merge=Replace()),
     "local_sgd(16)": local_sgd(16),
     "diloco(16) int8": diloco(16, codec=Int8()),
-    "diloco(16, lr=0.7)": diloco(16, lr=0.7),
     "diloco(16, lr=0.7, momentum=0.9)": diloco(16, lr=0.7, momentum=0.9),
     "sparse_loco(16, lr=1.0)": sparse_loco(16, lr=1.0),
     "gossip(16)": gossip(16),

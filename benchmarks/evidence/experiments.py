@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from inspect import signature
+from itertools import product
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ INNER = {"adamw": (2.5e-3, 5e-3, 1e-2, 2e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2,
 LARGER_INNER = {"adamw": (5e-3, 1e-2), "muon": (2e-2, 4e-2)}  # for larger models, and for runs of the whole length
 FIRST_RATE = 0.7  # DiLoCo's outer learning rate while the inner ones are tuned
 OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0, 1.4), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99)
-RATES = (0.5, 0.7, 1.0, 1.4)  # outer ones, by H
+RATES = (0.5, 0.7, 0.85, 1.0, 1.4)  # outer ones, by H
 EXPERIMENTS = ("tune", "1", "2", "3", "4", "5", "6", "7")
 GROWING = ("diloco", "streaming_diloco")  # whose momentum grows
 LR_AND_MOMENTUM = ("lr", OUTER, "momentum", MOMENTA)
@@ -281,18 +282,25 @@ def rows(results: Results, experiment: str, size: str, seed: int) -> dict[str, l
 
 
 def outer_rates(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
-    """Return runs of DiLoCo with the momentum that grows, by H and outer learning rate: half as long as others."""
+    """Return runs of DiLoCo with the momentum that grows, by H, outer learning rate, replicas and inner schedule."""
     usual = replace(tuned(results, size, seed, "diloco", every=32), steps=1000)
+    found = {}
 
-    def row(every: int, lr: float, replicas: int = usual.replicas) -> list[Run]:
-        return [replace(usual, settings=spelled(every=every, lr=lr), replicas=replicas)]
+    def add(every: int, rates: Sequence[float], replicas: int = usual.replicas, falls: bool = True) -> None:
+        for lr in rates:
+            run = replace(usual, settings=spelled(every=every, lr=lr), replicas=replicas, falls=falls)
+            found[f"{replicas} replicas, {'falling' if falls else 'constant'}, H={every}, lr {lr}"] = [run]
 
-    intervals = (8, 16, 32, 64, 128) if size == TUNED_AT else (8, 32, 128)
-    rates = RATES if size == TUNED_AT else (0.7, 1.0)
-    found = {f"H={every}, lr {lr}": row(every, lr) for every in intervals for lr in rates}
-    if size == TUNED_AT:
-        pairs = [(replicas, every, lr) for replicas in (2, 8) for every in (8, 32) for lr in (0.7, 1.0, 1.4)]
-        found |= {f"{m} replicas, H={every}, lr {lr}": row(every, lr, m) for m, every, lr in pairs}
+    if size != TUNED_AT:
+        for every in (8, 32, 128):
+            add(every, (0.7, 1.0))
+        return found
+    for every in (8, 16, 32, 64, 128):
+        add(every, RATES if every in (16, 32) else (0.5, 0.7, 1.0, 1.4))
+    for replicas, every in product((2, 8), (8, 32)):
+        add(every, (0.7, 1.0, 1.4), replicas)
+    add(16, (0.7, 0.85), falls=False)
+    add(32, (0.7, 0.85, 1.0), falls=False)
     return found
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass, field
+from itertools import product
 
 from evidence.experiments import CHANGED, METHODS, RATES, TUNED_AT, Results, inner_grids, outer_grids, rows, tuned
 from evidence.runs import SHAPES, Run
@@ -165,7 +166,7 @@ def tuning_table(results: Results) -> list[str]:
             continue
         chosen = min(there, key=results.loss)
         outer = ", ".join(
-            f"{key} {value}" for key, value in chosen.options.items() if key in ("lr", "momentum", "beta")
+            f"{key} {value}" for key, value in chosen.options.items() if key in ("lr", "alpha", "momentum", "beta")
         )
         is_inner = len({run.lr for run in grid}) > 1
         said = f"inner rate {chosen.lr:.2g}" if is_inner else outer or "defaults"
@@ -175,19 +176,18 @@ def tuning_table(results: Results) -> list[str]:
 
 
 def rates_table(results: Results) -> list[str]:
-    """Experiment 6: the mean loss by outer learning rate, and in bold where it is the recipe's default."""
-    lines = [f"| size | replicas | H | {' | '.join(map(str, RATES))} |", "|" + "---|" * (3 + len(RATES))]
-    by_row: dict[tuple[str, int, int], dict[float, list[float]]] = {}
-    for size in SHAPES:
-        for seed in SEEDS:
-            for [run] in rows(results, "6", size, seed).values():
-                place, loss = (size, run.replicas, run.options["every"]), results.loss(run)
-                if math.isfinite(loss):
-                    by_row.setdefault(place, {}).setdefault(run.options["lr"], []).append(loss)
-    for (size, replicas, every), losses in by_row.items():
+    """Experiment 6: the loss by outer learning rate; in bold where it is the recipe's default."""
+    lines = [f"| size | replicas | inner rate | H | {' | '.join(map(str, RATES))} |", "|" + "---|" * (4 + len(RATES))]
+    by_row: dict[tuple[str, int, str, int], dict[float, list[float]]] = {}
+    for size, seed in product(("34k", "100k"), SEEDS):
+        for [run] in rows(results, "6", size, seed).values():
+            place = (size, run.replicas, "falls" if run.falls else "stays", run.options["every"])
+            if math.isfinite(loss := results.loss(run)):
+                by_row.setdefault(place, {}).setdefault(run.options["lr"], []).append(loss)
+    for place, losses in by_row.items():
         cells = [with_error(losses[rate], ".4f") if rate in losses else "-" for rate in RATES]
-        cells = [f"**{cell}**" if rate == rate_of(every) else cell for rate, cell in zip(RATES, cells, strict=True)]
-        lines.append(f"| {size} | {replicas} | {every} | {' | '.join(cells)} |")
+        bold = [f"**{cell}**" if rate == rate_of(place[-1]) else cell for rate, cell in zip(RATES, cells, strict=True)]
+        lines.append(f"| {' | '.join(map(str, place))} | {' | '.join(bold)} |")
     return lines
 
 

@@ -21,12 +21,12 @@ def test_the_momentum_of_a_round_is_what_the_page_says():
 
 
 @pytest.mark.parametrize("make", [diloco, streaming_diloco])
-@pytest.mark.parametrize(("every", "lr"), [(4, 0.35), (8, 0.7), (16, 0.775), (32, 0.85), (500, 0.85)])
+@pytest.mark.parametrize(("every", "lr"), [(4, 0.35), (8, 0.7), (16, 0.7), (24, 0.7877), (32, 0.85), (500, 0.85)])
 def test_the_outer_learning_rate_grows_with_the_interval_as_the_page_says(make, every, lr):
     def rate(**settings):
         return make(every, **settings).optimizer([torch.zeros(1)]).param_groups[0]["lr"]
 
-    assert rate() == pytest.approx(lr)
+    assert rate() == pytest.approx(lr, abs=1e-4)
     assert rate(momentum=0.9) == 0.7
     assert rate(lr=0.4) == rate(lr=0.4, momentum=0.9) == 0.4
 

@@ -28,13 +28,13 @@ def delay_of(every: int) -> float:
 def rate_of(every: int, momentum: float | None = None) -> float:
     """Return the outer learning rate for rounds of `every` steps; with a constant momentum it is 0.7, as published.
 
-    With the momentum that grows it is 0.7 for 8 steps, 0.85 from 32 on, and in proportion below 8. The best rate grows
-    with H, and is higher where the inner learning rate falls than where it stays: 1.0 and 0.7 with H=32
+    With the momentum that grows it is 0.7 for 8 to 16 steps, 0.85 from 32 on, and in proportion below 8. The best rate
+    grows with H, and is higher where the inner learning rate falls than where it stays: 1.0 and 0.7 with H=32
     (docs/evidence.md).
     """
     if momentum is not None:
         return PUBLISHED_LR
-    return PUBLISHED_LR * every / 8 if every < 8 else min(0.85, PUBLISHED_LR + 0.075 * math.log2(every / 8))
+    return PUBLISHED_LR * every / 8 if every < 8 else PUBLISHED_LR + 0.15 * min(1.0, max(0.0, math.log2(every / 16)))
 
 
 class GrowingMomentumSGD(torch.optim.SGD):

@@ -174,8 +174,8 @@ def diloco(
 
     The published lr 0.7 and momentum 0.9 were found on hundreds of rounds; in shorter runs so large a momentum is still
     building up when training ends. So by default it grows: in round t it is t / (t + 10), up to 0.9, and sooner with H
-    above 32. No run has to know its length for that. The default lr depends on H: 0.7 for 8, 0.075 more for each
-    doubling, at most 0.85, and in proportion below 8; with a constant momentum it is the published one.
+    above 32. No run has to know its length for that. The default lr depends on H: 0.7 for 8 to 16, 0.85 from
+    32 on, and in proportion below 8; with a constant momentum it is the published one.
 
     Args:
         every: sync interval H, in optimizer steps.
