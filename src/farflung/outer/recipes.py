@@ -230,8 +230,8 @@ def streaming_diloco(
     Raises:
         ConfigError: a number is out of its range.
 
-    By default lr is that of `diloco`, and the momentum grows twice as fast, as weights take a part of the anchor only. A
-    delay that is not small compared with `every` costs accuracy: updates are applied that many steps late.
+    By default lr is that of `diloco`, and the momentum grows twice as fast, as weights take a part of the anchor only.
+    A delay that is not small compared with `every` costs accuracy: updates are applied that many steps late.
 
     Source: Streaming DiLoCo (arXiv:2501.18512).
     """
