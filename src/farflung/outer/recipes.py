@@ -297,8 +297,8 @@ def sparse_loco(
     Raises:
         ConfigError: a number is out of its range.
 
-    Part of the update is unsent at any time, and in runs with few rounds a large lr makes up for it: in 56 and in 112
-    rounds of a small model the published 1.0 ended 5 to 6 % higher than 4.0 (docs/evidence.md).
+    Part of the update is unsent at any time, and in runs with few rounds a large lr makes up for it: in 14 to 112 rounds
+    of a small model 1.0 ended 4 to 6 % higher than 4.0 (docs/evidence.md).
 
     Source: SparseLoCo (arXiv:2508.15706).
     """
