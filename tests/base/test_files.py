@@ -4,6 +4,7 @@
 import mmap
 import os
 import stat
+import threading
 
 import pytest
 
@@ -64,3 +65,21 @@ def test_lines_are_added_after_a_torn_one(torn, tmp_path):
         with open_lines(path) as file:
             file.write(f"{line}\n")
     assert path.read_text().splitlines() == [*torn.splitlines(), "start", "finish"]
+
+
+def test_a_line_that_another_process_is_writing_is_not_taken_for_a_torn_one(tmp_path):
+    path = tmp_path / "lines"
+
+    def add():
+        with open_lines(path, is_shared=True) as file:
+            file.write("second\n")
+
+    with open_lines(path, is_shared=True) as file:
+        file.write("fi")
+        file.flush()
+        other = threading.Thread(target=add)
+        other.start()
+        other.join(0.2)
+        file.write("rst\n")
+    other.join()
+    assert path.read_text() == "first\nsecond\n"

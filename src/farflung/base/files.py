@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import stat
@@ -52,9 +53,16 @@ class AtomicFile:
             self.discard()
 
 
-def open_lines(path: Path) -> TextIO:
-    """Open a file to add lines to it, each written at once. A last line that a full disk tore stays a line."""
+def open_lines(path: Path, is_shared: bool = False) -> TextIO:
+    """Open a file to add lines to it, each written at once. A last line that a full disk tore stays a line.
+
+    Where several processes add lines, one that is being written looks torn: `is_shared` keeps the others out until the
+    file is closed.
+    """
     file = path.open("a", encoding="utf-8", buffering=1)
+    if is_shared:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
     if path.is_file() and path.stat().st_size:
         with path.open("rb") as old:
             old.seek(-1, os.SEEK_END)

@@ -58,7 +58,7 @@ def opened_log(name: str | None, rank: int) -> Path | None:
     path = Path(name.replace(_RANK, str(rank)))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        open_lines(path).close()
+        open_lines(path, is_shared=True).close()
     except OSError as error:
         raise ConfigError(f"The log of the outer loop, {path}, can't be written: {error.strerror}.") from error
     return path.absolute()  # a script may go to another folder
@@ -80,7 +80,7 @@ class RoundLog:
         if self._path is None:
             return
         line = json.dumps({**self._who, **_finite(asdict(this))}, allow_nan=False)
-        with open_lines(self._path) as file:
+        with open_lines(self._path, is_shared=True) as file:
             file.write(line + "\n")
 
 
