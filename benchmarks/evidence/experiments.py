@@ -287,7 +287,7 @@ def outer_rates(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
     found = {}
 
     def add(every: int, rates: Sequence[float], replicas: int = usual.replicas, falls: bool = True) -> None:
-        for lr in rates:
+        for lr in sorted({*rates, rate_of(every)}):
             run = replace(usual, settings=spelled(every=every, lr=lr), replicas=replicas, falls=falls)
             found[f"{replicas} replicas, {'falling' if falls else 'constant'}, H={every}, lr {lr}"] = [run]
 
@@ -296,7 +296,7 @@ def outer_rates(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
             add(every, (0.7, 1.0))
         return found
     for every in (8, 16, 32, 64, 128):
-        add(every, RATES if every in (16, 32) else (0.5, 0.7, 1.0, 1.4))
+        add(every, RATES if every == 16 else (0.5, 0.7, 1.0, 1.4))
     for replicas, every in product((2, 8), (8, 32)):
         add(every, (0.7, 1.0, 1.4), replicas)
     add(16, (0.7, 0.85), falls=False)

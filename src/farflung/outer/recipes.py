@@ -297,9 +297,9 @@ def sparse_loco(
     Raises:
         ConfigError: a number is out of its range.
 
-    Part of the update is unsent at any time, and in runs with few rounds a large lr makes up for it: in 14 to 112 rounds
-    of a small model 1.0 ended 4 to 6 % higher than 4.0. The paper's beta is 0.95, which is better from about 100 rounds
-    on (docs/evidence.md).
+    Part of the update is unsent at any time, and in runs with few rounds a large lr makes up for it: in 14 to 112
+    rounds of a small model 1.0 ended 4 to 6 % higher than 4.0. The paper's beta is 0.95, which is better from about 100
+    rounds on (docs/evidence.md).
 
     Source: SparseLoCo (arXiv:2508.15706).
     """
