@@ -7,8 +7,6 @@ local_k <- merge(local_k, anchor)
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,24 +19,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from farflung.base.errors import ConfigError, StateError
+from farflung.base.errors import StateError
 from farflung.comm.group import Group
 from farflung.comm.shards import reshard
 from farflung.comm.torch_group import explained
-from farflung.outer.arguments import (
-    OuterConfig,
-    bucket_bytes_of,
-    check_attached,
-    check_state,
-    checked,
-    checked_items,
-)
+from farflung.outer.arguments import OuterConfig, bucket_bytes_of, check_attached, check_state, checked, checked_items
 from farflung.outer.gradients import GradientWarmup, kept_local
+from farflung.outer.inner import hooks_of
 from farflung.outer.membership import Membership, fixed_membership
 from farflung.outer.recipe import Recipe
 from farflung.outer.rounds import Rounds
-from farflung.outer.schedule import Action, Apply, Clock, Launch
+from farflung.outer.schedule import Launch
 from farflung.outer.stats import Meter, Round, Stats
+from farflung.outer.timetable import Timetable
 
 
 class OuterLoop:
@@ -108,10 +101,6 @@ class OuterLoop:
         self._recipe = recipe
         self._meter = Meter()
         self._position = 0  # attempts since the loop began
-        self._synced = 0  # the step up to which all that was due has been run
-        self._began = 0  # the step at which the latest round was launched
-        self._clock, self._began_at = clock, clock()
-        self._lr: float | None = None  # the highest of the current round, where the inner optimizer is known
         self._hooks: list[RemovableHandle] = []
         self._open = True
         this = weakref.ref(self)
@@ -120,7 +109,7 @@ class OuterLoop:
         with torch.no_grad():
             self._rounds = Rounds(model, recipe, membership, cap_bytes, self._meter, self.listeners)
             self._warmup = GradientWarmup(recipe.warmup, model, self._rounds, self._meter, self._ddp is not None)
-        self._know(inner)
+        self._timetable = Timetable(recipe, self._rounds, clock, inner)
         self._take_place()
 
     def count(self, done: bool = True, items: float = 0) -> None:
@@ -152,60 +141,22 @@ class OuterLoop:
     def sync_if_due(self) -> None:
         """Run what the schedule has made due since the last call; a round that was due several times runs once."""
         self._check_open()
-        due: list[Action] = []
-        for step in range(self._synced + 1, self._position + 1):
-            seconds = self._clock() - self._began_at
-            if self._recipe.reads_clock:  # all ranks of an island take the longest
-                seconds = self._rounds.epoch.island.longest(seconds)
-            due += self._due(step, seconds)
-        self._synced = self._position
+        due = self._timetable.until(self._position)
         if due:
-            self._rounds.place = {"position": self._position, "began": self._began}
+            self._rounds.place = {"position": self._position, "began": self._timetable.began}
             with self._meter.timed("exposed"), torch.no_grad():
-                self._run(due)
+                self._timetable.run(due, self._position)
             self._take_place()
             if any(isinstance(action, Launch) for action in due):
-                self._began_at = self._clock()  # not before the wait for slower ranks, which would grow with each round
-
-    def _due(self, step: int, seconds: float) -> list[Action]:
-        """Ask the schedule; a round that is launched begins at this step."""
-        inner = self._rounds.inner
-        if self._lr is not None and inner is not None:
-            self._lr = max(self._lr, float(inner.param_groups[0]["lr"]))
-        due = list(self._recipe.schedule(Clock(step, self._began, seconds, self._lr)))
-        if self._recipe.inner.needs_optimizer and due and inner is None:
-            raise ConfigError(f"{self._recipe.inner} needs the inner optimizer: OuterLoop(..., inner=optimizer).")
-        if any(isinstance(action, Launch) for action in due):
-            self._began = step
-            self._know(inner)
-        return due
-
-    def _know(self, inner: Optimizer | None) -> None:
-        """Read the learning rate of the inner optimizer from now on."""
-        self._rounds.inner = inner
-        self._lr = None if inner is None else float(inner.param_groups[0]["lr"])
-
-    def _run(self, due: list[Action]) -> None:
-        for action in due:
-            if isinstance(action, Launch):
-                self._rounds.launch(action, self._position, finished=False)
-            else:
-                self._rounds.apply(action.fragment)
-            if self._rounds.has_joined:  # the others have completed the round of these actions
-                break
-        self._rounds.admit()
+                self._timetable.begin_round()  # not before the wait for slower ranks, which would grow with each round
 
     def _take_place(self) -> None:
         """Begin where the members are, if this rank came in as a newcomer."""
         if self._rounds.has_joined:
-            self._rounds.has_joined = False
-            self._begin_anew(self._rounds.place["position"])
-            self._began = self._rounds.place["began"]
-
-    def _begin_anew(self, position: int) -> None:
-        """Go on from a step up to which all is done."""
-        self._position = self._synced = self._began = position
-        self._began_at = self._clock()
+            place, self._rounds.has_joined = self._rounds.place, False
+            self._position = place["position"]
+            self._timetable.begin_anew(self._position)
+            self._timetable.began = place["began"]
 
     def step(self, items: float = 0) -> None:
         """Count one completed optimizer step and run what is due; call it after each `optimizer.step()`.
@@ -249,17 +200,8 @@ class OuterLoop:
         if self._hooks:
             raise StateError("attach: an optimizer is attached already, and its steps would be counted twice.")
         check_attached(optimizers, self._model, self._recipe)
-        self._know(optimizer)
-        stepped: set[int] = set()
-
-        def count(one: Optimizer, *_: Any) -> None:
-            stepped.add(id(one))
-            if len(stepped) == len(optimizers):
-                stepped.clear()
-                self.step()
-
-        self._hooks += [one.register_step_pre_hook(self._before_step) for one in optimizers]
-        self._hooks += [one.register_step_post_hook(count) for one in optimizers]
+        self._timetable.know(optimizer)
+        self._hooks += hooks_of(optimizers, self._before_step, self.step)
         return self
 
     @property
@@ -270,7 +212,7 @@ class OuterLoop:
     @property
     def steps_since_sync(self) -> int:
         """Number of attempted steps since the latest round was launched."""
-        return self._position - self._began
+        return self._position - self._timetable.began
 
     @property
     def is_newcomer(self) -> bool:
@@ -312,7 +254,7 @@ class OuterLoop:
         with self._meter.timed("exposed"), torch.no_grad():
             if 0 < self._position <= self._warmup.steps and self._warmup.are_alike:
                 self._rounds.replica.reset_anchor()
-            last, self._position = self._walk_on()
+            last, self._position = self._timetable.walk_on(self._position)
             are_dropped = [last in self._rounds.apply_all()]
             for number in range(len(self._rounds.replica.fragments)):
                 if number != last:
@@ -324,27 +266,8 @@ class OuterLoop:
                 self._rounds.average()
                 self._rounds.replica.reset()
             self._rounds.share_buffers()
-        self._begin_anew(self._position)
+        self._timetable.begin_anew(self._position)
         self._warmup.are_alike |= not self.is_warming  # optimizers of ranks without data stay behind
-
-    def _walk_on(self) -> tuple[int, int]:
-        """Go on along the schedule without training until all ranks do so.
-
-        Ranks vote in the order of the schedule. One that has no more data may not skip what others still come to.
-
-        Returns:
-            The fragment then under way, and the furthest position of any rank.
-        """
-        for step in itertools.count(self._synced + 1):
-            for action in self._due(step, math.inf):
-                if isinstance(action, Apply):
-                    self._rounds.apply(action.fragment)
-                    continue
-                self._rounds.launch(action, self._position, finished=True)
-                tally = self._rounds.finished_tally(action.fragment)
-                if tally is not None:
-                    return action.fragment, tally.position
-        raise AssertionError("a schedule has no end")
 
     @property
     def has_anchor(self) -> bool:
@@ -406,10 +329,7 @@ class OuterLoop:
         return {
             **self._identity(),
             "position": self._position,
-            "synced": self._synced,
-            "began": self._began,
-            "seconds": self._clock() - self._began_at,
-            "lr": self._lr,
+            **self._timetable.state_dict(),
             "are_alike": self._warmup.are_alike,
             "stats": self.stats().saved(),
             "rounds": self._rounds.state_dict(),
@@ -433,8 +353,8 @@ class OuterLoop:
             self.reset_anchor()
             return
         self._rounds.load_state_dict(state["rounds"])
-        self._position, self._synced, self._began = state["position"], state["synced"], state["began"]
-        self._began_at, self._lr = self._clock() - state["seconds"], state["lr"]
+        self._position = state["position"]
+        self._timetable.load_state_dict(state)
         self._warmup.are_alike = state.get("are_alike", True)
         self._meter.load(state["stats"])
 
@@ -452,8 +372,7 @@ class OuterLoop:
                 self._leave(failure)
                 raise
         elif self._open:
-            epoch = self._rounds.epoch
-            cause = error if epoch.island.size == 1 else explained(error, epoch.group)
+            cause = error if self._rounds.epoch.island.size == 1 else explained(error, self._rounds.group)
             self._leave(cause)
             if cause is not error:
                 raise cause from error

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inner optimizer: what a round does with its state, such as Adam's moments; and which parameters Muon trains."""
+"""The inner optimizer: what a round does with its state, hooks on its steps, and which parameters Muon trains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from farflung.base.checks import check_type, check_whole, wrong_type
 from farflung.base.errors import ConfigError, Unsupported
@@ -179,3 +181,21 @@ def _named(model: nn.Module, name: str) -> list[nn.Parameter]:
     if not found:
         raise ConfigError(f"muon_groups: the model has no parameter and no module {name!r}, which `adamw` names.")
     return found
+
+
+def hooks_of(
+    optimizers: Sequence[Optimizer],
+    before: Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None],
+    after: Callable[[], None],
+) -> list[RemovableHandle]:
+    """Call `before` before each step of each optimizer, and `after` once all of them have stepped."""
+    stepped: set[int] = set()
+
+    def count(one: Optimizer, *_: Any) -> None:
+        stepped.add(id(one))
+        if len(stepped) == len(optimizers):
+            stepped.clear()
+            after()
+
+    hooks = [one.register_step_pre_hook(before) for one in optimizers]
+    return hooks + [one.register_step_post_hook(count) for one in optimizers]
