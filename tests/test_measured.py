@@ -56,8 +56,8 @@ def test_the_page_of_recipes_has_the_losses_by_momentum_of_which_the_default_is_
         assert losses[module.GROWS, rate_of(module.EVERY)] <= 1.01 * min(losses.values())
 
 
-@pytest.mark.parametrize("megabits", [20, 100])
-def test_the_page_of_recipes_has_the_times_over_a_slow_line(megabits):
+@pytest.mark.parametrize(("megabits", "share"), [(5, 0.9), (20, 0.95), (100, 0.95)])
+def test_the_page_of_recipes_has_the_times_over_a_slow_line(megabits, share):
     run = over_a_line(megabits)
     assert run["batch"] == 8
     for name, one in run["figures"].items():
@@ -65,7 +65,7 @@ def test_the_page_of_recipes_has_the_times_over_a_slow_line(megabits):
     best = run["figures"]["streaming_diloco(24, 3)"]
     sooner = f"{best['faster_than_ddp']:.1f} times sooner than DDP with 1/{best['fewer_bytes_than_ddp']:.0f}"
     assert f"{sooner} of its bytes, at {best['of_throughput_alone']} of the throughput" in " ".join(EVIDENCE.split())
-    assert best["of_throughput_alone"] >= 0.95
+    assert best["of_throughput_alone"] >= share
 
 
 def test_the_page_of_evidence_has_the_throughput_of_a_larger_model_over_a_line():
