@@ -56,7 +56,7 @@ def test_the_page_of_recipes_has_the_losses_by_momentum_of_which_the_default_is_
         assert losses[module.GROWS, rate_of(module.EVERY)] <= 1.01 * min(losses.values())
 
 
-@pytest.mark.parametrize(("megabits", "share"), [(5, 0.9), (20, 0.95), (100, 0.95)])
+@pytest.mark.parametrize(("megabits", "share"), [(5, 0.9), (20, 0.95), (100, 0.95), (200, 0.9)])
 def test_the_page_of_recipes_has_the_times_over_a_slow_line(megabits, share):
     run = over_a_line(megabits)
     assert run["batch"] == 8
