@@ -191,7 +191,7 @@ def get_balanced_memory(
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     share = sizes[""] // (len(usable) - 1 if low_zero else len(usable))
     share += _slack(model, sizes, names_of(no_split_module_classes))
-    for gpu in gpus[:-1]:  # the last one takes what is left
+    for gpu in gpus[:-1]:  # the last one takes the rest
         memory[gpu] = min(memory[0] if low_zero and gpu == 0 else share, memory[gpu])
     if low_zero:
         elsewhere = sum(memory[gpu] for gpu in gpus if gpu != 0)

@@ -329,7 +329,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Record:
-    """Stands for an object of a class of DCP: holds what was said of it."""
+    """A placeholder for an object of one of DCP's classes, with the arguments that it was made from."""
 
     def __setstate__(self, state: Any) -> None:
         self.said = state

@@ -20,7 +20,8 @@ def momentum_of(round_number: int, delay: float) -> float:
 def delay_of(every: int) -> float:
     """Return the round in which the momentum is one half: 10 with rounds of up to 32 steps, sooner with longer ones.
 
-    With H=128, 34k parameters and 2,000 steps a delay of 3 ends at 1.993, of 5 at 1.996, of 10 at 2.015 (two seeds).
+    Long rounds are few, and carry less noise each. With it `diloco(128)` ends within 1 % of its tuned constant momentum
+    (docs/evidence.md).
     """
     return max(3.0, min(10.0, 320 / every))
 

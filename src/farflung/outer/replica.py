@@ -225,7 +225,7 @@ class BoundFragment:
 
 @dataclass(frozen=True)
 class Change:
-    """What is exchanged of a model that has changed."""
+    """The tensors that are exchanged after the model has changed."""
 
     fragments: list[Fragment]
     fit: list[Fragment]  # the same without buffers that can't be averaged
