@@ -329,7 +329,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Record:
-    """A placeholder for an object of one of DCP's classes, with the arguments that it was made from."""
+    """A placeholder for an object of one of DCP's classes; `said` is the state that it was pickled with."""
 
     def __setstate__(self, state: Any) -> None:
         self.said = state
