@@ -21,11 +21,12 @@ from farflung.resume.window import AccumulationWindow
 if TYPE_CHECKING:
     from farflung.checkpoint.sharded import ShardPlanner
 
-# In the order in which they are saved, read, loaded and filled.
+# In the order in which they are saved, read, loaded and filled. Weights are mapped into memory, so they come after the
+# optimizers: by then the reading that checks the files has fetched them, in larger pieces than the mapping would.
 PARTS: tuple[type[Part], ...] = (
+    Optimizers,
     Models,
     OwnBuffers,
-    Optimizers,
     Schedulers,
     RegisteredObjects,
     Scaler,
