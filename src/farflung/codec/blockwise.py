@@ -17,7 +17,6 @@ CUDA with Triton a kernel does it in one pass, with the same bits.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -54,7 +53,7 @@ def kernels(x: Tensor, block: int) -> Any:
 
 
 @dataclass(frozen=True)
-class _Blockwise(ABC):
+class _Blockwise:
     """What the codecs of this file share: scales, blocks, pieces. The `block`, even, are values that share a scale."""
 
     block: int = 256
@@ -70,13 +69,29 @@ class _Blockwise(ABC):
             name = type(self).__name__
             raise ConfigError(f"{name}: block is {shown(self.block)}; it must be an even whole number, such as 256.")
 
-    @abstractmethod
     def _round(self, codes: Tensor, y: Tensor) -> None:
         """Fill `codes` `[rows, bytes]` uint8 from `y` `[rows, width]` fp32, |y| <= top, which is used up."""
+        self._to_codes(y)
+        if self.bits == 4:  # of codes from -7 to 7, 16 b + a fits into eight bits, and has one such b and a only
+            low, high = y.chunk(2, dim=1)
+            y = low.add_(high, alpha=16)
+        codes.view(torch.int8).copy_(y)
 
-    @abstractmethod
     def _widen(self, codes: Tensor, y: Tensor) -> None:
         """Fill `y` `[rows, width]` fp32 with what `codes` `[rows, bytes]` uint8 stand for, in units of the scale."""
+        low, high = y.chunk(2, dim=1) if self.bits == 4 else (y, None)
+        low.copy_(codes.view(torch.int8))
+        if high is not None:
+            torch.mul(low, 1 / 16, out=high).round_()
+            low.sub_(high, alpha=16)
+        self._from_codes(y)
+
+    def _to_codes(self, y: Tensor) -> None:
+        """Turn values into codes, whole fp32 numbers, in place."""
+        y.round_()
+
+    def _from_codes(self, y: Tensor) -> None:
+        """Turn codes into what they stand for, in place; whole numbers stand for themselves."""
 
     def encode(self, x: Tensor) -> Tensor:
         n = x.numel()
@@ -108,41 +123,31 @@ class _Blockwise(ABC):
         return self._decode(wire, out, factor)
 
     def _decode(self, wire: Tensor, out: Tensor, factor: float | None) -> Tensor:
+        head = scales_bytes(out.numel(), self.block)
+        scales, codes = wire[:head].clone().view(torch.float32), wire[head:]  # cloned, as it may begin at any byte
         if (fused := kernels(out, self.block)) is not None:
-            fused.decode(*self._parts(wire, out), out, factor, **self._form)
+            fused.decode(scales, codes, out, factor, **self._form)
             return out
-        for target, values in self._decoded(wire, out, in_place=factor is None and out.dtype == torch.float32):
+        in_place = factor is None and out.dtype == torch.float32
+        scratch = torch.empty(self.block if in_place else self._piece(out), dtype=torch.float32, device=out.device)
+        for start, rows, width in self._pieces(out):
+            target, first = out[start : start + rows * width], start // self.block
+            fits = in_place and target.numel() == rows * width
+            y = (target if fits else scratch[: rows * width]).view(rows, width)
+            self._widen(self._rows(codes, start, rows, width), y)
+            values = y.mul_(scales[first : first + rows].view(rows, 1)).view(-1)[: target.numel()]
             if factor is not None:
                 target.add_(values if factor == 1 else values.to(out.dtype).mul_(factor))
-            elif values is not target:
+            elif not fits:
                 target.copy_(values)
         return out
 
     def wire_bytes(self, n: int) -> int:
         return blockwise_bytes(n, self.bits, self.block)
 
-    def _decoded(self, wire: Tensor, out: Tensor, in_place: bool) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pieces of `out` and what `wire` says of them, in the piece itself if `in_place` and it fits."""
-        scales, codes = self._parts(wire, out)
-        scratch = torch.empty(self.block if in_place else self._piece(out), dtype=torch.float32, device=out.device)
-        for start, rows, width in self._pieces(out):
-            target = out[start : start + rows * width]
-            fits = target.numel() == rows * width
-            values = target if in_place and fits else scratch[: rows * width]
-            y = values.view(rows, width)
-            first = start // self.block
-            self._widen(self._rows(codes, start, rows, width), y)
-            y.mul_(scales[first : first + rows].view(rows, 1))
-            yield target, values if fits else values[: target.numel()]
-
     @property
     def _form(self) -> dict[str, Any]:
         return {"block": self.block, "bits": self.bits, "is_float": self.is_float}
-
-    def _parts(self, wire: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scales and codes; the scales are copied, as a wire may begin at any byte."""
-        head = scales_bytes(out.numel(), self.block)
-        return wire[:head].clone().view(torch.float32), wire[head:]
 
     def _piece(self, x: Tensor) -> int:
         return -(-min(piece_size(x), x.numel()) // self.block) * self.block
@@ -174,12 +179,6 @@ class Int8(_Blockwise):
     is_float: ClassVar[bool] = False
     top: ClassVar[float] = 127.0
 
-    def _round(self, codes: Tensor, y: Tensor) -> None:
-        codes.view(torch.int8).copy_(y.round_())
-
-    def _widen(self, codes: Tensor, y: Tensor) -> None:
-        y.copy_(codes.view(torch.int8))
-
 
 @dataclass(frozen=True)
 class Fp8(_Blockwise):
@@ -204,48 +203,21 @@ class Fp8(_Blockwise):
 
 
 @dataclass(frozen=True)
-class _FourBit(_Blockwise):
-    """Codes from -7 to 7, two to a byte: 16 b + a is a whole number of eight bits, and has one such b and a only."""
-
-    block: int = 128
-
-    bits: ClassVar[int] = 4
-
-    @abstractmethod
-    def _to_codes(self, y: Tensor) -> None: ...
-
-    def _from_codes(self, y: Tensor) -> None:
-        """Turn codes, whole fp32 numbers, into what they stand for, in place; whole numbers stand for themselves."""
-
-    def _round(self, codes: Tensor, y: Tensor) -> None:
-        self._to_codes(y)
-        low, high = y.chunk(2, dim=1)
-        codes.view(torch.int8).copy_(low.add_(high, alpha=16))
-
-    def _widen(self, codes: Tensor, y: Tensor) -> None:
-        low, high = y.chunk(2, dim=1)
-        low.copy_(codes.view(torch.int8))
-        torch.mul(low, 1 / 16, out=high).round_()
-        low.sub_(high, alpha=16)
-        self._from_codes(y)
-
-
-@dataclass(frozen=True)
-class Int4(_FourBit):
+class Int4(_Blockwise):
     """Whole numbers from -7 to 7: |x - Q(x)| <= max|x of the block| / 14 * (1 + 2**-13).
 
     4.25 bits a value at the default block of 128.
     """
 
+    block: int = 128
+
+    bits: ClassVar[int] = 4
     is_float: ClassVar[bool] = False
     top: ClassVar[float] = 7.0
 
-    def _to_codes(self, y: Tensor) -> None:
-        y.round_()
-
 
 @dataclass(frozen=True)
-class E3M0(_FourBit):
+class E3M0(_Blockwise):
     """Four-bit floats: |x - Q(x)| <= max(|x| / 3, max|x of the block| / 128) * (1 + 2**-13).
 
     A sign and three bits of exponent: code c > 0 stands for 2**(c - 7) of the block's maximum, code 0 for zero. The
@@ -256,6 +228,9 @@ class E3M0(_FourBit):
     block's maximum is our choice.
     """
 
+    block: int = 128
+
+    bits: ClassVar[int] = 4
     is_float: ClassVar[bool] = True
     top: ClassVar[float] = 1.0
 

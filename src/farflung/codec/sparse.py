@@ -69,10 +69,7 @@ class TopK:
         return float(torch.finfo(torch.bfloat16 if self.bits == 2 else torch.float32).max)
 
     def encode(self, x: Tensor) -> Tensor:
-        n = x.numel()
-        wire = torch.empty(self.wire_bytes(n), dtype=torch.uint8, device=x.device)
-        if n == 0:
-            return wire
+        wire = torch.empty(self.wire_bytes(x.numel()), dtype=torch.uint8, device=x.device)
         chosen, levels, codes = [], [], []
         for rows in self._chunks(x):
             index = self._largest(rows)
@@ -81,7 +78,7 @@ class TopK:
             chosen.append(index.view(-1))
             levels.append(steps.view(-1))
             codes.append(code.view(-1))
-        head, body, places = self._cut(wire, n)
+        head, body, places = self._cut(wire, x)
         head.copy_(torch.cat(levels).view(torch.uint8))
         body.copy_(_pack(torch.cat(codes), 2) if self.bits == 2 else torch.cat(codes).view(torch.uint8))
         places.copy_(_pack(torch.cat(chosen), index_bits(self.chunk)))
@@ -98,22 +95,17 @@ class TopK:
         return out.scatter_(0, index, out.gather(0, index).add_(values))  # no place is named twice
 
     def wire_bytes(self, n: int) -> int:
-        return sum(self._sizes(n))
+        return sum(top_k_bytes(n, self.k, self.chunk, self.bits))
 
-    def _sizes(self, n: int) -> tuple[int, int, int]:
-        return top_k_bytes(n, self.k, self.chunk, self.bits)
-
-    def _cut(self, wire: Tensor, n: int) -> tuple[Tensor, ...]:
-        return torch.split(wire, list(self._sizes(n)))
+    def _cut(self, wire: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(wire, list(top_k_bytes(x.numel(), self.k, self.chunk, self.bits)))
 
     def _chunks(self, x: Tensor) -> Iterator[Tensor]:
         """Yield fp32 `[rows, width]`: some chunks at a time, then the last one if it is shorter."""
-        n = x.numel()
-        full = n - n % self.chunk
-        step = max(piece_size(x) // self.chunk, 1) * self.chunk
-        for start in range(0, full, step):
-            yield x[start : min(start + step, full)].float().view(-1, self.chunk)
-        if n > full:
+        full = x.numel() - x.numel() % self.chunk
+        for rows in torch.split(x[:full].view(-1, self.chunk), max(piece_size(x) // self.chunk, 1)):
+            yield rows.float()
+        if full < x.numel():
             yield x[full:].float().view(1, -1)
 
     def _largest(self, rows: Tensor) -> Tensor:
@@ -130,10 +122,9 @@ class TopK:
 
     def _sent(self, wire: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         """Return where in `out` something was sent, and what, in its dtype."""
-        n = out.numel()
-        head, body, places = self._cut(wire, n)
-        full, rest = n // self.chunk, min(self.k, n % self.chunk)
-        num_sent = full * self.k + rest
+        full, rest = divmod(out.numel(), self.chunk)
+        num_sent = full * self.k + min(self.k, rest)
+        head, body, places = self._cut(wire, out)
         of_chunk = torch.arange(num_sent, device=out.device).div_(self.k, rounding_mode="floor")
         index = _unpack(places, index_bits(self.chunk), num_sent).add_(of_chunk * self.chunk)
         if self.bits == 32:
