@@ -6,61 +6,40 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 
-from farflung.comm.group import Group
+from farflung.comm.group import Group, SoloGroup
 
 
+@dataclass(eq=False)
 class Job:
     """A job under way.
 
     Attributes:
+        watch: waits for the end of a future, and hears of ranks that are lost meanwhile.
         seconds: from when it was given until it was done; 0 until then.
     """
 
-    def __init__(
-        self, job: Callable[[], None], device: torch.device, watch: Callable[[Future[None]], None] | None
-    ) -> None:
-        self.seconds = 0.0
-        self._watch = watch
-        self._begun = time.perf_counter()
-        self._job = job
-        self._device = device
-        self._ready = _mark(device)
-        self._done: torch.cuda.Event | None = None
-        self.future: Future[None] | None = None
-
-    def run(self, stream: torch.cuda.Stream | None) -> None:
-        """Do it, behind all that was on the caller's stream when it was given."""
-        try:
-            with torch.no_grad():
-                if stream is None:
-                    self._job()
-                    return
-                with torch.cuda.stream(stream):
-                    assert self._ready is not None
-                    stream.wait_event(self._ready)
-                    self._job()
-                    self._done = _mark(self._device)
-                    assert self._done is not None
-                    self._done.synchronize()
-        finally:
-            self.seconds = time.perf_counter() - self._begun
+    watch: Callable[[Future[None]], None]
+    future: Future[None] | None = None
+    done: torch.cuda.Event | None = None
+    seconds: float = 0.0
 
     def wait(self) -> float:
         """Return when it is done; raise what it raised. The value is how many seconds that took."""
         start = time.perf_counter()
         assert self.future is not None
-        if self._watch is not None:
-            self._watch(self.future)
+        self.watch(self.future)
         try:
             self.future.result()
         except BaseException:
             self.future = None  # its error knows this frame, and so all that the round holds: its groups' connections
             raise
-        if self._done is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._done)
+        if self.done is not None:
+            self.done.wait(torch.cuda.current_stream(self.done.device))
         return time.perf_counter() - start
 
 
@@ -74,33 +53,39 @@ class BackgroundWorker:
     """
 
     def __init__(self, device: torch.device, group: Group | None) -> None:
-        self._device = device
-        self._group = group
+        self._group = group or SoloGroup()
         self._pool = None if group is None else ThreadPoolExecutor(1, thread_name_prefix="farflung-outer")
         on_gpu = group is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def submit(self, call: Callable[[], None]) -> Job:
-        job = Job(call, self._device, None if self._group is None else self._group.hand_over())
-        if self._pool is None:
-            job.future = Future()
+        """Run `call` behind all that is on the caller's stream now."""
+        job, begun = Job(self._group.hand_over()), time.perf_counter()
+        ready = None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
+
+        def run() -> None:
             try:
-                job.run(None)
-                job.future.set_result(None)
-            except BaseException as error:  # handed on by `wait`
-                job.future.set_exception(error)
-        else:
-            job.future = self._pool.submit(job.run, self._stream)
+                with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                    if self._stream is not None and ready is not None:
+                        self._stream.wait_event(ready)
+                    call()
+                    if self._stream is not None:
+                        job.done = self._stream.record_event()
+                        job.done.synchronize()
+            finally:
+                job.seconds = time.perf_counter() - begun
+
+        if self._pool is not None:
+            job.future = self._pool.submit(run)
+            return job
+        job.future = Future()
+        try:
+            run()
+            job.future.set_result(None)
+        except BaseException as error:  # handed on by `wait`
+            job.future.set_exception(error)
         return job
 
     def stop(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False)
-
-
-def _mark(device: torch.device) -> torch.cuda.Event | None:
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
