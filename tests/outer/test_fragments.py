@@ -57,8 +57,6 @@ def test_every_cut_holds_each_tensor_once(cut, layers, count, tied, frozen):
     buffers = [id(place.get()) for fragment in fragments for place in (*fragment.averages, *fragment.counters)]
     assert len(buffers) == len(set(buffers))
     assert set(buffers) == {id(b) for b in model.buffers()}
-    still = {id(place.get()) for fragment in fragments for place in fragment.frozen}
-    assert still == {id(p) for p in model.parameters() if not p.requires_grad}
 
 
 def layers_of(fragment):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -359,10 +360,10 @@ class Anchored(Averaged):
         for chunk in self._chunks:
             for name, value in state.items():
                 is_row = isinstance(value, Tensor) and value.dim() == 1
-                self._optimizer.state[chunk][name] = torch.zeros_like(chunk) if is_row else _cloned(value)
+                self._optimizer.state[chunk][name] = torch.zeros_like(chunk) if is_row else deepcopy(value)
 
     def replicated(self) -> dict[str, Any]:
-        optimizer = None if self._optimizer is None else _cloned(self._optimizer.state_dict())
+        optimizer = None if self._optimizer is None else deepcopy(self._optimizer.state_dict())
         return {"chunks": [chunk.detach().clone() for chunk in self._chunks], "optimizer": optimizer}
 
     def join(self, replicated: Any) -> None:
@@ -374,7 +375,7 @@ class Anchored(Averaged):
             for chunk, saved in zip(self._chunks, state["chunks"], strict=True):
                 chunk.copy_(saved)
         if self._optimizer is not None:
-            self._optimizer.load_state_dict(_cloned(state["optimizer"]))
+            self._optimizer.load_state_dict(deepcopy(state["optimizer"]))
 
     def state_dict(self) -> dict[str, Any] | None:
         return {"anchor": self.replicated(), "residuals": [residual.clone() for residual in self._residuals]}
@@ -420,11 +421,3 @@ def _square(x: Tensor) -> Tensor:
 
 def _all_reduced(wire: Tensor, group: Group, op: Op, decode: Callable[[Decision], tuple[Tensor, float]]) -> Pending:
     return Pending(group.all_reduce(wire, op), decode, 2 * (group.size - 1) * wire.nbytes // group.size)
-
-
-def _cloned(node: Any) -> Any:
-    if isinstance(node, Tensor):
-        return node.detach().clone()
-    if isinstance(node, dict):
-        return {key: _cloned(value) for key, value in node.items()}
-    return [_cloned(value) for value in node] if isinstance(node, list) else node

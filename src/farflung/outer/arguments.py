@@ -107,7 +107,9 @@ def recipe_of(config: OuterSettings, local_size: int) -> Recipe:
         options.pop(about_output, None)
     steps = options.pop("steps", None)
     if "levels" in options:
-        options["levels"] = _resolved(options["levels"], local_size)
+        # A machine with one rank has no level of its own.
+        levels = {every: size for every, size in options["levels"].items() if (size, local_size) != (MACHINE, 1)}
+        options["levels"] = {every: local_size if size == MACHINE else size for every, size in levels.items()}
     names = ("weigh_by", "anchor_on_cpu", "inner", "bucket_bytes")
     parts = {name: options.pop(name) for name in names if name in options}
     if "inner" in parts:
@@ -134,13 +136,6 @@ def _rounds_in(steps: int, recipe: Recipe) -> int | None:
     if said:
         warnings.warn(said, stacklevel=4)
     return (steps - recipe.warmup) // every
-
-
-def _resolved(levels: Mapping[int, Any], local_size: int) -> dict[int, int | None]:
-    """Replace `machine` by the number of its ranks; a machine with one rank has no such level."""
-    if local_size == 1:
-        levels = {every: size for every, size in levels.items() if size != MACHINE}
-    return {every: local_size if size == MACHINE else size for every, size in levels.items()}
 
 
 def check_model(model: object) -> None:

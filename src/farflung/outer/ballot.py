@@ -172,17 +172,10 @@ class Island:
 
     def squares(self, mine: Sequence[float]) -> list[float]:
         """Return the squares of several norms: one collective, of the same number on all ranks."""
-        return [self._of_all(column) for column in zip(*self._gathered(*mine), strict=True)]
+        return [self._of_all(column) for column in zip(*self.gathered(*mine), strict=True)]
 
-    def agrees(self, flag: bool) -> bool:
-        """Return whether all ranks say so: a collective."""
-        return all(said for (said,) in self._gathered(flag))
-
-    def longest(self, seconds: float) -> float:
-        """Return the largest number of all ranks: a collective."""
-        return max(said for (said,) in self._gathered(seconds))
-
-    def _gathered(self, *mine: float) -> list[list[float]]:
+    def gathered(self, *mine: float) -> list[list[float]]:
+        """Return what all ranks say, by rank: a collective."""
         if self.size == 1:
             return [list(mine)]
         rows: list[list[float]] = self.voters.group.all_gather_small(torch.tensor(mine, dtype=torch.float64)).tolist()

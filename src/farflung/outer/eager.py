@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from farflung.comm.group import Group
 from farflung.outer.agreement import Anchored, Averaged, Payload
+from farflung.outer.ballot import Island
 
 
 class Eager(Anchored):
@@ -52,7 +52,7 @@ class Eager(Anchored):
         self._means[k] = result / divisor
         self._next_share = payload.weight / divisor
 
-    def finish(self, has_worked: bool, has_arrived: bool, agrees: Callable[[bool], bool]) -> None:
+    def finish(self, has_worked: bool, has_arrived: bool, island: Island) -> None:
         """Move the anchor by what has come back and by what this rank has done, at the end of a round's time.
 
         If nothing is new, of this rank or of others, momentum alone would move it, so it stays. So it does if this
@@ -61,7 +61,7 @@ class Eager(Anchored):
         Args:
             has_worked: this rank has done something since the last round.
             has_arrived: something has come back.
-            agrees: tells whether all ranks that train this replica say yes: a collective of theirs.
+            island: the ranks that train this replica, which must all move or all stay: a collective of theirs.
         """
         means, self._means = self._means, {}
         if not has_worked and (not has_arrived or self.num_ranks == 1):
@@ -72,7 +72,8 @@ class Eager(Anchored):
             mean.sub_(self._sent[k], alpha=self._share)
         for k, sent in enumerate(self._sent):
             sent.copy_(super().bring(k))
-        is_finite = agrees(all(bool(torch.isfinite(sent).all()) for sent in self._sent))
+        mine = all(bool(torch.isfinite(sent).all()) for sent in self._sent)
+        is_finite = all(said for (said,) in island.gathered(mine))
         self._share = share if is_finite else 0.0
         if is_finite:
             for k, sent in enumerate(self._sent):

@@ -189,15 +189,13 @@ class Elastic:
                 there = {one.member: one.has_state for one in asked.values() if not self.notes.end_of(one.member)}
                 is_full = len(there) >= self._expected or time.monotonic() - began > self.grace_s
                 if is_full and len(there) >= self._least:
-                    new = self._first(1 if record is None else record.number + 1, there)
+                    ids = sorted(there, key=lambda one: (not there[one], one))
+                    newcomers = tuple(ids[1:]) if there[ids[0]] else ()
+                    new = Record(1 if record is None else record.number + 1, self.member, tuple(ids), newcomers)
                     if self.members.replace(record, new):
                         self.members.forget_applicants(asked)
                         self.notes.tell(f"epoch {new.number}: training begins with {counted(len(new.ids), 'replica')}")
             time.sleep(_JOIN_S)
-
-    def _first(self, number: int, there: Mapping[int, bool]) -> Record:
-        ids = sorted(there, key=lambda one: (not there[one], one))
-        return Record(number, self.member, tuple(ids), tuple(ids[1:]) if there[ids[0]] else ())
 
     def _is_alive(self, record: Record, asked: Iterable[Applicant]) -> bool:
         """Whether an epoch has members that can let others in; RankFailure where they have done their work."""

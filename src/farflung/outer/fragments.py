@@ -40,7 +40,6 @@ class Fragment:
     parameters: tuple[Place, ...]  # trainable ones; a tensor with two names is here once
     averages: tuple[Place, ...]  # floating buffers, such as the running statistics of a BatchNorm
     counters: tuple[Place, ...]  # integer and boolean buffers
-    frozen: tuple[Place, ...]  # parameters that are not trained, and not exchanged
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -132,8 +131,8 @@ def _only(one: Fragment, ids: set[int], wanted: bool) -> Fragment:
         return tuple(place for place in places if (id(place.get()) in ids) == wanted)
 
     if wanted:
-        return Fragment(parameters=kept(one.parameters), averages=(), counters=(), frozen=kept(one.frozen))
-    return replace(one, parameters=kept(one.parameters), frozen=kept(one.frozen))
+        return Fragment(parameters=kept(one.parameters), averages=(), counters=())
+    return replace(one, parameters=kept(one.parameters))
 
 
 def _check(model: object, count: object) -> None:
@@ -143,7 +142,9 @@ def _check(model: object, count: object) -> None:
 
 def _by_block(model: nn.Module, count: int, choose: Callable[[int, int], int]) -> list[Fragment]:
     _check(model, count)
-    path, number = _find_blocks(model)
+    lists = [(name, one) for name, one in model.named_modules() if isinstance(one, (nn.ModuleList, nn.Sequential))]
+    sizes = [(len(one), sum(p.numel() for p in one.parameters()), name) for name, one in lists]
+    number, _, path = max(sizes, key=lambda size: size[:2], default=(0, 0, ""))  # among equals, of the most values
     if number < count:
         raise ConfigError(
             f"{count} fragments of {counted(number, 'block')}: the model's longest list of modules is "
@@ -161,45 +162,31 @@ def _by_block(model: nn.Module, count: int, choose: Callable[[int, int], int]) -
     return _cut(model, count, chosen)
 
 
-def _find_blocks(model: nn.Module) -> tuple[str, int]:
-    """Return path and length of the longest list of modules; among equals, of the one with the most values."""
-    lists = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))
-    ]
-    sizes = {name: (len(module), sum(p.numel() for p in module.parameters())) for name, module in lists}
-    best = max(sizes, key=lambda name: sizes[name], default=None)
-    return ("", 0) if best is None else (best, sizes[best][0])
-
-
 def _cut(model: nn.Module, count: int, choose: _Choose) -> list[Fragment]:
     """Put each tensor where `choose` says; the others, the largest first, into the fragment with the fewest bytes."""
     _check(model, count)
-    bins: list[list[Place]] = [[] for _ in range(count)]
-    sizes = [0] * count
     places = [*_once(_parameters(model)), *_once(_buffers(model))]
-    order = {id(place): number for number, place in enumerate(places)}
-    choices = {id(place): choose(place.name) for place in places}
-    fixed = [place for place in places if choices[id(place)] is not None]
-    free = [place for place in places if choices[id(place)] is None]
-    for place in [*fixed, *sorted(free, key=lambda place: -_bytes(place))]:
-        wished = choices[id(place)]
-        target = min(range(count), key=lambda fragment: sizes[fragment]) if wished is None else wished
-        bins[target].append(place)
-        sizes[target] += _bytes(place)
-    trained = [any(place.get().requires_grad for place in mine) for mine in bins]
-    if count > 1 and not all(trained):
-        raise ConfigError(f"{count} fragments, but {trained.count(False)} of them would have no trainable parameters.")
-    return [_fragment(sorted(mine, key=lambda place: order[id(place)])) for mine in bins]
+    targets = [choose(place.name) for place in places]
+    sizes = [0] * count
+    for k in sorted(range(len(places)), key=lambda k: (targets[k] is None, -_bytes(places[k]))):
+        target = targets[k] = sizes.index(min(sizes)) if (wished := targets[k]) is None else wished
+        sizes[target] += _bytes(places[k])
+    bins = [[place for place, target in zip(places, targets, strict=True) if target == n] for n in range(count)]
+    fragments = [_fragment(mine) for mine in bins]
+    empty = [one for one in fragments if not one.parameters]
+    if count > 1 and empty:
+        raise ConfigError(f"{count} fragments, but {len(empty)} of them would have no trainable parameters.")
+    return fragments
 
 
 def _fragment(places: list[Place]) -> Fragment:
-    parameters = [place for place in places if isinstance(place.get(), nn.Parameter)]
     buffers = [place for place in places if not isinstance(place.get(), nn.Parameter)]
     return Fragment(
-        parameters=tuple(place for place in parameters if place.get().requires_grad),
+        parameters=tuple(
+            place for place in places if isinstance(place.get(), nn.Parameter) and place.get().requires_grad
+        ),
         averages=tuple(place for place in buffers if place.get().is_floating_point()),
         counters=tuple(place for place in buffers if not place.get().is_floating_point()),
-        frozen=tuple(place for place in parameters if not place.get().requires_grad),
     )
 
 

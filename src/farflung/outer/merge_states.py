@@ -65,7 +65,7 @@ def _merged_fragment(column: Sequence[dict[str, Any]], number: int, states: Sequ
     pending = [
         _all_pending(part, state["rounds"]["open"].get(number)) for part, state in zip(column, states, strict=True)
     ]
-    sound = [_is_finite(part["local"]) for part in column]
+    sound = [all(bool(torch.isfinite(one).all()) for one in part["local"].values()) for part in column]
     counts = [float(one or not any(sound)) for one in sound]
     most = max(done[0] * count for done, count in zip(pending, counts, strict=True))
     by_work = [done[0] / most * count if most else count for done, count in zip(pending, counts, strict=True)]
@@ -78,10 +78,6 @@ def _merged_fragment(column: Sequence[dict[str, Any]], number: int, states: Sequ
         "num_rounds": max(part["num_rounds"] for part in column),
         "digest": -1,
     }
-
-
-def _is_finite(tensors: dict[str, Tensor]) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
 
 
 def _all_pending(part: dict[str, Any], open_round: dict[str, Any] | None) -> list[float]:

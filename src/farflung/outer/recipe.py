@@ -197,12 +197,6 @@ class Recipe:
         )
 
     @property
-    def reads_clock(self) -> bool:
-        """Whether the schedule depends on a rank's clock."""
-        inside = after_warmup(self.schedule)
-        return bool(getattr(inside, "reads_clock", False))
-
-    @property
     def levels(self) -> tuple[int, ...]:
         """The number of ranks in a group of each level but the last, which is all ranks."""
         inside = after_warmup(self.schedule)

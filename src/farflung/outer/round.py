@@ -126,6 +126,7 @@ class OpenRound:
         elif not self._is_sent:
             rank = self.group.rank
             self._send(self.decision.factors[rank], self._of_buffers.factors[rank])
+        self._fragment.check_agreement(self.tally.digests, self._voters)
 
     def wait(self) -> None:
         """Wait for all buckets, and for every rank to have all of them. The model is not touched.

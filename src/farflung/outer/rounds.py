@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -102,7 +102,7 @@ class Rounds:
                 if had_state and before.ids:
                     self._lost |= {one: epoch.lost.get(one, "") for one in before.ids if one not in epoch.ids}
                     self._joined += () if epoch.joins else tuple(epoch.ids[rank] for rank in epoch.newcomers)
-                self._count_votes()
+                self._meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
                 has_delay = self._recipe.schedule.delay > 0
                 self._worker = BackgroundWorker(self._device, epoch.background) if has_delay else None
                 self._has_state = had_state and not epoch.joins  # which a newcomer gets, also one that comes back
@@ -153,23 +153,25 @@ class Rounds:
         self.free(reusable=False)
         self.membership.lost(failure)
 
-    def survives(self, failure: RankFailure) -> bool:
-        """Go on without ranks that were lost: what was under way begins again among those that are left.
+    @contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Go on without ranks that are lost in this block: what was under way begins again among those that are left.
 
-        Returns:
-            False where a lost rank ends the loop; then all that is under way has ended in the same state on all ranks.
+        Where a lost rank ends the loop, all that is under way ends in the same state on all ranks.
         """
-        if self.membership.is_fixed:
-            self._end_all()
-            return False
-        self.epoch.leave(f"it goes on without lost ranks: {failure}")  # which ends what others wait for, and jobs here
-        with self._meter.timed("recovering"):
-            again = self._end_all()
-            self._lose(failure)
-            self._meet(admits=False)
-        for start in again if not self.epoch.joins else ():
-            start()
-        return True
+        try:
+            yield
+        except RankFailure as failure:
+            if self.membership.is_fixed:
+                self._end_all()
+                raise
+            self.epoch.leave(f"it goes on without lost ranks: {failure}")  # which ends others' waits, and jobs here
+            with self._meter.timed("recovering"):
+                again = self._end_all()
+                self._lose(failure)
+                self._meet(admits=False)
+            for start in again if not self.epoch.joins else ():
+                start()
 
     def _end_all(self) -> list[Callable[[], None]]:
         """End all that is under way in the same state on all ranks that are left; return what starts the rest again."""
@@ -192,12 +194,9 @@ class Rounds:
     def retry_after_losses(self, act: Callable[[], object]) -> None:
         """Do something that all members do together, again where some are lost meanwhile."""
         while True:
-            try:
+            with self.surviving():
                 act()
                 return
-            except RankFailure as failure:
-                if not self.survives(failure):
-                    raise  # not by name: it would hold the frame that holds it, and so all groups
 
     def launch(self, action: Launch, position: int, finished: bool) -> None:
         """Send a fragment off, as it is now; CollectiveMismatch where the model has changed, not alike on all ranks."""
@@ -227,30 +226,22 @@ class Rounds:
                 norm, largest, sound = fragment.load(fragment.pending_weight[level] > 0 or must_look)
             claimed = fragment.claim(level)
         weight = torch.tensor(claimed[level] / action.steps, dtype=torch.float32).item()  # as it goes on the wire
-        digest = fragment.digest if level == 0 else -1
+        digest = fragment.digest if level == 0 and not is_empty else -1
         is_awaited = self.membership.is_awaited()
         ballot = Ballot(self._num_votes, weight, norm, largest, sound, finished, position, digest, is_awaited)
         self._num_votes += 1
         this = self._open[number] = OpenRound(fragment, epoch, self._recipe, ballot, position, level, claimed)
         this.start_again = partial(self._start, action, position, finished, is_empty)
 
-        def start() -> None:
-            this.start()
-            if level == 0 and not is_empty and this.tally is not None:
-                fragment.check_agreement(this.tally.digests, epoch.levels[level])
-
         def exchange() -> None:
-            start()
+            this.start()
             this.wait()
 
         if self._worker is not None:
             this.job = self._worker.submit(exchange)
         else:
-            try:
-                start()
-            except RankFailure as failure:
-                if not self.survives(failure):
-                    raise
+            with self.surviving():
+                this.start()
 
     def finished_tally(self, number: int) -> Tally | None:
         """Wait for the vote of an open round; return it if all ranks said in it that they have no more data."""
@@ -265,13 +256,10 @@ class Rounds:
         while (this := self._open.get(number)) is not None and not (this.is_dropped or this.is_empty):
             if self._worker is not None:  # weights may have been put elsewhere while it was under way
                 self.replica.rebind(number)
-            try:
+            with self.surviving():
                 this.apply()
                 break
-            except RankFailure as failure:
-                if not self.survives(failure):
-                    raise
-                waited += self._wait(number)
+            waited += self._wait(number)
         if this is not None:
             del self._open[number]  # it has ended here, whatever is lost from now on
             if this.is_dropped:
@@ -284,7 +272,7 @@ class Rounds:
         if isinstance(fragment.weights, Eager):
             self.replica.rebind(number)
             has_arrived = this is not None and not this.is_dropped and not this.is_empty
-            fragment.weights.finish(fragment.pending_weight[0] > 0, has_arrived, self.epoch.island.agrees)
+            fragment.weights.finish(fragment.pending_weight[0] > 0, has_arrived, self.epoch.island)
         if this is None:
             return False
         self._close(number, this, waited)
@@ -336,11 +324,8 @@ class Rounds:
             kinds = [kind for fragment in self.replica.fragments for kind in fragment.buffer_tensors()]
             broadcast_values([tensor for kind in kinds for tensor in kind], self.epoch.island.voters.group)
 
-    def _count_votes(self) -> None:
-        self._meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
-
     def _vote_beside(self, sound: bool = True) -> Tally:
-        self._count_votes()
+        self._meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
         return self.epoch.beside.begin(self.epoch.island.ballot(Ballot(0, 1.0, sound=sound)))()
 
     def _follow(self, change: Change) -> None:
@@ -405,12 +390,12 @@ class Rounds:
         """Wait for a round that goes on in the background; return the seconds."""
         waited = 0.0
         while (this := self._open.get(number)) is not None and this.job is not None:
-            try:
-                waited += this.job.wait()
-                break
-            except RankFailure as failure:
-                this.job = None  # it has ended
-                if not self.survives(failure):
+            with self.surviving():
+                try:
+                    waited += this.job.wait()
+                    break
+                except RankFailure:
+                    this.job = None  # it has ended
                     raise
         return waited
 
@@ -425,13 +410,10 @@ class Rounds:
             fragment.note_round(self._recipe.agrees and self.group.size > 1)
         if self._recipe.inner != KeepState():
             parameters = fragment.parameters()
-            try:
+            with self.surviving():  # not tried again, as others may be done with it
                 self._meter.add_exchanged(
                     self._recipe.inner(self.inner, parameters, fragment.num_rounds, group, this.decision)
                 )
-            except RankFailure as failure:  # not tried again, as others may be done with it
-                if not self.survives(failure):
-                    raise
 
     def _warn(self, this: OpenRound) -> None:
         if not self._warned:

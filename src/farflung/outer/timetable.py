@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from farflung.base.errors import ConfigError
 from farflung.outer.recipe import Recipe
 from farflung.outer.rounds import Rounds
-from farflung.outer.schedule import Action, Apply, Clock, Launch
+from farflung.outer.schedule import Action, Apply, Clock, Launch, after_warmup
 
 
 class Timetable:
@@ -43,8 +43,9 @@ class Timetable:
         due: list[Action] = []
         for step in range(self.synced + 1, position + 1):
             seconds = self._clock() - self._began_at
-            if self._recipe.reads_clock:  # all ranks of an island take the longest
-                seconds = self._rounds.epoch.island.longest(seconds)
+            # All ranks of an island take the longest, where the schedule looks at it.
+            if getattr(after_warmup(self._recipe.schedule), "reads_clock", False):
+                seconds = max(said for (said,) in self._rounds.epoch.island.gathered(seconds))
             due += self._due(step, seconds)
         self.synced = position
         return due
