@@ -20,7 +20,7 @@ from farflung.accelerator.checkpoints import Checkpointing
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController, OuterMethods, launched_slots
 from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics
-from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
+from farflung.accelerator.prepare import Preparer
 from farflung.accelerator.properties import AcceleratorProperties
 from farflung.accelerator.trackers import TrackerMethods
 from farflung.accelerator.views import AcceleratorState
@@ -33,6 +33,7 @@ from farflung.comm.group import Group
 from farflung.comm.torch_group import explained
 from farflung.config import environ, handlers
 from farflung.config.compile import TorchDynamoPlugin
+from farflung.data.loader import PreparedLoader
 from farflung.data.prepare import skip_first_batches
 from farflung.loop import clip
 from farflung.loop.accumulation import Accumulate, explain_loss, weighed
@@ -132,26 +133,19 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         ddp = given.get(handlers.DistributedDataParallelKwargs)
         self._strategy = choose_strategy(self._world, layout.mesh, ddp, layout.fsdp, self._precision.dtype)
         self._distributed = self._world.size > 1
-        self._registry = Registry()
+        self._run = run = Run(self._world, self._loop, self._precision, self._strategy, layout.fsdp)
         if environ.is_elastic():
-            self._registry.slots = launched_slots(self._world.exchange, self._registry)
-        self._controller = OuterController(asked, self._world, self._strategy, self._loop, self._registry)
+            run.slots = launched_slots(run)
+        self._controller = OuterController(asked, run)
         slot.flush_with(self._controller)
         self._preparer = Preparer(
-            world=self._world,
-            strategy=self._strategy,
-            precision=self._precision,
+            run=run,
             compiling=compiling,
-            loop=self._loop,
-            registry=self._registry,
             data=self.dataloader_config,
             rng_types=rng_types,
             device_placement=device_placement,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scheduler_ticks=scheduler_ticks,
-        )
-        self._run = Run(
-            self._world, self._loop, self._precision, self._strategy, self._registry, self._controller, [], layout.fsdp
         )
         self.flag_tensor: Tensor | None = None
 
@@ -211,13 +205,13 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
 
     def accumulate(self, *models: nn.Module) -> Accumulate:
         """Count a micro-batch; gradients of `models` are synchronized when it completes its window."""
-        resolved = tuple([self._registry.resolve(model) for model in models])
+        resolved = tuple([self._run.resolve(model) for model in models])
         return Accumulate(self._loop, resolved, self._strategy.no_sync if self._distributed else None)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context manager in which the gradients of `model` are not synchronized."""
         check_type("no_sync: model", model, nn.Module, "an nn.Module")
-        return self._strategy.no_sync(self._registry.resolve(model))
+        return self._strategy.no_sync(self._run.resolve(model))
 
     def autocast(self, autocast_handler: handlers.AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a context manager that computes in the session's precision."""
@@ -265,7 +259,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         The ranks are None where there are no others, or not the same for all models. Nothing waits where none of the
         models was prepared: what they hold is not known.
         """
-        trained = self._registry.trained if self._distributed else []
+        trained = self._run.trained if self._distributed else []
         models = [model for model in trained if any(model is one for one in accumulated)]
         waits = bool(models) and not self._loop.sync_each_batch
         groups = [self._strategy.averaged_over(model) for model in models or trained]
@@ -284,7 +278,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
 
     def unscale_gradients(self, optimizer: Optimizer | list[Optimizer] | None = None) -> None:
         """Unscale the fp16 gradients of `optimizer`, or of all; does nothing inside a window, and without fp16."""
-        chosen = self._registry.optimizers if optimizer is None else optimizer
+        chosen = self._run.optimizers if optimizer is None else optimizer
         listed = chosen if isinstance(chosen, (list, tuple)) else [chosen]
         for one in listed:
             check_type("unscale_gradients: optimizer", one, Optimizer, "a torch optimizer")
@@ -312,22 +306,14 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
                 stacklevel=2,
             )
             return nullcontext()
-        return lazy.join_uneven_inputs(
-            joinables,
-            even_batches,
-            self._world,
-            self._loop,
-            self._registry,
-            self._precision.scaler,
-            self._controller.has,
-        )
+        return lazy.join_uneven_inputs(joinables, even_batches, self._run, self._controller.has)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which `backward` synchronizes the gradients of `model`, though its forward pass ran
         inside `no_sync`.
         """
         check_type("trigger_sync_in_backward: model", model, nn.Module, "an nn.Module")
-        return self._strategy.sync_in_backward(self._registry.resolve(model))
+        return self._strategy.sync_in_backward(self._run.resolve(model))
 
     @contextmanager
     def profile(self, profile_handler: handlers.ProfileKwargs | None = None) -> Iterator[Any]:
@@ -408,7 +394,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
     def free_memory(self, *objects: Any) -> list[None]:
         """Release everything that was prepared, and free unused memory; returns None for each of `objects`."""
         self._controller.drop()
-        self._registry.clear()
+        self._run.clear()
         self._loop.reset()
         released: list[None] = lazy.release_memory(*objects)
         return released

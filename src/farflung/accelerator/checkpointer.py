@@ -97,7 +97,7 @@ class Checkpointer:
         """Return what the manifest says of the run."""
         return {
             "step": self._run.loop.step,
-            "optimizer_steps": [optimizer.completed_steps for optimizer in self._run.registry.optimizers],
+            "optimizer_steps": [optimizer.completed_steps for optimizer in self._run.optimizers],
             "iteration": self._project.iteration,
             "world_size": self._run.world.size,
             "written_at": time.time(),
@@ -111,7 +111,7 @@ class Checkpointer:
         """
         run, leader = self._run, self.saver.group.leader
         helpers = 1 if run.replicas_differ or run.custom else run.world.local_size
-        big = {paths.optimizer(k): (1 + k) % helpers for k in range(len(run.registry.optimizers))}
+        big = {paths.optimizer(k): (1 + k) % helpers for k in range(len(run.optimizers))}
         return leader + big.get(name, 0) == run.world.rank
 
     # ---- loading
@@ -153,7 +153,7 @@ class Checkpointer:
 
     def _report(self, source: Loading) -> None:
         """Print, on the first process, where the run goes on, and what is not as it was."""
-        found, loaders = source.checkpoint, self._run.registry.loaders
+        found, loaders = source.checkpoint, self._run.loaders
         lines = [f"passed over: {reason}" for reason in found.passed]
         lines.append(f"loaded {found.folder}")
         if found.has_former_name:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from farflung.resume.run import Run
 
 if TYPE_CHECKING:
     from farflung.accelerator.checkpointer import Checkpointer
+    from farflung.accelerator.controller import OuterController
     from farflung.checkpoint.manager import Busy
 
 Path_ = str | os.PathLike[str]
@@ -34,10 +36,11 @@ class Checkpointing:
 
     project_configuration: ProjectConfiguration
     _run: Run
+    _controller: OuterController
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
-        return lazy.Checkpointer(self._run, self.project_configuration)
+        return lazy.Checkpointer(replace(self._run, outers=self._controller), self.project_configuration)
 
     def _settle_checkpoints(self) -> None:
         """Wait for a checkpoint that is being written in the background."""
@@ -206,7 +209,7 @@ class Checkpointing:
         is_sharded = model_has_dtensor(inner)
         if is_sharded:  # ranks that do something else meanwhile get an error, where gloo would end the process
             collectives.gather_object(flushed(self._run.world.exchange), [None], at="get_state_dict, save_model")
-        state = self._run.outers.state_of(inner)
+        state = self._controller.state_of(inner)
         if is_sharded:
             return lazy.gathered_model(inner, state, keep)
         has_hooks = any(hasattr(module, "_hf_hook") for module in inner.modules())
@@ -218,4 +221,4 @@ class Checkpointing:
     def _writes(self) -> bool:
         world = self._run.world
         is_writer = world.is_local_main if self.project_configuration.save_on_each_node else world.is_main
-        return is_writer and self._run.outers.leads
+        return is_writer and self._controller.leads

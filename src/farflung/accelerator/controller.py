@@ -18,21 +18,18 @@ from torch import nn
 
 from farflung.accelerator import lazy
 from farflung.accelerator.outer import AttachedLoop, EpochTracker, driver
-from farflung.accelerator.prepare import Registry
 from farflung.base.errors import ConfigError
 from farflung.base.forward import Forward
 from farflung.config import environ
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
-from farflung.loop.state import ActiveLoader, LoopState
+from farflung.loop.state import ActiveLoader
 from farflung.process import world as slot
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, leave_note
 from farflung.process.log import get_logger
 from farflung.process.mesh import replicas_here
-from farflung.process.world import World
-from farflung.strategy.base import Strategy
+from farflung.resume.run import Run
 
 if TYPE_CHECKING:
-    from farflung.comm.exchange import Exchange
     from farflung.data.slots import Slots
     from farflung.outer.arguments import OuterConfig
     from farflung.outer.engine import OuterLoop
@@ -45,13 +42,9 @@ class OuterController:
     `waiting` are loaded states of loops that are not open yet.
     """
 
-    def __init__(
-        self, config: OuterConfig | None, world: World, strategy: Strategy, loop: LoopState, registry: Registry
-    ) -> None:
+    def __init__(self, config: OuterConfig | None, run: Run) -> None:
         self._config = config
-        self._world = world
-        self._strategy = strategy
-        self._registry = registry
+        self._run = run
         self.attached: list[AttachedLoop] = []
         self.waiting: list[dict[str, Any]] = []
         self._last: OuterLoop | None = None  # that was opened
@@ -60,15 +53,15 @@ class OuterController:
             return
         self._recipe = lazy.recipe_of(config, self.replicas_here)
         leave_note(OUTER_ASKED)
-        self._outputs = RoundOutputs(config, world.rank)
-        loop.keeps_loss = loop.keeps_loss or self._outputs.reports
-        loop.observe(self)
+        self._outputs = RoundOutputs(config, run.world.rank)
+        run.loop.keeps_loss |= self._outputs.reports
+        run.loop.observe(self)
         atexit.register(_at_exit, weakref.ref(self))
 
     @property
     def replicas_here(self) -> int:
         """How many replicas there are on this machine."""
-        return replicas_here(self._world.local_size, self._strategy.mesh.island.size)
+        return replicas_here(self._run.world.local_size, self._run.strategy.mesh.island.size)
 
     # ---- opening and ending
 
@@ -76,8 +69,8 @@ class OuterController:
         """Open a loop over each prepared model that a prepared optimizer trains and that has none yet: a collective."""
         if self._config is None:
             return
-        for model in self._registry.models:
-            owners = [one for one in self._registry.optimizers if one.owns(model.parameters())]
+        for model in self._run.models:
+            owners = [one for one in self._run.optimizers if one.owns(model.parameters())]
             trains = any(parameter.requires_grad for parameter in model.parameters())
             if not owners or not trains or self.has(model):
                 continue
@@ -90,13 +83,13 @@ class OuterController:
         self, model: nn.Module, recipe: Recipe, each_step: bool
     ) -> AbstractContextManager[OuterLoop, bool | None]:
         """Return a context manager around an outer loop over `model`; see `OuterMethods.outer`."""
-        model = self._registry.resolve(model)
+        model = self._run.resolve(model)
         if self.has(model):
             raise ConfigError(
                 "This model already has an outer loop: Accelerator(outer=), --outer or FARFLUNG_OUTER_RECIPE opened "
                 "one when it was prepared, or a `with` block around this one has. Leave one of them out."
             )
-        driver(model, self._registry.optimizers)
+        driver(model, self._run.optimizers)
         return self._attached(model, recipe, each_step)
 
     @contextmanager
@@ -113,7 +106,7 @@ class OuterController:
 
     def _open(self, model: nn.Module, recipe: Recipe, each_step: bool) -> AttachedLoop:
         """Open a loop, which goes on from the state that waits for it, if one does."""
-        attached = AttachedLoop(model, recipe, self._strategy, self._registry, each_step)
+        attached = AttachedLoop(model, recipe, self._run, each_step)
         if self.waiting:
             attached.load_state_dict(self.waiting.pop(0))
         if each_step:  # Accelerate's LocalSGD tells trackers nothing
@@ -150,7 +143,7 @@ class OuterController:
             _advise(attached)
             unsent = attached.loop.steps_since_sync
             steps = "step was" if unsent == 1 else f"{unsent} steps were"
-            if attached.epochs.is_behind and unsent and (self._world.size > 1 or environ.is_elastic()):
+            if attached.epochs.is_behind and unsent and (self._run.world.size > 1 or environ.is_elastic()):
                 get_logger(__name__).warning(
                     f"The last {steps} averaged with nobody, as the loop over the data was left early. "
                     "Call accelerator.wait_for_everyone() or accelerator.end_training() after it."
@@ -258,11 +251,11 @@ class OuterMethods:
     )
 
 
-def launched_slots(exchange: Exchange, registry: Registry) -> Slots:
+def launched_slots(run: Run) -> Slots:
     """Return the shares that this replica of `farflung launch --elastic` has of the data."""
-    store, member, run = lazy.launched_run()
-    bounds = {name: run[name] for name in ("most", "expected")}
-    return lazy.Slots(store, member, exchange, **bounds, is_training=lambda: registry.is_training)
+    store, member, settings = lazy.launched_run()
+    bounds = {name: settings[name] for name in ("most", "expected")}
+    return lazy.Slots(store, member, run.world.exchange, **bounds, is_training=lambda: run.is_training)
 
 
 def _share(one: nn.Module, other: nn.Module) -> bool:

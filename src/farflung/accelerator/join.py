@@ -17,27 +17,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from farflung.accelerator.prepare import PreparedLoader, Registry
 from farflung.base.checks import check_type
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm import collectives
 from farflung.comm.shards import model_has_dtensor
 from farflung.comm.torch_group import TorchGroup
+from farflung.data.loader import PreparedLoader
 from farflung.data.samplers import BatchSamplerShard
 from farflung.loop.state import LoopState
 from farflung.loop.uneven import JoinedRanks
 from farflung.process.world import World
+from farflung.resume.run import Run
 
 
 @contextmanager
 def join_uneven_inputs(
-    joinables: list[Any],
-    even_batches: bool | None,
-    world: World,
-    loop: LoopState,
-    registry: Registry,
-    scaler: Any,
-    has_outer: Callable[[nn.Module], bool],
+    joinables: list[Any], even_batches: bool | None, run: Run, has_outer: Callable[[nn.Module], bool]
 ) -> Iterator[None]:
     """Hold torch's `Join` over `joinables`, with `even_batches` overridden on the loaders that have it.
 
@@ -52,10 +47,10 @@ def join_uneven_inputs(
     check_type("join_uneven_inputs: joinables", joinables, (list, tuple), "a list of prepared models, such as [model]")
     for one in joinables:
         check_type("join_uneven_inputs: each of joinables", one, nn.Module, "a prepared model")
-    if world.size == 1:
+    if run.world.size == 1:
         yield
         return
-    models = [registry.resolve(one) for one in joinables]
+    models = [run.resolve(one) for one in joinables]
     for model in models:
         name = type(model).__name__
         if model_has_dtensor(model):
@@ -67,19 +62,19 @@ def join_uneven_inputs(
             warnings.warn(f"join_uneven_inputs: a {name} is not wrapped in DDP, so it is not joined.", stacklevel=4)
     with ExitStack() as stack:
         if even_batches is not None:
-            for loader in registry.loaders:
+            for loader in run.loaders:
                 stack.enter_context(_overridden(loader, even_batches))
         joinables = [model for model in models if not has_outer(model) and isinstance(model, Joinable)]
         if not joinables:
             yield
             return
-        ranks = stack.enter_context(_joined(world, loop))
+        ranks = stack.enter_context(_joined(run.world, run.loop))
         probe = _JoinProbe(joinables)
         with Join([*joinables, probe]):
             yield
             ranks.respond()
         Join(joinables, enable=False)  # else the models would go on asking who has joined before each forward pass
-        _catch_up(probe, world, registry, scaler)
+        _catch_up(probe, run)
 
 
 @contextmanager
@@ -139,20 +134,20 @@ class _JoinProbe(Joinable, JoinHook):
         return self.models[0].join_process_group
 
 
-def _catch_up(probe: _JoinProbe, world: World, registry: Registry, scaler: Any) -> None:
+def _catch_up(probe: _JoinProbe, run: Run) -> None:
     """Give the ranks that took fewer steps what the others' optimizers, schedulers and loss scale have become.
 
     torch's `Join` gives them the weights alone: replicas would train on with other moments and learning rates.
     """
-    last = collectives.gather_object(world.exchange, [probe.came_last])
+    last = collectives.gather_object(run.world.exchange, [probe.came_last])
     if all(last):
         return
     parameters = [parameter for model in probe.models for parameter in model.parameters()]
-    optimizers = [optimizer for optimizer in registry.optimizers if optimizer.owns(parameters)]
-    schedulers = [one for one in registry.schedulers if any(other in optimizers for other in one.optimizers)]
-    keepers: list[Any] = [*optimizers, *schedulers, *([] if scaler is None else [scaler])]
+    optimizers = [optimizer for optimizer in run.optimizers if optimizer.owns(parameters)]
+    schedulers = [one for one in run.schedulers if any(other in optimizers for other in one.optimizers)]
+    keepers: list[Any] = [*optimizers, *schedulers, *([] if run.precision.scaler is None else [run.precision.scaler])]
     states = [keeper.state_dict() for keeper in keepers]
-    collectives.broadcast_object_list(world.exchange, states, max(rank for rank, came in enumerate(last) if came))
+    collectives.broadcast_object_list(run.world.exchange, states, max(rank for rank, came in enumerate(last) if came))
     if not probe.came_last:
         for keeper, state in zip(keepers, states, strict=True):
             keeper.load_state_dict(state)

@@ -16,14 +16,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from farflung.accelerator import lazy
-from farflung.accelerator.prepare import Registry
 from farflung.base.errors import ConfigError
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import planned_updates
 from farflung.loop.state import ActiveLoader, Trace
 from farflung.process.log import get_logger
 from farflung.process.mesh import require_replicas
-from farflung.strategy.base import Strategy
+from farflung.resume.run import Run
 
 if TYPE_CHECKING:
     from farflung.data.slots import FollowedLoop
@@ -43,32 +42,28 @@ class AttachedLoop:
         epochs: flushes the loop after each pass over the training data; None: nothing does.
     """
 
-    def __init__(
-        self, model: nn.Module, recipe: Recipe, strategy: Strategy, registry: Registry, each_step: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, run: Run, each_step: bool) -> None:
         self.model = model
-        optimizers, self._schedulers = registry.optimizers, registry.schedulers
+        self._run = run
         self.recipe = recipe
-        self.optimizer = driver(model, optimizers)
-        self._strategy = strategy
-        self._owners = [one for one in optimizers if one.owns(model.parameters())]
+        self.optimizer = driver(model, run.optimizers)
+        self._owners = [one for one in run.optimizers if one.owns(model.parameters())]
         self.each_step = each_step
         self._trace = Trace()
         self._counted: ActiveLoader | None = None  # the iteration whose samples were counted last, and how many
         self._samples = self._items = 0
         self._backwards = self.optimizer.loop_state.backwards  # at the end of the latest step
         self._alone: ExitStack | None = None
-        bare, mesh = self.optimizer.optimizer, strategy.mesh
+        bare, mesh = self.optimizer.optimizer, run.strategy.mesh
         require_replicas(mesh)
-        whole = strategy.unwrap(model)
+        whole = run.strategy.unwrap(model)
         membership = lazy.launched_membership(mesh.island)
         group, island = (None, None) if membership else (mesh.replicas, mesh.island)
         self.loop = lazy.OuterLoop(whole, recipe, group, island=island, membership=membership, inner=bare)
         self.epochs: EpochTracker | None = None
-        self._slots = registry.slots
         self._followed: FollowedLoop | None = None
-        if self._slots is not None and membership is not None:
-            self._followed = self._slots.follow(membership, recipe.schedule.fragments)
+        if self._run.slots is not None and membership is not None:
+            self._followed = self._run.slots.follow(membership, recipe.schedule.fragments)
             self.loop.listeners.append(self._followed.round_ended)
         self._attempts = 0
         self._has_begun = False
@@ -104,8 +99,8 @@ class AttachedLoop:
         try:
             end_loop()
         finally:
-            if self._slots is not None and self._followed is not None:
-                self._slots.leave(self._followed)
+            if self._run.slots is not None and self._followed is not None:
+                self._run.slots.leave(self._followed)
                 self._followed = None
             self._join()
 
@@ -143,7 +138,7 @@ class AttachedLoop:
 
     def _say_if_short(self) -> None:
         """Warn if the run is short for this recipe, by its learning rate schedule."""
-        steps = planned_updates(one.scheduler for one in self._schedulers if self.optimizer in one.optimizers)
+        steps = planned_updates(one.scheduler for one in self._run.schedulers if self.optimizer in one.optimizers)
         said = "" if steps is None else self.recipe.few_rounds(steps)
         if said:
             get_logger(__name__).warning(f"As the learning rate schedule has it, {said}")
@@ -178,7 +173,7 @@ class AttachedLoop:
             self._join()
         elif self._alone is None:
             self._alone = ExitStack()
-            self._alone.enter_context(self._strategy.local(self.model))
+            self._alone.enter_context(self._run.strategy.local(self.model))
             for optimizer in self._owners:
                 optimizer.in_lockstep = optimizer.is_own = True
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from farflung.accelerator import session as slot
-from farflung.accelerator.prepare import PreparedLoader, Preparer, Registry
+from farflung.accelerator.prepare import Preparer
 from farflung.accelerator.session import Layout
 from farflung.accelerator.settings import resolve_rng_types
 from farflung.accelerator.views import AcceleratorState, Engines, GradientState, nothing
@@ -23,11 +23,13 @@ from farflung.config.handlers import (
     DistributedDataParallelKwargs,
     ProjectConfiguration,
 )
+from farflung.data.loader import PreparedLoader
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler
 from farflung.loop.state import LoopState
 from farflung.precision.base import Precision
 from farflung.process.world import World
+from farflung.resume.run import Run
 from farflung.strategy.base import Strategy
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class AcceleratorProperties(Engines):
     _loop: LoopState
     _precision: Precision
     _preparer: Preparer
-    _registry: Registry
+    _run: Run
     _strategy: Strategy
     _world: World
 
@@ -102,7 +104,7 @@ class AcceleratorProperties(Engines):
         self._loop.num_steps = value
 
     optimizer_step_was_skipped = Forward[bool](
-        lambda self: any(optimizer.step_was_skipped for optimizer in self._registry.optimizers),
+        lambda self: any(optimizer.step_was_skipped for optimizer in self._run.optimizers),
         "Whether an optimizer's last attempted step was skipped because gradients overflowed.",
     )
 
@@ -166,10 +168,10 @@ class AcceleratorProperties(Engines):
 
     # ---- what was prepared, under Accelerate's private names, which libraries read
 
-    _models = Forward[list[nn.Module]]("_registry.models", "Prepared models.")
-    _optimizers = Forward[list[AcceleratedOptimizer]]("_registry.optimizers", "Prepared optimizers.")
-    _schedulers = Forward[list[AcceleratedScheduler]]("_registry.schedulers", "Prepared schedulers.")
-    _dataloaders = Forward[list[PreparedLoader]]("_registry.loaders", "Prepared loaders.")
+    _models = Forward[list[nn.Module]]("_run.models", "Prepared models.")
+    _optimizers = Forward[list[AcceleratedOptimizer]]("_run.optimizers", "Prepared optimizers.")
+    _schedulers = Forward[list[AcceleratedScheduler]]("_run.schedulers", "Prepared schedulers.")
+    _dataloaders = Forward[list[PreparedLoader]]("_run.loaders", "Prepared loaders.")
 
     # ---- where it stands on each axis of the grid, and axes and engines that there are not
 

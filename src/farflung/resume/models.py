@@ -89,7 +89,7 @@ class OwnBuffers(Part):
     """The buffers of ranks that are not the first: DDP may broadcast the first one's before it reads them, or never."""
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
-        models = self.run.registry.models
+        models = self.run.models
         state = {
             "buffers": [] if saving.leads else [saved_buffers(model) for model in models],
             "asks_for_buffers": [getattr(model, "require_forward_param_sync", None) for model in models],
@@ -108,7 +108,7 @@ class OwnBuffers(Part):
     def fill(self) -> None:
         if self._own is None:
             return
-        for model, asks in zip(self.run.registry.models, self._own["asks_for_buffers"], strict=False):
+        for model, asks in zip(self.run.models, self._own["asks_for_buffers"], strict=False):
             if asks is not None and hasattr(model, "require_forward_param_sync"):
                 model.require_forward_param_sync = asks
         with torch.no_grad():
@@ -118,7 +118,7 @@ class OwnBuffers(Part):
     def _pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Return the name of each buffer of which this rank has its own, the buffer, and what was saved of it."""
         buffers = [] if self._own is None else self._own["buffers"]
-        for model, saved in zip(self.run.registry.models, buffers, strict=False):
+        for model, saved in zip(self.run.models, buffers, strict=False):
             for name, buffer in saved_buffers(model).items():
                 if name in saved:
                     yield name, buffer, saved[name]

@@ -28,24 +28,24 @@ class Schedulers(Part):
     """Replicated; of replicas that train apart each rank's own."""
 
     def replicated(self, saving: Saving) -> Iterable[Entry]:
-        for k, one in enumerate(self.run.registry.schedulers):
+        for k, one in enumerate(self.run.schedulers):
             if saving.writes(paths.scheduler(k)):
                 yield Entry(paths.scheduler(k), one.state_dict(), origin=type(one.scheduler).__name__)
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
         if saving.leads or not self.run.replicas_differ:
             return {}
-        states = [one.state_dict() for one in self.run.registry.schedulers]
+        states = [one.state_dict() for one in self.run.schedulers]
         return {paths.outer_state(self.run.world.rank): {"schedulers": states}}
 
     def read(self, source: Loading) -> None:
         self._states = []
-        for k, _ in enumerate(self.run.registry.schedulers):
+        for k, _ in enumerate(self.run.schedulers):
             own = source.apart_of("schedulers", k)
             self._states.append(source.checkpoint.read(paths.scheduler(k)) if own is None else own)
 
     def load(self, undo: list[Undo]) -> None:
-        for scheduler, state in zip(self.run.registry.schedulers, self._states, strict=True):
+        for scheduler, state in zip(self.run.schedulers, self._states, strict=True):
             change(scheduler, state, undo)
 
 
@@ -114,11 +114,11 @@ class Loaders(Part):
     """Where each loader stands: each rank's own. Other ranks go on after as many samples."""
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
-        states = [loader.state_dict() for loader in self.run.registry.loaders]
+        states = [loader.state_dict() for loader in self.run.loaders]
         return {paths.loop_state(self.run.world.rank): {"loaders": states}}
 
     def read(self, source: Loading) -> None:
-        loaders = self.run.registry.loaders
+        loaders = self.run.loaders
         own = source.first
         self._states: list[dict[str, Any]] = [] if own is None else list(own["loaders"])
         if own is None:
@@ -140,7 +140,7 @@ class Loaders(Part):
             source.notes.append(f"{written}, but here there are {here}: they stay as they are")
 
     def load(self, undo: list[Undo]) -> None:
-        for loader, state in zip(self.run.registry.loaders, self._states, strict=False):
+        for loader, state in zip(self.run.loaders, self._states, strict=False):
             undo.append(loader.keep())
             loader.load_state_dict(state)
 

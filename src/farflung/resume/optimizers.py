@@ -33,7 +33,7 @@ class Optimizers(Part):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._gathered: dict[int, dict[str, Any]] = {}
-        self._optimizers = run.registry.optimizers
+        self._optimizers = run.optimizers
 
     def check(self) -> None:
         for one in self._optimizers:

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All objects of a run whose state is kept in checkpoints."""
+"""What one Accelerator trains with and has prepared, which is also what its checkpoints keep."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
+from farflung.base.torch_internals import compiled_from
 from farflung.comm.shards import is_sharded, mesh_of
 from farflung.data.loader import PreparedLoader
 from farflung.loop.optimizer import AcceleratedOptimizer
@@ -22,76 +23,90 @@ from farflung.strategy.base import Strategy
 
 if TYPE_CHECKING:
     from farflung.config.sharding import FullyShardedDataParallelPlugin
+    from farflung.data.slots import Slots
 
 Hooks = OrderedDict[int, Callable[..., Any]]
+_T = TypeVar("_T")
 
 
-class PreparedObjects(Protocol):
-    """What was prepared, in order."""
-
-    models: list[nn.Module]
-    optimizers: list[AcceleratedOptimizer]
-    schedulers: list[AcceleratedScheduler]
-
-    @property
-    def loaders(self) -> Sequence[PreparedLoader]: ...
-
-
-class OuterLoopRegistry(Protocol):
-    """The outer loops that are open, and states that wait for loops to be opened."""
-
-    waiting: list[dict[str, Any]]
-
-    @property
-    def live(self) -> Sequence[Any]: ...
-
-    @property
-    def leads(self) -> bool:
-        """Whether this replica writes what all have in common, as the first one of those that come and go."""
-
-    @property
-    def member(self) -> int:
-        """This replica's id, where replicas come and go; else 0."""
-
-    @property
-    def can_begin_here(self) -> bool:
-        """Whether there are open loops, and none has done a step: they begin where the model is at the first one."""
-
-    def state_of(self, module: nn.Module) -> dict[str, Any]:
-        """Return the state dict of a model with the weights that all ranks agreed on, where there are such."""
-
-    def load(self, states: Sequence[dict[str, Any]]) -> None:
-        """Give the open loops their states, in order; the other states wait."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """All objects whose state is kept."""
+    """What one Accelerator was made with, what it has prepared, in order, and which wrapper stands for which original.
+
+    `evaluated` are those of `models` that were prepared for evaluation alone; `slots` are the shares of a replica that
+    comes and goes, None where the replicas of the run are fixed.
+    """
 
     world: World
     loop: LoopState
     precision: Precision
     strategy: Strategy
-    registry: PreparedObjects
-    outers: OuterLoopRegistry
-    custom: list[Any]  # registered objects
     fsdp: FullyShardedDataParallelPlugin | None = None  # how models were asked to be sharded
+    outers: Any = None  # the `OuterController`, a room above: open loops, and states that wait; set for a checkpoint
+    slots: Slots | None = None
+    models: list[nn.Module] = field(default_factory=list)
+    evaluated: list[nn.Module] = field(default_factory=list)
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+    loaders: list[PreparedLoader] = field(default_factory=list)
+    custom: list[Any] = field(default_factory=list)  # registered objects
     save_hooks: Hooks = field(default_factory=OrderedDict)  # called with the models before they are written or read
     load_hooks: Hooks = field(default_factory=OrderedDict)
+    _known: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+
+    def find(self, thing: Any) -> Any:
+        """Return the prepared form of `thing`, which may be that form itself, or None."""
+        found = self._known.get(id(thing))
+        return None if found is None else found[1]
+
+    def resolve(self, model: Any) -> Any:
+        """Return the prepared form of a model that was unwrapped or compiled since; `model` itself if it is unknown."""
+        found = self.find(model)
+        if found is None and isinstance(model, nn.Module):
+            found = self.find(compiled_from(model))
+        return model if found is None else found
+
+    def add(self, listed: list[_T], original: Any, prepared: _T) -> _T:
+        """Append `prepared`, which stands for `original` from now on, to one of the lists, and return it."""
+        listed.append(prepared)
+        self._known[id(original)] = (original, prepared)  # the original is kept alive, so its id stays its own
+        self._known[id(prepared)] = (prepared, prepared)
+        return prepared
+
+    def clear(self) -> None:
+        """Forget what was prepared."""
+        for listed in (self.models, self.evaluated, self.optimizers, self.schedulers, self.loaders):
+            listed.clear()
+        self._known.clear()
+
+    @property
+    def trained(self) -> list[nn.Module]:
+        """Those of `models` that are not for evaluation alone and have something that requires a gradient."""
+        left_out = {id(model) for model in self.evaluated}
+        return [
+            model
+            for model in self.models
+            if id(model) not in left_out and any(p.requires_grad for p in model.parameters())
+        ]
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a model that is trained is in train mode, or there is none yet."""
+        return not self.trained or any(model.training for model in self.trained)
 
     @property
     def modules(self) -> list[nn.Module]:
         """The models as they were prepared, and the modules inside them, in a fixed order."""
-        return [*self.registry.models, *self.bare_models]
+        return [*self.models, *self.bare_models]
 
     @property
     def bare_models(self) -> list[nn.Module]:
         """The modules inside the prepared models, which hooks are given, and whose names files have."""
-        return [self.strategy.unwrap(model) for model in self.registry.models]
+        return [self.strategy.unwrap(model) for model in self.models]
 
     @property
     def bare_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [prepared.optimizer for prepared in self.registry.optimizers]
+        return [prepared.optimizer for prepared in self.optimizers]
 
     @property
     def gathers(self) -> bool:
@@ -108,4 +123,4 @@ class Run:
     @property
     def replicas_differ(self) -> bool:
         """Whether ranks have trained alone, so that what is usually the same on all of them is not."""
-        return any(optimizer.is_own for optimizer in self.registry.optimizers)
+        return any(optimizer.is_own for optimizer in self.optimizers)

@@ -32,7 +32,7 @@ class AccumulationWindow(Part):
     """The loop's windows and the gradients in them: each rank's own. Other ranks go on from the mean over the old."""
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
-        run, optimizers = self.run, self.run.registry.optimizers
+        run, optimizers = self.run, self.run.optimizers
         state = {
             "rank": run.world.rank,
             "world_size": run.world.size,
@@ -51,7 +51,7 @@ class AccumulationWindow(Part):
         self._own = own
         if own is None:
             return
-        folder, written, here = source.checkpoint.folder, len(own["gradients"]), len(self.run.registry.optimizers)
+        folder, written, here = source.checkpoint.folder, len(own["gradients"]), len(self.run.optimizers)
         if written != here:
             raise CheckpointError(
                 f"{folder} was written with {counted(written, 'prepared optimizer')}, but here there are {here}. "
@@ -81,7 +81,7 @@ class AccumulationWindow(Part):
     def _rows(self) -> Iterable[tuple[AcceleratedOptimizer, Any, Any]]:
         """Return each optimizer with its gradients: whole ones, and reduced shards."""
         assert self._own is not None
-        optimizers = self.run.registry.optimizers
+        optimizers = self.run.optimizers
         reduced = self._own.get("reduced") or [None] * len(optimizers)
         return zip(optimizers, self._own["gradients"], reduced, strict=True)
 
@@ -128,7 +128,7 @@ def _mean_gradients(owns: Sequence[dict[str, Any]], notes: list[str]) -> list[An
 
 def _gradients_of(run: Run) -> dict[str, list[Gradients | None]]:
     """Return the gradients that a later step will use, for each optimizer: whole ones, and `reduced` local shards."""
-    optimizers = run.registry.optimizers
+    optimizers = run.optimizers
     slots = _slots(run)
 
     def whole(parameter: Tensor) -> Tensor | None:
