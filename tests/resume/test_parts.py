@@ -30,7 +30,7 @@ class Marks(Part):
 
     def load(self, undo):
         before = Marks.here
-        undo.append(lambda: setattr(Marks, "here", before))
+        undo.callback(setattr, Marks, "here", before)
         Marks.here = self.mark
 
 

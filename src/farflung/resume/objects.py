@@ -8,6 +8,7 @@ import os
 import random
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from farflung.checkpoint import paths, rng
 from farflung.checkpoint.entries import Entry
 from farflung.comm.shards import is_sharded
 from farflung.data.resume.iteration import NOTHING_READ, with_present_keys
-from farflung.resume.part import Loading, Part, Saving, Undo, change
+from farflung.resume.part import Loading, Part, Saving, change
 
 
 class Schedulers(Part):
@@ -44,7 +45,7 @@ class Schedulers(Part):
             own = source.apart_of("schedulers", k)
             self._states.append(source.checkpoint.read(paths.scheduler(k)) if own is None else own)
 
-    def load(self, undo: list[Undo]) -> None:
+    def load(self, undo: ExitStack) -> None:
         for scheduler, state in zip(self.run.schedulers, self._states, strict=True):
             change(scheduler, state, undo)
 
@@ -68,7 +69,7 @@ class RegisteredObjects(Part):
             )
         self._states = [source.checkpoint.read(paths.custom(k)) for k in range(saved)]
 
-    def load(self, undo: list[Undo]) -> None:
+    def load(self, undo: ExitStack) -> None:
         for one, state in zip(self.run.custom, self._states, strict=True):
             change(one, state, undo)
 
@@ -102,11 +103,10 @@ class Scaler(Part):
             whole = {"scaler": source.checkpoint.read(paths.SCALER)}
             self._state = (None if source.first is None else source.first["precision"]) or whole
 
-    def load(self, undo: list[Undo]) -> None:
+    def load(self, undo: ExitStack) -> None:
         if self._state is not None:
             optimizers, precision = self.run.bare_optimizers, self.run.precision
-            before = copy.deepcopy(precision.state_dict(optimizers))
-            undo.append(lambda: precision.load_state_dict(before, optimizers))
+            undo.callback(precision.load_state_dict, copy.deepcopy(precision.state_dict(optimizers)), optimizers)
             precision.load_state_dict(self._state, optimizers)
 
 
@@ -139,9 +139,9 @@ class Loaders(Part):
             self._states = []
             source.notes.append(f"{written}, but here there are {here}: they stay as they are")
 
-    def load(self, undo: list[Undo]) -> None:
+    def load(self, undo: ExitStack) -> None:
         for loader, state in zip(self.run.loaders, self._states, strict=False):
-            undo.append(loader.keep())
+            undo.callback(loader.keep())
             loader.load_state_dict(state)
 
 
@@ -185,16 +185,14 @@ class RNGStates(Part):
             self._states = _fresh(self._states, source.rank + 1000 * self.run.outers.member)
         rng.check(self._states)
 
-    def load(self, undo: list[Undo]) -> None:
+    def load(self, undo: ExitStack) -> None:
         if self._states is None:
             return
         loop = self.run.loop
         if not self._has_own:  # written by Accelerate: the windows' part knows nothing of the step
-            before_step = loop.step
-            undo.append(lambda: setattr(loop, "step", before_step))
+            undo.callback(setattr, loop, "step", loop.step)
             loop.step = self._states.get("step", 0)
-        before = rng.read()
-        undo.append(lambda: rng.write(before))
+        undo.callback(rng.write, rng.read())
         self._notes += rng.write(self._states)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from farflung.comm.shards import full, is_sharded, local, spread_like, with_loca
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.resume import lazy
 from farflung.resume.models import bare_name
-from farflung.resume.part import Loading, Part, Saving, Undo
+from farflung.resume.part import Loading, Part, Saving
 from farflung.resume.run import Run
 
 _KEYS = "optimizer_keys"  # in a folder of shards, beside the optimizer's state
@@ -81,23 +82,14 @@ class Optimizers(Part):
             _check_groups(state, one, folder / paths.optimizer(k))
             self._states.append(state)
 
-    def load(self, undo: list[Undo]) -> None:
+    def load(self, undo: ExitStack) -> None:
         for one, state, completed in zip(self._optimizers, self._states, self._steps, strict=True):
-            undo.append(_kept(one))
+            bare: Any = one.optimizer
+            groups = [dict(group) for group in bare.param_groups]
+            undo.callback(bare.__setstate__, {"state": bare.state, "param_groups": groups})
+            undo.callback(setattr, one, "completed_steps", one.completed_steps)
             one.load_state_dict(state)
             one.completed_steps = completed
-
-
-def _kept(optimizer: AcceleratedOptimizer) -> Undo:
-    bare: Any = optimizer.optimizer
-    state, groups = bare.state, [dict(group) for group in bare.param_groups]
-    steps = optimizer.completed_steps
-
-    def undo() -> None:
-        optimizer.completed_steps = steps
-        bare.__setstate__({"state": state, "param_groups": groups})
-
-    return undo
 
 
 def _check_groups(state: Any, optimizer: AcceleratedOptimizer, path: Path) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +15,6 @@ from farflung.checkpoint import paths
 from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.entries import Entry, Staging
 from farflung.resume.run import Run
-
-Undo = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -122,20 +120,20 @@ class Part:
         Where another number of ranks wrote the checkpoint, take what comes nearest, and note what is not the same.
         """
 
-    def load(self, undo: list[Undo]) -> None:
-        """Put back what was read, and add to `undo` what makes it as it was: a later part or another rank may fail."""
+    def load(self, undo: ExitStack) -> None:
+        """Put back what was read, once `undo` has what makes it as it was: a later part or another rank may fail."""
 
     def fill(self) -> None:
         """Put back what needs no undoing: it was checked, and all ranks have loaded the rest."""
 
 
-def change(owner: Any, state: Any, undo: list[Undo]) -> None:
+def change(owner: Any, state: Any, undo: ExitStack) -> None:
     """Load a state into an object that can give its own one back."""
     (before,) = Staging().copied([Entry("", owner.state_dict())])
-    try:
+    undo.callback(_restore, owner, before.content)
+    owner.load_state_dict(state)
+
+
+def _restore(owner: Any, state: Any) -> None:
+    with suppress(Exception):  # the error that counts is the first one
         owner.load_state_dict(state)
-    except BaseException:
-        with suppress(Exception):  # the error that counts is the first one
-            owner.load_state_dict(before.content)
-        raise
-    undo.append(lambda: owner.load_state_dict(before.content))

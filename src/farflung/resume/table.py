@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from farflung.checkpoint.entries import Entry
@@ -14,7 +15,7 @@ from farflung.resume.loops import OuterLoops
 from farflung.resume.models import Models, OwnBuffers
 from farflung.resume.objects import Loaders, RegisteredObjects, RNGStates, Scaler, Schedulers
 from farflung.resume.optimizers import Optimizers
-from farflung.resume.part import Loading, Part, Saving, Undo
+from farflung.resume.part import Loading, Part, Saving
 from farflung.resume.run import Run
 from farflung.resume.window import AccumulationWindow
 
@@ -88,13 +89,9 @@ def load(run: Run, group: CheckpointGroup, doing: str, source: Loading, verify: 
             verify()
 
     group.agree(doing, read)
-    undo: list[Undo] = []
-    try:
+    with ExitStack() as undo:
         group.agree(doing, lambda: _each((part.load for part in parts), undo))
-    except BaseException:
-        for step in reversed(undo):
-            step()
-        raise
+        undo.pop_all()
     group.agree(doing, lambda: _each(part.fill for part in parts))
 
 

@@ -8,6 +8,7 @@ sharded one that FSDP has not reduced yet. Shards of gradients that it has reduc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from farflung.checkpoint import paths
 from farflung.comm.shards import is_sharded, local, sharded_parts, with_local
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.resume.optimizers import parameters
-from farflung.resume.part import Loading, Part, Saving, Undo
+from farflung.resume.part import Loading, Part, Saving
 from farflung.resume.run import Run
 
 Gradients = list[Tensor | None]
@@ -64,15 +65,14 @@ class AccumulationWindow(Part):
                 if gradient is not None and gradient.shape != shape:
                     raise CheckpointError(f"{folder} has gradients of another model: {list(gradient.shape)}.")
 
-    def load(self, undo: list[Undo]) -> None:
+    def load(self, undo: ExitStack) -> None:
         if self._own is None:
             return
         loop, modules = self.run.loop, self.run.modules
-        windows = loop.state_dict(modules)
-        undo.append(lambda: loop.load_state_dict(windows, modules))
+        undo.callback(loop.load_state_dict, loop.state_dict(modules), modules)
         loop.load_state_dict(self._own["loop"], modules)
         for (optimizer, whole, reduced), kept in zip(self._rows(), self._own["optimizers"], strict=True):
-            undo.append(_kept(self.run, optimizer))
+            _keep(self.run, optimizer, undo)
             optimizer.is_own = kept["is_own"]
             optimizer.step_was_skipped = kept["was_skipped"]
             optimizer.finished = loop.backwards - (whole is not None)  # else they would be forgotten by the next save
@@ -161,22 +161,15 @@ def _put(run: Run, optimizer: AcceleratedOptimizer, whole: Gradients | None, red
             set_unreduced_gradient(slots[id(parameter)], gradient)
 
 
-def _kept(run: Run, optimizer: AcceleratedOptimizer) -> Undo:
-    """Return what makes the gradients of an optimizer, and its flags, those that they are now."""
+def _keep(run: Run, optimizer: AcceleratedOptimizer, undo: ExitStack) -> None:
+    """Add to `undo` what makes the gradients of an optimizer, and its flags, those that they are now."""
+    for name in ("is_own", "step_was_skipped", "finished"):
+        undo.callback(setattr, optimizer, name, getattr(optimizer, name))
     slots = _slots(run)
-    mine = parameters(optimizer)
-    before = [parameter.grad for parameter in mine]
-    unreduced = {id(p): unreduced_gradient(slots[id(p)]) for p in mine if id(p) in slots}
-    flags = (optimizer.is_own, optimizer.step_was_skipped, optimizer.finished)
-
-    def undo() -> None:
-        optimizer.is_own, optimizer.step_was_skipped, optimizer.finished = flags
-        for parameter, gradient in zip(mine, before, strict=True):
-            parameter.grad = gradient
-            if id(parameter) in slots:
-                set_unreduced_gradient(slots[id(parameter)], unreduced[id(parameter)])
-
-    return undo
+    for parameter in parameters(optimizer):
+        if id(parameter) in slots:
+            undo.callback(set_unreduced_gradient, slots[id(parameter)], unreduced_gradient(slots[id(parameter)]))
+        undo.callback(setattr, parameter, "grad", parameter.grad)
 
 
 def _slots(run: Run) -> dict[int, Any]:
