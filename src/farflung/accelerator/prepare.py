@@ -17,15 +17,15 @@ from torch.utils.data import DataLoader, Dataset
 from farflung.base.checks import check_flag, check_type, wrong_type
 from farflung.base.errors import ConfigError
 from farflung.base.tensor_memory import check_exchangeable
-from farflung.base.torch_internals import compiled_from
+from farflung.base.torch_internals import before_calls, compiled_from
 from farflung.base.words import counted
-from farflung.comm.torch_group import TorchGroup
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.loader import PreparedLoader
 from farflung.data.prepare import prepare_loader
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks
+from farflung.loop.uneven import EvenCheck
 from farflung.resume.run import Run
 from farflung.strategy.compile import compile_in_place
 
@@ -99,22 +99,13 @@ class Preparer:
             check_exchangeable(named, takes_float8=self.run.world.device.type != "cpu")
         prepared = self.run.strategy.prepare(model, owners) if is_wrapped else model
         if is_wrapped and self.run.loop.ends is not None:
-            self.run.loop.ends.check_before(prepared, self._awaited, self._in_hand)
+            before_calls(prepared, EvenCheck(self.run.loop, self.run.strategy.awaited))
         if was_evaluated:  # and is trained now
             for listed in (self.run.models, self.run.evaluated):
                 listed[:] = [other for other in listed if other is not known]
         if evaluation_mode:
             self.run.evaluated.append(prepared)
         return self.run.add(self.run.models, model, prepared)
-
-    def _awaited(self, model: nn.Module) -> list[int]:
-        """Return the ranks that a forward pass of a prepared model, or its backward pass, waits for now."""
-        group = self.run.strategy.awaited(model)
-        return group.ranks if isinstance(group, TorchGroup) else []
-
-    def _in_hand(self) -> Any:
-        """Return the current iteration, unless ranks whose data end are joined."""
-        return None if self.run.loop.joined is not None else self.run.loop.current
 
     def optimizer(self, optimizer: Optimizer, place: bool | None) -> AcceleratedOptimizer:
         check_type("prepare_optimizer: optimizer", optimizer, Optimizer, "a torch optimizer")

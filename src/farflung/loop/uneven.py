@@ -9,7 +9,7 @@ one batch at most; with every batch where they read streams of their own. Loader
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any
@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from farflung.base.errors import CollectiveMismatch, RankFailure
-from farflung.base.torch_internals import before_calls
 from farflung.base.words import counted, numbered
+from farflung.comm.group import Group
 from farflung.comm.torch_group import TorchGroup
 
 _MORE = "more"
@@ -46,21 +46,13 @@ class UnevenDataCheck:
         elif one.num_batches == 1:
             self._group.presence.post(_MORE, "data", one.name)
 
-    def check_before(
-        self, model: nn.Module, ranks: Callable[[nn.Module], Iterable[int]], current: Callable[[], Any]
-    ) -> None:
-        """Check before each forward pass of `model` that the `ranks` it or its backward pass waits for have the batch.
-
-        `current` returns the iteration whose batch is in hand; None: there is none, or the ranks are joined.
-        """
-        before_calls(model, _EvenCheck(self, ranks, current))
-
-    def check(self, one: Any, ranks: Iterable[int], model: nn.Module) -> None:
-        """Raise CollectiveMismatch if the data of some of `ranks` ended before the batch that `model` computes with."""
+    def check(self, one: Any, awaited: Group | None, model: nn.Module) -> None:
+        """Raise CollectiveMismatch if data of ranks that `model` waits for ended before the batch it computes with."""
         loader, at = one.loader, one.skip + one.num_batches
         may_be_alone = loader.may_be_uneven and (one.end_of_dataloader or loader.ends_apart)
         if not may_be_alone or one.name is None or self._checked == (one.name, at):
             return
+        ranks = awaited.ranks if isinstance(awaited, TorchGroup) else ()
         others = [rank for rank in ranks if rank != self._group.rank]
         if not others:
             return
@@ -84,23 +76,24 @@ class UnevenDataCheck:
 
 
 @dataclass(eq=False)
-class _EvenCheck:
-    ends: UnevenDataCheck
-    ranks: Callable[[nn.Module], Iterable[int]]
-    current: Callable[[], Any]
+class EvenCheck:
+    """Checks before each forward pass of a model that the ranks it or its backward pass waits for have the batch.
+
+    `awaited` returns those ranks.
+    """
+
+    loop: Any = None  # the `LoopState`; None: the model is a copy, which is in no run
+    awaited: Callable[[nn.Module], Group | None] = lambda model: None
 
     def __call__(self, model: nn.Module, inputs: Any) -> None:
-        one = None if torch.compiler.is_compiling() else self.current()
+        if torch.compiler.is_compiling() or self.loop is None or self.loop.joined is not None:
+            return
+        one = self.loop.current
         if one is not None and one.loader.may_be_uneven:
-            self.ends.check(one, self.ranks(model), model)
+            self.loop.ends.check(one, self.awaited(model), model)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Unchecked, ()  # a copy of the model is its own, and is in no run
-
-
-class _Unchecked:
-    def __call__(self, model: nn.Module, inputs: Any) -> None:
-        return None
+        return EvenCheck, ()
 
 
 class JoinedRanks:
