@@ -461,7 +461,8 @@ def said_at_the_end(how):
             break
     accelerator.outer_loops[0].advice = lambda: "Exchange less often."
     if how == "nothing more":
-        session.opened().controllers[0]().exit_report()  # what the end of the process does
+        (controller,) = session.opened().controllers
+        controller.exit_report()  # what the end of the process does
     else:
         accelerator.end_training()
     return said

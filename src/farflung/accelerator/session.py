@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from farflung.accelerator import lazy
 from farflung.base.checks import check_type, check_whole, shown
@@ -66,7 +66,7 @@ class Session:
     layout: Layout | None = None
     named_kind: DistributedType | None = None
     announced: tuple[str, ...] = ()
-    controllers: list[weakref.ref[OuterController]] = field(default_factory=list)
+    controllers: WeakKeyDictionary[OuterController, None] = field(default_factory=WeakKeyDictionary)
 
 
 _slot: Session | None = None
@@ -208,17 +208,14 @@ def settling(session: Session) -> Iterator[None]:
 
 def flush_with(controller: OuterController) -> None:
     """Let `flushed` flush the outer loops of `controller`, as long as it exists."""
-    controllers = opened().controllers
-    controllers.append(weakref.ref(controller, controllers.remove))
+    opened().controllers[controller] = None
 
 
 def flushed(exchange: Exchange) -> Exchange:
     """Flush the outer loops that are owed it, before a collective of all ranks over `exchange`; return `exchange`."""
     if exchange.size > 1 and _slot is not None and _slot.world.exchange is exchange:
-        for reference in tuple(_slot.controllers):
-            controller = reference()
-            if controller is not None:
-                controller.flush_owed()
+        for controller in list(_slot.controllers):
+            controller.flush_owed()
     return exchange
 
 

@@ -19,7 +19,8 @@ from torch.nn.utils import (
 from farflung.base.checks import check_number, wrong_type
 from farflung.base.errors import ConfigError
 from farflung.comm.shards import full, largest, local, mesh_over
-from farflung.loop.state import Follower, LoopState
+from farflung.loop.optimizer import AcceleratedOptimizer
+from farflung.loop.state import LoopState
 from farflung.precision.base import Precision
 
 
@@ -99,7 +100,7 @@ def _explain(call: str, parameters: object, error: Exception, **numbers: object)
             check_number(f"{call}: {name}", value, finite=False)
 
 
-def unscale(precision: Precision, optimizers: Iterable[Follower]) -> None:
+def unscale(precision: Precision, optimizers: Iterable[AcceleratedOptimizer]) -> None:
     """Bring the gradients of `optimizers` to their true size, once a step; only under fp16 is there anything to do.
 
     Not inside an accumulation window, where gradients of other micro-batches are still added to them.

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from farflung.base.forward import Forward
 from farflung.base.tree import batch_size_of
@@ -36,19 +35,6 @@ class Observer(Protocol):
 
     def iteration_ended(self, iteration: ActiveLoader, at_end: bool) -> None:
         """Called when an iteration is over: it came to its end, or was left early."""
-
-
-class Follower(Protocol):
-    """What the loop needs to know of a prepared optimizer; `optimizer` is the one inside it."""
-
-    optimizer: Optimizer  # the one that does the work
-
-    @property
-    def window_is_complete(self) -> bool: ...
-
-    def follow(self, window: Window) -> None: ...
-
-    def owns(self, parameters: Iterable[Tensor]) -> bool: ...
 
 
 class Trace:
@@ -97,10 +83,10 @@ class LoopState:
         self.sync_with_dataloader = sync_with_dataloader
         self.sync_each_batch = sync_each_batch
         self.loaders: list[ActiveLoader] = []
-        self.optimizers: list[Follower] = []
+        self.optimizers: list[Any] = []  # each an `AcceleratedOptimizer`, in the order they were made
         self.joined: JoinedRanks | None = None  # the ranks to agree with, inside `join_uneven_inputs`
         self.ends: UnevenDataCheck | None = None  # where ranks say that their data end; None: there is one rank
-        self._observers: list[weakref.ref[Observer]] = []
+        self._observers: WeakKeyDictionary[Observer, None] = WeakKeyDictionary()  # in the order they came
         self.counts_samples = False  # `samples_of` is wanted
         self.backwards = 0  # passes; what an optimizer has not stepped on since is unfinished
         self.keeps_loss = False  # `loss` is wanted
@@ -109,14 +95,12 @@ class LoopState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings, windows and optimizers of a copy, in which no loader is under way."""
-        left_out = {"loaders": [], "joined": None, "loss": None, "_observers": self._observed_by()}
+        left_out = {"loaders": [], "joined": None, "loss": None, "_observers": list(self._observers)}
         return {**self.__dict__, **left_out, "_latest": {}, "_samples": {}, "_windows": list(self._windows.values())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._observers = []
-        for observer in state["_observers"]:
-            self.observe(observer)
+        self._observers = WeakKeyDictionary(dict.fromkeys(state["_observers"]))
         self._windows: dict[tuple[int, ...], Window] = {tuple(map(id, one.models)): one for one in state["_windows"]}
 
     def reset(self) -> None:
@@ -182,14 +166,10 @@ class LoopState:
 
     def observe(self, observer: Observer) -> None:
         """Tell `observer` where iterations start and end, after those that came before it, as long as it exists."""
-        self._observers.append(weakref.ref(observer, self._observers.remove))
-
-    def _observed_by(self) -> list[Observer]:
-        found = [reference() for reference in self._observers]
-        return [observer for observer in found if observer is not None]
+        self._observers[observer] = None
 
     def begin(self, loader: Any) -> None:
-        for observer in self._observed_by():
+        for observer in list(self._observers):
             observer.iteration_starts(loader)
 
     def enter(self, loader: ActiveLoader, batch: Any = None) -> None:
@@ -212,7 +192,7 @@ class LoopState:
         self.loaders = [other for other in self.loaders if other is not loader]
         if self.ends is not None and at_end and loader.num_batches == 0:
             self.ends.publish(loader)
-        for observer in self._observed_by():
+        for observer in list(self._observers):
             observer.iteration_ended(loader, at_end)
 
     def samples_of(self, loader: ActiveLoader) -> int:
@@ -258,7 +238,7 @@ class LoopState:
                 optimizer.follow(window)
         return window
 
-    def adopt(self, optimizer: Follower) -> None:
+    def adopt(self, optimizer: Any) -> None:
         """Take an optimizer into the loop; it follows the windows of the models that it trains."""
         self.optimizers.append(optimizer)
         for window in self._windows.values():
