@@ -17,15 +17,6 @@ from farflung.comm.group import Group
 from farflung.comm.torch_group import TorchGroup
 from farflung.process.watchdog import Watchdog
 
-_KINDS = {
-    "cpu": DistributedType.MULTI_CPU,
-    "cuda": DistributedType.MULTI_GPU,
-    "xpu": DistributedType.MULTI_XPU,
-    "npu": DistributedType.MULTI_NPU,
-    "mlu": DistributedType.MULTI_MLU,
-    "hpu": DistributedType.MULTI_HPU,
-}
-
 
 @dataclass(frozen=True)
 class RankInfo:
@@ -54,7 +45,9 @@ class World(RankInfo):
     @property
     def kind(self) -> DistributedType:
         """How the processes work together, by the kind of their device."""
-        return DistributedType.NO if self.size == 1 else _KINDS.get(self.device.type, DistributedType.MULTI_GPU)
+        if self.size == 1:
+            return DistributedType.NO
+        return DistributedType.__members__.get(f"MULTI_{self.device.type.upper()}", DistributedType.MULTI_GPU)
 
     @property
     def is_main(self) -> bool:
