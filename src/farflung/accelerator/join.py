@@ -63,7 +63,7 @@ def join_uneven_inputs(
     with ExitStack() as stack:
         if even_batches is not None:
             for loader in run.loaders:
-                stack.enter_context(_overridden(loader, even_batches))
+                _override(loader, even_batches, stack)
         joinables = [model for model in models if not has_outer(model) and isinstance(model, Joinable)]
         if not joinables:
             yield
@@ -153,20 +153,14 @@ def _catch_up(probe: _JoinProbe, run: Run) -> None:
             keeper.load_state_dict(state)
 
 
-@contextmanager
-def _overridden(loader: PreparedLoader, even_batches: bool) -> Iterator[None]:
+def _override(loader: PreparedLoader, even_batches: bool, undo: ExitStack) -> None:
     shard = loader.batch_sampler
-    if not isinstance(shard, BatchSamplerShard):
-        warnings.warn(
-            "join_uneven_inputs: overriding even_batches is only supported for map-style datasets that each rank reads "
-            "for itself. Other loaders stay as they are.",
-            stacklevel=5,
-        )
-        yield
+    if isinstance(shard, BatchSamplerShard):
+        undo.callback(setattr, shard, "even_batches", shard.even_batches)
+        shard.even_batches = even_batches
         return
-    before = shard.even_batches
-    shard.even_batches = even_batches
-    try:
-        yield
-    finally:
-        shard.even_batches = before
+    warnings.warn(
+        "join_uneven_inputs: overriding even_batches is only supported for map-style datasets that each rank reads "
+        "for itself. Other loaders stay as they are.",
+        stacklevel=4,
+    )
