@@ -95,7 +95,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
         "torch_save_on_disk": (plain_on_disk, lambda: None),
         "dcp": (lambda where: dcp.save(state, checkpoint_id=where, no_dist=size == 1), lambda: None),
         "copy": (copy, lambda: None),
-        "farflung_stall": (lambda where: ours.save_state(where, block=False), ours._checkpointer.settle),
+        "farflung_stall": (lambda where: ours.save_state(where, block=False), ours._checkpointer.saver.settle),
         "dcp_stall": (dcp_async, lambda: pending.pop().result()),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -148,7 +148,7 @@ def peak_of(folder: Path, way: str) -> int:
 def save_by(way: str, accelerator: Any, model: Any, optimizer: Any, where: Path) -> None:
     if way == "farflung_stall":
         accelerator.save_state(where, block=False)
-        accelerator._checkpointer.settle()
+        accelerator._checkpointer.saver.settle()
     elif way == "torch_save":
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, where)
     else:

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,10 @@ class Checkpointer:
     def __init__(self, run: Run, project: ProjectConfiguration) -> None:
         self._run = run
         self._project = project
-
-    @cached_property
-    def saver(self) -> Saver:
-        """Writes the files; made when it is first needed, as that may be a collective."""
-        world = self._run.world
-        leader = world.rank - world.local_rank if self._project.save_on_each_node else 0
-        saver = Saver(CheckpointGroup(world.exchange, leader))
-        atexit.register(_report_last_failure, weakref.ref(saver))
-        return saver
+        world = run.world
+        leader = world.rank - world.local_rank if project.save_on_each_node else 0
+        self.saver = Saver(CheckpointGroup(world.exchange, leader))
+        atexit.register(_report_last_failure, weakref.ref(self.saver))
 
     @property
     def automatic(self) -> Path | None:
@@ -55,11 +49,6 @@ class Checkpointer:
                 "automatic_checkpoint_naming=True needs a project_dir. Set it in the ProjectConfiguration."
             )
         return Path(self._project.project_dir) / paths.CHECKPOINTS
-
-    def settle(self) -> None:
-        """Wait for the checkpoint that is being written in the background; raise if it could not be."""
-        if "saver" in vars(self):
-            self.saver.settle()
 
     # ---- saving
 

@@ -45,7 +45,7 @@ class Checkpointing:
     def _settle_checkpoints(self) -> None:
         """Wait for a checkpoint that is being written in the background."""
         if "_checkpointer" in vars(self):
-            self._checkpointer.settle()
+            self._checkpointer.saver.settle()
 
     def save_state(
         self,
