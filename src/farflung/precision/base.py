@@ -64,16 +64,8 @@ class GivenScaler(Precision):
     The scaler unscales gradients where a step needs it, and is updated after each step.
     """
 
-    name = "fp16"
-
     def __init__(self, scaler: Any) -> None:
         self.scaler = scaler
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return self.scaler.scale(loss)  # type: ignore[no-any-return]
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Closure = None) -> bool:
         if closure is None:
