@@ -112,10 +112,9 @@ class Preparer:
         known = self.run.find(optimizer)
         if known is not None:
             return known  # type: ignore[no-any-return]
-        device = self.run.world.device if self._placed(place) else None
         self.run.strategy.adopt(_bare(optimizer))
         prepared = AcceleratedOptimizer(
-            _bare(optimizer), state=self.run.loop, precision=self.run.precision, device=device
+            _bare(optimizer), self._placed(place), state=self.run.loop, precision=self.run.precision
         )
         return self.run.add(self.run.optimizers, optimizer, prepared)
 

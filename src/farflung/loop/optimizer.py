@@ -26,7 +26,6 @@ class AcceleratedOptimizer(Optimizer):
         scaler: scales the losses that this optimizer steps on, and is updated after each step.
         state: the loop whose windows it follows; None: there are none, and each step counts.
         precision: what it steps through; None: `scaler`, if there is one.
-        device: where the state goes in place of this process's device.
     """
 
     def __init__(
@@ -37,12 +36,9 @@ class AcceleratedOptimizer(Optimizer):
         *,
         state: LoopState | None = None,
         precision: Precision | None = None,
-        device: torch.device | None = None,
     ) -> None:
         # Not Optimizer.__init__: this one has no parameters of its own, it only passes for an optimizer.
         world = slot.current()
-        if device is None and device_placement and precision is None and world is not None:
-            device = world.device
         state = LoopState() if state is None else state
         self.optimizer = optimizer
         self.loop_state = state
@@ -58,8 +54,8 @@ class AcceleratedOptimizer(Optimizer):
         self.finished = state.backwards  # passes that there had been at its last attempted step or clearing
         self.completed_steps: int | None = 0  # over resumes too; None: a checkpoint was loaded that does not say them
         state.adopt(self)
-        if device is not None and optimizer.state:
-            optimizer.load_state_dict(send_to_device(optimizer.state_dict(), device))
+        if device_placement and world is not None and optimizer.state:
+            optimizer.load_state_dict(send_to_device(optimizer.state_dict(), world.device))
 
     def step(self, closure: Closure = None) -> None:  # type: ignore[override]
         """Step when the window is complete, else do nothing."""
