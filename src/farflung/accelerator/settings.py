@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from farflung.outer.arguments import OuterConfig
 
 _HANDLERS = (
+    AORecipeKwargs,
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
@@ -162,7 +163,7 @@ def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, A
     if name == "fp8" and scaler is None:
         precision: Precision = lazy.Float8(device, autocast, handlers.get(AORecipeKwargs))
         return precision
-    if not handlers.keys() <= set(_HANDLERS):
+    if AORecipeKwargs in handlers:
         raise ConfigError(f"An AORecipeKwargs was given, but mixed_precision is {name!r}. Give mixed_precision='fp8'.")
     return choose_precision(name, device, autocast, scaler)
 
@@ -170,14 +171,12 @@ def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, A
 def handlers_by_kind(handlers: Sequence[KwargsHandler] | None) -> dict[type, Any]:
     """Return the handlers by their class; raise ConfigError for what is none, and for two of one class."""
     found: dict[type, Any] = {}
-    names = " or ".join(f"{name}()" for name in (*(kind.__name__ for kind in _HANDLERS), "AORecipeKwargs"))
+    names = " or ".join(f"{kind.__name__}()" for kind in _HANDLERS)
     if handlers is not None and not isinstance(handlers, (list, tuple)):
         wanted = f"a list, such as [{type(handlers).__name__}(...)]" if isinstance(handlers, _HANDLERS) else "a list"
         raise wrong_type("kwargs_handlers", handlers, wanted)
     for handler in handlers or ():
-        if not isinstance(handler, _HANDLERS):
-            kinds = (*_HANDLERS, AORecipeKwargs)
-            check_type("Each of kwargs_handlers", handler, kinds, f"one of {names}")
+        check_type("Each of kwargs_handlers", handler, _HANDLERS, f"one of {names}")
         if type(handler) in found:
             raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}; give one.")
         found[type(handler)] = handler
