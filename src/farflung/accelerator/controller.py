@@ -180,11 +180,6 @@ class OuterController:
         return not environ.is_elastic() or self._last is None or self._last.is_first
 
     @property
-    def member(self) -> int:
-        """This replica's id, where replicas come and go; else 0."""
-        return int(environ.text(environ.MEMBER_VARIABLES[1]) or 0)
-
-    @property
     def can_begin_here(self) -> bool:
         """Whether there are open loops, and none has done a step: they begin where the model is at the first one."""
         return bool(self.attached) and all(attached.loop.stats().attempts == 0 for attached in self.attached)

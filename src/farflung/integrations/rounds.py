@@ -72,7 +72,7 @@ class RoundLog:
 
     def __init__(self, path: Path | None, model: int) -> None:
         self._path = path
-        member = _member()
+        member = environ.member()
         self._who = {"model": model} if member is None else {"model": model, "member": member}
 
     def __call__(self, this: Round) -> None:
@@ -141,7 +141,7 @@ class RoundReport:
         self._interval = interval
         self._printed = -math.inf
         self._loss = loss
-        self._member = _member()
+        self._member = environ.member()
 
     def __call__(self, this: Round) -> None:
         now = time.perf_counter()
@@ -154,11 +154,6 @@ class RoundReport:
         said += [f"{in_bytes(values['outer/bytes_sent'])} sent", f"{values['outer/waiting']:.0%} of the time waiting"]
         head = f"farflung: round {values['outer/round']}{self._model}, step {this.step}"
         print(f"{head}: {', '.join(said)}", file=sys.stderr, flush=True)
-
-
-def _member() -> int | None:
-    """Return the id of this replica, if it comes and goes."""
-    return environ.integer(environ.MEMBER_VARIABLES[1])
 
 
 def _finite(value: Any) -> Any:

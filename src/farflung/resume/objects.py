@@ -21,6 +21,7 @@ from farflung.base.words import counted
 from farflung.checkpoint import paths, rng
 from farflung.checkpoint.entries import Entry
 from farflung.comm.shards import is_sharded
+from farflung.config import environ
 from farflung.data.resume.iteration import NOTHING_READ, with_present_keys
 from farflung.resume.part import Loading, Part, Saving, change
 
@@ -181,8 +182,9 @@ class RNGStates(Part):
         if self._states is None:
             source.notes.append(f"it has no random states for rank {source.rank}, so its random numbers differ")
             return
-        if source.rank >= source.old_size or self.run.outers.member:
-            self._states = _fresh(self._states, source.rank + 1000 * self.run.outers.member)
+        member = environ.member() or 0
+        if source.rank >= source.old_size or member:
+            self._states = _fresh(self._states, source.rank + 1000 * member)
         rng.check(self._states)
 
     def load(self, undo: ExitStack) -> None:
