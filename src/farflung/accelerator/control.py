@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,10 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class ProcessControl:
     """A process's place in its world, under Accelerate's names, for `PartialState` and `Accelerator`."""
 
-    if TYPE_CHECKING:
-
-        @property
-        def _world(self) -> World: ...
+    _world: Forward[World]
 
     device = Forward[torch.device]("_world.device", "Where this process's models and batches go.")
     num_processes = Forward[int]("_world.size", "How many processes the run has.")

@@ -28,7 +28,6 @@ from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler
 from farflung.loop.state import LoopState
 from farflung.precision.base import Precision
-from farflung.process.world import World
 from farflung.resume.run import Run
 from farflung.strategy.base import Strategy
 
@@ -41,13 +40,11 @@ class AcceleratorProperties(Engines):
 
     dataloader_config: DataLoaderConfiguration
     project_configuration: ProjectConfiguration
-    _layout: Layout
     _loop: LoopState
     _precision: Precision
     _preparer: Preparer
     _run: Run
     _strategy: Strategy
-    _world: World
 
     state = Forward[AcceleratorState](
         lambda self: AcceleratorState(), "A view of the process, its world and the session."

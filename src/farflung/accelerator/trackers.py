@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from farflung.accelerator import lazy
 from farflung.base.checks import check_text, check_type
 from farflung.base.errors import ConfigError
+from farflung.base.forward import Forward
 
 if TYPE_CHECKING:
     from farflung.accelerator.controller import OuterController
@@ -21,11 +22,7 @@ class TrackerMethods:
 
     _tracking: Tracking | None
     _controller: OuterController
-
-    if TYPE_CHECKING:
-
-        @property
-        def _world(self) -> World: ...
+    _world: Forward[World]
 
     @property
     def log_with(self) -> list[Any]:

@@ -39,6 +39,16 @@ class _SharedState:
         return {name: getattr(state, name) for name in owner._shared} if state.initialized else {}
 
 
+def _joined(kind: str) -> World:
+    world = world_slot.current()
+    if world is None:
+        raise StateReset(
+            f"`{kind}` object has no attribute that describes this process, as its state was reset. This happens "
+            f"if `{kind}._reset_state()` was called and no {kind} was made since. Make one."
+        )
+    return world
+
+
 class PartialState(ProcessControl):
     """This process and its world, which the first one made joins.
 
@@ -66,17 +76,7 @@ class PartialState(ProcessControl):
         check_flag("cpu", cpu)
         join_world(cpu, check_init(InitProcessGroupKwargs(**{name: kwargs[name] for name in known if name in kwargs})))
 
-    @property
-    def _world(self) -> World:
-        world = world_slot.current()
-        if world is None:
-            kind = type(self).__name__
-            raise StateReset(
-                f"`{kind}` object has no attribute that describes this process, as its state was reset. This happens "
-                f"if `{kind}._reset_state()` was called and no {kind} was made since. Make one."
-            )
-        return world
-
+    _world = Forward[World](lambda self: _joined(type(self).__name__))
     initialized = Forward[bool](
         lambda self: world_slot.current() is not None, "Whether this process has joined its world."
     )
@@ -134,12 +134,8 @@ def nothing(instance: object) -> None:
 class Engines:
     """What shards models, as `Accelerator` and `AcceleratorState` both answer: FSDP2, or nothing."""
 
-    if TYPE_CHECKING:
-
-        @property
-        def _layout(self) -> Layout | None: ...
-        @property
-        def _world(self) -> World: ...
+    _layout: Forward[Layout | None]
+    _world: Forward[World]
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
@@ -214,10 +210,7 @@ class AcceleratorState(Engines, PartialState):
     def distributed_type(self, kind: DistributedType) -> None:
         slot.opened().named_kind = DistributedType(kind)
 
-    @property
-    def _layout(self) -> Layout | None:
-        session = slot.current()
-        return None if session is None else session.layout
+    _layout = Forward["Layout | None"](lambda self: getattr(slot.current(), "layout", None))
 
     mixed_precision = Forward[str](lambda self: slot.opened().mixed_precision, "`no`, `bf16` or `fp16`.")
 
