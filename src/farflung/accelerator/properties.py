@@ -90,15 +90,11 @@ class AcceleratorProperties(Engines):
     )
     step = Forward[int]("_loop.step", "Micro-batches since the accumulation window was last reset.", unchecked)
 
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in one accumulation window."""
-        return self._loop.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        check_whole("gradient_accumulation_steps", value, least=1)
-        self._loop.num_steps = value
+    gradient_accumulation_steps = Forward[int](
+        "_loop.num_steps",
+        "Micro-batches in one accumulation window.",
+        lambda _, value: check_whole("gradient_accumulation_steps", value, least=1),
+    )
 
     optimizer_step_was_skipped = Forward[bool](
         lambda self: any(optimizer.step_was_skipped for optimizer in self._run.optimizers),

@@ -258,9 +258,7 @@ class GradientState(LoopView):
         lambda self: slot.current() is not None, "Whether an `Accelerator` has been made in this process."
     )
 
-    @property
-    def _loop(self) -> LoopState:
-        return slot.opened().loop
+    _loop = Forward[LoopState](lambda self: slot.opened().loop)
 
     adjust_scheduler = Forward[bool](
         lambda self: slot.opened().plugin.adjust_scheduler, "The plugin's field of that name."

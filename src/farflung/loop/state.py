@@ -306,12 +306,10 @@ class LoopView:
     )
     is_xla_gradients_synced = False  # XLA is not supported
 
-    def __init__(self, loop: LoopState) -> None:
-        self._given = loop
+    _loop: Forward[LoopState]
 
-    @property
-    def _loop(self) -> LoopState:
-        return self._given
+    def __init__(self, loop: LoopState) -> None:
+        self._loop = loop
 
     @property
     def active_dataloader(self) -> Any:
