@@ -137,7 +137,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         if environ.is_elastic():
             run.slots = launched_slots(run)
         self._controller = OuterController(asked, run)
-        slot.flush_with(self._controller)
+        session.controllers[self._controller] = None
         self._preparer = Preparer(
             run=run,
             compiling=compiling,

@@ -55,7 +55,7 @@ class Session:
         layout: how ranks share models; None: no Accelerator has settled that.
         named_kind: what a script has set `state.distributed_type` to. How ranks train stays the same.
         announced: environment variables that tell transformers of it, to be unset with the session.
-        controllers: of the Accelerators that have outer loops of their own accord.
+        controllers: of the Accelerators, as long as they exist; `flushed` flushes their outer loops.
     """
 
     world: World
@@ -204,11 +204,6 @@ def settling(session: Session) -> Iterator[None]:
         if session.layout is None:
             close()
         raise
-
-
-def flush_with(controller: OuterController) -> None:
-    """Let `flushed` flush the outer loops of `controller`, as long as it exists."""
-    opened().controllers[controller] = None
 
 
 def flushed(exchange: Exchange) -> Exchange:
