@@ -83,7 +83,6 @@ class Checkpointer:
         return folder
 
     def _facts(self) -> dict[str, Any]:
-        """Return what the manifest says of the run."""
         return {
             "step": self._run.loop.step,
             "optimizer_steps": [optimizer.completed_steps for optimizer in self._run.optimizers],
@@ -141,7 +140,6 @@ class Checkpointer:
         self._report(source)
 
     def _report(self, source: Loading) -> None:
-        """Print, on the first process, where the run goes on, and what is not as it was."""
         found, loaders = source.checkpoint, self._run.loaders
         lines = [f"passed over: {reason}" for reason in found.passed]
         lines.append(f"loaded {found.folder}")

@@ -137,7 +137,6 @@ class AttachedLoop:
         return float(loss) / float(items) if items > 0 else None
 
     def _say_if_short(self) -> None:
-        """Warn if the run is short for this recipe, by its learning rate schedule."""
         steps = planned_updates(one.scheduler for one in self._run.schedulers if self.optimizer in one.optimizers)
         said = "" if steps is None else self.recipe.few_rounds(steps)
         if said:

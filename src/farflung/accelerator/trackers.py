@@ -82,7 +82,6 @@ class TrackerMethods:
         self._tracking.log({**rounds, **values}, step, log_kwargs or {})
 
     def _finish_trackers(self) -> None:
-        """Record the last rounds, if `log` has not, and finish the trackers."""
         if self._tracking is None:
             return
         rounds = self._controller.figures()

@@ -157,7 +157,6 @@ class Watchdog:
                 os._exit(1)  # a thread that waits for the store can't be woken up
 
     def _loss(self, silent_s: float) -> str:
-        """Say which machine was lost."""
         hosts = self._presence.hosts
         there = [rank for rank in range(self._group.size) if hosts.get(rank) == hosts.get(0)] if hosts else [0]
         endpoint = f"{environ.text('MASTER_ADDR')}:{environ.text('MASTER_PORT')}"

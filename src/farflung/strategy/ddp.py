@@ -92,7 +92,6 @@ class DDP(ShardedModels):
             ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None, **handler.comm_state_option), hook)
 
     def _averaging_group(self, reference: weakref.ref[DistributedDataParallel]) -> dist.ProcessGroup:
-        """Return the ranks that average a model's gradients now: its row, or all."""
         is_local = any(reference() is other for other in self._local)
         return self.mesh.row.get_group() if is_local else _everyone()
 
