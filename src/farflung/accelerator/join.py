@@ -19,6 +19,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from farflung.base.checks import check_type
 from farflung.base.errors import ConfigError, RankFailure
+from farflung.base.forward import Forward
 from farflung.comm import collectives
 from farflung.comm.shards import model_has_dtensor
 from farflung.comm.torch_group import TorchGroup
@@ -125,13 +126,8 @@ class _JoinProbe(Joinable, JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         self.came_last = is_last_joiner
 
-    @property
-    def join_device(self) -> Any:
-        return self.models[0].join_device
-
-    @property
-    def join_process_group(self) -> Any:
-        return self.models[0].join_process_group
+    join_device = Forward[Any](lambda self: self.models[0].join_device)
+    join_process_group = Forward[Any](lambda self: self.models[0].join_process_group)
 
 
 def _catch_up(probe: _JoinProbe, run: Run) -> None:

@@ -87,8 +87,7 @@ class PartialState(ProcessControl):
     @property
     def default_device(self) -> torch.device:
         """The kind of device that this machine offers first."""
-        found = current_accelerator()
-        return found if found is not None else torch.device("cpu")
+        return current_accelerator() or torch.device("cpu")
 
     @property
     def debug(self) -> bool:
@@ -214,12 +213,9 @@ class AcceleratorState(Engines, PartialState):
 
     mixed_precision = Forward[str](lambda self: slot.opened().mixed_precision, "`no`, `bf16` or `fp16`.")
 
-    @property
-    def dynamo_plugin(self) -> TorchDynamoPlugin:
-        """How the latest `Accelerator` compiles models."""
-        compiling = slot.opened().compiling
-        return TorchDynamoPlugin() if compiling is None else compiling
-
+    dynamo_plugin = Forward[TorchDynamoPlugin](
+        lambda self: slot.opened().compiling or TorchDynamoPlugin(), "How the latest `Accelerator` compiles models."
+    )
     deepspeed_plugins = Engines.deepspeed_plugin
 
     @property

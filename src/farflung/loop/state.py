@@ -82,8 +82,6 @@ class LoopState:
         self._num_steps = num_steps
         self.sync_with_dataloader = sync_with_dataloader
         self.sync_each_batch = sync_each_batch
-        self.loaders: list[ActiveLoader] = []
-        self.optimizers: list[Any] = []  # each an `AcceleratedOptimizer`, in the order they were made
         self.joined: JoinedRanks | None = None  # the ranks to agree with, inside `join_uneven_inputs`
         self.ends: UnevenDataCheck | None = None  # where ranks say that their data end; None: there is one rank
         self._observers: WeakKeyDictionary[Observer, None] = WeakKeyDictionary()  # in the order they came
@@ -106,12 +104,12 @@ class LoopState:
     def reset(self) -> None:
         self.window = Window(divisor=self._num_steps)  # the one that was entered last
         self._windows = {(): self.window}
-        self.loaders = []
+        self.loaders: list[ActiveLoader] = []
         self._handed_out = 0  # batches of all loaders
         self._latest: dict[int, int] = {}  # which of them was a loader's latest, by the loader's id
         self._samples: dict[int, int] = {}  # that it has handed out
         self._seen = 0  # how many there were at the last micro-batch
-        self.optimizers = []
+        self.optimizers: list[Any] = []  # each an `AcceleratedOptimizer`, in the order they were made
 
     @property
     def num_steps(self) -> int:
