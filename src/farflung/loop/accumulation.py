@@ -132,7 +132,7 @@ def _summed(value: float, group: Group, state: LoopState) -> float:
 
 def _gradients(window: Window, state: LoopState) -> list[Tensor]:
     """The gradients that a window has gathered so far, also those that FSDP has not reduced yet."""
-    trained = (p for follower in state.optimizers for group in follower.optimizer.param_groups for p in group["params"])
+    trained = (p for one in state.optimizers for group in one.optimizer.param_groups for p in group["params"])
     found = [parameter.grad for parameter in (window.parameters() if window.models else trained)]
     for part in sharded_parts(module for model in window.models for module in model.modules()):
         for kept in sharded_parameters(part):
