@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
@@ -177,58 +177,33 @@ class SimGroup(Group):
         self._number = 0
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
-        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
-            total = reduce(_COMBINE[op], xs)
-            for mine in outs:
-                mine.copy_(total)
-
-        return self._join(f"all_reduce({op})", x, x, finish)
+        return self._join(f"all_reduce({op})", x, x, lambda xs: [reduce(_COMBINE[op], xs)] * self.size)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
-            everything = torch.cat([x.reshape(-1) for x in xs])
-            for mine in outs:
-                mine.view(-1).copy_(everything)
-
-        return self._join("all_gather", out, x, finish)
+        return self._join("all_gather", out, x, lambda xs: [torch.cat([x.reshape(-1) for x in xs])] * self.size)
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
-            parts = [x.view(-1).chunk(self.size) for x in xs]
-            for rank, mine in enumerate(outs):
-                mine.view(-1).copy_(torch.cat([row[rank] for row in parts]))
+        def columns(xs: list[Tensor]) -> list[Tensor]:
+            return list(map(torch.cat, zip(*(x.view(-1).chunk(self.size) for x in xs), strict=True)))
 
-        return self._join("all_to_all", out, x, finish)
+        return self._join("all_to_all", out, x, columns)
 
     def broadcast(self, x: Tensor, src: int) -> Work:
-        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
-            for mine in outs:
-                mine.copy_(xs[src])
-
-        return self._join(f"broadcast({src})", x, x, finish)
+        return self._join(f"broadcast({src})", x, x, lambda xs: [xs[src]] * self.size)
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
-        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
-            for part, mine in zip(xs[src].view(self.size, -1), outs, strict=True):
-                mine.view(-1).copy_(part)
-
         sent = torch.cat([part.reshape(-1) for part in parts]) if parts is not None else out
-        return self._join(f"scatter({src})", out, sent, finish, alike=False)
+        return self._join(f"scatter({src})", out, sent, lambda xs: xs[src].view(self.size, -1).unbind(), alike=False)
 
     def barrier(self) -> None:
         nothing = torch.empty(0)
-        self._join("barrier", nothing, nothing, lambda xs, outs: None).wait()
+        self._join("barrier", nothing, nothing, lambda xs: xs).wait()
 
     def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
         step = (to - self.rank) % self.size
         if (self.rank - source) % self.size != step:
             raise Unsupported("swap needs a ring: every replica must send to the rank at the same distance.")
-
-        def finish(xs: list[Tensor], outs: list[Tensor]) -> None:
-            for rank, mine in enumerate(outs):
-                mine.copy_(xs[rank - step])
-
-        return self._join(f"swap({step})", out, x, finish)
+        return self._join(f"swap({step})", out, x, lambda xs: [xs[rank - step] for rank in range(self.size)])
 
     def _block(self, begin: int, end: int) -> SimGroup:
         block = self.members[begin:end]
@@ -258,12 +233,7 @@ class SimGroup(Group):
             self._stage.departures[self._me].append(reason)
 
     def _join(
-        self,
-        kind: str,
-        out: Tensor,
-        x: Tensor,
-        finish: Callable[[list[Tensor], list[Tensor]], None],
-        alike: bool = True,
+        self, kind: str, out: Tensor, x: Tensor, results: Callable[[list[Tensor]], Iterable[Tensor]], alike: bool = True
     ) -> Work:
         """Bring `x` and `out` to the collective whose turn it is; the last rank to come does the work for all."""
         key = (self.members, self.age, self._number)
@@ -276,7 +246,8 @@ class SimGroup(Group):
         if len(call.brought) == self.size and not call.error:
             rows = [call.brought[rank] for rank in self.members]
             with torch.no_grad():
-                finish([row[1] for row in rows], [row[2] for row in rows])
+                for value, (_, _, place) in zip(results([sent for _, sent, _ in rows]), rows, strict=True):
+                    place.view(-1).copy_(value.reshape(-1))
             call.done = True
             del self._stage.calls[key]
         self._number += 1
