@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
@@ -169,8 +170,8 @@ def simulate(
     }
     del given["progress"]
     task = SimulateArguments(**given)
-    with _Bar(steps, progress) as bar:
-        return _summary(run_replicas(_play, replicas, task, bar, seed=seed))
+    with _bar(steps, progress) as show:
+        return _summary(run_replicas(_play, replicas, task, show, seed=seed))
 
 
 @dataclass(frozen=True)
@@ -266,10 +267,8 @@ class SimulateArguments:
         return loss
 
 
-def _play(group: SimGroup, task: SimulateArguments, bar: _Bar) -> _Replica:
-    replica = _Replica(group, task, bar)
-    replica.play()
-    return replica
+def _play(group: SimGroup, task: SimulateArguments, show: Callable[[int], None]) -> _Replica:
+    return _Replica(group, task, show).play()
 
 
 def _summary(replicas: Sequence[_Replica]) -> Simulation:
@@ -285,44 +284,42 @@ def _summary(replicas: Sequence[_Replica]) -> Simulation:
         stats=tuple(one.outer.stats() for one in replicas),
         seconds=max(replicas[rank].clock.now for rank in there or [number]),
         waited=tuple(one.waited for one in replicas),
-        failures=tuple(first.failures),
+        failures=tuple(first.members.failures),
         model=first.model,
         first=number,
     )
 
 
-class _Bar:
-    """Shows how many of `total` steps are done: at once if `wanted`, on a terminal after two seconds if it is None."""
+@contextmanager
+def _bar(total: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
+    """Yield what draws a bar at so many of `total` steps done, or leaves it where it is if it has been further.
 
-    def __init__(self, total: int, wanted: bool | None = None) -> None:
-        console = Console(stderr=True)
-        self._is_on = console.is_terminal if wanted is None else wanted
-        self._due_at = time.perf_counter() + (_PATIENCE_S if wanted is None else 0)
-        self._progress = Progress(console=console, transient=True)
-        self._task = self._progress.add_task("simulating", total=total)
-        self._furthest = 0
+    It is shown at once if `wanted`, on a terminal after two seconds if that is None.
+    """
+    console = Console(stderr=True)
+    is_on = console.is_terminal if wanted is None else wanted
+    due_at = time.perf_counter() + (_PATIENCE_S if wanted is None else 0)
+    bar = Progress(console=console, transient=True)
+    task = bar.add_task("simulating", total=total)
 
-    def show(self, done: int) -> None:
-        """Draw the bar at `done`, or leave it where it is if it has been further."""
-        self._furthest = max(self._furthest, done)
-        if self._is_on and time.perf_counter() >= self._due_at:
-            self._progress.start()
-            self._progress.update(self._task, completed=self._furthest)
+    def show(done: int) -> None:
+        bar.update(task, completed=max(done, bar.tasks[0].completed))
+        if is_on and time.perf_counter() >= due_at:
+            bar.start()
 
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._progress.live.is_started:
-            self._progress.stop()
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 class _Replica:
     """One replica: an ordinary training loop, with a virtual clock."""
 
-    def __init__(self, group: SimGroup, task: SimulateArguments, bar: _Bar) -> None:
+    def __init__(self, group: SimGroup, task: SimulateArguments, show: Callable[[int], None]) -> None:
         self._task = task
-        self._bar = bar
+        self._show = show
         self._rank = group.rank
         torch.manual_seed(task.seed)
         self.model = task.model()
@@ -340,20 +337,16 @@ class _Replica:
         self._aloft = 0.0  # when the line is done with what flies while training goes on
         self._arrivals: dict[int, float] = {}  # of what was sent after a step
         self._landed = 0.0
-        self._members = _Members(group, task, self.clock)
-        with self._members.group.for_free():
+        self.members = _Members(group, task, self.clock)
+        with self.members.group.for_free():
             self.outer = OuterLoop(
                 self.model,
                 task.recipe,
-                membership=self._members,
+                membership=self.members,
                 inner=self._optimizer,
                 clock=lambda: self.clock.now,
             )
         self.outer.listeners.append(self._note)
-
-    @property
-    def failures(self) -> list[str]:
-        return self._members.failures
 
     def play(self) -> _Replica:
         """Train to the end, or until this replica is lost; return itself."""
@@ -361,12 +354,12 @@ class _Replica:
         while self._done < task.steps and self.clock.now < task.seconds:
             if self._done >= task.lost.get(self._rank, math.inf):
                 task.gone.add(self._rank)
-                self._members.group.leave(f"lost after step {self._done}")
+                self.members.group.leave(f"lost after step {self._done}")
                 self.is_lost = True
                 return self
             self._evaluate_if_due()
             self._step()
-            self._bar.show(self._done)
+            self._show(self._done)
         self._close()
         self._judge_if_first()
         return self
@@ -420,13 +413,13 @@ class _Replica:
         if self._task.evaluate is None or every is None or self._done % every or self._evaluated == self._done:
             return
         now = self.clock.now
-        with self._members.group.for_free(), self.outer.synced():
+        with self.members.group.for_free(), self.outer.synced():
             self._judge_if_first()
         self.clock.now = now
         self._evaluated = self._done
 
     def _judge_if_first(self) -> None:
-        if self._task.evaluate is None or self._members.group.rank > 0:
+        if self._task.evaluate is None or self.members.group.rank > 0:
             return
         self.model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
