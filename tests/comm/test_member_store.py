@@ -17,12 +17,12 @@ def notes():
 
 
 def test_what_was_taken_back_is_gone_and_what_nobody_said_is_empty(notes):
-    notes.name(1, "replica 0", "")
-    notes.note_stopped(1, True)
-    assert notes.is_stopped(1)
-    notes.note_stopped(1, False)
-    assert not notes.is_stopped(1)
-    assert (notes.machine_of(1), notes.end_of(1)) == ("", "")
+    notes.note("name", 1, "replica 0")
+    notes.note("stopped", 1)
+    assert notes.noted("stopped", 1)
+    notes.forget(1, "stopped")
+    assert not notes.noted("stopped", 1)
+    assert (notes.noted("machine", 1), notes.noted("gone", 1)) == ("", "")
     assert (notes.name_of(1), notes.name_of(2)) == ("replica 0", "member 2")
 
 
@@ -47,13 +47,13 @@ def test_no_line_is_lost_while_several_members_tell_and_one_takes(notes):
 
 
 def test_no_question_takes_the_time_that_the_store_needs_for_empty_values(notes):
-    notes.name(1, "replica 0", "")
-    notes.note_stopped(1, True)
-    notes.note_stopped(1, False)
+    notes.note("name", 1, "replica 0")
+    notes.note("stopped", 1)
+    notes.forget(1, "stopped")
 
     def ask():
         began = time.perf_counter()
-        notes.machine_of(1), notes.is_stopped(1)
+        notes.noted("machine", 1), notes.noted("stopped", 1)
         return time.perf_counter() - began
 
     assert min(ask() for _ in range(5)) < 0.2

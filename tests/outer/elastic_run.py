@@ -132,8 +132,8 @@ class ElasticRun:
 
     def start(self, name, dies=None, saves=0):
         """Start a replica; return its id."""
-        member = self.notes.new_id()
-        self.notes.name(member, f"replica {name}", "")
+        member = self.notes.count("ids", 1)
+        self.notes.note("name", member, f"replica {name}")
         here, there = self._context.Pipe(duplex=False)
         row = (there, self.store.port, member, *self._row, dies, self._recipe, saves, self._options)
         process = self._context.Process(target=replica, args=row)
@@ -147,8 +147,10 @@ class ElasticRun:
     def signal(self, member, number):
         """Send a signal to a replica, and tell the others what a launcher would."""
         os.kill(self.processes[member].pid, number)
-        if number in (signal.SIGSTOP, signal.SIGCONT):
-            self.notes.note_stopped(member, number == signal.SIGSTOP)
+        if number == signal.SIGSTOP:
+            self.notes.note("stopped", member)
+        elif number == signal.SIGCONT:
+            self.notes.forget(member, "stopped")
 
     def close_store(self):
         """End the store, as its launcher would."""

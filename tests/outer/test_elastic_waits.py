@@ -17,8 +17,9 @@ from farflung.process.sockets import serve_store
 def waiting():
     """A member that waits in an epoch with another one, whose launcher has given a sign; and its watch."""
     membership = Elastic(serve_store("127.0.0.1", 0, wait_for_workers=False), 1, grace_s=3.0)
-    membership.notes.name(2, "replica 1", "node1")
-    membership.notes.beat("node1")
+    membership.notes.note("name", 2, "replica 1")
+    membership.notes.note("machine", 2, "node1")
+    membership.notes.count("beat/node1", 1)
     record = Record(1, 1, (1, 2))
     assert membership.members.replace(None, record)
     membership.record = record
@@ -32,7 +33,7 @@ def test_who_waits_for_a_machine_that_is_gone_hears_of_it_even_if_its_member_had
     membership, _, look = waiting
     membership.members.say(1, "wait0", 2, "c0#7")
     time.sleep(0.3)
-    membership.notes.beat("node1")
+    membership.notes.count("beat/node1", 1)
     look(2.0)
     time.sleep(0.3)
     with pytest.raises(RankFailure, match="replica 1: its machine gave no sign for"):

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch.distributed as dist
 
@@ -65,6 +65,9 @@ def read(store: Any, key: str) -> str:
     return "" if text == _NONE else str(text)
 
 
+Note: TypeAlias = Literal["name", "machine", "gone", "stopped", "in", "left"]
+
+
 class LauncherNotes:
     """What launchers say of the processes that they have started, by the ids of the members, and members of themselves.
 
@@ -83,64 +86,26 @@ class LauncherNotes:
     def __init__(self, store: Any) -> None:
         self.store = store
 
-    def new_id(self) -> int:
-        return int(self.store.add("ids", 1))
+    def note(self, what: Note, member: int, text: str = "1") -> None:
+        self.store.set(f"{what}/{member}", text)
 
-    def name(self, member: int, name: str, machine: str) -> None:
-        self.store.set(f"name/{member}", name)
-        if machine:
-            self.store.set(f"machine/{member}", machine)
+    def noted(self, what: Note, member: int) -> str:
+        return read(self.store, f"{what}/{member}")
 
-    def name_of(self, member: int) -> str:
-        return read(self.store, f"name/{member}") or f"member {member}"
-
-    def machine_of(self, member: int) -> str:
-        return read(self.store, f"machine/{member}")
-
-    def note_end(self, member: int, how: str) -> None:
-        self.store.set(f"gone/{member}", how)
-        self.store.add("ends", 1)
-
-    def num_ends(self) -> int:
-        return int(self.store.add("ends", 0))
-
-    def end_of(self, member: int) -> str:
-        return read(self.store, f"gone/{member}")
-
-    def note_stopped(self, member: int, is_stopped: bool) -> None:
-        if is_stopped:
-            self.store.set(f"stopped/{member}", "1")
-        else:
-            self.store.delete_key(f"stopped/{member}")
-
-    def is_stopped(self, member: int) -> bool:
-        return bool(read(self.store, f"stopped/{member}"))
-
-    def beat(self, machine: str) -> None:
-        self.store.add(f"beat/{machine}", 1)
-
-    def beats_of(self, machine: str) -> int:
-        return int(self.store.add(f"beat/{machine}", 0))
-
-    def count_launchers(self, change: int) -> int:
-        """Add to the number of launchers at work, and return it."""
-        return int(self.store.add("launchers", change))
-
-    def forget(self, member: int) -> None:
-        for key in ("name", "machine", "gone", "stopped", "left", "in", "loops"):
+    def forget(self, member: int, *what: Note) -> None:
+        for key in what or [*get_args(Note), "loops"]:
             self.store.delete_key(f"{key}/{member}")
 
-    def note_in(self, member: int) -> None:
-        self.store.set(f"in/{member}", "1")
+    def count(self, what: str, change: int = 0) -> int:
+        """Add to a number, and return it."""
+        return int(self.store.add(what, change))
 
-    def was_in(self, member: int) -> bool:
-        return bool(read(self.store, f"in/{member}"))
+    def note_end(self, member: int, how: str) -> None:
+        self.note("gone", member, how)
+        self.count("ends", 1)
 
-    def note_left(self, member: int, reason: str) -> None:
-        self.store.set(f"left/{member}", reason or "done")
-
-    def left(self, member: int) -> str:
-        return read(self.store, f"left/{member}")
+    def name_of(self, member: int) -> str:
+        return self.noted("name", member) or f"member {member}"
 
     def tell(self, event: str) -> None:
         self.store.append("events", f"{event}\n")

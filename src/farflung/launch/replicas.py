@@ -160,7 +160,7 @@ class _Launcher:
     def run(self) -> int:
         """Return the exit code once all have ended."""
         with self._reaching_store():
-            self._notes.count_launchers(1)
+            self._notes.count("launchers", 1)
         with self._signals(), tempfile.TemporaryDirectory(prefix="farflung_") as folder:
             self._reports = Path(folder)
             while not all(one.ended for one in self._replicas):
@@ -180,12 +180,12 @@ class _Launcher:
     def _part(self) -> None:
         """Leave; the launcher that serves the store waits a while for others, whose replicas end at the same step."""
         deadline = time.monotonic() + _PART_WITHIN_S
-        others = self._notes.count_launchers(-1)
+        others = self._notes.count("launchers", -1)
         waits = self._tells and self._has_finished
         while waits and others and not self._asked_to_end and time.monotonic() < deadline:
             time.sleep(_BEAT_S)
             self._beat()
-            others = self._notes.count_launchers(0)
+            others = self._notes.count("launchers")
 
     def _look_after(self, one: _Replica) -> None:
         if one.process is None:
@@ -198,11 +198,11 @@ class _Launcher:
         one.process, was_in = None, False
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         with self._reaching_store():
-            was_in = self._notes.was_in(one.member)
+            was_in = bool(self._notes.noted("in", one.member))
             if code:
                 self._notes.note_end(one.member, how)
             else:
-                self._notes.note_left(one.member, "")
+                self._notes.note("left", one.member, "done")
         if code == 0:
             one.ended = self._has_finished = True
             if not was_in and self._has_store:
@@ -246,8 +246,9 @@ class _Launcher:
 
     def _start(self, one: _Replica) -> None:
         with self._reaching_store():
-            member = self._notes.new_id()
-            self._notes.name(member, one.name, self._machine)
+            member = self._notes.count("ids", 1)
+            self._notes.note("name", member, one.name)
+            self._notes.note("machine", member, self._machine)
             if one.before:
                 self._notes.forget(one.before)
             one.before, one.member = one.member, member
@@ -261,12 +262,15 @@ class _Launcher:
 
     def _beat(self) -> None:
         with self._reaching_store():
-            self._notes.beat(self._machine)
+            self._notes.count(f"beat/{self._machine}", 1)
             for one in self._replicas:
                 is_stopped = one.process is not None and _is_stopped(one.process.pid)
                 if is_stopped != one.is_stopped:
                     one.is_stopped = is_stopped
-                    self._notes.note_stopped(one.member, is_stopped)
+                    if is_stopped:
+                        self._notes.note("stopped", one.member)
+                    else:
+                        self._notes.forget(one.member, "stopped")
             if self._tells:
                 for line in self._notes.take_told():
                     self._say(line)

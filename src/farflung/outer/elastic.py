@@ -117,7 +117,7 @@ class Elastic:
         self._epoch = replace(epoch, lost=record.lost)
         self._num_failed = 0
         if self.island.rank == 0:
-            self.notes.note_in(self.member)
+            self.notes.note("in", self.member)
             if rank == 0:
                 self.members.forget_before(record.number)
         return self._epoch
@@ -163,7 +163,7 @@ class Elastic:
             self._retired.clear()
         if self.island.rank == 0:
             with suppress(dist.DistError):
-                self.notes.note_left(self.member, reason)
+                self.notes.note("left", self.member, reason or "done")
 
     # ---- who is in the next epoch; one rank of each replica decides
 
@@ -186,7 +186,9 @@ class Elastic:
                 return record
             asked = self.members.applicants(0)
             if record is None or not self._is_alive(record, asked.values()):
-                there = {one.member: one.has_state for one in asked.values() if not self.notes.end_of(one.member)}
+                there = {
+                    one.member: one.has_state for one in asked.values() if not self.notes.noted("gone", one.member)
+                }
                 is_full = len(there) >= self._expected or time.monotonic() - began > self.grace_s
                 if is_full and len(there) >= self._least:
                     ids = sorted(there, key=lambda one: (not there[one], one))
@@ -200,18 +202,18 @@ class Elastic:
     def _is_alive(self, record: Record, asked: Iterable[Applicant]) -> bool:
         """Whether an epoch has members that can let others in; RankFailure where they have done their work."""
         came_back = {one.member for one in asked if one.last >= record.number}
-        left = {one: self.notes.left(one) for one in record.ids}
+        left = {one: self.notes.noted("left", one) for one in record.ids}
         if "done" in left.values():
             self._is_over = True
             raise RankFailure("The run has ended: the others have done their work. Nothing is left to join.")
-        return not all(left[one] or one in came_back or self.notes.end_of(one) for one in record.ids)
+        return not all(left[one] or one in came_back or self.notes.noted("gone", one) for one in record.ids)
 
     def _waiting(self) -> dict[int, int]:
         """Return the ids of those that wait to be let in, by the number of their question."""
         asked = self.members.applicants(self._num_answered)
         here = () if self.record is None else self.record.ids
         waiting = {number: one.member for number, one in asked.items() if one.member not in here}
-        waiting = {number: one for number, one in waiting.items() if not self.notes.end_of(one)}
+        waiting = {number: one for number, one in waiting.items() if not self.notes.noted("gone", one)}
         if not waiting and asked:
             self._num_answered = max(asked)
         return waiting
@@ -303,15 +305,15 @@ class Elastic:
 
     def cause(self, member: int, waited_s: float) -> str:
         """Return why there is no more waiting for a member that has not come; empty while there is."""
-        if ended := self.notes.end_of(member):
+        if ended := self.notes.noted("gone", member):
             return ended
-        if left := self.notes.left(member):
+        if left := self.notes.noted("left", member):
             return "its work is done" if left == "done" else left
         if silent_s := self.silent_s(member):
             return f"its machine gave no sign for {in_seconds(silent_s)}"
         if self.record is not None and self.members.said(self.record.number, "late", [member]):
             return f"it was late by more than {in_seconds(self.grace_s)}"
-        if waited_s > self.grace_s and self.notes.is_stopped(member):
+        if waited_s > self.grace_s and self.notes.noted("stopped", member):
             return f"its process is stopped, and {in_seconds(self.grace_s)} are over"
         if waited_s > self.grace_s + self._gap_s:
             return f"it did not come within {in_seconds(waited_s)}"
@@ -319,10 +321,10 @@ class Elastic:
 
     def silent_s(self, member: int) -> float:
         """Return for how long the launcher of a member has given no sign, if that is too long; else 0."""
-        machine = self.notes.machine_of(member)
+        machine = self.notes.noted("machine", member)
         if not machine:
             return 0.0
-        count, now = self.notes.beats_of(machine), time.monotonic()
+        count, now = self.notes.count(f"beat/{machine}"), time.monotonic()
         before, since = self._beats.get(machine, (-1, now))
         self._beats[machine] = (count, since if count == before else now)
         silent = now - self._beats[machine][1]
@@ -376,10 +378,10 @@ class _EpochWatch:
             return "the others have gone on"
         places = elastic.members.said(number, what, self._record.ids)
         late = [one for one in self._record.ids if places.get(one) != entered.place]
-        num_ends, before = elastic.notes.num_ends(), self._num_ends
+        num_ends, before = elastic.notes.count("ends"), self._num_ends
         self._num_ends = num_ends
         for one in self._record.ids if num_ends != before else ():
-            if ended := elastic.notes.end_of(one):
+            if ended := elastic.notes.noted("gone", one):
                 return f"{elastic.notes.name_of(one)}: {ended}"
         for one in self._record.ids:
             if silent_s := elastic.silent_s(one):
