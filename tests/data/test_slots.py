@@ -217,7 +217,7 @@ def test_each_batch_counts_once_whatever_happens(events, draw):
         elif event == "join" and len(run.live) < 3 and not waiting:
             run.round()  # those that are there let others in right after one
             newcomer = run.join()
-            while not newcomer.take() and newcomer.loaders[0].is_past:
+            while not newcomer.take() and newcomer.loaders[0].share.is_past:
                 pass
             if newcomer.batches is None:
                 waiting[newcomer.member] = newcomer
@@ -236,7 +236,7 @@ def test_each_batch_counts_once_whatever_happens(events, draw):
         if len(waiting) == len(run.live):
             run.round()
             for each in waiting.values():
-                each.loaders[0].synchronized()
+                each.loaders[0].share.synchronized()
             waiting = {}
     frontier = max((epoch for one in run.live for epoch, _ in one.taken), default=0)
     for one in run.live:
@@ -258,7 +258,7 @@ def test_a_newcomer_finds_epochs_that_are_over_empty_and_takes_part_in_the_one_o
     newcomer = run.join()
     passes = []
     while not newcomer.take():
-        passes.append(newcomer.loaders[0].is_past)
+        passes.append(newcomer.loaders[0].share.is_past)
     assert passes == [True, True]
     assert newcomer.epoch == 2
     finish(run)
@@ -269,10 +269,10 @@ def test_one_that_comes_after_all_have_ended_an_epoch_and_synchronized_goes_on_t
     run = Run(8)
     old = run.join()
     finish(run)
-    old.loaders[0].synchronized()
+    old.loaders[0].share.synchronized()
     newcomer = run.join()
     assert not newcomer.take()
-    assert newcomer.loaders[0].is_past
+    assert newcomer.loaders[0].share.is_past
     assert newcomer.take()
     assert newcomer.epoch == 1
 
@@ -424,7 +424,7 @@ def test_an_evaluation_gets_all_of_the_data_and_a_step_on_them_is_refused():
     assert sorted(torch.cat(list(one.loaders[0])).tolist()) == list(range(40))
     assert len(one.loaders[0]) == 40
     with pytest.raises(StateError, match=r"Call model\.train\(\) before the loop"):
-        one.loaders[0].check_trains()
+        one.loaders[0].share.check_trains()
 
 
 def test_a_pass_without_steps_in_train_mode_is_warned_of():

@@ -113,8 +113,8 @@ class AttachedLoop:
         self._attempts += 1
         if self._followed is not None:
             around = self.around()
-            if around is not None:
-                around.loader.check_trains()
+            if around is not None and around.loader.share is not None:
+                around.loader.share.check_trains()
             self._followed.step_attempted(self.loop.position)
         if self._attempts == 2:  # schedulers have followed the first step by now
             self._say_if_short()
@@ -246,12 +246,13 @@ class EpochTracker:
     def _flush(self, after: ActiveLoader | None = None) -> None:
         self.is_owed = self.is_behind = False
         self._is_flushed = True
-        if after is not None and after.loader.is_past:  # the others are in the middle of a later epoch
+        share = None if after is None else after.loader.share
+        if share is not None and share.is_past:  # the others are in the middle of a later epoch
             return
         if not self._loop.is_warming:  # while gradients are averaged the replicas are alike
             self._loop.flush()
-        if after is not None:
-            after.loader.synchronized()
+        if share is not None:
+            share.synchronized()
 
 
 def driver(model: nn.Module, optimizers: Sequence[AcceleratedOptimizer]) -> AcceleratedOptimizer:

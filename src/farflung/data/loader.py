@@ -34,6 +34,8 @@ _Prepared = TypeVar("_Prepared", bound="PreparedLoader")
 class PreparedLoader(LoaderView):
     """What sharding and dispatching loaders have in common: epochs, the device, and reports to the loop."""
 
+    share: Any = None  # this replica's, where replicas come and go
+
     def __init__(
         self,
         base: DataLoader[Any],  # makes the batches
@@ -120,17 +122,6 @@ class PreparedLoader(LoaderView):
             around = state.current
             if isinstance(around, Iteration) and around.loader is self:
                 self._show(around)
-
-    @property
-    def is_past(self) -> bool:
-        """Whether other replicas were through with the epoch of the latest pass when it began."""
-        return False
-
-    def check_trains(self) -> None:
-        """Raise StateError if other replicas get the same batches as this one, from which a step of training came."""
-
-    def synchronized(self) -> None:
-        """Take note that all replicas have synchronized after the epoch of the latest pass."""
 
     def get_sampler(self) -> Any:
         return order_of(self.base_dataloader)[0]

@@ -318,6 +318,14 @@ class SlotSampler(SamplerView):
             if rest:
                 self._slots.give(self, rest)
 
+    def check_trains(self) -> None:
+        """Raise StateError if other replicas get the same batches as this one, from which a step of training came."""
+        if not self.is_shared:
+            raise StateError(
+                "This step trains on a loader whose pass began with the model in eval mode. That is taken for an "
+                "evaluation, in which each replica gets all of the data. Call model.train() before the loop."
+            )
+
     def synchronized(self) -> None:
         """Take note that all replicas have come to the end of the epoch."""
         if self.is_shared:
@@ -394,26 +402,12 @@ class SlotLoader(DataLoaderShard):
         """The batches of this replica."""
         return next(one for one in samplers_of(self.base_dataloader) if isinstance(one, SlotSampler))
 
-    @property
-    def is_past(self) -> bool:
-        return self.share.is_past
-
     def skipping(self, num_batches: int) -> Any:
         raise ConfigError(
             f"skip_first_batches: num_batches is {num_batches}, but the replicas of this run come and go, so nobody "
             "has a fixed share whose first batches could be left out. Leave the call out: what the run has done of an "
             "epoch is not handed out again."
         )
-
-    def check_trains(self) -> None:
-        if not self.share.is_shared:
-            raise StateError(
-                "This step trains on a loader whose pass began with the model in eval mode. That is taken for an "
-                "evaluation, in which each replica gets all of the data. Call model.train() before the loop."
-            )
-
-    def synchronized(self) -> None:
-        self.share.synchronized()
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this loader stands: the epoch. What is done of it stands in the run's store."""
