@@ -8,8 +8,11 @@ import torch
 
 from farflung.base.errors import CollectiveMismatch
 from farflung.base.tree import flatten
+from farflung.comm import collectives
+from farflung.comm.exchange import Exchange
 from farflung.comm.mismatch import called, calls_differ, require_alike
 from farflung.comm.packet import Header, encode_header
+from farflung.testing.sim import run_replicas
 
 
 def header(tree, call=("gather",)):
@@ -66,3 +69,14 @@ def test_calls_are_written_as_they_were_made():
     assert told == (
         "ranks 0 and 2 called gather, rank 1 reduce(scale=1.0). All ranks must make the same calls in the same order."
     )
+
+
+def test_different_calls_raise_one_error_whose_argument_is_its_text():
+    def call(group):
+        exchange = Exchange(group)
+        with pytest.raises(CollectiveMismatch) as caught:
+            collectives.gather(exchange, torch.zeros(1)) if group.rank else collectives.wait_for_everyone(exchange)
+        return caught.value.args
+
+    told = "rank 0 called wait_for_everyone, rank 1 gather. All ranks must make the same calls in the same order."
+    assert run_replicas(call, 2) == [(told,), (told,)]

@@ -110,7 +110,7 @@ class Exchange:
                 if other.failed is not None:
                     raise CollectiveMismatch(f"{called(other.signature)}: rank {rank} failed: {other.failed}")
             if any(other.signature != header.signature for other in packets.headers):
-                raise CollectiveMismatch(calls_differ([other.signature for other in packets.headers]))
+                raise calls_differ([other.signature for other in packets.headers])
         return packets
 
     def fail(self, signature: Signature, error: Exception) -> NoReturn:
