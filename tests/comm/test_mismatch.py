@@ -6,7 +6,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from farflung.base.errors import CollectiveMismatch
+from farflung.base.errors import CollectiveMismatch, ConfigError
 from farflung.base.tree import flatten
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
@@ -80,3 +80,17 @@ def test_different_calls_raise_one_error_whose_argument_is_its_text():
 
     told = "rank 0 called wait_for_everyone, rank 1 gather. All ranks must make the same calls in the same order."
     assert run_replicas(call, 2) == [(told,), (told,)]
+
+
+def test_what_the_first_rank_finds_out_or_fails_with_reaches_all_ranks():
+    def find(group):
+        exchange = Exchange(group)
+        found = collectives.from_first(exchange, lambda: f"by rank {group.rank}")
+        with pytest.raises(ConfigError, match=r"^raised by rank 0$"):
+            collectives.from_first(exchange, fail)
+        return found
+
+    def fail():
+        raise ConfigError("raised by rank 0")
+
+    assert run_replicas(find, 2) == ["by rank 0", "by rank 0"]

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from operator import index
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from farflung.base.checks import check_number, shown, wrong_type
-from farflung.base.errors import ConfigError, WrongType
+from farflung.base.errors import ConfigError, FarflungError, WrongType
 from farflung.base.torch_internals import foreach_add, foreach_add_, foreach_div_, foreach_maximum, foreach_mul_
 from farflung.base.tree import flatten, unflatten
 from farflung.comm import payloads
@@ -28,6 +28,8 @@ from farflung.comm.exchange import MAX_CAPACITY, Exchange, Packets
 from farflung.comm.group import Op
 from farflung.comm.mismatch import require_alike
 from farflung.comm.packet import Signature, raw
+
+_T = TypeVar("_T")
 
 _GATHER: Signature = ("gather",)
 _GATHER_RAGGED: Signature = ("gather", ("ragged", True))
@@ -171,6 +173,22 @@ def broadcast_object_list(exchange: Exchange, object_list: list[Any], from_proce
     if not sends:
         object_list[:] = pickle.loads(raw(received))
     return object_list
+
+
+def from_first(exchange: Exchange, act: Callable[[], _T]) -> _T:
+    """Return what `act` finds out on rank 0, on all ranks; an error of ours there is raised on all of them."""
+    if exchange.size == 1:
+        return act()
+    said: tuple[Any, FarflungError | None] = None, None
+    if exchange.rank == 0:
+        try:
+            said = act(), None
+        except FarflungError as error:
+            said = None, error
+    ((found, failure),) = broadcast_object_list(exchange, [said])
+    if failure is not None:
+        raise failure
+    return found  # type: ignore[no-any-return]
 
 
 def reduce(exchange: Exchange, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:

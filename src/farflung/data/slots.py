@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from farflung.base.errors import ConfigError, StateError
-from farflung.comm.collectives import broadcast_object_list
+from farflung.comm.collectives import from_first
 from farflung.comm.exchange import Exchange
 from farflung.comm.member_store import part_of
 from farflung.data.loader import DataLoaderShard
@@ -279,7 +279,7 @@ class SlotSampler(SamplerView):
                 "numbers, so each must have another: leave set_epoch out, or count its argument up."
             )
         if not self.has_begun:
-            self._seed = self._agreed(lambda: self.board.seed(proposed_seed(self._loader)))
+            self._seed = from_first(self._slots.exchange, lambda: self.board.seed(proposed_seed(self._loader)))
             self.has_begun = True
         self._epoch, self._num_steps = epoch, self._slots.num_steps
         order = self._order(epoch)
@@ -289,7 +289,7 @@ class SlotSampler(SamplerView):
             is_past = slots.reach(self.board.begin, epoch, len(order), digest_of(order), most)
             return bool(is_past), slots.own_slots(num_slots(len(order), most))
 
-        self.is_past, mine = self._agreed(begun)
+        self.is_past, mine = from_first(self._slots.exchange, begun)
         self._own = iter([Claim(epoch, slot, 0) for slot in mine])
 
     def hands_out(self) -> bool:
@@ -339,7 +339,7 @@ class SlotSampler(SamplerView):
 
     def _claimed(self) -> Iterator[Any]:
         last: list[tuple[Any, _Entry]] = []  # batches of their epochs
-        while not self.is_past and (claim := self._agreed(self._claim)) is not None:
+        while not self.is_past and (claim := from_first(self._slots.exchange, self._claim)) is not None:
             order, tenure = self._order(claim.epoch), self._slots.tenure
             step = num_slots(len(order), self._slots.most)
             for done, index in enumerate(range(claim.slot + claim.done * step, len(order), step), claim.done + 1):
@@ -371,21 +371,6 @@ class SlotSampler(SamplerView):
             return next(self._own, None)
         claimed: Claim | None = self._slots.reach(self.board.claim, self._epoch, self._slots.is_here)
         return claimed
-
-    def _agreed(self, act: Callable[[], Any]) -> Any:
-        """Return what the first rank of the replica finds out, on all of its ranks."""
-        if self._slots.exchange.group.size == 1:
-            return act()
-        said: list[Any] = [None, None]
-        if self._slots.is_first:
-            try:
-                said = [act(), None]
-            except ConfigError as error:
-                said = [None, error]
-        found, failure = broadcast_object_list(self._slots.exchange, said)
-        if failure is not None:
-            raise failure
-        return found
 
     def _order(self, epoch: int) -> list[Any]:
         if epoch not in self._orders:

@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from farflung.base.errors import RankFailure
 from farflung.base.words import counted, in_seconds
-from farflung.comm.collectives import broadcast_object_list, gather_object
+from farflung.comm.collectives import from_first, gather_object
 from farflung.comm.epoch_group import Entered, EpochGroup
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.member_store import Applicant, LauncherNotes, MemberStore, Record, part_of
 from farflung.outer.membership import ALL, Epoch, Needs, open_epoch
-
-_T = TypeVar("_T")
 
 _POLL_S = 0.005  # how often those that meet look whether all have come
 _CAUSES_S = 0.02  # and why some have not
@@ -82,7 +80,8 @@ class Elastic:
         self.joined = 0
         self._expected, self._least = expected, least
         self._share_group = Exchange(self.island.duplicate())
-        number = self._shared(lambda: int(store.add(f"loops/{member}", 1)))  # as other replicas number theirs
+        # Loops are numbered as other replicas number theirs.
+        number = from_first(self._share_group, lambda: int(store.add(f"loops/{member}", 1)))
         self._loop_store = part_of(store, f"loop{number}")
         self.members = MemberStore(self._loop_store)
         self._decided: Record | None = None  # the next epoch, where this one is over
@@ -101,13 +100,13 @@ class Elastic:
 
     def enter(self, needs: Needs) -> Epoch:
         self._needs = needs
-        record = self._shared(lambda: self._next(needs))
+        record = from_first(self._share_group, lambda: self._next(needs))
         if record == self.record and self._epoch is not None:
             return self._epoch
         self.record, self._epoch, self._decided = record, None, None
         if self.member in record.newcomers:
             self.joined = record.number
-        self._shared(lambda: self._await_ready(record))
+        from_first(self._share_group, lambda: self._await_ready(record))
         watch = _EpochWatch(self, record, _CONNECT_S * 2**self._num_failed)
         store = part_of(self._loop_store, f"e{record.number}")
         rank, size = record.ids.index(self.member), len(record.ids)
@@ -138,7 +137,7 @@ class Elastic:
         self._end_island_waits()
         everyone = gather_object(self._share_group, [dict(complete)])
         least = {vote: min(one.get(vote, ALL) for one in everyone) for vote in set().union(*everyone)}
-        record = self._decided = self._shared(lambda: self._settled(num_votes, least, True))
+        record = self._decided = from_first(self._share_group, lambda: self._settled(num_votes, least, True))
         if self.member not in record.ids:
             return dict.fromkeys(complete, 0)
         return {vote: ALL if vote < record.past else record.common.get(vote, 0) for vote in complete}
@@ -150,7 +149,7 @@ class Elastic:
         if self._decided is None and self.record is not None:
             self._end_island_waits()
             has_state = needs.has_state and self.member not in self.record.newcomers
-            self._decided = self._shared(lambda: self._settled(needs.num_votes, {}, has_state))
+            self._decided = from_first(self._share_group, lambda: self._settled(needs.num_votes, {}, has_state))
         self._epoch = None
 
     def retire(self, group: dist.ProcessGroup) -> None:
@@ -334,21 +333,6 @@ class Elastic:
         """Let the other ranks of the replica, who may wait for this one in a round, come here too."""
         if self.island.size > 1:
             self.island.leave("its replica goes on without one that was lost")
-
-    def _shared(self, act: Callable[[], _T]) -> _T:
-        """Return what the first rank of the replica finds out, on all of its ranks."""
-        if self.island.size == 1:
-            return act()
-        said: list[Any] = [None]
-        if self.island.rank == 0:
-            try:
-                said = [(act(), "")]
-            except RankFailure as failure:
-                said = [(None, str(failure))]
-        ((found, failed),) = broadcast_object_list(self._share_group, said)
-        if failed:
-            raise RankFailure(failed)
-        return found  # type: ignore[no-any-return]
 
 
 class _EpochWatch:
