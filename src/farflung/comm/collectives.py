@@ -38,18 +38,11 @@ REDUCTIONS = ("sum", "mean", "max", "none")
 _MAX_LOCAL_SUM = 1024 * 1024  # bytes from all ranks; above, summing them all on each rank is no longer the short way
 
 # What a sum or maximum is computed in. Half precision is summed in fp32; gloo and NCCL know no int16 and no bool.
-_COMPUTED_IN = {
-    torch.float64: torch.float64,
-    torch.float32: torch.float32,
+_FLOATS = (torch.float64, torch.float32, torch.complex128, torch.complex64)
+_COMPUTED_IN = {dtype: dtype for dtype in (*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8)} | {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
-    torch.complex128: torch.complex128,
-    torch.complex64: torch.complex64,
-    torch.int64: torch.int64,
-    torch.int32: torch.int32,
     torch.int16: torch.int32,
-    torch.int8: torch.int8,
-    torch.uint8: torch.uint8,
     torch.bool: torch.uint8,
 }
 

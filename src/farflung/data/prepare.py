@@ -178,7 +178,8 @@ def prepare_data_loader(
                 f"dispatch_batches=True for process {rank} of {size}, but this is {group.rank} of {group.size}. Leave "
                 "num_processes and process_index out, or use dispatch_batches=False."
             )
-        fixed_rank, exchange, dispatch_batches = _FixedRankGroup(rank, size), Exchange(SoloGroup()), False
+        fixed_rank, exchange, dispatch_batches = SoloGroup(), Exchange(SoloGroup()), False
+        fixed_rank.rank, fixed_rank.size = rank, size
     config = DataLoaderConfiguration(
         split_batches=split_batches,
         dispatch_batches=dispatch_batches,
@@ -198,14 +199,6 @@ def prepare_data_loader(
         rng_types=["generator"] if rng_types is None else rng_types,
         slice_fn=slice_fn_for_dispatch,
     )
-
-
-class _FixedRankGroup(SoloGroup):
-    """A rank and a size without any other rank to talk to."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
 
 
 def _sharded(
