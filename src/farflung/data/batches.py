@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import WrongType
-from farflung.base.tree import flatten, is_container, is_namedtuple, recursively_apply, unflatten
+from farflung.base.tree import batch_size_of, flatten, is_container, is_namedtuple, recursively_apply, unflatten
 
 
 class _ListLeaf:
@@ -33,7 +33,9 @@ class BatchView:
 
     def __init__(self, batch: Any) -> None:
         self._leaves, self._spec = flatten(recursively_apply(_ListLeaf, batch, test_type=_is_plain_list))
-        self.length = _first_length(self._leaves)
+        size = batch_size_of(self._leaves)
+        of_texts = (len(leaf) for leaf in self._leaves if isinstance(leaf, _ListLeaf))
+        self.length = next(of_texts, None) if size is None else size
 
     def cut(self, part: slice) -> Any:
         return self._with([leaf[part] if self._has_entries(leaf) else leaf for leaf in self._leaves])
@@ -64,14 +66,8 @@ class BatchView:
 
 def length_of(batch: Any) -> int | None:
     """Return how many samples a batch has, None when nothing in it says so."""
-    kind = type(batch)
-    entries = batch.values() if kind is dict else batch if kind is list or kind is tuple else (batch,)
-    for entry in entries:
-        if type(entry) is not Tensor:
-            return BatchView(batch).length
-        if entry.dim() > 0:
-            return entry.shape[0]  # the common case: there is no need to take the batch apart
-    return None
+    size = batch_size_of(batch)
+    return BatchView(batch).length if size is None else size
 
 
 def concatenated(parts: Sequence[BatchView]) -> BatchView:
@@ -103,16 +99,7 @@ def extended(batch: BatchView, source: BatchView, count: int) -> BatchView:
     return concatenated(parts)
 
 
-def _first_length(leaves: list[Any]) -> int | None:
-    """Return the first dimension of the first tensor that has one, else the length of the first text."""
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
-    return next((len(leaf) for leaf in leaves if isinstance(leaf, _ListLeaf)), None)
-
-
 def _is_plain_list(node: Any) -> bool:
-    """Say whether a node is a list or tuple of plain values."""
     is_list = isinstance(node, (list, tuple)) and len(node) > 0 and not is_namedtuple(node)
     return is_list and not any(isinstance(item, Tensor) or is_container(item) for item in node)
 
