@@ -55,7 +55,7 @@ def wait_for_everyone(exchange: Exchange) -> None:
     """Return when every rank has come here."""
     if exchange.size > 1:
         leaves, spec = exchange.flatten(_WAIT, ())
-        exchange.share(exchange.header(_WAIT, leaves, spec), leaves)
+        exchange.share(_WAIT, leaves, spec)
 
 
 def gather(exchange: Exchange, tree: Any, ragged: bool = False, at: str | None = None) -> Any:
@@ -73,7 +73,7 @@ def gather(exchange: Exchange, tree: Any, ragged: bool = False, at: str | None =
     leaves, spec = exchange.flatten(signature, tree)
     if exchange.size == 1:
         return tree
-    packets = exchange.share(exchange.header(signature, leaves, spec), leaves)
+    packets = exchange.share(signature, leaves, spec)
     if ragged and not packets.same:
         require_alike(
             packets.headers,
@@ -108,7 +108,7 @@ def gather_object(exchange: Exchange, objects: Any, at: str | None = None, name:
     if exchange.size == 1:
         return objects
     leaves, spec = exchange.flatten(signature, _pickled(exchange, signature, list(objects)))
-    packets = exchange.share(exchange.header(signature, leaves, spec), leaves)
+    packets = exchange.share(signature, leaves, spec)
     parts = _apart(exchange, packets, leaves)
     return [item for (part,) in parts for item in pickle.loads(raw(part.cpu()))]
 
@@ -130,7 +130,7 @@ def broadcast(exchange: Exchange, tree: Any, from_process: int = 0, within: str 
     if within:
         signature = (within,)
     limit = MAX_CAPACITY if exchange.rank == from_process else 0
-    packets = exchange.share(exchange.header(signature, leaves, spec, limit), leaves)
+    packets = exchange.share(signature, leaves, spec, limit)
     require_alike(
         packets.headers, "Every rank must pass tensors of the sender's shapes and dtypes, which are overwritten."
     )
@@ -156,7 +156,7 @@ def broadcast_object_list(exchange: Exchange, object_list: list[Any], from_proce
     sends = exchange.rank == from_process
     content = _pickled(exchange, signature, object_list) if sends else torch.empty(0, dtype=torch.uint8)
     leaves, spec = exchange.flatten(signature, content)
-    packets = exchange.share(exchange.header(signature, leaves, spec), leaves)
+    packets = exchange.share(signature, leaves, spec)
     if not packets.arrived[from_process]:
         (kind,) = packets.headers[from_process].kinds
         received = content if sends else torch.empty(kind[0], dtype=torch.uint8)
@@ -217,8 +217,7 @@ def reduce(exchange: Exchange, tree: Any, reduction: str = "mean", scale: float 
     factor = int(scale) if float(scale).is_integer() else scale
     if exchange.size == 1:
         return unflatten(spec, [x.clone() if factor == 1 else x * factor for x in leaves])
-    header = exchange.header(signature, leaves, spec, limit=_MAX_LOCAL_SUM // exchange.size)
-    packets = exchange.share(header, leaves)
+    packets = exchange.share(signature, leaves, spec, limit=_MAX_LOCAL_SUM // exchange.size)
     require_alike(
         packets.headers, "reduce needs equal shapes and dtypes on all ranks; use gather_object if they differ."
     )
@@ -256,33 +255,29 @@ def pad_across_processes(
     if not isinstance(pad_index, Real):
         exchange.fail(signature, wrong_type("pad_across_processes: pad_index", pad_index, "a number"))
     found, spec = flatten(tree)
-    is_nested = [isinstance(x, Tensor) and x.is_nested for x in found]
-    if any(is_nested):
+    nested = {k: x for k, x in enumerate(found) if isinstance(x, Tensor) and x.is_nested}
+    if nested:
         warnings.warn(
             "pad_across_processes: a nested tensor can't be padded; it is returned as it is.",
             CannotPadNestedTensorWarning,
             stacklevel=3,
         )
-        dense = [torch.empty(0) if skip else x for x, skip in zip(found, is_nested, strict=True)]
-        others = flatten(pad_across_processes(exchange, unflatten(spec, dense), dim, pad_index, pad_first))[0]
-        return unflatten(spec, [x if skip else y for x, y, skip in zip(found, others, is_nested, strict=True)])
-    leaves, spec = exchange.flatten(signature, tree)
+    dense = [torch.empty(0) if k in nested else x for k, x in enumerate(found)]
+    leaves, spec = exchange.flatten(signature, unflatten(spec, dense))
     for x in leaves:
         if -x.dim() <= dim < x.dim() and not _holds(x.dtype, pad_index):
             what = f"pad_across_processes: pad_index is {pad_index!r}, but {x.dtype} has no value {pad_index!r}."
             exchange.fail(signature, ConfigError(what))
     if exchange.size == 1:
         return tree
-    packets = exchange.share(exchange.header(signature, leaves, spec, limit=0), leaves)
-    if packets.same:
-        return unflatten(spec, leaves)
+    packets = exchange.share(signature, leaves, spec, limit=0)
     require_alike(packets.headers, "All ranks must have the same number of dimensions.", lambda kind: len(kind.shape))
     padded = []
     for k, x in enumerate(leaves):
         inside = -x.dim() <= dim < x.dim()
         length = max(header.kinds[k].shape[dim] for header in packets.headers) if inside else 0
         padded.append(_padded(x, dim, length, pad_index, pad_first) if inside else x)
-    return unflatten(spec, padded)
+    return unflatten(spec, [nested.get(k, x) for k, x in enumerate(padded)])
 
 
 def _apart(exchange: Exchange, packets: Packets, leaves: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -85,10 +85,11 @@ class Exchange:
                 self.fail(signature, not_plain_bytes(signature, leaf))
         return leaves, spec
 
-    def header(self, signature: Signature, leaves: Sequence[Tensor], spec: Spec, limit: int = MAX_CAPACITY) -> Header:
-        """Return this rank's header; where a leaf is not made of plain bytes, all ranks raise.
+    def share(self, signature: Signature, leaves: list[Tensor], spec: Spec, limit: int = MAX_CAPACITY) -> Packets:
+        """Gather the packets of all ranks; if one failed, or made another call, all raise CollectiveMismatch.
 
         Args:
+            leaves: what `flatten` returned with `spec`; where one is not made of plain bytes, all ranks raise.
             limit: bytes of payload that may travel behind the header; more travel by themselves.
         """
 
@@ -98,12 +99,9 @@ class Exchange:
             return fits and self.wire(leaves).type == "cpu"
 
         try:
-            return self._headers.of(signature, spec, leaves, carries)
+            header = self._headers.of(signature, spec, leaves, carries)
         except WrongType as error:
             self.fail(signature, error)
-
-    def share(self, header: Header, leaves: list[Tensor]) -> Packets:
-        """Gather the packets of all ranks; if one failed, or made another call, all raise CollectiveMismatch."""
         packets = self._gathered(header, leaves)
         if not packets.same:
             for rank, other in enumerate(packets.headers):
