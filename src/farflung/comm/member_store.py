@@ -6,10 +6,10 @@ The store alone decides who takes part: one key holds the current epoch, and it 
 
 from __future__ import annotations
 
-import json
 import re
+from ast import literal_eval
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch.distributed as dist
@@ -31,15 +31,11 @@ class Record:
     lost: Mapping[int, str] = field(default_factory=dict)  # why members of the epoch before are not in it, by id
 
     def encode(self) -> str:
-        return json.dumps(asdict(self))
+        return repr(astuple(self))
 
     @classmethod
     def decode(cls, text: str) -> Record:
-        said = json.loads(text)
-        common = {int(vote): number for vote, number in said.pop("common").items()}
-        lost = {int(one): why for one, why in said.pop("lost").items()}
-        ids, newcomers = tuple(said.pop("ids")), tuple(said.pop("newcomers"))
-        return cls(ids=ids, newcomers=newcomers, common=common, lost=lost, **said)
+        return cls(*literal_eval(text))
 
 
 @dataclass(frozen=True)
@@ -143,7 +139,7 @@ class MemberStore:
         return bool(self.store.compare_set("epoch", "" if now is None else now.encode(), text).decode() == text)
 
     def apply(self, asks: Applicant) -> None:
-        self.store.set(f"applicant/{self.store.add('applicants', 1)}", json.dumps(asdict(asks)))
+        self.store.set(f"applicant/{self.store.add('applicants', 1)}", repr(astuple(asks)))
 
     def num_applied(self) -> int:
         return int(self.store.add("applicants", 0))
@@ -151,7 +147,7 @@ class MemberStore:
     def applicants(self, since: int) -> dict[int, Applicant]:
         """Return those that asked after so many, by the number of their question."""
         texts = self._texts({number: f"applicant/{number}" for number in range(since + 1, self.num_applied() + 1)})
-        return {number: Applicant(**json.loads(text)) for number, text in texts.items()}
+        return {number: Applicant(*literal_eval(text)) for number, text in texts.items()}
 
     def forget_applicants(self, numbers: Iterable[int]) -> None:
         for number in numbers:

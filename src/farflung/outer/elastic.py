@@ -9,8 +9,8 @@ know of them at the same point.
 
 from __future__ import annotations
 
-import json
 import time
+from ast import literal_eval
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -236,7 +236,7 @@ class Elastic:
         """Meet those that are left of an epoch, and return the next one; RankFailure without a store to decide it."""
         record = self.record
         assert record is not None
-        said = json.dumps({"votes": num_votes, "complete": complete, "has_state": has_state})
+        said = repr({"votes": num_votes, "complete": dict(complete), "has_state": has_state})
         began = time.monotonic()
         try:
             self.members.mark_broken(record.number, "members were lost")
@@ -250,7 +250,7 @@ class Elastic:
                 is_complete = self.members.have_said(record.number, "post", record.ids)
                 if is_complete or time.monotonic() > asked + _CAUSES_S:
                     asked = time.monotonic()
-                    posts = {one: json.loads(text) for one, text in self._said(record, "post").items()}
+                    posts = {one: literal_eval(text) for one, text in self._said(record, "post").items()}
                     absent = {one: self.cause(one, asked - began) for one in record.ids if one not in posts}
                     if all(absent.values()):
                         self._decide(record, posts, absent)
@@ -266,7 +266,7 @@ class Elastic:
         """Make those that have come the next epoch, unless another one was quicker."""
         ids = tuple(one for one in record.ids if one in posts and posts[one]["has_state"])
         ids = ids or tuple(one for one in record.ids if one in posts)  # nobody has anything yet, so all begin anew
-        complete = {one: {int(vote): n for vote, n in posts[one]["complete"].items()} for one in ids}
+        complete = {one: posts[one]["complete"] for one in ids}
         common = {}
         for vote in set().union(*complete.values()):
             have = [complete[one].get(vote, ALL if vote < posts[one]["votes"] else 0) for one in ids]

@@ -23,7 +23,8 @@ def slowness() -> float:
     It is the larger of two measurements: how long a fixed piece of work takes at this moment, and how many processes
     there have been for each core in the last minute.
     """
-    return max(1.0, _work_s(int(time.monotonic() / _VALID_S)) / _LOOPS_S, _processes_per_core())
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return max(1.0, _work_s(int(time.monotonic() / _VALID_S)) / _LOOPS_S, load)
 
 
 @lru_cache(maxsize=1)
@@ -34,9 +35,3 @@ def _work_s(moment: int) -> float:
     for number in range(_LOOPS):
         total += number * number % 7
     return time.perf_counter() - start
-
-
-def _processes_per_core() -> float:
-    if not hasattr(os, "getloadavg"):  # Windows
-        return 1.0
-    return os.getloadavg()[0] / (os.cpu_count() or 1)
