@@ -345,7 +345,6 @@ def _holds(dtype: torch.dtype, value: float) -> bool:
 
 
 def _pickled(exchange: Exchange, signature: Signature, objects: list[Any]) -> Tensor:
-    """Return `objects` as bytes `[n]` uint8."""
     try:
         content = pickle.dumps(objects)
     except Exception as error:  # whatever the objects' own code raises; it goes on, and the others hear of it

@@ -163,7 +163,6 @@ class MemberStore:
         return self._texts({member: f"e{epoch}/{what}/{member}" for member in members})
 
     def _texts(self, keys: Mapping[int, str]) -> dict[int, str]:
-        """Return what is under the keys under which something is."""
         return {number: text for number, key in keys.items() if (text := read(self.store, key))}
 
     def mark_broken(self, epoch: int, reason: str) -> None:

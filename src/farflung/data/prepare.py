@@ -280,7 +280,6 @@ def _agreement(
 def _agree(
     exchange: Exchange, kinds: list[str], generator: torch.Generator | None, seeded: SeedableRandomSampler | None
 ) -> None:
-    """Make all ranks draw rank 0's order, which depends on the arguments."""
     for kind in kinds:
         share_rng_state(kind, generator, exchange, _START)
     if seeded is not None:
@@ -323,7 +322,6 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def _batch_size_of_rank(loader: DataLoader[Any], group: Group, config: DataLoaderConfiguration) -> int | None:
-    """Return what `batch_size` is for the loader of one rank."""
     size = loader.batch_size
     return size // group.size if size is not None and config.split_batches else size
 
@@ -336,7 +334,6 @@ def _num_files(dataset: Any) -> int:
 
 
 def _refuse_unshareable(loader: DataLoader[Any]) -> None:
-    """Raise for data that cannot be shared out among several ranks."""
     sampler = _sampler_of(loader)
     replicas = getattr(sampler, "num_replicas", 1)
     if replicas > 1:

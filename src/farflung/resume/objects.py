@@ -22,7 +22,7 @@ from farflung.checkpoint import paths, rng
 from farflung.checkpoint.entries import Entry
 from farflung.comm.shards import is_sharded
 from farflung.config import environ
-from farflung.data.resume.iteration import NOTHING_READ, with_present_keys
+from farflung.data.resume.iteration import with_present_keys
 from farflung.resume.part import Loading, Part, Saving, change
 
 
@@ -162,7 +162,8 @@ def _redistributed(state: dict[str, Any], total: int | None, source: Loading) ->
         source.notes.append(
             f"the last {counted(rest, 'sample')} before it will be seen again, as {samples} is no multiple of {step}"
         )
-    return {**state, "worker_states": None, "position": {**position, **NOTHING_READ, "batches": batches}}
+    kept = {key: position[key] for key in ("ended", "host", "generators", "has_workers")}  # nothing has been read
+    return {**state, "worker_states": None, "position": {"batches": batches, **kept}}
 
 
 class RNGStates(Part):

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -285,7 +285,6 @@ class Network:
     bandwidth_bps: float = math.inf  # bits a second of a line, each way at the same time
     latency_s: float = 0.0  # seconds from one replica to another
     _lines: dict[tuple[tuple[int, ...], int], Line] = field(default_factory=dict)
-    _near: Network | None = None
 
     def __post_init__(self) -> None:
         check_number("bandwidth_bps", self.bandwidth_bps, above=0, finite=False)
@@ -294,10 +293,10 @@ class Network:
     def line(self, group: SimGroup) -> Line:
         return self._lines.setdefault((group.members, group.age), Line())
 
+    @cached_property
     def near(self) -> Network:
-        """Return the network of neighbours, who are on one machine, so that nothing but waiting takes time."""
-        self._near = self._near or Network()
-        return self._near
+        """The network of neighbours, who are on one machine, so that nothing but waiting takes time."""
+        return Network()
 
 
 class TimedGroup(SimGroup):
@@ -337,7 +336,7 @@ class TimedGroup(SimGroup):
         return self._under_way(super().swap(out, x, to, source), sent, hops("paired", self.size))
 
     def _block(self, begin: int, end: int) -> SimGroup:
-        return TimedGroup(super()._block(begin, end), self._network.near(), self._clock)
+        return TimedGroup(super()._block(begin, end), self._network.near, self._clock)
 
     def _under_way(self, work: Work, num_bytes: float, num_hops: int) -> Work:
         sending_s = 0.0 if self._is_free else 8 * num_bytes / self._network.bandwidth_bps
@@ -350,8 +349,6 @@ class TimedGroup(SimGroup):
 
 @dataclass(frozen=True)
 class _TimedWork:
-    """A collective under way."""
-
     work: Work
     line: Line
     number: int

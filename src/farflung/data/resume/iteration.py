@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -51,10 +51,6 @@ class RandomStates:
             own[0].manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
             rng.write(self.host)
 
-
-# Of a position after so many batches, of which nothing else is known.
-NOTHING_READ: dict[str, Any] = {"num_prefetched": 0, "exhausted": False}
-NOTHING_READ |= dict.fromkeys(("prefetched", "first", "dataset", "worker_plan"))
 
 # What the keys of a loader's state were called in checkpoints of before 0.1.0, which are still read.
 _FORMER_KEYS = {
@@ -112,7 +108,7 @@ class Position:
 
     def moved(self, batches: int) -> Position:
         """Return the position after `batches` of the same iteration, of which nothing has been read."""
-        return replace(self, batches=batches, **NOTHING_READ)
+        return Position(batches, self.ended, self.start, has_workers=self.has_workers)
 
 
 @dataclass(eq=False, repr=False)
@@ -133,9 +129,6 @@ class Iteration:
     first: Any = None  # the first round of a dispatching loader
     source: Any = None  # the iterator that batches are read from
     history: WorkerHistory | None = None  # of workers whose random states are recorded
-
-    def __len__(self) -> int:
-        return len(self.loader)
 
     @property
     def start(self) -> RandomStates:

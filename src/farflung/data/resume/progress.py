@@ -49,7 +49,6 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch that is under way, or of the next one when none is."""
         return self.number if self.chosen is None else self.chosen
 
     def choose(self, number: int) -> None:
