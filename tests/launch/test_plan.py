@@ -130,6 +130,12 @@ def test_several_machines_meet_at_the_main_one():
     assert (meeting.backend, meeting.endpoint, meeting.conf) == ("c10d", "10.0.0.1:4", {"timeout": "30"})
 
 
+@pytest.mark.parametrize("said", [{}, {"num_machines": 2, "machine_rank": 1, "rdzv_backend": "c10d"}])
+def test_an_address_with_a_zone_is_refused(said):
+    with pytest.raises(ConfigError, match="main_process_ip is 'fe80::1%eth0'; torch takes no address with a zone"):
+        meet(LaunchSettings(main_process_ip="fe80::1%eth0", **said))
+
+
 def test_a_port_in_use_is_refused_where_this_machine_should_listen():
     with socket.socket() as taken:
         taken.bind(("", 0))

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from inspect import signature
 from math import inf
 from pathlib import Path
@@ -33,7 +32,6 @@ from farflung.process.failure import CHECKPOINT
 from farflung.process.sockets import serve_store
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that the agent takes over
-_RENDEZVOUS = "farflung"  # the name of ours
 _PATIENCE_S = 2.0
 _SLOW = "farflung: the processes have 30 s to shut down; press Ctrl-C again to kill them now."
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
@@ -90,7 +88,8 @@ def run_agent(
         around.enter_context(environ.patched(variables))
         log_dir = Path(watch.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_")))
         try:
-            agent = elastic_launch(_agent_settings(num_local, meeting, watch, str(log_dir)), entrypoint)
+            server, endpoint = _served(meeting)  # kept until all have ended
+            agent = elastic_launch(_agent_settings(num_local, meeting, endpoint, watch, str(log_dir)), entrypoint)
             # The agent puts the rank in for `${local_rank}` in texts; a doubled `$` is how it spells one.
             returned = agent(*(one.replace("$", "$$") if isinstance(one, str) else one for one in arguments))
         except ChildFailedError as error:
@@ -126,13 +125,11 @@ def run_agent(
     return Outcome(notes=notes)
 
 
-def _agent_settings(num_local: int, meeting: Meeting, watch: Watch, log_dir: str) -> Any:
+def _agent_settings(num_local: int, meeting: Meeting, endpoint: str, watch: Watch, log_dir: str) -> Any:
     """Return torch's `LaunchConfig`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig
 
-    rendezvous_handler_registry.register(_RENDEZVOUS, StoreRendezvous)  # type: ignore[arg-type]  # its base loads torch
     settings: dict[str, Any] = {}
     if "signals_to_handle" in signature(LaunchConfig).parameters:  # an older torch takes Ctrl-C for itself too
         heeded = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # but not those that nohup, say, has had ignored
@@ -143,9 +140,9 @@ def _agent_settings(num_local: int, meeting: Meeting, watch: Watch, log_dir: str
         nproc_per_node=num_local,
         run_id=meeting.run_id,
         role=watch.role,
-        rdzv_endpoint=meeting.endpoint,
-        rdzv_backend=_RENDEZVOUS if meeting.backend == "static" else meeting.backend,
-        rdzv_configs=dict(meeting.conf) | ({"listen": meeting.listen} if meeting.listen else {}),
+        rdzv_endpoint=endpoint,
+        rdzv_backend=meeting.backend,
+        rdzv_configs={**meeting.conf, "rank": int(meeting.conf.get("rank", 0))},
         max_restarts=watch.max_restarts,
         monitor_interval=watch.monitor_interval_s,
         start_method="fork",
@@ -156,70 +153,21 @@ def _agent_settings(num_local: int, meeting: Meeting, watch: Watch, log_dir: str
     )
 
 
-class StoreRendezvous:
-    """A rendezvous of torch's elastic agent: the machines meet at a store that machine 0 serves, at one address alone.
+def _served(meeting: Meeting) -> tuple[Any, str]:
+    """Serve the store at which the machines meet, if this is machine 0; return it, and the endpoint with its port.
 
-    torch's own `static` and `c10d` rendezvous do the same with a store that listens on every interface. Which machine
-    is which is known before, as with `static`.
-
-    Args:
-        params: torch's `RendezvousParameters`. `rank` is the machine's number, `listen` the address at which machine 0
-            serves the store, `timeout` how many seconds the machines wait for each other.
+    torch's `static` rendezvous uses the server of its own process; one that it makes itself listens on every interface.
     """
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-    def __init__(self, params: Any) -> None:
-        self._run_id = params.run_id
-        self._num_machines = params.max_nodes
-        self._rank = int(params.get("rank", 0))
-        self._listen = params.get("listen")
-        self._timeout = timedelta(seconds=int(params.get("timeout", 600)))
-        host, _, port = params.endpoint.rpartition(":")
-        self._host, self._port = host.strip("[]"), int(port)
-        self._store: Any = None
-
-    use_agent_store = True  # so no rank serves a store of its own
-
-    def get_backend(self) -> str:
-        return _RENDEZVOUS
-
-    def next_rendezvous(self) -> Any:
-        """Return the store, this machine's number and how many there are, once all have come."""
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-        from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
-
-        if self._store is None:
-            self._store = self._connect()
-        place = RendezvousStoreInfo(self._host, self._port)
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), self._rank, self._num_machines, place)
-
-    def _connect(self) -> Any:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-        from torch.distributed.elastic.rendezvous import RendezvousConnectionError
-
-        options: dict[str, Any] = {"world_size": self._num_machines, "timeout": self._timeout}
-        if self._rank > 0:
-            return TCPStore(self._host, self._port, is_master=False, **options)
-        try:
-            store = serve_store(self._host, self._port, self._listen, **options)
-        except OSError as error:
-            raise RendezvousConnectionError(f"machine 0 can't listen at {self._listen}: {error.strerror}") from error
-        self._port = store.port
-        return store
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: no machine joins later."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return str(self._run_id)
-
-    def shutdown(self) -> bool:
-        return True
+    if meeting.backend != "static" or int(meeting.conf.get("rank", 0)) > 0:
+        return None, meeting.endpoint
+    host, _, port = meeting.endpoint.rpartition(":")
+    try:
+        store = serve_store(host.strip("[]"), int(port), meeting.listen, multi_tenant=True, wait_for_workers=False)
+    except OSError as error:
+        raise RendezvousConnectionError(f"machine 0 can't listen at {meeting.listen}: {error.strerror}") from error
+    return store, f"{host}:{store.port}"
 
 
 def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Failure, ...]:

@@ -51,7 +51,7 @@ PLACE_VARIABLES = (
 class Meeting:
     """Where and how the machines of a run find each other; torch's rendezvous."""
 
-    backend: str  # `static`, which is ours, or `c10d`, which is torch's
+    backend: str  # torch's `static` or `c10d`
     endpoint: str  # `host:port` of machine 0; port 0 is any free one
     conf: Mapping[str, str | int]  # more for the backend
     run_id: str  # the same on all machines
@@ -238,6 +238,10 @@ def meet(settings: LaunchSettings) -> Meeting:
         key, _, value = part.partition("=")
         conf[key.strip()] = value.strip()
     host = settings.main_process_ip or "127.0.0.1"
+    if "%" in host:
+        raise ConfigError(
+            f"main_process_ip is {host!r}; torch takes no address with a zone. Use one without, or a name."
+        )
     resolve_host(host)
     port = settings.main_process_port or 0
     if settings.num_machines == 1 and port == 0:
