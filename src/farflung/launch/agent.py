@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
@@ -26,7 +26,8 @@ from typing import Any
 from farflung.base.errors import RankFailure
 from farflung.base.words import counted
 from farflung.config import environ
-from farflung.launch.plan import Meeting, torch_is_loaded
+from farflung.config.launch import LaunchSettings
+from farflung.launch.plan import Meeting, Plan, torch_is_loaded
 from farflung.launch.report import Failure
 from farflung.process.failure import CHECKPOINT
 from farflung.process.sockets import serve_store
@@ -48,34 +49,13 @@ class Outcome:
     checkpoint: Path | None = None  # the newest that a run which failed has written
 
 
-@dataclass(frozen=True)
-class Watch:
-    """How the agent looks after its processes."""
+def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = None) -> Outcome:
+    """Start the plan's processes, wait for them, and return how it ended. None of them is left behind.
 
-    max_restarts: int = 0
-    monitor_interval_s: float = 0.1
-    role: str = "default"
-    log_dir: str | None = None
-    tee: str = "0"
-    line_prefix: str | None = None
-    show_logs: bool = False
-
-
-def run_agent(
-    entrypoint: str | Callable[..., None],
-    arguments: Sequence[Any],
-    num_local: int,
-    *,
-    variables: Mapping[str, str],
-    meeting: Meeting,
-    watch: Watch,
-) -> Outcome:
-    """Start `num_local` connected processes, wait for them, and return how it ended. None of them is left behind.
-
-    `entrypoint` is a program, or a function for forked processes; it gets `arguments` as they are. Raises RankFailure
-    if the machines do not find each other.
+    Raises RankFailure if the machines do not find each other.
     """
-    with torch_is_loaded(variables):
+    (entrypoint, *arguments), num_local, meeting = plan.command, plan.num_local, plan.meeting
+    with torch_is_loaded(plan.variables):
         from torch.distributed import DistNetworkError, DistStoreError
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -84,12 +64,12 @@ def run_agent(
 
     with ExitStack() as around:
         pressed = around.enter_context(_interrupts_raise(SignalException))
-        around.enter_context(_agent_logs(watch))
-        around.enter_context(environ.patched(variables))
-        log_dir = Path(watch.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_")))
+        around.enter_context(_agent_logs(settings))
+        around.enter_context(environ.patched(plan.variables))
+        log_dir = Path(settings.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_")))
         try:
             server, endpoint = _served(meeting)  # kept until all have ended
-            agent = elastic_launch(_agent_settings(num_local, meeting, endpoint, watch, str(log_dir)), entrypoint)
+            agent = elastic_launch(_agent_settings(plan, endpoint, settings, line_prefix, str(log_dir)), entrypoint)
             # The agent puts the rank in for `${local_rank}` in texts; a doubled `$` is how it spells one.
             returned = agent(*(one.replace("$", "$$") if isinstance(one, str) else one for one in arguments))
         except ChildFailedError as error:
@@ -125,11 +105,12 @@ def run_agent(
     return Outcome(notes=notes)
 
 
-def _agent_settings(num_local: int, meeting: Meeting, endpoint: str, watch: Watch, log_dir: str) -> Any:
+def _agent_settings(plan: Plan, endpoint: str, said: LaunchSettings, line_prefix: str | None, log_dir: str) -> Any:
     """Return torch's `LaunchConfig`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
+    meeting = plan.meeting
     settings: dict[str, Any] = {}
     if "signals_to_handle" in signature(LaunchConfig).parameters:  # an older torch takes Ctrl-C for itself too
         heeded = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # but not those that nohup, say, has had ignored
@@ -137,18 +118,18 @@ def _agent_settings(num_local: int, meeting: Meeting, endpoint: str, watch: Watc
     return LaunchConfig(
         min_nodes=meeting.num_machines,
         max_nodes=meeting.num_machines,
-        nproc_per_node=num_local,
+        nproc_per_node=plan.num_local,
         run_id=meeting.run_id,
-        role=watch.role,
+        role=said.role,
         rdzv_endpoint=endpoint,
         rdzv_backend=meeting.backend,
         rdzv_configs={**meeting.conf, "rank": int(meeting.conf.get("rank", 0))},
-        max_restarts=watch.max_restarts,
-        monitor_interval=watch.monitor_interval_s,
+        max_restarts=said.max_restarts or 0,
+        monitor_interval=said.monitor_interval,
         start_method="fork",
-        log_line_prefix_template=watch.line_prefix,
+        log_line_prefix_template=line_prefix,
         local_addr=meeting.address,
-        logs_specs=DefaultLogsSpecs(log_dir=log_dir, tee=Std.from_str(watch.tee)),
+        logs_specs=DefaultLogsSpecs(log_dir=log_dir, tee=Std.from_str(said.tee)),
         **settings,
     )
 
@@ -203,15 +184,15 @@ def read_report(file: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _agent_logs(watch: Watch) -> Iterator[None]:
+def _agent_logs(settings: LaunchSettings) -> Iterator[None]:
     """Keep the agent's log lines back: what they say of a failure, our report says once and shorter.
 
     Its errors are let through where a failure may be followed by another attempt, of which there is no report.
     """
-    if watch.show_logs or environ.text("LOGLEVEL"):
+    if settings.debug or environ.text("LOGLEVEL"):
         yield
         return
-    least = logging.ERROR if watch.max_restarts else logging.CRITICAL + 1
+    least = logging.ERROR if settings.max_restarts else logging.CRITICAL + 1
     loggers = [logger for name, logger in logging.root.manager.loggerDict.items() if name.startswith(_LOGGERS)]
     before = [(logger, logger.level) for logger in loggers if isinstance(logger, logging.Logger)]
     for logger, _ in before:

@@ -17,9 +17,9 @@ from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings, check_variables, field_named, rank_variables
-from farflung.launch.agent import Watch, run_agent
+from farflung.launch.agent import run_agent
 from farflung.launch.network import DEFAULT_PORT, choose_interface, refuse_busy_port, resolve_host
-from farflung.launch.plan import Meeting, fit_for_cores, network_variables, one_machine, usable_cores
+from farflung.launch.plan import Meeting, Plan, fit_for_cores, network_variables, one_machine, usable_cores
 from farflung.launch.report import explain
 from farflung.process import world
 
@@ -82,7 +82,12 @@ def notebook_launcher(
         fit_for_cores(num_local, "num_processes")
     precision = field_named("mixed_precision").parse(mixed_precision, "mixed_precision")
     several = num_local * num_nodes > 1
-    settings = LaunchSettings(mixed_precision=str(precision), use_cpu=several and gpus == 0)
+    settings = LaunchSettings(
+        mixed_precision=str(precision),
+        use_cpu=several and gpus == 0,
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+    )
     if not several:
         with environ.patched(rank_variables(settings)):
             function(*args)
@@ -92,8 +97,7 @@ def notebook_launcher(
     if num_nodes > 1:
         there = LaunchSettings(num_machines=num_nodes, machine_rank=node_rank, main_process_ip=master_addr)
         meeting = replace(meeting, interface=choose_interface(there, master_addr))
-    watch = Watch(max_restarts, monitor_interval, line_prefix=log_line_prefix_template)
-    _fork(function, args, num_local, settings, meeting, watch)
+    _fork(function, args, num_local, settings, meeting, log_line_prefix_template)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
@@ -107,7 +111,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     _check(function, args)
     check_whole("num_processes", num_processes, least=1)
     fit_for_cores(num_processes, "num_processes")
-    _fork(function, args, num_processes, LaunchSettings(use_cpu=True), one_machine(), Watch())
+    _fork(function, args, num_processes, LaunchSettings(use_cpu=True), one_machine())
 
 
 def _check(function: object, args: object) -> None:
@@ -136,7 +140,7 @@ def _fork(
     num_local: int,
     settings: LaunchSettings,
     meeting: Meeting,
-    watch: Watch,
+    line_prefix: str | None = None,
 ) -> None:
     check_variables()
     joined = world.current()
@@ -153,7 +157,8 @@ def _fork(
     variables = rank_variables(settings) | network_variables(meeting, settings)
     if environ.text("OMP_NUM_THREADS") is None:
         variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_local))
-    outcome = run_agent(_as_rank(function), args, num_local, variables=variables, meeting=meeting, watch=watch)
+    plan = Plan((_as_rank(function), *args), num_local, variables, meeting, alone=False)
+    outcome = run_agent(plan, settings, line_prefix)
     if outcome.signal is not None:
         raise KeyboardInterrupt if outcome.signal == signal.SIGINT else SystemExit(128 + outcome.signal)
     if outcome.failures:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from uuid import uuid4
 
 from farflung.base.errors import ConfigError
@@ -65,7 +66,7 @@ class Meeting:
 class Plan:
     """What happens on this machine."""
 
-    command: tuple[str, ...]  # program and arguments of each process
+    command: tuple[Any, ...]  # of each process: a program and its arguments; or a function and its, for forked ones
     num_local: int  # processes
     variables: Mapping[str, str]  # of the environment, that they get besides the launcher's own
     meeting: Meeting

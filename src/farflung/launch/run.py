@@ -18,7 +18,7 @@ from farflung.config.files import former_files
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved, explained, resolve
 from farflung.integrations.as_accelerate import path_variables
-from farflung.launch.agent import Watch, run_agent
+from farflung.launch.agent import run_agent
 from farflung.launch.options import SettingsCommand, given, launch_options
 from farflung.launch.plan import Plan, lone_environment, make_plan, torch_is_loaded
 from farflung.launch.report import show
@@ -92,16 +92,7 @@ def start(settings: LaunchSettings, plan: Plan) -> int:
 
     It is the code of the rank that failed first, 128 + k for signal k; after Ctrl-C it is 130.
     """
-    watch = Watch(
-        max_restarts=settings.max_restarts or 0,
-        monitor_interval_s=settings.monitor_interval,
-        role=settings.role,
-        log_dir=settings.log_dir,
-        tee=settings.tee,
-        show_logs=settings.debug,
-    )
-    program, *arguments = plan.command
-    outcome = run_agent(program, arguments, plan.num_local, variables=plan.variables, meeting=plan.meeting, watch=watch)
+    outcome = run_agent(plan, settings)
     if outcome.failures:
         interface = plan.meeting.interface
         others_at = None if settings.num_machines == 1 else interface.address if interface else ""
