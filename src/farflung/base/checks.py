@@ -132,7 +132,7 @@ def check_protocol(name: str, value: object, methods: Iterable[str], wanted: str
         raise wrong_type(name, value, wanted)
 
 
-_FIELDS: Mapping[str, Callable[[str, Any], None]] = {
+_FIELDS: Mapping[str, Callable[..., None]] = {
     "bool": check_flag,
     "int": check_whole,
     "float": check_number,
@@ -141,9 +141,9 @@ _FIELDS: Mapping[str, Callable[[str, Any], None]] = {
 
 
 def check_fields(settings: Any) -> None:
-    """Check the flags, numbers and texts of a dataclass against their annotations."""
+    """Check the flags, numbers and texts of a dataclass against their annotations, and the ranges in their metadata."""
     for each in fields(settings):
         value, kind = getattr(settings, each.name), str(each.type)
         check = _FIELDS.get(kind.removesuffix(" | None"))
         if check is not None and not (value is None and kind.endswith(" | None")):
-            check(f"{type(settings).__name__}: {each.name}", value)
+            check(f"{type(settings).__name__}: {each.name}", value, **each.metadata)

@@ -13,7 +13,6 @@ from farflung.base.checks import (
     check_callable,
     check_fields,
     check_flag,
-    check_number,
     check_path,
     check_type,
     check_whole,
@@ -40,8 +39,15 @@ class KwargsHandler:
         return {name: value for name, value in self.to_dict().items() if defaults[name] != value}
 
 
+class _CheckedKwargs(KwargsHandler):
+    """One whose fields are checked when it is made; their metadata say in which range they must be."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 @dataclass(frozen=True)
-class AutocastKwargs(KwargsHandler):
+class AutocastKwargs(_CheckedKwargs):
     """Arguments of `torch.autocast`.
 
     Args:
@@ -51,9 +57,6 @@ class AutocastKwargs(KwargsHandler):
     enabled: bool = True
     cache_enabled: bool | None = None
     outputs_to_fp32: bool = True
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     dim: int = 0
     broadcast_buffers: bool = True
-    bucket_cap_mb: int = 25
+    bucket_cap_mb: int = field(default=25, metadata={"least": 1})
     find_unused_parameters: bool = False
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
@@ -79,7 +82,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_whole("DistributedDataParallelKwargs: bucket_cap_mb", self.bucket_cap_mb, least=1)
         check_word("DistributedDataParallelKwargs: comm_hook", self.comm_hook, DDPCommunicationHookType.list())
         if self.comm_hook == DDPCommunicationHookType.BATCHED_POWER_SGD:
             raise Unsupported(
@@ -103,21 +105,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 
 @dataclass(frozen=True)
-class GradScalerKwargs(KwargsHandler):
+class GradScalerKwargs(_CheckedKwargs):
     """Arguments of `torch.amp.GradScaler`."""
 
-    init_scale: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
+    init_scale: float = field(default=65536.0, metadata={"above": 0})
+    growth_factor: float = field(default=2.0, metadata={"above": 1})
+    backoff_factor: float = field(default=0.5, metadata={"above": 0, "below": 1})
+    growth_interval: int = field(default=2000, metadata={"least": 1})
     enabled: bool = True
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_number("GradScalerKwargs: init_scale", self.init_scale, above=0)
-        check_number("GradScalerKwargs: growth_factor", self.growth_factor, above=1)
-        check_number("GradScalerKwargs: backoff_factor", self.backoff_factor, above=0, below=1)
-        check_whole("GradScalerKwargs: growth_interval", self.growth_interval, least=1)
 
 
 @dataclass(frozen=True)
@@ -141,7 +136,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 
 @dataclass(frozen=True)
-class WatchdogKwargs(KwargsHandler):
+class WatchdogKwargs(_CheckedKwargs):
     """What to do about ranks that do not come to a collective. Not in Accelerate.
 
     Args:
@@ -151,10 +146,7 @@ class WatchdogKwargs(KwargsHandler):
             600); without both there is no watchdog.
     """
 
-    timeout_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        check_number("WatchdogKwargs: timeout_s (seconds)", self.timeout_s, above=0)
+    timeout_s: float = field(default=300.0, metadata={"above": 0})
 
 
 @dataclass(frozen=True)
@@ -243,7 +235,7 @@ class AORecipeKwargs(KwargsHandler):
 
 
 @dataclass(frozen=True)
-class GradientAccumulationPlugin(KwargsHandler):
+class GradientAccumulationPlugin(_CheckedKwargs):
     """How gradients are accumulated.
 
     Args:
@@ -254,15 +246,10 @@ class GradientAccumulationPlugin(KwargsHandler):
         sync_each_batch: synchronize gradients on each micro-batch, which spares memory under sharding and costs time.
     """
 
-    num_steps: int | None = None
+    num_steps: int | None = field(default=None, metadata={"least": 1})
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.num_steps is not None:
-            check_whole("GradientAccumulationPlugin: num_steps", self.num_steps, least=1)
 
 
 @dataclass
