@@ -21,8 +21,7 @@ class Absent:
 
     what: str  # as the README lists it
     instead: str  # what to use
-    classes: str = ""
-    functions: str = ""
+    names: str = ""  # of classes and functions
     parsers: str = ""  # functions that return parsers of its commands
     is_engine: bool = True  # it does something for a run, so the README says that it is not there
 
@@ -34,17 +33,16 @@ ABSENT: tuple[Absent, ...] = (
     Absent(
         "DeepSpeed",
         "Leave it out to train with DDP, or use an outer loop over it.",
-        classes="DeepSpeedPlugin DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim "
-        "DummyScheduler HfDeepSpeedConfig DeepSpeedSequenceParallelConfig",
-        functions="compile_regions_deepspeed deepspeed_launcher get_active_deepspeed_plugin "
-        "map_pytorch_optim_to_deepspeed prepare_deepspeed_cmd_env",
+        names="DeepSpeedPlugin DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim "
+        "DummyScheduler HfDeepSpeedConfig DeepSpeedSequenceParallelConfig compile_regions_deepspeed "
+        "deepspeed_launcher get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed prepare_deepspeed_cmd_env",
     ),
     Absent(
         "Megatron-LM",
         "Leave it out to train with DDP, or use an outer loop over it.",
-        classes="AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader "
-        "MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMPlugin MegatronLMSchedulerWrapper T5TrainStep",
-        functions="add_model_config_to_megatron_parser avg_losses_across_data_parallel_group finish_mpu_init "
+        names="AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader "
+        "MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMPlugin MegatronLMSchedulerWrapper T5TrainStep "
+        "add_model_config_to_megatron_parser avg_losses_across_data_parallel_group finish_mpu_init "
         "gather_across_data_parallel_groups megatron_lm_initialize megatron_lm_prepare_data_loader "
         "megatron_lm_prepare_model_optimizer_scheduler megatron_lm_prepare_optimizer megatron_lm_prepare_scheduler "
         "model_provider_func parse_bert_config parse_glm4_moe_config parse_gpt2_config parse_llama_config "
@@ -53,39 +51,37 @@ ABSENT: tuple[Absent, ...] = (
     Absent(
         "TransformerEngine",
         "Use mixed_precision='bf16'.",
-        classes="FP8RecipeKwargs TERecipeKwargs",
-        functions="apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers",
+        names="FP8RecipeKwargs TERecipeKwargs apply_fp8_autowrap contextual_fp8_autocast convert_model "
+        "has_transformer_engine_layers",
     ),
-    Absent("MS-AMP", "Use mixed_precision='bf16'.", classes="MSAMPRecipeKwargs"),
+    Absent("MS-AMP", "Use mixed_precision='bf16'.", names="MSAMPRecipeKwargs"),
     Absent(
         "TPU/XLA",
         "Use torch_xla's own launcher and loop.",
-        functions="install_xla prepare_tpu tpu_command_launcher tpu_launcher tpu_pod_launcher",
+        names="install_xla prepare_tpu tpu_command_launcher tpu_launcher tpu_pod_launcher",
         parsers="tpu_command_parser",
     ),
     Absent(
         "SageMaker",
         "Start `farflung launch` inside the job.",
-        classes="SageMakerConfig",
-        functions="_convert_nargs_to_dict get_sagemaker_input prepare_sagemager_args_inputs sagemaker_launcher",
+        names="SageMakerConfig _convert_nargs_to_dict get_sagemaker_input prepare_sagemager_args_inputs "
+        "sagemaker_launcher",
     ),
     Absent(
         "bitsandbytes quantization",
         "Quantize with transformers or peft before `prepare`.",
-        classes="BnbQuantizationConfig",
-        functions="get_keys_to_not_convert get_parameter_device get_quantized_model_device_map has_4bit_bnb_layers "
-        "load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers",
+        names="BnbQuantizationConfig get_keys_to_not_convert get_parameter_device get_quantized_model_device_map "
+        "has_4bit_bnb_layers load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers",
     ),
     Absent(
         "pipeline parallelism (PiPPy)",
         "Use torch.distributed.pipelining, or dispatch_model for inference.",
-        functions="build_pipeline find_pippy_batch_size generate_device_map pad_input_tensors pippy_forward "
-        "prepare_pippy",
+        names="build_pipeline find_pippy_batch_size generate_device_map pad_input_tensors pippy_forward prepare_pippy",
     ),
     Absent(
         "Accelerate's steps of sharding a model",
         "Use `Accelerator.prepare`, which shards models and gives optimizers their shards.",
-        functions="compile_regions_fsdp2 ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names "
+        names="compile_regions_fsdp2 ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names "
         "fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model "
         "fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler",
         is_engine=False,
@@ -93,16 +89,16 @@ ABSENT: tuple[Absent, ...] = (
     Absent(
         "tensor/context parallelism",
         "They are not there yet. Shard models by FSDP, or use an outer loop.",
-        classes="TorchTensorParallelPlugin",
+        names="TorchTensorParallelPlugin",
     ),
     Absent(
         "Accelerate's commands as functions",
         "Use the command `farflung`; `farflung --help` lists what it does.",
-        classes="CustomArgumentGroup CustomArgumentParser CustomHelpFormatter SubcommandHelpFormatter ConversionStatus",
-        functions="add_timm_hub_prefix check_has_model clean_option config_command convert_config_to_fsdp2 "
-        "create_ascii_table create_empty_model default_config_command env_command estimate_command "
-        "estimate_training_usage gather_data get_cluster_input get_user_input load_config merge_command setup_fp8_env "
-        "test_command test_launch to_fsdp2_command update_config update_config_command verify_on_hub",
+        names="CustomArgumentGroup CustomArgumentParser CustomHelpFormatter SubcommandHelpFormatter ConversionStatus "
+        "add_timm_hub_prefix check_has_model clean_option config_command convert_config_to_fsdp2 create_ascii_table "
+        "create_empty_model default_config_command env_command estimate_command estimate_training_usage gather_data "
+        "get_cluster_input get_user_input load_config merge_command setup_fp8_env test_command test_launch "
+        "to_fsdp2_command update_config update_config_command verify_on_hub",
         parsers="config_command_parser default_command_parser env_command_parser estimate_command_parser "
         "get_config_parser merge_command_parser test_command_parser to_fsdp2_command_parser update_command_parser",
         is_engine=False,
@@ -110,18 +106,17 @@ ABSENT: tuple[Absent, ...] = (
     Absent(
         "the inside of Accelerate",
         "Use `Accelerator`, whose methods do what it is for.",
-        classes="ThreadLocalSharedDict",
-        functions="chained_operation do_nothing fallback_allocate gather_tensor_shape "
-        "get_sampler is_torch_xpu_tensor "
-        "load_accelerator_state load_custom_state mocked_dataloaders mocked_dataloaders_for_autoregressive_models "
-        "move_to_device patch_optimizer_step save_accelerator_state save_custom_state verify_operation",
+        names="ThreadLocalSharedDict chained_operation do_nothing fallback_allocate gather_tensor_shape get_sampler "
+        "is_torch_xpu_tensor load_accelerator_state load_custom_state mocked_dataloaders "
+        "mocked_dataloaders_for_autoregressive_models move_to_device patch_optimizer_step save_accelerator_state "
+        "save_custom_state verify_operation",
         is_engine=False,
     ),
 )
 
 
 class _AbsentClass(type):
-    """The class of absent classes: calling one raises, deriving from one does not."""
+    """The class of absent classes and functions: calling one raises, deriving from one does not."""
 
     absent: Absent
 
@@ -129,17 +124,8 @@ class _AbsentClass(type):
         raise cls.absent.error(cls.__name__)
 
 
-def _class(absent: Absent, name: str) -> type:
+def _name(absent: Absent, name: str) -> Callable[..., NoReturn]:
     return _AbsentClass(name, (), {"absent": absent, "__module__": __name__, "__doc__": str(absent.error(name))})
-
-
-def _function(absent: Absent, name: str) -> Callable[..., NoReturn]:
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise absent.error(name)
-
-    refuse.__name__ = refuse.__qualname__ = name
-    refuse.__doc__ = str(absent.error(name))
-    return refuse
 
 
 class _AbsentParser(argparse.ArgumentParser):
@@ -154,7 +140,7 @@ class _AbsentParser(argparse.ArgumentParser):
 def _parser(absent: Absent, name: str) -> Callable[..., argparse.ArgumentParser]:
     def make(*args: Any, **kwargs: Any) -> argparse.ArgumentParser:
         parser = _AbsentParser(description=str(absent.error(name)))
-        parser.refuse = _function(absent, name)
+        parser.refuse = _name(absent, name)
         return parser
 
     make.__name__ = make.__qualname__ = name
@@ -164,7 +150,7 @@ def _parser(absent: Absent, name: str) -> Callable[..., argparse.ArgumentParser]
 _MADE: dict[str, Any] = {
     name: make(absent, name)
     for absent in ABSENT
-    for make, names in ((_class, absent.classes), (_function, absent.functions), (_parser, absent.parsers))
+    for make, names in ((_name, absent.names), (_parser, absent.parsers))
     for name in names.split()
 }
 
@@ -177,4 +163,4 @@ def __getattr__(name: str) -> Any:
 
 def deepspeed_required(func: Callable[..., Any]) -> Callable[..., NoReturn]:
     """Return a function that raises `Unsupported` when it is called: what needs DeepSpeed can't run."""
-    return _function(ABSENT[0], getattr(func, "__name__", "deepspeed_required"))
+    return _name(ABSENT[0], getattr(func, "__name__", "deepspeed_required"))
