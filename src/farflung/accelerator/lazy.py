@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from farflung.checkpoint.export import save_sharded as save_sharded
     from farflung.checkpoint.manager import CheckpointGroup as CheckpointGroup
     from farflung.checkpoint.writer import save_object as save_object
-    from farflung.config.launch import launched_outer as launched_outer, outer_variables as outer_variables
-    from farflung.config.outer import renamed as renamed
+    from farflung.config.launch import launched_outer as launched_outer
     from farflung.config.parallelism import (
         ParallelismConfig as ParallelismConfig,
         parallelism_from_environment as parallelism_from_environment,
@@ -53,8 +52,7 @@ _WHERE = {
         "checkpoint.export": "save_sharded",
         "checkpoint.manager": "CheckpointGroup",
         "checkpoint.writer": "save_object",
-        "config.launch": "launched_outer outer_variables",
-        "config.outer": "renamed",
+        "config.launch": "launched_outer",
         "config.parallelism": "ParallelismConfig parallelism_from_environment",
         "config.sharding": "FullyShardedDataParallelPlugin enable_fsdp_ram_efficient_loading fsdp_from_environment",
         "data.slots": "Slots",

@@ -134,7 +134,7 @@ def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
 
     Where both ask, it must be for the same; what one of them alone says about its log and report counts then.
     """
-    launched = _launched()
+    launched = lazy.launched_outer(lambda **said: lazy.OuterConfig(**said))
     if outer is not None:
         outer = lazy.named_outer("outer", outer)
     if outer is None or launched is None:
@@ -147,14 +147,6 @@ def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
             f"{launched.recipe} with {theirs} (--outer, FARFLUNG_OUTER_*). Leave one of them out."
         )
     return lazy.OuterConfig(outer.recipe, **outputs | ours)
-
-
-def _launched() -> OuterConfig | None:
-    stated = lazy.launched_outer()
-    try:
-        return None if stated is None else lazy.OuterConfig(stated.recipe, **stated.given())
-    except ConfigError as error:
-        raise lazy.renamed(error, lazy.outer_variables()) from None
 
 
 def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, Any]) -> Precision:

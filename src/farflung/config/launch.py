@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from math import inf
@@ -16,7 +16,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.grid import GRID, LayoutSettings, check_layout
-from farflung.config.outer import OPTIONS, OuterSettings, outer_config, renamed
+from farflung.config.outer import OPTIONS, Outer, OuterSettings, outer_config, renamed
 from farflung.config.recipes import RECIPES
 from farflung.config.setting import Field, Value, accelerates, setting
 
@@ -209,7 +209,7 @@ class LaunchSettings(LayoutSettings):
     @property
     def outer(self) -> OuterSettings | None:
         """The outer loop that is asked for, None where none is."""
-        return outer_config({"recipe": self.outer_recipe, **self.outer_options}, "--outer")
+        return outer_config({"recipe": self.outer_recipe, **self.outer_options}, "--outer", OuterSettings)
 
     @property
     def gpu_list(self) -> tuple[str, ...]:
@@ -384,19 +384,15 @@ def check_variables() -> None:
             raise ConfigError(f"The environment variable {name} is not a setting.{near} Unset or correct it.")
 
 
-def launched_outer() -> OuterSettings | None:
-    """Return the outer loop that the environment variables ask for, or None."""
+def launched_outer(make: Callable[..., Outer] = OuterSettings) -> Outer | None:  # type: ignore[assignment]
+    """Return the outer loop that the environment variables ask for, which `make` makes, or None."""
     check_variables()
-    said = {_option(entry.name): entry.from_environment() for entry in FIELDS if entry.name.startswith("outer_")}
+    entries = {_option(entry.name): entry for entry in FIELDS if entry.name.startswith("outer_")}
+    said = {option: entry.from_environment() for option, entry in entries.items()}
     try:
-        return outer_config(said, "FARFLUNG_OUTER_RECIPE")
+        return outer_config(said, "FARFLUNG_OUTER_RECIPE", make)
     except ConfigError as error:
-        raise renamed(error, outer_variables()) from None
-
-
-def outer_variables() -> dict[str, str]:
-    """Return the environment variables of the outer loop's options, by option."""
-    return {_option(entry.name): entry.variable for entry in FIELDS if entry.name.startswith("outer_")}
+        raise renamed(error, {option: entry.variable for option, entry in entries.items()}) from None
 
 
 def command_words(settings: LaunchSettings) -> list[str]:

@@ -7,14 +7,16 @@ range is for the recipe to say: `OuterConfig` of `farflung.outer.arguments` make
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from farflung.base.checks import check_text, check_word
 from farflung.base.errors import ConfigError, did_you_mean
 from farflung.config.recipes import CODECS, RECIPES, Option, help_of
+
+Outer = TypeVar("Outer")
 
 FEW_ROUNDS = 10  # a run with fewer gets a warning
 MACHINE = "machine"
@@ -139,8 +141,8 @@ def _check_report(word: str | float) -> None:
         raise ConfigError(f"report is {word!r}; use auto, round, off, or a number of seconds above zero, such as 30.")
 
 
-def outer_config(said: Mapping[str, Any], called: str) -> OuterSettings | None:
-    """Return the settings in `said`, of which those that are None are left out; None if nothing is left.
+def outer_config(said: Mapping[str, Any], called: str, make: Callable[..., Outer]) -> Outer | None:
+    """Return what `make` makes of the settings in `said` that are not None; None if there are none.
 
     `called` is the flag or variable that sets the recipe: a ConfigError names it if the recipe is missing.
     """
@@ -152,7 +154,7 @@ def outer_config(said: Mapping[str, Any], called: str) -> OuterSettings | None:
         names = [f"--outer-{name.replace('_', '-')}" if flag else f"FARFLUNG_OUTER_{name.upper()}" for name in given]
         verb, example = "needs" if len(names) == 1 else "need", f"{called}{' ' if flag else '='}diloco"
         raise ConfigError(f"{', '.join(names)} {verb} a recipe: set {called}, for example {example}.")
-    return OuterSettings(**given)
+    return make(**given)
 
 
 def renamed(error: ConfigError, names: Mapping[str, str]) -> ConfigError:

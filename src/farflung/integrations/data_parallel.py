@@ -287,9 +287,9 @@ def _no_second_hook(state: object, hook: Callable[..., object]) -> None:
 
 def take_over() -> DDPTakeover:
     """Take over the DDP models of the script that comes next, with the outer loop that the launcher asks for."""
-    stated = launched_outer()
-    assert stated is not None
-    takeover = DDPTakeover(OuterConfig(stated.recipe, **stated.given()))
+    config = launched_outer(OuterConfig)
+    assert config is not None
+    takeover = DDPTakeover(config)
     takeover.install()
     return takeover
 
