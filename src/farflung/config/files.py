@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from yaml.events import CollectionEndEvent, CollectionStartEvent
@@ -20,7 +21,6 @@ from farflung.base.files import FORMER_NAME, AtomicFile
 from farflung.config import environ
 from farflung.config.foreign import DISTRIBUTED_TYPES, FOREIGN_KEYS
 from farflung.config.launch import FIELDS, LaunchSettings
-from farflung.config.setting import Value
 
 LOCAL_FILE = Path("farflung.yaml")
 
@@ -40,11 +40,15 @@ _DEEPEST = 20  # blocks in blocks; settings stand in two, and what Accelerate wr
 
 @dataclass(frozen=True)
 class Stated:
-    """A value, and the place where it stands (`train.yaml:3`); with what the user should be told about it."""
+    """A value, what states it, and where it stands (`train.yaml:3`); with what the user should be told about it."""
 
-    value: Value
-    place: str
+    value: Any
+    kind: str  # `flag`, `environment`, `file` or `default`
+    place: str = ""
     note: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.place}".rstrip()
 
 
 def own_file() -> Path:
@@ -102,7 +106,7 @@ def read_file(path: Path) -> dict[str, Stated]:
         if key in _FIELDS:
             text = _scalar(key, node, place)
             if text is not None:
-                stated[key] = Stated(_FIELDS[key].parse(text, f"{place}: {key}"), place)
+                stated[key] = Stated(_FIELDS[key].parse(text, f"{place}: {key}"), "file", place)
         elif key in BLOCKS:
             raise ConfigError(f"{place}: {key} must be a mapping, not a single value.")
         elif key not in _KNOWN:
@@ -111,7 +115,7 @@ def read_file(path: Path) -> dict[str, Stated]:
         _read_distributed_type(*entries["distributed_type"], stated)
     sizes = [said for name, said in stated.items() if name.startswith(BLOCKS["parallelism_config"])]
     if sizes:  # the block alone asks for it, in Accelerate's files
-        stated.setdefault("use_parallelism_config", Stated(True, sizes[0].place))
+        stated.setdefault("use_parallelism_config", Stated(True, "file", sizes[0].place))
     return stated
 
 
@@ -196,18 +200,19 @@ def _read_distributed_type(node: Node, place: str, stated: dict[str, Stated]) ->
             f"Use one of {', '.join(DISTRIBUTED_TYPES)}; MULTI_CPU and MULTI_GPU train with DDP."
         )
     for name, value in DISTRIBUTED_TYPES[word].items():
-        stated.setdefault(name, Stated(value, place))
+        stated.setdefault(name, Stated(value, "file", place))
     count = stated.get("num_processes")
     if word == "NO" and count is not None and isinstance(count.value, int) and count.value > 1:
         stated["num_processes"] = Stated(
             1,
+            "file",
             place,
             f"one process, as {place} says distributed_type: NO, though {count.place} says num_processes: "
             f"{count.value}. Use MULTI_CPU or MULTI_GPU, or --num_processes, for more.",
         )
 
 
-def write_file(path: Path, values: Mapping[str, Value]) -> Path:
+def write_file(path: Path, values: Mapping[str, Any]) -> Path:
     """Write the settings `values`, one line each, over an old file but never Accelerate's own, and return `path`."""
     if path.expanduser().resolve() in [theirs.resolve() for theirs in accelerate_files()]:
         raise ConfigError(f"{path} is Accelerate's own file, which Farflung reads but never writes. Choose another.")

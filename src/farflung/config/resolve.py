@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from farflung.base.errors import ConfigError
 from farflung.config import environ
@@ -19,22 +18,11 @@ _STRENGTH = {"flag": 3, "environment": 2, "file": 1, "default": 0}
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where a value came from: `flag`, `environment`, `file` or `default`, and which one."""
-
-    kind: str
-    place: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.place}".rstrip()
-
-
-@dataclass(frozen=True)
 class Resolved:
     """The settings that count, where each came from, the file that was read, and what to tell the user about them."""
 
     settings: LaunchSettings
-    origins: Mapping[str, Origin]
+    origins: Mapping[str, Stated]
     file: Path | None
     notes: tuple[str, ...] = ()
 
@@ -49,34 +37,29 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     named = flags.get("config_file") or environ.text("FARFLUNG_CONFIG_FILE") or None
     path = find_file(None if named is None else str(named))
     stated = read_file(path) if path is not None else {}
-    values: dict[str, Any] = {}
-    origins: dict[str, Origin] = {}
-    for entry in FIELDS:
-        values[entry.name], origins[entry.name] = _first(entry, flags, stated)
-    notes = _choose_the_device(values, origins)
-    _check_used(values, origins)
-    notes += [one.note for name, one in stated.items() if one.note and origins[name].kind == "file"]
+    found = {entry.name: _first(entry, flags, stated) for entry in FIELDS}
+    notes = _choose_the_device(found)
+    _check_used(found)
+    notes += [one.note for one in found.values() if one.note]
     try:
-        return Resolved(LaunchSettings.of(values), origins, path, tuple(notes))
+        settings = LaunchSettings.of({name: one.value for name, one in found.items()})
     except ConfigError as error:
-        raise explained(error, path, origins) from None
+        raise explained(error, path, found) from None
+    return Resolved(settings, found, path, tuple(notes))
 
 
-def _first(entry: Field, flags: Mapping[str, str | bool], stated: Mapping[str, Stated]) -> tuple[Any, Origin]:
+def _first(entry: Field, flags: Mapping[str, str | bool], stated: Mapping[str, Stated]) -> Stated:
     if entry.name in flags:
-        said = flags[entry.name]
-        flag = entry.flags[-1]
+        said, flag = flags[entry.name], entry.flags[-1]
         value = said if isinstance(said, bool) else entry.parse(said, flag, environ.TRUE_WORDS, environ.FALSE_WORDS)
-        return value, Origin("flag", flag)
+        return Stated(value, "flag", flag)
     value = entry.from_environment()
     if value is not None:
-        return value, Origin("environment", entry.variable)
-    if entry.name in stated:
-        return stated[entry.name].value, Origin("file", stated[entry.name].place)
-    return entry.default, Origin("default")
+        return Stated(value, "environment", entry.variable)
+    return stated.get(entry.name) or Stated(entry.default, "default")
 
 
-def _choose_the_device(values: dict[str, Any], origins: dict[str, Origin]) -> list[str]:
+def _choose_the_device(found: dict[str, Stated]) -> list[str]:
     """Decide between the CPU and GPUs (`multi_gpu`, `gpu_ids`) where both are asked for; return notes for the user.
 
     A variable that asks for the CPU is obeyed even where a flag asks for GPUs, as in Accelerate: that is how a command
@@ -85,32 +68,32 @@ def _choose_the_device(values: dict[str, Any], origins: dict[str, Origin]) -> li
     """
     notes = []
     for gpus, idle in (("multi_gpu", False), ("gpu_ids", "all")):
-        if values["use_cpu"] and values[gpus] != idle:
-            cpu, gpu = origins["use_cpu"], origins[gpus]
+        cpu, gpu = found["use_cpu"], found[gpus]
+        if cpu.value and gpu.value != idle:
             by_variable = (cpu.kind, gpu.kind) == ("environment", "flag")
             if by_variable:
                 notes.append(f"{cpu.place} asks for the CPU, so {gpu.place} starts processes on the CPU.")
             if by_variable or _STRENGTH[cpu.kind] > _STRENGTH[gpu.kind]:
-                values[gpus], origins[gpus] = idle, cpu
+                found[gpus] = replace(cpu, value=idle)
             elif _STRENGTH[gpu.kind] > _STRENGTH[cpu.kind]:
-                values["use_cpu"], origins["use_cpu"] = False, gpu
+                found["use_cpu"] = replace(gpu, value=False)
     return notes
 
 
-def _check_used(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> None:
+def _check_used(found: Mapping[str, Stated]) -> None:
     """Refuse flags and keys of a file that nothing reads: FSDP or a grid is described, and nobody asks for it.
 
     Variables may be for what the script itself makes.
     """
     for switch, prefix in (("use_fsdp", "fsdp_"), ("use_parallelism_config", "parallelism_config_")):
-        stated = [name for name in values if name.startswith(prefix) and origins[name].kind in ("flag", "file")]
-        if values[switch] is None and stated:
-            where = origins[stated[0]]
+        stated = [name for name in found if name.startswith(prefix) and found[name].kind in ("flag", "file")]
+        if found[switch].value is None and stated:
+            where = found[stated[0]]
             what = f"{where.place} ({stated[0]})" if where.kind == "file" else where.place
             raise ConfigError(f"{what} is read only with --{switch}, which is not set. Set it too.")
 
 
-def explained(error: ConfigError, path: Path | None, origins: Mapping[str, Origin]) -> ConfigError:
+def explained(error: ConfigError, path: Path | None, origins: Mapping[str, Stated]) -> ConfigError:
     """Name the option of the outer loop as the user wrote it, and the file, for readers who don't know about it."""
     written: dict[str, str] = {}  # a flag, a variable, or a line of a file
     for setting, origin in origins.items():
