@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,11 @@ import torch
 from torch import nn
 
 from farflung.accelerator.operations import extract_model_from_parallel
-from farflung.base.errors import CheckpointError, Unsupported
+from farflung.base.errors import Unsupported
 from farflung.checkpoint import paths
 from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.manager import CheckpointGroup, Saver, SaveRequest
-from farflung.checkpoint.reader import read_torch
 from farflung.checkpoint.writer import save_object
-from farflung.comm.shards import is_sharded, local
 from farflung.compat.free_functions import is_peft_model
 from farflung.process.bootstrap import join_world
 from farflung.resume import lazy, models, optimizers
@@ -45,8 +43,8 @@ def save_fsdp_model(
     plugin's `state_dict_type` is FULL_STATE_DICT, the first one writes all to `output_dir/pytorch_model_fsdp.bin`.
     """
     _only_dcp(use_dcp)
-    bare = extract_model_from_parallel(model)
-    state = _adapter(bare) if adapter_only and is_peft_model(bare) else models.model_shards(bare)
+    bare = _chosen(model, adapter_only)
+    state = models.model_shards(bare)
     name = paths.gathered_model(model_index)
     if not _gathers(fsdp_plugin):
         _write_shards(accelerator, Path(output_dir) / paths.model_shards(model_index), {"model": state})
@@ -71,11 +69,9 @@ def load_fsdp_model(
     """
     _only_dcp(use_dcp)
     folder = _parent_of(Path(input_dir), paths.model_shards(model_index))
-    bare = extract_model_from_parallel(model)
-    if adapter_only and is_peft_model(bare):
-        own = _adapter(bare)
-        _check_encoder(bare)
-        return _load_adapter(bare, own, _read(accelerator, folder, lambda: _read_adapter(folder, model_index, own)))
+    bare = _chosen(model, adapter_only)
+    if isinstance(bare, _Adapter):
+        _check_encoder(bare.whole)
     found = Checkpoint(folder, None)
     state = _read(accelerator, folder, lambda: models.read_model(bare, found, model_index, strict=True))
     return models.load(bare, state, strict=True)
@@ -203,12 +199,34 @@ def _write_whole(accelerator: Accelerator, path: Path, whole: dict[str, Any]) ->
     _group(accelerator).agree(f"Writing {path}", write)
 
 
-def _adapter(model: Any) -> dict[str, Any]:
-    """Return the weights of a PEFT model's active adapter, without its name in theirs."""
-    from peft import get_peft_model_state_dict
+class _Adapter(nn.Module):
+    """The active adapter of a PEFT model, as a module: its weights alone, without its name in theirs."""
 
-    found: dict[str, Any] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
-    return found
+    whole: Any
+
+    def __init__(self, model: Any) -> None:
+        from peft import get_peft_model_state_dict
+
+        super().__init__()
+        self.__dict__["whole"] = model  # which is no child
+        self._own: dict[str, Any] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
+        return dict(self._own)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
+        return iter(self._own.items())
+
+    def load_state_dict(self, state: Mapping[str, Any], *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        """Take weights by peft's function: what is computed for a state dict is no place to load it to."""
+        from peft import set_peft_model_state_dict
+
+        return set_peft_model_state_dict(self.whole, dict(state), adapter_name=self.whole.active_adapter)
+
+
+def _chosen(model: nn.Module, adapter_only: bool) -> nn.Module:
+    bare: nn.Module = extract_model_from_parallel(model)
+    return _Adapter(bare) if adapter_only and is_peft_model(bare) else bare
 
 
 def _check_encoder(model: Any) -> None:
@@ -222,32 +240,3 @@ def _check_encoder(model: Any) -> None:
             "load_fsdp_model: with adapter_only=True the file has the prompts of this adapter, from which the weights "
             f"of its encoder ({', '.join(computing[:3])}) can't be restored. Save and load it with adapter_only=False."
         )
-
-
-def _load_adapter(model: Any, own: dict[str, Any], read: dict[str, Any]) -> Any:
-    """Give an adapter its weights by peft's function: what is computed for a state dict is no place to load it to."""
-    from peft import set_peft_model_state_dict
-
-    with torch.no_grad():
-        for name, value in own.items():
-            if is_sharded(value):
-                local(value).copy_(read[name])
-    given = {name: value if is_sharded(value) else read[name] for name, value in own.items()}
-    return set_peft_model_state_dict(model, given, adapter_name=model.active_adapter)
-
-
-def _read_adapter(folder: Path, index: int, own: dict[str, Any]) -> dict[str, Any]:
-    path = folder / paths.gathered_model(index)
-    if path.exists():
-        whole = read_torch(path)
-        missing = own.keys() - whole.keys()
-        if missing:
-            raise CheckpointError(f"{path} lacks {len(missing)} weights of the adapter, such as {min(missing)}.")
-        return {name: models.cut(whole[name], value) for name, value in own.items()}
-    stored = lazy.ShardReader(folder / paths.model_shards(index))
-    flat = {".".join(map(str, path[1:])): name for name, path in stored.paths.items()}
-    missing = own.keys() - flat.keys()
-    if missing:
-        raise CheckpointError(f"{stored.folder} lacks {len(missing)} weights of the adapter, such as {min(missing)}.")
-    found = stored.read({flat[name]: value for name, value in own.items()})
-    return {name: found[flat[name]] for name in own}
