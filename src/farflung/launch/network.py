@@ -115,14 +115,14 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def resolve_host(host: str, called: str = "main_process_ip") -> str:
-    """Return the address of `host`, a name or an address, as this machine sees it; `called` is its setting's name."""
+def resolve_host(host: str) -> str:
+    """Return the address of `host`, a name or an address, as this machine sees it."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no host has such a name"
         raise ConfigError(
-            f"{called} is {host!r}, which this machine can't resolve: {reason}. Give the name or the address "
+            f"main_process_ip is {host!r}, which this machine can't resolve: {reason}. Give the name or the address "
             "of machine 0 alone, such as node0 or 10.0.0.1; the port has a setting of its own."
         ) from None
     return str(found[0][4][0])

@@ -17,9 +17,10 @@ from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings, check_variables, field_named, rank_variables
+from farflung.config.outer import renamed
 from farflung.launch.agent import run_agent
-from farflung.launch.network import DEFAULT_PORT, choose_interface, refuse_busy_port, resolve_host
-from farflung.launch.plan import Meeting, Plan, fit_for_cores, network_variables, one_machine, usable_cores
+from farflung.launch.network import DEFAULT_PORT, choose_interface
+from farflung.launch.plan import Meeting, Plan, fit_for_cores, meet, network_variables, one_machine, usable_cores
 from farflung.launch.report import explain
 from farflung.process import world
 
@@ -73,8 +74,6 @@ def notebook_launcher(
     check_whole("use_port", port, least=0, most=65535)
     gpus = torch.cuda.device_count()
     num_local = num_processes if num_processes is not None else max(1, gpus)
-    if node_rank >= num_nodes:
-        raise ConfigError(f"node_rank is {node_rank}; it must be below num_nodes, which is {num_nodes}.")
     if 0 < gpus < num_local:
         found = counted(gpus, "GPU")
         raise ConfigError(f"num_processes is {num_local}, but this machine has {found}; each process needs one.")
@@ -82,21 +81,30 @@ def notebook_launcher(
         fit_for_cores(num_local, "num_processes")
     precision = field_named("mixed_precision").parse(mixed_precision, "mixed_precision")
     several = num_local * num_nodes > 1
-    settings = LaunchSettings(
-        mixed_precision=str(precision),
-        use_cpu=several and gpus == 0,
-        max_restarts=max_restarts,
-        monitor_interval=monitor_interval,
-    )
+    try:
+        settings = LaunchSettings(
+            mixed_precision=str(precision),
+            use_cpu=several and gpus == 0,
+            num_machines=num_nodes,
+            machine_rank=node_rank,
+            main_process_ip=master_addr,
+            main_process_port=0 if num_nodes == 1 and port == DEFAULT_PORT else int(port),
+            rdzv_backend=rdzv_backend,
+            max_restarts=max_restarts,
+            monitor_interval=monitor_interval,
+        )
+        meeting = meet(settings) if several and not rdzv_endpoint else one_machine()
+        if rdzv_endpoint:
+            interface = choose_interface(settings, master_addr) if num_nodes > 1 else None
+            meeting = Meeting(rdzv_backend, rdzv_endpoint, {"rank": node_rank}, rdzv_id, num_nodes, interface=interface)
+    except ConfigError as error:
+        names = {"machine_rank": "node_rank", "main_process_ip": "master_addr", "main_process_port": "use_port"}
+        raise renamed(error, names) from None
     if not several:
         with environ.patched(rank_variables(settings)):
             function(*args)
         return
-    meeting = _meeting(int(port), master_addr, node_rank, num_nodes, rdzv_backend, rdzv_endpoint, rdzv_id)
     meeting = replace(meeting, conf={**meeting.conf, **(rdzv_conf or {})})
-    if num_nodes > 1:
-        there = LaunchSettings(num_machines=num_nodes, machine_rank=node_rank, main_process_ip=master_addr)
-        meeting = replace(meeting, interface=choose_interface(there, master_addr))
     _fork(function, args, num_local, settings, meeting, log_line_prefix_template)
 
 
@@ -118,20 +126,6 @@ def _check(function: object, args: object) -> None:
     check_callable("function", function, "train, without parentheses")
     if not isinstance(args, (list, tuple)):
         raise wrong_type("args", args, f"a list or a tuple, such as ({args!r},)")
-
-
-def _meeting(
-    port: int, address: str, node_rank: int, num_nodes: int, backend: str, endpoint: str, run_id: str
-) -> Meeting:
-    if num_nodes == 1 and not endpoint and port in (0, DEFAULT_PORT):
-        return one_machine(address)
-    if not endpoint:
-        resolve_host(address, "master_addr")
-        endpoint = f"{address}:{port}"
-        if node_rank == 0:
-            refuse_busy_port(port)
-    conf: dict[str, str | int] = {"rank": node_rank} if backend == "static" else {}
-    return Meeting(backend, endpoint, conf, run_id, num_nodes)
 
 
 def _fork(
