@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -55,21 +54,6 @@ _PART_WITHIN_S = 10.0
 _FIND_WITHIN = timedelta(seconds=20)
 _MEET_WITHIN = timedelta(minutes=5)
 _RESTARTS = 3
-
-
-@dataclass
-class _Replica:
-    """One replica of this machine."""
-
-    name: str
-    process: subprocess.Popen[bytes] | None = None
-    member: int = 0  # the id of its process, another one each time that it is started
-    before: int = 0  # that of the process before
-    report: Path | None = None  # where the process leaves its error; of several ranks a launcher of its own shows that
-    ended: bool = False  # and not started again
-    is_stopped: bool = False
-    start_at: float = 0.0  # when it is started again
-    restarts: list[float] = field(default_factory=list)  # when it was, in the last hour
 
 
 def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]) -> int:
@@ -149,7 +133,9 @@ class _Launcher:
         self._max_restarts = _RESTARTS if settings.max_restarts is None else settings.max_restarts
         self._is_quiet, self._tells = settings.quiet, settings.join is None
         where = "" if self._tells else f" of {self._machine}"
-        self._replicas = [_Replica(f"replica {number}{where}") for number in range(count)]
+        self._lives = [self._live(f"replica {number}{where}") for number in range(count)]
+        self._running: dict[subprocess.Popen[bytes], int] = {}  # with the ids of their members
+        self._stopped: set[int] = set()  # of these ids
         self._reports, self._num_started = Path(), 0
         self._has_own_launchers = settings.ranks_per_replica > 1
         self._shown: set[str] = set()  # errors
@@ -163,9 +149,8 @@ class _Launcher:
             self._notes.count("launchers", 1)
         with self._signals(), tempfile.TemporaryDirectory(prefix="farflung_") as folder:
             self._reports = Path(folder)
-            while not all(one.ended for one in self._replicas):
-                for one in self._replicas:
-                    self._look_after(one)
+            while self._lives:
+                self._lives = [one for one in self._lives if next(one, False)]
                 if time.monotonic() >= self._beat_at:
                     self._beat_at = time.monotonic() + _BEAT_S
                     self._beat()
@@ -187,90 +172,100 @@ class _Launcher:
             self._beat()
             others = self._notes.count("launchers")
 
-    def _look_after(self, one: _Replica) -> None:
-        if one.process is None:
-            if not one.ended and time.monotonic() >= one.start_at:
-                self._start(one)
-            return
-        code = one.process.poll()
-        if code is None:
-            return
-        one.process, was_in = None, False
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        with self._reaching_store():
-            was_in = bool(self._notes.noted("in", one.member))
-            if code:
-                self._notes.note_end(one.member, how)
-            else:
-                self._notes.note("left", one.member, "done")
-        if code == 0:
-            one.ended = self._has_finished = True
-            if not was_in and self._has_store:
-                self._say(
-                    f"warning: {one.name} has ended well, but no outer loop of it ever met the others. Pass "
-                    "membership=launched_membership() to an OuterLoop of your own"
-                )
-        elif self._asked_to_end:
-            one.ended = True
-        elif self._has_finished:
-            one.ended = True  # the others have done the work
-            self._say(f"{one.name} {how}{self._said(one, code, in_box=False)}")
-        else:
-            self._restart(one, code, how + self._said(one, code), was_in)
+    def _live(self, name: str) -> Iterator[bool]:
+        """Start a replica, and again after a while that grows if it is lost, but not if it never met others.
 
-    def _said(self, one: _Replica, code: int, in_box: bool = True) -> str:
+        Yields at each look, until it is not started again.
+        """
+        restarts: list[float] = []  # of the last hour
+        members: list[int] = []  # of its last two processes: others may have yet to read how the last one ended
+        while not self._asked_to_end:
+            process, report = self._start(name, members)
+            while (code := process.poll()) is None:
+                yield True
+            del self._running[process]
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            was_in = self._note_end(members[-1], code, how)
+            if code == 0:
+                self._has_finished = True
+                if not was_in and self._has_store:
+                    self._say(
+                        f"warning: {name} has ended well, but no outer loop of it ever met the others. Pass "
+                        "membership=launched_membership() to an OuterLoop of your own"
+                    )
+            if code == 0 or self._asked_to_end:
+                return
+            how += self._said(name, report, code)
+            if self._has_finished:  # the others have done the work
+                self._say(f"{name} {how}")
+                return
+            now = time.monotonic()
+            restarts = [at for at in restarts if now - at < _HOUR_S]
+            was_killed = code < 0 or code > 128  # so that a launcher under this one says it, too
+            if not (was_in or was_killed) or len(restarts) >= self._max_restarts or not self._has_store:
+                self._code = 128 - code if code < 0 else code
+                self._say(f"{name} {how}; it is not started again")
+                return
+            wait_s = min(_FIRST_WAIT_S * 2 ** len(restarts), _LONGEST_WAIT_S)
+            restarts.append(now)
+            which = f"restart {len(restarts)} of {self._max_restarts} within an hour"
+            self._say(f"{name} {how}; it starts again in {wait_s:g} s ({which})")
+            while time.monotonic() < now + wait_s and not self._asked_to_end:
+                yield True
+
+    def _note_end(self, member: int, code: int, how: str) -> bool:
+        """Tell how a member's process has ended; return whether it has met others."""
+        was_in: bool = False
+        with self._reaching_store():
+            was_in = bool(self._notes.noted("in", member))
+            if code:
+                self._notes.note_end(member, how)
+            else:
+                self._notes.note("left", member, "done")
+        return was_in
+
+    def _said(self, name: str, report: Path | None, code: int) -> str:
         """Return in brackets the error that a replica has reported; show all of it, once if several report the same."""
-        if one.report is None or not one.report.exists():
+        if report is None or not report.exists():
             return ""
-        failure = Failure.of(0, code, read_report(one.report))
+        failure = Failure.of(0, code, read_report(report))
         line = in_short(failure)
-        if in_box and line not in self._shown:
+        if not self._has_finished and line not in self._shown:
             self._shown.add(line)
-            show([failure], checkpoint=newest_checkpoint(self._reports), name=one.name)
+            show([failure], checkpoint=newest_checkpoint(self._reports), name=name)
         return f" ({line})" if failure.traceback else ""
 
-    def _restart(self, one: _Replica, code: int, how: str, was_in: bool) -> None:
-        """Have a replica started again, after a while that grows; not one that never got as far as to meet others."""
-        now = time.monotonic()
-        one.restarts = [at for at in one.restarts if now - at < _HOUR_S]
-        was_killed = code < 0 or code > 128  # so that a launcher under this one says it, too
-        if (was_in or was_killed) and len(one.restarts) < self._max_restarts and self._has_store:
-            wait_s = min(_FIRST_WAIT_S * 2 ** len(one.restarts), _LONGEST_WAIT_S)
-            one.restarts.append(now)
-            one.start_at = now + wait_s
-            which = f"restart {len(one.restarts)} of {self._max_restarts} within an hour"
-            self._say(f"{one.name} {how}; it starts again in {wait_s:g} s ({which})")
-        else:
-            one.ended, self._code = True, 128 - code if code < 0 else code
-            self._say(f"{one.name} {how}; it is not started again")
-
-    def _start(self, one: _Replica) -> None:
+    def _start(self, name: str, members: list[int]) -> tuple[subprocess.Popen[bytes], Path | None]:
+        """Start a process; return it, and where it leaves its error, which a launcher of its own would show."""
+        member, report = 0, None
         with self._reaching_store():
             member = self._notes.count("ids", 1)
-            self._notes.note("name", member, one.name)
+            self._notes.note("name", member, name)
             self._notes.note("machine", member, self._machine)
-            if one.before:
-                self._notes.forget(one.before)
-            one.before, one.member = one.member, member
-        told = dict(zip(environ.MEMBER_VARIABLES, (self._where, str(one.member)), strict=True))
+            if len(members) == 2:
+                self._notes.forget(members.pop(0))
+        members.append(member)
+        told = dict(zip(environ.MEMBER_VARIABLES, (self._where, str(member)), strict=True))
         if not self._has_own_launchers:
             self._num_started += 1
-            one.report = self._reports / "run" / f"attempt_{self._num_started}" / "0" / "error.json"
-            one.report.parent.mkdir(parents=True)
-            told[ERROR_FILE] = str(one.report)
-        one.process = subprocess.Popen(self._command, env=lone_environment({**self._variables, **told}))
+            report = self._reports / "run" / f"attempt_{self._num_started}" / "0" / "error.json"
+            report.parent.mkdir(parents=True)
+            told[ERROR_FILE] = str(report)
+        process = subprocess.Popen(self._command, env=lone_environment({**self._variables, **told}))
+        self._running[process] = member
+        return process, report
 
     def _beat(self) -> None:
         with self._reaching_store():
             self._notes.count(f"beat/{self._machine}", 1)
-            for one in self._replicas:
-                is_stopped = one.process is not None and _is_stopped(one.process.pid)
-                if is_stopped != one.is_stopped:
-                    one.is_stopped = is_stopped
+            for process, member in self._running.items():
+                is_stopped = _is_stopped(process.pid)
+                if is_stopped != (member in self._stopped):
+                    self._stopped ^= {member}
                     if is_stopped:
-                        self._notes.note("stopped", one.member)
+                        self._notes.note("stopped", member)
                     else:
-                        self._notes.forget(one.member, "stopped")
+                        self._notes.forget(member, "stopped")
             if self._tells:
                 for line in self._notes.take_told():
                     self._say(line)
@@ -295,11 +290,9 @@ class _Launcher:
 
         def pass_on(number: int, frame: FrameType | None) -> None:
             is_first, self._asked_to_end = not self._asked_to_end, number
-            for one in self._replicas:
-                one.ended |= one.process is None
-                if one.process is not None:
-                    with suppress(ProcessLookupError):
-                        one.process.send_signal(number if is_first else signal.SIGKILL)
+            for process in self._running:
+                with suppress(ProcessLookupError):
+                    process.send_signal(number if is_first else signal.SIGKILL)
             signal.setitimer(signal.ITIMER_REAL, _END_WITHIN_S)
 
         heeded = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
