@@ -123,8 +123,7 @@ def ask_outer(answers: Mapping[str, Value]) -> dict[str, Value]:
         )
         if click.confirm(question):
             count, islands = machines, {"island_size": HOST}
-    found = found_rate() if machines > 1 else None
-    rate = _number("What is the bandwidth of each process's network link, such as 1Gbit?", parse_rate, found)
+    rate = _number("What is the bandwidth of each process's network link, such as 1Gbit?", parse_rate)
     latency = _number("What is the one-way latency (half of a ping's round trip)?", parse_seconds, "1ms")
     parameters = _number("How many trainable parameters does the model have, such as 124M?", parse_count)
     step = _number("How long does one optimizer step take without communication, such as 500ms?", parse_seconds)
@@ -147,17 +146,6 @@ def _number(question: str, parse: Callable[[str, str], Any], default: str | None
             raise click.UsageError(str(error)) from None
 
     return click.prompt(question, default=default, value_proc=read)
-
-
-def found_rate(root: Path = Path("/")) -> str | None:
-    """Return how fast the network interface is that leads out of this machine: `1000Mbit`; None: it isn't known."""
-    try:
-        routes = [line.split() for line in (root / "proc/net/route").read_text().splitlines()[1:]]
-        name = next(route[0] for route in routes if route[1] == "00000000")
-        megabits = int((root / "sys/class/net" / name / "speed").read_text())
-    except (OSError, ValueError, LookupError, StopIteration):
-        return None
-    return f"{megabits}Mbit" if megabits > 0 else None
 
 
 def _say_if_hidden(path: Path) -> None:
