@@ -236,6 +236,14 @@ def test_a_replica_of_several_ranks_is_started_again_if_one_of_them_dies(home):
         assert run.ended() == 0
 
 
+def test_replicas_of_several_ranks_are_started_from_a_file(farflung, home):
+    (home / "train.py").write_text("import os\nprint(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)")
+    (home / "farflung.yaml").write_text("use_cpu: true\nelastic: 1:2\nranks_per_replica: 2\n")
+    done = farflung("launch", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "0 of 2", "1 of 2"]
+
+
 @pytest.mark.usefixtures("warm")
 def test_one_replica_writes_the_checkpoint_from_which_another_number_of_them_goes_on(farflung, home):
     (home / "train.py").write_text(RESUMES)

@@ -395,18 +395,6 @@ def launched_outer(make: Callable[..., Outer] = OuterSettings) -> Outer | None: 
         raise renamed(error, {option: entry.variable for option, entry in entries.items()}) from None
 
 
-def command_words(settings: LaunchSettings) -> list[str]:
-    """Return the flags that state these settings, as far as they are not the defaults."""
-    words = []
-    for entry in FIELDS:
-        value = settings.value(entry.name)
-        if value == entry.default or value is None:
-            continue
-        flag = max(entry.flags, key=len)
-        words += [flag if value else f"--no_{flag[2:]}"] if entry.is_switch else [flag, entry.text(value)]
-    return words
-
-
 def rank_variables(settings: LaunchSettings) -> dict[str, str]:
     """Return the environment variables that tell the ranks what was set; what was left open is left out."""
     told = {}

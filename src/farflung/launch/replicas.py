@@ -30,7 +30,7 @@ import psutil  # type: ignore[import-untyped]
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.config import environ
-from farflung.config.launch import LaunchSettings, command_words
+from farflung.config.launch import LaunchSettings
 from farflung.launch.agent import newest_checkpoint, read_report
 from farflung.launch.network import choose_interface, is_loopback, resolve_host
 from farflung.launch.plan import (
@@ -90,7 +90,8 @@ def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]
         click.echo(f"farflung: {counted(count, 'replica')} of a run at {where}{said}", err=True)
     command = command_line(own, script, arguments, reported=True)
     if settings.ranks_per_replica > 1:
-        command = (sys.executable, "-m", "farflung", "launch", *command_words(own), script, *arguments)
+        stated = json.dumps(dataclasses.asdict(own))  # whatever files and variables say
+        command = (sys.executable, "-m", "farflung", "launch", "--stated", stated, script, *arguments)
     return _Launcher(settings, command, variables, store, where, count).run()
 
 

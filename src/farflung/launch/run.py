@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Collection
@@ -33,8 +34,9 @@ overrules a flag for GPUs.
 """
 
 
-def _launch(script: str, script_args: tuple[str, ...], **params: Any) -> None:
-    sys.exit(launch_script(resolve(given(params)), script, script_args, exec_alone=True))
+def _launch(script: str, script_args: tuple[str, ...], stated: str | None, **params: Any) -> None:
+    resolved = Resolved(LaunchSettings(**json.loads(stated)), {}, None) if stated else resolve(given(params))
+    sys.exit(launch_script(resolved, script, script_args, exec_alone=True))
 
 
 def launch_script(resolved: Resolved, script: str, script_args: tuple[str, ...], exec_alone: bool = False) -> int:
@@ -123,6 +125,7 @@ launch = SettingsCommand(
     "launch",
     params=[
         *launch_options(),
+        click.Option(["--stated"], hidden=True),  # all settings in JSON, for a launcher under that of replicas
         click.Argument(["script"]),
         click.Argument(["script_args"], nargs=-1, type=click.UNPROCESSED),
     ],
