@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,8 @@ from farflung.big_model import tensors
 from farflung.big_model.hooks import align_module_device, has_offloaded_params, weights_of
 from farflung.big_model.offload import Folder, Index, load_offloaded_weight, offload_weight, save_offload_index
 from farflung.checkpoint import paths
-from farflung.checkpoint.files import inside, is_file
-from farflung.checkpoint.reader import damage_as, read_weights
-
-_Source: TypeAlias = "Path | dict[str, Tensor]"  # a file with weights, or what was in it
+from farflung.checkpoint.files import inside
+from farflung.checkpoint.reader import read_weights
 
 _log = logging.getLogger(__name__)
 
@@ -41,34 +39,26 @@ def load_state_dict(
         ConfigError: the file was written for another framework.
     """
     path = Path(checkpoint_file)
-    if not _is_safe(path):
-        return read_weights(path)
+    weights = _read(path)
     devices = {"": "cpu", **(device_map or {})}
-    found = {}
-    for name, tensor in _read_one_by_one(path):
+    for name, tensor in weights.items() if path.suffix == ".safetensors" else ():
         device = tensors.device_for(name, devices)
-        found[name] = tensor.to(tensors.as_device("cpu" if device == "disk" else device))
-    return found
+        weights[name] = tensor.to(tensors.as_device("cpu" if device == "disk" else device))
+    return weights
 
 
-def _read_one_by_one(path: _Source) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a file; of a safetensors file, only one of them is in memory at a time."""
-    if not isinstance(path, Path):
-        yield from path.items()
-        return
-    if not _is_safe(path):
-        yield from read_weights(path).items()
-        return
-    is_file(path)
-    with damage_as(f"{path} can't be read, so it is missing or damaged"), safe_open(path, framework="pt") as file:
-        kind = (file.metadata() or {}).get("format", "pt")
-        for name in file.keys() if kind == "pt" else ():
-            yield name, file.get_tensor(name)
-    if kind != "pt":
-        raise ConfigError(f"{path} holds weights for {kind!r}. Save them for PyTorch ('pt').")
+def _read(path: Path) -> dict[str, Tensor]:
+    """Return the weights in a file; those of a safetensors file are mapped, and read when they are used."""
+    weights = read_weights(path)
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            kind = (file.metadata() or {}).get("format", "pt")
+        if kind != "pt":
+            raise ConfigError(f"{path} holds weights for {kind!r}. Save them for PyTorch ('pt').")
+    return weights
 
 
-def _files_of(checkpoint: Path) -> tuple[list[_Source], set[str] | None]:
+def _files_of(checkpoint: Path) -> tuple[list[Path], set[str] | None]:
     """Return the files with weights, and the names in them where an index says them."""
     if checkpoint.is_dir():
         for name in (paths.model(0, safe=False), paths.model(0)):  # Accelerate's order
@@ -88,21 +78,10 @@ def _files_of(checkpoint: Path) -> tuple[list[_Source], set[str] | None]:
     try:
         index = json.loads(checkpoint.read_text(encoding="utf-8"))
         weight_map: dict[str, str] = index.get("weight_map", index)
-        files: list[_Source] = [checkpoint.parent / inside(name) for name in sorted(set(weight_map.values()))]
+        files = [checkpoint.parent / inside(name) for name in sorted(set(weight_map.values()))]
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{checkpoint} is no index of weights: {error}") from error
     return files, set(weight_map)
-
-
-def _is_safe(path: Path) -> bool:
-    return path.suffix == ".safetensors"
-
-
-def _names_in(path: _Source) -> set[str]:
-    if not isinstance(path, Path):
-        return set(path)
-    with damage_as(f"{path} can't be read, so it is missing or damaged"), safe_open(path, framework="pt") as file:
-        return set(file.keys())
 
 
 def load_checkpoint_in_model(
@@ -146,14 +125,21 @@ def load_checkpoint_in_model(
         tensors.check_tied_parameters_on_same_device(ties, device_map)
     files, names = _files_of(Path(checkpoint))
     is_reader = not broadcast_from_rank0 or dist.get_rank() == 0
+    sources: Iterable[dict[str, Tensor]] = map(_read, files)  # one file at a time
     if is_reader:
-        if names is None:  # torch's files are read whole to know their names, so they are kept
-            files = [file if _is_safe(file) else read_weights(file) for file in files if isinstance(file, Path)]
-            names = set().union(*map(_names_in, files))
+        if names is None:
+            sources = [_read(files[0])]
+            names = set(sources[0])
         _check_names(model, checkpoint, names, ties, strict)
     is_sharded = dist.is_available() and dist.is_initialized() and device_map is None and dtype is None
     if is_sharded:
-        _load_sharded(model, files if is_reader else [], len(files), full_state_dict, broadcast_from_rank0)
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        options = StateDictOptions(
+            full_state_dict=full_state_dict, strict=False, broadcast_from_rank0=broadcast_from_rank0
+        )
+        for weights in sources if is_reader else [{}] * len(files):
+            set_model_state_dict(model, dict(weights), options=options)
     elif broadcast_from_rank0 or not full_state_dict:
         raise ConfigError(
             "full_state_dict=False and broadcast_from_rank0 are for models that are sharded over a process group; "
@@ -161,7 +147,7 @@ def load_checkpoint_in_model(
         )
     else:
         kind, keep = tensors.as_dtype(dtype), keep_in_fp32_modules or ()
-        _load_each(model, files, names or set(), device_map, offload_folder, kind, offload_buffers, keep)
+        _load_each(model, sources, names or set(), device_map, offload_folder, kind, offload_buffers, keep)
     read = names or set()  # their dtype is the one that was asked for
     tensors.retie_parameters(model, [sorted(group, key=lambda name: name not in read) for group in ties])
 
@@ -190,19 +176,9 @@ def _check_names(
         _log.warning("%s in %s were not used when loading, as the model has no place for them", unexpected, checkpoint)
 
 
-def _load_sharded(model: nn.Module, files: list[_Source], num_files: int, full: bool, broadcast: bool) -> None:
-    """Load into a model that may be split over ranks; `files` is empty where rank 0 reads for all."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    options = StateDictOptions(full_state_dict=full, strict=False, broadcast_from_rank0=broadcast)
-    for number in range(num_files):
-        shard: dict[str, Any] = dict(_read_one_by_one(files[number])) if files else {}
-        set_model_state_dict(model, shard, options=options)
-
-
 def _load_each(
     model: nn.Module,
-    files: list[_Source],
+    sources: Iterable[dict[str, Tensor]],
     names: set[str],
     device_map: Mapping[str, tensors.Device] | None,
     folder: Folder | None,
@@ -210,7 +186,7 @@ def _load_each(
     offload_buffers: bool,
     keep_in_fp32: Sequence[str],
 ) -> None:
-    """Put the weights of files, which have these `names`, where a device map wants them."""
+    """Put weights, which have these `names`, where a device map wants them."""
     if device_map is not None and "disk" in device_map.values():
         if folder is None:
             raise ConfigError("The device map sends modules to the disk, and no offload_folder says where.")
@@ -219,48 +195,37 @@ def _load_each(
     staying = set() if offload_buffers else {name for name, _ in model.named_buffers()}
     index: Index = {}
     lost = set(names)
-    for name, value in (item for path in files for item in _read_one_by_one(path)):
+
+    def place(name: str, value: Tensor) -> Tensor | None:
+        """Give the model a weight, on the device of the map; return what is to be written where that is the disk."""
+        is_kept = dtype == torch.float16 and any(name == kept or f"{kept}." in name for kept in keep_in_fp32)
+        kind = torch.float32 if is_kept else dtype
+        old = tensors.get_tensor(model, name)
+        if device_map is None and kind is None and not old.is_meta:
+            if old.shape != value.shape:
+                raise ConfigError(f"{name} has shape {list(old.shape)}, and the value for it {list(value.shape)}.")
+            with torch.no_grad():
+                old.copy_(value)  # an optimizer may hold the parameter
+            return None
+        device = ("cpu" if old.is_meta else old.device) if device_map is None else tensors.device_for(name, device_map)
+        if device != "disk" or name in staying:  # beside its module in memory, not with the module's weights
+            there = "cpu" if device == "disk" else device
+            tensors.set_module_tensor_to_device(model, name, there, value, kind, clear_cache=False)
+            return None
+        stored = value.to(old.dtype if kind is None else kind) if value.is_floating_point() else value
+        tensors.set_module_tensor_to_device(model, name, "meta", dtype=stored.dtype)
+        return stored
+
+    for name, value in (item for weights in sources for item in weights.items()):
         lost.discard(name)
-        if name in own:
-            is_kept = dtype == torch.float16 and any(name == kept or f"{kept}." in name for kept in keep_in_fp32)
-            for_disk = _place(model, name, value, torch.float32 if is_kept else dtype, device_map, name in staying)
-            if for_disk is not None:
-                assert folder is not None
-                offload_weight(for_disk, name, folder, index, own=before)
+        for_disk = place(name, value) if name in own else None
+        if for_disk is not None:
+            assert folder is not None
+            offload_weight(for_disk, name, folder, index, own=before)
     if folder is not None:
         save_offload_index(index, folder)
     if lost:
         raise CheckpointError(f"The index names {sorted(lost)}, and the files lack them, so the model is incomplete.")
-
-
-def _place(
-    model: nn.Module,
-    name: str,
-    value: Tensor,
-    dtype: torch.dtype | None,
-    device_map: Mapping[str, tensors.Device] | None,
-    stays: bool,
-) -> Tensor | None:
-    """Give a model a weight, on the device of the map; return what is to be written where that is the disk.
-
-    What `stays` is beside its module in memory, not with the module's weights on the disk.
-    """
-    old = tensors.get_tensor(model, name)
-    if device_map is None and dtype is None and not old.is_meta:
-        if old.shape != value.shape:
-            raise ConfigError(f"{name} has shape {list(old.shape)}, and the value for it {list(value.shape)}.")
-        with torch.no_grad():
-            old.copy_(value)  # an optimizer may hold the parameter
-        return None
-    device = ("cpu" if old.is_meta else old.device) if device_map is None else tensors.device_for(name, device_map)
-    if device != "disk" or stays:
-        tensors.set_module_tensor_to_device(
-            model, name, "cpu" if device == "disk" else device, value, dtype, clear_cache=False
-        )
-        return None
-    stored = value.to(old.dtype if dtype is None else dtype) if value.is_floating_point() else value
-    tensors.set_module_tensor_to_device(model, name, "meta", dtype=stored.dtype)
-    return stored
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Folder) -> None:
