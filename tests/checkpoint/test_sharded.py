@@ -82,7 +82,7 @@ def test_code_in_a_value_is_neither_written_nor_run(tmp_path, torchs):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"x": Bomb(tmp_path / "ran")}, storage_writer=dcp.FileSystemWriter(tmp_path / "bad"), no_dist=True)
-    with pytest.raises(CheckpointError, match="it holds something that would run code"):
+    with pytest.raises(CheckpointError, match=r"bad was not loaded: .*mkdir"):
         ShardReader(tmp_path / "bad").read({"x": None})
     assert not (tmp_path / "ran").exists()
 

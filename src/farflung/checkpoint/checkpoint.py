@@ -15,7 +15,7 @@ from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.files import is_file, kind_of, sums_of
 from farflung.checkpoint.manifest import Manifest, manifest_path, names_of
-from farflung.checkpoint.reader import DAMAGE, read_torch
+from farflung.checkpoint.reader import read_torch
 
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 _READERS = 4  # files that are read at a time
@@ -195,5 +195,5 @@ def _written_at(folder: Path) -> float:
     try:
         manifest = Manifest.read(folder)
         return folder.stat().st_mtime if manifest is None else manifest.written_at
-    except (CheckpointError, *DAMAGE):
+    except (CheckpointError, OSError):
         return 0.0

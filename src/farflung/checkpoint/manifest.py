@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from farflung.base.errors import CheckpointError
 from farflung.checkpoint import paths
 from farflung.checkpoint.files import inside, is_file
+from farflung.checkpoint.reader import damage_as
 from farflung.checkpoint.writer import FileWriter
 
 _FORMAT = 1
@@ -59,7 +60,7 @@ class Manifest:
         path = manifest_path(folder)
         if not is_file(path):
             return None
-        try:
+        with damage_as(f"{path} is damaged"):
             content = json.loads(path.read_bytes())
             digest = content.pop("crc32")
             if digest != _digest(content):
@@ -71,8 +72,6 @@ class Manifest:
             found = cls(files=files, **content)
             if not all(steps is None or type(steps) is int for steps in found.optimizer_steps or ()):
                 raise ValueError(f"optimizer_steps is {found.optimizer_steps}")
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged: {str(error)[:200]}") from error
         for name in files:
             inside(name)
         return found

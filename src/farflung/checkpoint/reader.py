@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pickle
-import struct
 from codecs import encode
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,29 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from farflung.base.errors import CheckpointError
 from farflung.checkpoint.files import is_file
-
-# What broken files make the readers of torch and safetensors raise.
-DAMAGE = (
-    OSError,
-    RuntimeError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    EOFError,
-    MemoryError,
-    OverflowError,
-    RecursionError,
-    pickle.UnpicklingError,
-    struct.error,
-    SafetensorError,
-)
 
 _NUMPY_CORE: Any = getattr(np, "_core", None) or np.core  # its name until numpy 1
 # What an array of numbers is made of when it is unpickled. None of them runs code of the file's choosing.
@@ -64,9 +44,8 @@ def damage_as(what: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except DAMAGE as error:
-        reason = repr(error) if isinstance(error, KeyError) else str(error)  # of a KeyError that is the key alone
-        raise CheckpointError(f"{what}: {reason:.300}") from error
+    except Exception as error:
+        raise CheckpointError(f"{what}: {_reason(error)}") from error
 
 
 def allowed() -> list[Any]:
@@ -92,15 +71,18 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 def read_torch(path: Path) -> Any:
     """Return what `torch.save` wrote, on the CPU; CheckpointError where it is damaged, not there, or would run code."""
-    with _explained(path):
+    is_file(path)
+    with reading(path):
         return load(path, map_location="cpu")
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    is_file(path)
+def reading(path: Path) -> Iterator[None]:
+    """Raise CheckpointError for all that is wrong with a file, or a folder of shards, that is read in this block."""
     try:
         yield
+    except CheckpointError:
+        raise
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist.") from error
     except pickle.UnpicklingError as error:
@@ -108,13 +90,14 @@ def _explained(path: Path) -> Iterator[None]:
             f"{path} was not loaded: {_reason(error)}. Only tensors, numbers, texts and their lists and dictionaries "
             "are; a class of yours that is safe to build may be named with torch.serialization.add_safe_globals."
         ) from error
-    except DAMAGE as error:
+    except Exception as error:
         raise CheckpointError(f"{path} can't be read, so it is damaged: {_reason(error)}") from error
 
 
 def read_weights(path: Path) -> dict[str, Any]:
     """Return the weights in a file of either format, by name; CheckpointError where it holds something else."""
-    with _explained(path):
+    is_file(path)
+    with reading(path):
         weights = load_file(path, device="cpu") if path.suffix == ".safetensors" else load(path, map_location="cpu")
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise CheckpointError(f"{path} holds a {type(weights).__name__}, not weights by name.")
@@ -123,6 +106,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 def _reason(error: BaseException) -> str:
     """Return the first lines of an error that say something; torch's go on for a page."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = repr(error) if isinstance(error, KeyError) else str(error)  # of a KeyError that is the key alone
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     unsupported = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), None)
     return (unsupported or (lines[0] if lines else type(error).__name__))[:300]

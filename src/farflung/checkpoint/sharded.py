@@ -36,14 +36,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
-from torch.futures import Future
 
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import paths
 from farflung.checkpoint.entries import FolderEntry
 from farflung.checkpoint.files import inside, is_file
 from farflung.checkpoint.manifest import FileRecord
-from farflung.checkpoint.reader import damage_as, load
+from farflung.checkpoint.reader import load, reading
 from farflung.checkpoint.writer import FileWriter, save_object
 from farflung.comm.shards import is_sharded, local
 
@@ -206,19 +205,16 @@ class ShardReader:
         """
         wanted = {name: self.like(name) if given is None else given for name, given in names.items()}
         planner = _Filler(wanted, self.dtypes)
-        reader = _Reader(self.folder)
-        with damage_as(f"{self.folder} can't be read"):
+        reader = FileSystemReader(self.folder)
+        with reading(self.folder):
             planner.set_up_planner(dict(wanted), self._metadata)
             reader.set_up_storage_reader(self._metadata, False)
             plan = planner.create_local_plan()
             planner.check(plan)
-            try:
-                reader.read_data(plan, planner).wait()
-            except pickle.UnpicklingError as error:
-                raise CheckpointError(
-                    f"{self.folder} was not loaded: it holds something that would run code. Only tensors, numbers, "
-                    "texts and their lists and dictionaries are loaded."
-                ) from error
+            for name in {self._metadata.storage_data[item.storage_index].relative_path for item in plan.items}:
+                if not is_file(self.folder / name):
+                    raise CheckpointError(f"{self.folder} lacks the file {name}.")
+            reader.read_data(plan, planner).wait()
         return planner.found
 
     def read_whole(self) -> Any:
@@ -256,14 +252,6 @@ def merge_shards(folder: Path, target: Path, safe: bool = True, remove: bool = F
     return path
 
 
-class _Reader(FileSystemReader):
-    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
-            if not is_file(Path(self.path) / inside(name)):
-                raise CheckpointError(f"{self.path} lacks the file {name}.")
-        return super().read_data(plan, planner)
-
-
 class _Filler(DefaultLoadPlanner):
     """Reads into memory of its own, so that what is there stays as it is until all has been read."""
 
@@ -298,11 +286,8 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / paths.SHARDS_INDEX
     if not is_file(path):
         raise CheckpointError(f"{path} does not exist: the checkpoint is not complete, or it is none of DCP.")
-    with damage_as(f"{path} can't be read, so it is damaged"), open(path, "rb") as file:
-        try:
-            return _metadata(_Unpickler(file).load())
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(f"{path} was not loaded: {error}") from error
+    with reading(path), open(path, "rb") as file:
+        return _metadata(_Unpickler(file).load())
 
 
 class _Unpickler(pickle.Unpickler):
@@ -325,7 +310,7 @@ class _Unpickler(pickle.Unpickler):
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a description of tensors.")
+        raise TypeError(f"it names {module}.{name}, which is not part of a description of tensors")
 
 
 class _Record:
