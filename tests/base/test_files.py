@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from farflung.base.files import AtomicFile, open_lines
+from farflung.base.files import atomic_file, open_lines
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def old(tmp_path):
 
 def test_a_map_of_the_old_file_stays_and_the_new_one_has_its_permissions(old):
     with open(old, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        with AtomicFile(old) as path:
+        with atomic_file(old) as path:
             path.write_text("n")
             assert old.read_text() == "old"
         assert mapped[:] == b"old"
@@ -33,7 +33,7 @@ def test_an_error_leaves_the_old_file_and_nothing_else(old):
         path.write_text("n")
         raise KeyError
 
-    with pytest.raises(KeyError), AtomicFile(old) as path:
+    with pytest.raises(KeyError), atomic_file(old) as path:
         written(path)
     assert [path.read_text() for path in old.parent.iterdir()] == ["old"]
 
@@ -41,18 +41,18 @@ def test_an_error_leaves_the_old_file_and_nothing_else(old):
 def test_of_a_link_the_file_is_replaced_and_a_device_or_a_folder_never(old, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(old)
-    with AtomicFile(link) as path:
+    with atomic_file(link) as path:
         path.write_text("new")
     assert (link.is_symlink(), old.read_text()) == (True, "new")
-    with AtomicFile(os.devnull) as path:
+    with atomic_file(os.devnull) as path:
         path.write_text("nothing")
     assert not os.path.isfile(os.devnull)
-    with pytest.raises(IsADirectoryError), AtomicFile(tmp_path) as path:
+    with pytest.raises(IsADirectoryError), atomic_file(tmp_path) as path:
         path.write_text("n")
 
 
 def test_a_name_as_long_as_a_name_may_be_can_be_written(tmp_path):
-    with AtomicFile(tmp_path / ("ü" * 127)) as path:
+    with atomic_file(tmp_path / ("ü" * 127)) as path:
         path.write_text("n")
     assert [path.name for path in tmp_path.iterdir()] == ["ü" * 127]
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from farflung.base.errors import CheckpointError, ConfigError
-from farflung.base.files import AtomicFile
+from farflung.base.files import atomic_file
 from farflung.base.tensor_memory import bytes_of
 from farflung.big_model.tensors import Device, as_dtype
 from farflung.checkpoint.files import inside
@@ -44,7 +44,7 @@ def offload_weight(
     path, content = _file_of(offload_folder, weight_name), bytes_of(weight)
     _check_unused(path, content, own)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with AtomicFile(path) as beside:  # a tensor may still read the old file
+    with atomic_file(path) as beside:  # a tensor may still read the old file
         content.tofile(beside)
     return index
 
@@ -102,7 +102,7 @@ def save_offload_index(index: Index | None, offload_folder: Folder) -> None:
     """Add `index` to the index of a folder; without entries, nothing happens."""
     if index:
         merged = {**read_offload_index(offload_folder), **index}
-        with AtomicFile(Path(offload_folder, INDEX)) as path:
+        with atomic_file(Path(offload_folder, INDEX)) as path:
             path.write_text(json.dumps(merged, indent=2), encoding="utf-8")
 
 

@@ -10,6 +10,7 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import ConfigError
-from farflung.base.files import AtomicFile
+from farflung.base.files import atomic_file
 from farflung.base.tensor_memory import bytes_of, memory_of
 from farflung.checkpoint.files import crc32
 
@@ -61,8 +62,9 @@ class FileWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], threaded: bool = True) -> None:
-        self._aside = AtomicFile(path)
-        self._disk = _Disk(self._aside.path)
+        self._open = ExitStack()
+        self._disk = _Disk(self._open.enter_context(atomic_file(path)))
+        self._open.callback(self._disk.close)
         self._threaded = threaded
         self.num_bytes = 0
         self.crc32 = 0  # of what was written; of all of it once the block has been left
@@ -141,19 +143,15 @@ class FileWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_whole = False
-        try:
+        with self._open:
             if self._thread is not None:
                 self._full.put(None)
                 self._thread.join()
             if self.failure is not None and isinstance(error, RuntimeError):
                 raise self.failure from None  # torch only says that its file is not as long as it should be
-            if error is None:
-                self._finish()
-                is_whole = True
-        finally:
-            self._disk.close()
-            self._aside.commit() if is_whole else self._aside.discard()
+            if error is not None:
+                raise error
+            self._finish()
 
 
 class _Disk:

@@ -13,7 +13,7 @@ import yaml
 
 from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError
-from farflung.base.files import AtomicFile
+from farflung.base.files import atomic_file
 from farflung.config.files import BLOCKS, find_file, own_file, read_file
 from farflung.config.launch import FIELDS
 
@@ -58,11 +58,11 @@ class BaseConfig:
         return {name: value for name, value in said.items() if value not in (None, {})}
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:
-        with AtomicFile(yaml_file) as path:
+        with atomic_file(yaml_file) as path:
             path.write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
 
     def to_json_file(self, json_file: str | Path) -> None:
-        with AtomicFile(json_file) as path:
+        with atomic_file(json_file) as path:
             path.write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

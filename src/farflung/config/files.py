@@ -17,7 +17,7 @@ from yaml.events import CollectionEndEvent, CollectionStartEvent
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from farflung.base.errors import ConfigError, Unsupported, did_you_mean
-from farflung.base.files import FORMER_NAME, AtomicFile
+from farflung.base.files import FORMER_NAME, atomic_file
 from farflung.config import environ
 from farflung.config.foreign import DISTRIBUTED_TYPES, FOREIGN_KEYS
 from farflung.config.launch import FIELDS, LaunchSettings
@@ -221,7 +221,7 @@ def write_file(path: Path, values: Mapping[str, Any]) -> Path:
     text = "# Settings of `farflung launch`; `farflung launch --help` explains each.\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with AtomicFile(path) as aside:
+        with atomic_file(path) as aside:
             aside.write_text(text + yaml.safe_dump(said, sort_keys=False, allow_unicode=True), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} can't be written: {error.strerror}. Name another file.") from error

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from farflung.base.errors import FarflungError
-from farflung.base.files import AtomicFile
+from farflung.base.files import atomic_file
 from farflung.config import environ
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -109,7 +109,7 @@ def _write_report(message: str, details: dict[str, Any]) -> None:
     now = time.time()
     details |= {"timestamp": str(int(now)), "precise_timestamp": now}
     try:
-        with AtomicFile(path) as part:  # this process may be ended at any moment
+        with atomic_file(path) as part:  # this process may be ended at any moment
             part.write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8")
     except OSError as problem:
         print(f"The failure could not be written to {path} for the launcher: {problem}", file=sys.stderr)
