@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from farflung.checkpoint import entries
+from farflung.checkpoint.entries import Entry
+from farflung.checkpoint.sharded import ShardedEntry
 from farflung.testing.patience import patience
 
 PHASES = {
@@ -101,17 +102,22 @@ def lives_until(others_know: Callable[[], object], most_s: float = 5.0) -> None:
 @contextmanager
 def writing(act: Callable[[], object]) -> Iterator[None]:
     """Call `act` before each file of a checkpoint is written here; what it raises is the disk's error."""
-    write = entries.write
 
-    def written(*args: Any, **options: Any) -> Any:
-        act()
-        return write(*args, **options)
+    def after_act(write: Callable[..., Any]) -> Callable[..., Any]:
+        def written(*args: Any, **options: Any) -> Any:
+            act()
+            return write(*args, **options)
 
-    entries.write = written
+        return written
+
+    kinds = {kind: kind.write for kind in (Entry, ShardedEntry)}
     try:
+        for kind, write in kinds.items():
+            kind.write = after_act(write)
         yield
     finally:
-        entries.write = write
+        for kind, write in kinds.items():
+            kind.write = write
 
 
 def disk_is_full() -> None:

@@ -18,7 +18,7 @@ from farflung.base.errors import CheckpointError, ConfigError
 from farflung.big_model.offload import OffloadedWeightsLoader, offload_state_dict
 from farflung.checkpoint import paths, rng
 from farflung.checkpoint.checkpoint import Checkpoint
-from farflung.checkpoint.entries import Entry, Staging, write
+from farflung.checkpoint.entries import Entry, Staging
 from farflung.checkpoint.files import sums_of
 from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.checkpoint.reader import read_torch, read_weights
@@ -68,7 +68,7 @@ def test_conjugate_and_negated_views_are_not_taken_for_their_base(way, tmp_path)
         offload_state_dict(tmp_path, LAZY)
     else:
         (entry,) = Staging().copied([Entry("x", LAZY)]) if way == "staged" else [Entry("x", LAZY)]
-        write(entry, tmp_path)
+        entry.write(tmp_path)
     offloaded = OffloadedWeightsLoader(save_folder=tmp_path) if way == "offloaded" else None
     read = offloaded or (load_file(path) if path.exists() else read_torch(tmp_path / "x"))
     assert {name: x.tolist() for name, x in read.items()} == {name: x.tolist() for name, x in LAZY.items()}
@@ -82,8 +82,8 @@ def test_a_type_that_safetensors_lacks_is_refused(tmp_path):
 def test_files_get_the_permissions_of_any_other_file(tmp_path):
     before = os.umask(0o027)
     try:
-        write(Entry("model.safetensors", {"x": torch.ones(1)}, safe=True), tmp_path)
-        write(Entry("loop_state/rank_0.bin", {"x": 1}), tmp_path)
+        Entry("model.safetensors", {"x": torch.ones(1)}, safe=True).write(tmp_path)
+        Entry("loop_state/rank_0.bin", {"x": 1}).write(tmp_path)
     finally:
         os.umask(before)
     modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("model.safetensors", "loop_state/rank_0.bin")]
@@ -92,7 +92,7 @@ def test_files_get_the_permissions_of_any_other_file(tmp_path):
 
 def test_random_states_come_back_from_a_file_without_unpickling(tmp_path):
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    write(Entry("states.pkl", rng.read()), tmp_path)
+    Entry("states.pkl", rng.read()).write(tmp_path)
     drawn = random.random(), np.random.rand(), torch.rand(1)
     random.seed(2), np.random.seed(2), torch.manual_seed(2)
     states = read_torch(tmp_path / "states.pkl")
@@ -123,7 +123,7 @@ def test_code_in_a_file_is_never_run(form, tmp_path, monkeypatch):
 
 def test_what_could_not_be_loaded_again_is_refused_while_it_is_saved(tmp_path):
     with pytest.raises(ConfigError, match=r"The state of a Counter holds .*Trap.*add_safe_globals"):
-        write(Entry("custom_checkpoint_0.pkl", {"x": Keeper()}, origin="a Counter"), tmp_path)
+        Entry("custom_checkpoint_0.pkl", {"x": Keeper()}, origin="a Counter").write(tmp_path)
 
 
 class Keeper(Trap):
@@ -138,7 +138,7 @@ def test_a_damaged_file_of_any_kind_is_an_error_of_ours(data, tmp_path_factory):
     """Without any manifest: what the readers of torch and safetensors raise is told apart from nothing else."""
     folder = tmp_path_factory.mktemp("fuzz")
     name = data.draw(st.sampled_from(["model.safetensors", "pytorch_model.bin"]))
-    write(Entry(name, {"a": torch.arange(12.0), "b": torch.ones(2, 3)}, safe=name.startswith("model")), folder)
+    Entry(name, {"a": torch.arange(12.0), "b": torch.ones(2, 3)}, safe=name.startswith("model")).write(folder)
     content = bytearray((folder / name).read_bytes())
     if data.draw(st.booleans()):
         content = content[: data.draw(st.integers(0, len(content) - 1))]
@@ -247,4 +247,4 @@ def test_names_are_those_of_accelerate():
 def test_entries_that_are_written_at_a_time_don_t_disallow_each_other_s_arrays(tmp_path):
     state = {"numpy": np.random.get_state(), "number": np.float64(3), "python": random.getstate()}
     with ThreadPoolExecutor(4) as writers:
-        list(writers.map(lambda k: write(Entry(f"{k}.pkl", state), tmp_path), range(100)))
+        list(writers.map(lambda k: Entry(f"{k}.pkl", state).write(tmp_path), range(100)))

@@ -28,39 +28,28 @@ class Entry:
     safe: bool = False  # write it as safetensors
     origin: str = ""  # what the content is the state of, for errors
 
-
-class FolderEntry(Entry):
-    """A folder into which several ranks write, each its own files. All of them have an entry of its name."""
-
     def write(self, folder: Path, threaded: bool = True) -> Any:
-        """Write this rank's files and wait for the disk; return what `finish` has to know of it on another rank."""
-        raise NotImplementedError
+        """Write it and wait for the disk; return its record, or what `finish` has to know of it on another rank."""
+        path = folder / self.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileWriter(path, threaded) as writer:
+            if self.safe:
+                write_safetensors(self.content, writer)
+            else:
+                torch.save(self.content, writer)  # type: ignore[arg-type]
+        if not self.safe:
+            unsafe = unsafe_names(path)
+            if unsafe:
+                raise ConfigError(
+                    f"The state of {self.origin or self.name} holds {', '.join(unsafe)}, which can't be loaded without "
+                    "running code. Let state_dict() return tensors, numbers, strings and their lists and dictionaries, "
+                    "or allow a class that is safe to build with torch.serialization.add_safe_globals."
+                )
+        return FileRecord(writer.num_bytes, writer.crc32)
 
     def finish(self, folder: Path, written: Sequence[Any]) -> dict[str, FileRecord]:
-        """Write what belongs to all ranks, given what each one's `write` returned; return the records of all files."""
-        raise NotImplementedError
-
-
-def write(entry: Entry, folder: Path, threaded: bool = True) -> Any:
-    """Write an entry, wait for the disk, and return its record (of a folder, what its `write` returns)."""
-    if isinstance(entry, FolderEntry):
-        return entry.write(folder, threaded)
-    path = folder / entry.name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileWriter(path, threaded) as writer:
-        if entry.safe:
-            write_safetensors(entry.content, writer)
-        else:
-            torch.save(entry.content, writer)  # type: ignore[arg-type]
-    if not entry.safe:
-        unsafe = unsafe_names(path)
-        if unsafe:
-            raise ConfigError(
-                f"The state of {entry.origin or entry.name} holds {', '.join(unsafe)}, which can't be loaded without "
-                "running code. Let state_dict() return tensors, numbers, strings and their lists and dictionaries, or "
-                "allow a class that is safe to build with torch.serialization.add_safe_globals."
-            )
-    return FileRecord(writer.num_bytes, writer.crc32)
+        """Return the records of its files, once it is written, by all ranks that have an entry of its name."""
+        return {self.name: written[0]}
 
 
 class Staging:

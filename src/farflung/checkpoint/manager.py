@@ -20,9 +20,9 @@ from torch import Tensor
 from farflung.base.errors import CheckpointError, ConfigError, StateError, Unsupported
 from farflung.base.tree import leaves_of
 from farflung.base.words import in_bytes
-from farflung.checkpoint import atomic, entries, paths
+from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.atomic import StagedDir
-from farflung.checkpoint.entries import Entry, FolderEntry, Staging
+from farflung.checkpoint.entries import Entry, Staging
 from farflung.checkpoint.files import sums_of
 from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.comm import collectives
@@ -201,10 +201,10 @@ def _write_all(parts: Sequence[Entry], folder: Path, at_once: bool) -> dict[str,
         )
     try:
         if not at_once:
-            return {part.name: entries.write(part, folder, threaded=False) for part in parts}
+            return {part.name: part.write(folder, threaded=False) for part in parts}
         with ThreadPoolExecutor(_WRITERS, "farflung writer") as writers:
             # Most of writing is copying and summing, outside of Python's lock; one file is summed while another waits.
-            records = list(writers.map(lambda part: entries.write(part, folder), parts))
+            records = list(writers.map(lambda part: part.write(folder), parts))
         return {part.name: record for part, record in zip(parts, records, strict=True)}
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -222,10 +222,11 @@ def _space(parts: Sequence[Entry], folder: Path) -> str:
 
 def _complete(folder: Path, parts: Sequence[Entry], written: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
     """Finish the folders of all ranks, and write the manifest, over what hooks have put into the folder too."""
-    together = {part.name: part for part in parts if isinstance(part, FolderEntry)}
-    records = {name: one for found in written for name, one in found.items() if name not in together}
-    for name, part in together.items():
-        records.update(part.finish(folder, [found[name] for found in written if name in found]))
+    mine = {part.name: part for part in parts}
+    records: dict[str, FileRecord] = {}
+    for name in dict.fromkeys(name for found in written for name in found):
+        own = mine.get(name, Entry(name, None))
+        records.update(own.finish(folder, [found[name] for found in written if name in found]))
     names = atomic.names_in(folder)
     for name in names:
         if name not in records:

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import paths
-from farflung.checkpoint.entries import FolderEntry
+from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.files import inside, is_file
 from farflung.checkpoint.manifest import FileRecord
 from farflung.checkpoint.reader import load, reading
@@ -116,7 +116,7 @@ class WrittenShards(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShardedEntry(FolderEntry):
+class ShardedEntry(Entry):
     """One rank's part of a folder that DCP's reader reads: tensors by DCP's index, and what is none as bytes."""
 
     plan: SavePlan | None = None  # of this rank

@@ -7,14 +7,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from farflung.base.errors import CheckpointError, ConfigError, StateError
+from farflung.base.tensor_memory import bytes_of
 from farflung.checkpoint import paths
-from farflung.checkpoint.entries import Entry, write
+from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.files import crc32
 from farflung.checkpoint.reader import read_torch
 from farflung.integrations.rounds import RoundFigures
@@ -115,9 +115,8 @@ class OuterCallback(TrainerCallback):
             "world_size": accelerator.num_processes,
             "agreed": agreed,
         }
-        write(
-            Entry(paths.outer_state(accelerator.process_index), content, origin="the outer loop"), _folder(args, state)
-        )
+        entry = Entry(paths.outer_state(accelerator.process_index), content, origin="the outer loop")
+        entry.write(_folder(args, state))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the outer loop: a collective. All ranks have the same weights afterwards."""
@@ -177,5 +176,5 @@ def _checksum(model: nn.Module) -> int:
     found = 0
     for parameter in model.parameters():
         if parameter.requires_grad:
-            found = crc32(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), found)
+            found = crc32(bytes_of(parameter), found)
     return found
