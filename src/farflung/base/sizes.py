@@ -13,15 +13,16 @@ _LEAST_BYTES = 4 * 2**20  # they stay in a cache between copy and wire
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)(B)\s*", re.IGNORECASE)
 
 
-def num_bytes(size: int | str, called: str, least: int = 1) -> int:
+def num_bytes(size: int | str, called: str, least: int = 1, has_bits: bool = True) -> int:
     """Return a size in bytes: `5GB` is 5 * 10**9, `5GiB` is 5 * 2**30; a small b counts bits, 8 of them a byte.
 
     A text needs a unit. What is no size, or less than `least`, raises ConfigError by the name that it is `called`.
+    `has_bits` is False where a small b counts bytes too.
     """
     count = -1
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
         count = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
-        count //= 8 if match[4] == "b" and not match[3] else 1
+        count //= 8 if has_bits and match[4] == "b" and not match[3] else 1
     elif isinstance(size, int):
         count = size
     if count < least:

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from farflung.base.errors import ConfigError
 from farflung.base.files import WRITING
+from farflung.base.sizes import num_bytes
 from farflung.checkpoint import paths
 from farflung.checkpoint.manifest import names_of
 from farflung.checkpoint.writer import FileWriter, save_object, without_aliases
-
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)
 
 
 def save_sharded(
@@ -30,7 +29,8 @@ def save_sharded(
     """
     if directory.is_file():
         raise ConfigError(f"save_model: {directory} is a file. Name a directory.")
-    limit = _num_bytes(max_shard_size)
+    size = int(max_shard_size) if isinstance(max_shard_size, float) else max_shard_size
+    limit = num_bytes(size, "max_shard_size", has_bits=False)  # `5gb` counts bytes, as in `huggingface_hub`
     meta = [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]
     if meta:
         raise ConfigError(f"save_model: {meta[0]} is on the meta device, so it has no values to save.")
@@ -58,16 +58,6 @@ def save_sharded(
         if old.fullmatch(path.name) and path.name not in kept_names:
             path.unlink()
     return names
-
-
-def _num_bytes(size: int | str) -> int:
-    """Return `5GB` as 5 * 10**9, `5GiB` as 5 * 2**30; unlike elsewhere `5gb` counts bytes, as in `huggingface_hub`."""
-    number = -1
-    if match := _SIZE.fullmatch(str(size)):
-        number = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
-    if number < 1:
-        raise ConfigError(f"max_shard_size is {size!r}; give bytes, or a number with KB, MB, GB, KiB, MiB or GiB.")
-    return number
 
 
 def _shards(state: dict[str, Any], limit: int) -> list[dict[str, Any]]:
