@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from farflung.base.errors import ConfigError
 from farflung.base.files import open_lines
@@ -79,9 +79,10 @@ class RoundLog:
         leave_note(OUTER_ROUND)
         if self._path is None:
             return
-        line = json.dumps({**self._who, **_finite(asdict(this))}, allow_nan=False)
+        line = json.dumps({**self._who, **asdict(this)})
+        finite = json.loads(line, parse_constant=lambda _: None)  # JSON has no word for NaN and infinities
         with open_lines(self._path, is_shared=True) as file:
-            file.write(line + "\n")
+            file.write(json.dumps(finite) + "\n")
 
 
 class RoundFigures:
@@ -154,12 +155,3 @@ class RoundReport:
         said += [f"{in_bytes(values['outer/bytes_sent'])} sent", f"{values['outer/waiting']:.0%} of the time waiting"]
         head = f"farflung: round {values['outer/round']}{self._model}, step {this.step}"
         print(f"{head}: {', '.join(said)}", file=sys.stderr, flush=True)
-
-
-def _finite(value: Any) -> Any:
-    """Put None where a number is none, or infinite: JSON has no word for it."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,7 +15,6 @@ from farflung.process.bootstrap import read_rank_info
 from farflung.process.world import current
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Kind = TypeVar("Kind", bound=type)
 
 
 def on_main_process(function: Function) -> Function:
@@ -30,14 +29,6 @@ def on_main_process(function: Function) -> Function:
         return function(self, *args, **kwargs)
 
     return guarded  # type: ignore[return-value]
-
-
-def guarded(kind: Kind) -> Kind:
-    """Put each public method that a tracker's class defines itself under `on_main_process`."""
-    for name, method in list(vars(kind).items()):
-        if inspect.isfunction(method) and not name.startswith("_"):
-            setattr(kind, name, on_main_process(method))
-    return kind
 
 
 class GeneralTracker:
@@ -85,7 +76,9 @@ class GeneralTracker:
 
 
 class ClientTracker(GeneralTracker):
-    """A tracker over the official client of a service, whose library has the tracker's name.
+    """A tracker of ours: most are over the official client of a service, whose library has the tracker's name.
+
+    Its public methods are under `on_main_process`.
 
     Args:
         run_name: the name of the project.
@@ -93,6 +86,12 @@ class ClientTracker(GeneralTracker):
     """
 
     requires_logging_directory = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, method in list(vars(cls).items()):
+            if inspect.isfunction(method) and not name.startswith("_"):
+                setattr(cls, name, on_main_process(method))
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()

@@ -17,10 +17,9 @@ import yaml
 from farflung.base.errors import ConfigError
 from farflung.base.tree import listify
 from farflung.config import environ
-from farflung.tracking.base import ClientTracker, guarded, is_number, taken
+from farflung.tracking.base import ClientTracker, is_number, taken
 
 
-@guarded
 class TensorBoardTracker(ClientTracker):
     """Writes event files into `{logging_dir}/{run_name}`; it takes the arguments of `SummaryWriter`."""
 
@@ -82,7 +81,6 @@ def _is_loggable(value: Any) -> bool:
     )
 
 
-@guarded
 class MLflowTracker(ClientTracker):
     """A run of an MLflow experiment. Where the run is stored, MLflow's own settings say (`MLFLOW_TRACKING_URI`).
 
@@ -169,7 +167,6 @@ class MLflowTracker(ClientTracker):
         self._client.end_run()
 
 
-@guarded
 class CometMLTracker(ClientTracker):
     """Comet, by `comet_ml.start`, whose further arguments it takes. Its key is read from Comet's own configuration."""
 
@@ -202,7 +199,6 @@ class CometMLTracker(ClientTracker):
         self.writer.end()
 
 
-@guarded
 class AimTracker(ClientTracker):
     """Aim, by `aim.Run`, whose further arguments it takes; `logging_dir` is the folder of Aim's repository."""
 
@@ -243,7 +239,6 @@ class AimTracker(ClientTracker):
         self.writer.close()
 
 
-@guarded
 class ClearMLTracker(ClientTracker):
     """ClearML, by `clearml.Task.init` with the further arguments. A task that runs already is used, and left open.
 
@@ -317,7 +312,6 @@ def _title_and_series(name: str) -> tuple[str, str]:
     return (title, series) if title and series in ("eval", "test", "train") else (name, "train")
 
 
-@guarded
 class DVCLiveTracker(ClientTracker):
     """DVCLive: `live`, or a new `dvclive.Live` of the further arguments. It has no names for runs."""
 
@@ -348,7 +342,6 @@ class DVCLiveTracker(ClientTracker):
         self.live.end()
 
 
-@guarded
 class _RunTracker(ClientTracker):
     """A client whose `init` returns a run."""
 
@@ -369,7 +362,6 @@ class _RunTracker(ClientTracker):
         self.run.finish()
 
 
-@guarded
 class _WithImages(_RunTracker):
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record lists of images, arrays or PIL's, by name."""
@@ -378,7 +370,6 @@ class _WithImages(_RunTracker):
             self.log({key: [image(each) for each in images]}, step=step, **kwargs)
 
 
-@guarded
 class WandBTracker(_WithImages):
     """Weights & Biases, by `wandb.init`, whose further arguments it takes."""
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from operator import attrgetter
@@ -12,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from farflung.base.files import open_lines
-from farflung.base.tree import listify
-from farflung.tracking.base import GeneralTracker, guarded, is_number
+from farflung.tracking.base import ClientTracker, is_number
 
 
-@guarded
-class JSONLTracker(GeneralTracker):
+class JSONLTracker(ClientTracker):
     """Appends each event to `{logging_dir}/{run_name}.jsonl`, at once: what was logged survives a crash.
 
     A line has `event` (`start`, `config`, `log`, `table` or `finish`), `run`, `time` in seconds since the epoch, and
@@ -34,8 +31,7 @@ class JSONLTracker(GeneralTracker):
     tracker = property(attrgetter("_file"), doc="The open file.")
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name)
         self.path = Path(logging_dir) / f"{run_name}.jsonl"
 
     def start(self) -> None:
@@ -70,22 +66,18 @@ class JSONLTracker(GeneralTracker):
 
     def _write(self, event: str, **fields: Any) -> None:
         line = {"event": event, "run": self.run_name, "time": time.time(), **fields}
-        self._file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
+        finite = json.loads(json.dumps(_plain(line)), parse_constant=str)
+        self._file.write(json.dumps(finite) + "\n")
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has a word for."""
+    """Return what JSON has a word for, or Python's `json`, for NaN and infinities."""
     if hasattr(value, "tolist"):  # a tensor, or an array or a number of NumPy's
-        value = listify(value) if hasattr(value, "detach") else value.tolist()
+        value = value.tolist()
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int)):
+    if value is None or isinstance(value, int):
         return value
-    if is_number(value):
-        number = float(value)
-        if math.isfinite(number):
-            return number
-        return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
-    return str(value)
+    return float(value) if is_number(value) else str(value)
