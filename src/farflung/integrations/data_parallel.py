@@ -94,11 +94,11 @@ class DDPTakeover:
         """Begin: before the script is loaded, as it may import the functions that are wrapped."""
         register_optimizer_step_pre_hook(lambda optimizer, args, options: self._about_to_step(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, args, options: self._stepped(optimizer))
-        _wrap(LRScheduler, "__init__", after=lambda scheduler, *args, **options: self._schedulers.add(scheduler))
-        _wrap(DistributedSampler, "set_epoch", before=lambda *args, **options: self._flush())
-        _wrap(dist, "destroy_process_group", before=self._group_ends)
-        self._wrap_ddp()
-        self._wrap_scaler()
+        _around(LRScheduler, "__init__", self._make_scheduler)
+        _around(DistributedSampler, "set_epoch", self._set_epoch)
+        _around(dist, "destroy_process_group", self._destroy_group)
+        _around(DistributedDataParallel, "__init__", self._make_ddp)
+        _around(torch.amp.GradScaler, "step", self._scaler_step)
 
     def close(self) -> None:
         """End all loops with a last flush: a collective of all ranks."""
@@ -128,28 +128,21 @@ class DDPTakeover:
         finally:
             self._is_in_round = False
 
-    def _wrap_ddp(self) -> None:
-        """Follow each DDP model that a script makes; if there are islands, make it over this rank's."""
-        make: Any = DistributedDataParallel.__init__
-        signature = inspect.signature(make)
-
-        @functools.wraps(make)
-        def make_followed(*args: Any, **options: Any) -> None:
-            if slot.current() is not None or not dist.is_initialized():
-                make(*args, **options)  # an Accelerator of ours calls, and opens loops itself; or torch raises an error
-                return
-            given = signature.bind(*args, **options)
-            mesh = self._islands(given.arguments["module"])
-            own = given.arguments.get("process_group"), given.arguments.get("device_mesh")
-            if mesh.device_mesh is not None and own in ((None, None), (dist.group.WORLD, None)):
-                given.arguments["process_group"] = mesh.row.get_group()
-            make(*given.args, **given.kwargs)
-            ddp = given.arguments["self"]
-            self._followed.append(FollowedModel(ddp, self._recipe.warmup > 0, mesh))
-            if mesh.device_mesh is not None:  # DDP has let the ranks of each island begin alike
-                broadcast_values([*ddp.module.parameters(), *ddp.module.buffers()], mesh.replicas)
-
-        setattr(DistributedDataParallel, "__init__", make_followed)  # noqa: B010  its type is another one
+    def _make_ddp(self, make: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Follow a DDP model that the script makes; if there are islands, make it over this rank's."""
+        if slot.current() is not None or not dist.is_initialized():
+            make(*args, **options)  # an Accelerator of ours calls, and opens loops itself; or torch raises an error
+            return
+        given = inspect.signature(make).bind(*args, **options)
+        mesh = self._islands(given.arguments["module"])
+        own = given.arguments.get("process_group"), given.arguments.get("device_mesh")
+        if mesh.device_mesh is not None and own in ((None, None), (dist.group.WORLD, None)):
+            given.arguments["process_group"] = mesh.row.get_group()
+        make(*given.args, **given.kwargs)
+        ddp = given.arguments["self"]
+        self._followed.append(FollowedModel(ddp, self._recipe.warmup > 0, mesh))
+        if mesh.device_mesh is not None:  # DDP has let the ranks of each island begin alike
+            broadcast_values([*ddp.module.parameters(), *ddp.module.buffers()], mesh.replicas)
 
     def _islands(self, module: nn.Module) -> Mesh:
         """Return which ranks train a replica together: at the first call a collective."""
@@ -231,7 +224,7 @@ class DDPTakeover:
         """Add the figures of rounds to what transformers' Trainer logs, if the script has loaded it."""
         trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
         if trainer is not None:
-            _wrap(trainer, "log", before=lambda trainer, logs, *args, **options: logs.update(figures.take()))
+            _around(trainer, "log", functools.partial(_log_with, figures))
 
     def _stepped(self, optimizer: Optimizer, done: bool = True) -> None:
         for one in () if self._is_in_round else self._driven.get(optimizer, ()):
@@ -248,30 +241,30 @@ class DDPTakeover:
         said = "" if steps is None else self._recipe.few_rounds(steps)
         self._say(said and f"farflung: as the learning rate schedule has it, {said}")
 
-    def _flush(self) -> None:
+    def _make_scheduler(self, make: Callable[..., None], scheduler: LRScheduler, *args: Any, **options: Any) -> None:
+        make(scheduler, *args, **options)
+        self._schedulers.add(scheduler)
+
+    def _set_epoch(self, set_epoch: Callable[..., None], *args: Any, **options: Any) -> None:
         for loop in [one.loop for one in self._followed if one.loop is not None]:
             with self._in_round():
                 loop.flush()
+        set_epoch(*args, **options)
 
-    def _group_ends(self, group: dist.ProcessGroup | None = None) -> None:
+    def _destroy_group(self, destroy: Callable[..., None], group: dist.ProcessGroup | None = None) -> None:
         if group is None or group == dist.group.WORLD:
             self.close()
+        destroy(group)
 
-    def _wrap_scaler(self) -> None:
-        """Count the steps that a GradScaler skips: the optimizer does not hear of them."""
-        step: Any = torch.amp.GradScaler.step
-
-        @functools.wraps(step)
-        def counted_step(scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
-            bare = getattr(optimizer, "optimizer", optimizer)  # as wrappers of optimizers call it
-            self._about_to_step(bare)
-            before = [(one, one.attempts) for one in self._driven.get(bare, ())]
-            result = step(scaler, optimizer, *args, **options)
-            if all(one.attempts == attempts for one, attempts in before):
-                self._stepped(bare, done=False)
-            return result
-
-        setattr(torch.amp.GradScaler, "step", counted_step)  # noqa: B010  its type is another one
+    def _scaler_step(self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
+        """Count a step that a GradScaler skips, of which the optimizer does not hear."""
+        bare = getattr(optimizer, "optimizer", optimizer)  # as wrappers of optimizers call it
+        self._about_to_step(bare)
+        before = [(one, one.attempts) for one in self._driven.get(bare, ())]
+        result = step(scaler, optimizer, *args, **options)
+        if all(one.attempts == attempts for one, attempts in before):
+            self._stepped(bare, done=False)
+        return result
 
     def _say(self, line: str) -> None:
         if line and environ.integer("RANK") == 0:
@@ -294,22 +287,15 @@ def take_over() -> DDPTakeover:
     return takeover
 
 
-def _wrap(
-    owner: Any, name: str, before: Callable[..., object] | None = None, after: Callable[..., object] | None = None
-) -> None:
-    """Have a function of torch's call another one, with its own arguments, before or after it does what it does."""
+def _around(owner: Any, name: str, act: Callable[..., Any]) -> None:
+    """Let `act` stand for a function of torch's: it gets that function, and then its arguments."""
     function = getattr(owner, name)
+    setattr(owner, name, functools.update_wrapper(lambda *args, **options: act(function, *args, **options), function))
 
-    @functools.wraps(function)
-    def wrapped(*args: Any, **options: Any) -> Any:
-        if before is not None:
-            before(*args, **options)
-        result = function(*args, **options)
-        if after is not None:
-            after(*args, **options)
-        return result
 
-    setattr(owner, name, wrapped)
+def _log_with(figures: RoundFigures, log: Callable[..., Any], trainer: Any, logs: Any, *args: Any, **more: Any) -> Any:
+    logs.update(figures.take())
+    return log(trainer, logs, *args, **more)
 
 
 def _put_agreed(
