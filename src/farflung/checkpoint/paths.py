@@ -7,6 +7,7 @@ Functions name the file (or folder) of a model, an optimizer and so on by its in
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from farflung.base.files import FORMER_NAME
 
@@ -47,31 +48,20 @@ outer_state = "outer_state/rank_{}.bin".format  # the outer loops of a rank
 checkpoint = f"{PREFIX}{{}}".format  # a folder, under automatic naming
 
 
+def _numbered(stem: str, ending: str, index: int) -> str:
+    return f"{stem}.{ending}" if index == 0 else f"{stem}_{index}.{ending}"
+
+
+gathered_model = partial(_numbered, "pytorch_model_fsdp", "bin")  # weights of a sharded model that Accelerate gathered
+optimizer = partial(_numbered, "optimizer", "bin")  # the state of one, whole
+scheduler = partial(_numbered, "scheduler", "bin")
+
+
 def model(index: int, safe: bool = True) -> str:
     """Weights, whole."""
-    stem, ending = ("model", "safetensors") if safe else ("pytorch_model", "bin")
-    return f"{_numbered(stem, index)}.{ending}"
+    return _numbered("model", "safetensors", index) if safe else _numbered("pytorch_model", "bin", index)
 
 
 def model_index(safe: bool = True) -> str:
     """In which of several files each weight is."""
     return f"{model(0, safe)}.index.json"
-
-
-def gathered_model(index: int) -> str:
-    """Where Accelerate keeps the weights of a sharded model that it gathered."""
-    return f"{_numbered('pytorch_model_fsdp', index)}.bin"
-
-
-def optimizer(index: int) -> str:
-    """An optimizer's state, whole."""
-    return f"{_numbered('optimizer', index)}.bin"
-
-
-def scheduler(index: int) -> str:
-    """A scheduler's state."""
-    return f"{_numbered('scheduler', index)}.bin"
-
-
-def _numbered(stem: str, index: int) -> str:
-    return stem if index == 0 else f"{stem}_{index}"
