@@ -6,7 +6,7 @@ from __future__ import annotations
 import operator
 import re
 from functools import cache
-from importlib.metadata import PackageNotFoundError, metadata, version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -39,13 +39,7 @@ def is_installed(module: str, *packages: str) -> bool:
             return False
     except (ImportError, ValueError):  # the parent of a submodule is missing, or a module without a spec was put there
         return False
-    for package in packages or (module,):
-        try:
-            metadata(package)
-            return True
-        except PackageNotFoundError:
-            continue
-    return False
+    return any(map(installed_version, packages or (module,)))
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
