@@ -56,22 +56,17 @@ foreach_mul_ = taken(torch, "_foreach_mul_", "scale many tensors in one call")
 # ---- modules: what they hold is read in place, because names and tensors of a module may change between two rounds
 
 
-def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return the live dictionary of the parameters of `module` itself: `named_parameters` leaves out tied ones."""
-    found: dict[str, Any] = taken(module, "_parameters", "read a module's parameters")
-    return found
+def _reads(name: str, use: str) -> Callable[[Any], Any]:
+    """Return a function that reads an attribute of a module."""
+    return lambda module: taken(module, name, use)
 
 
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the live dictionary of the buffers of `module` itself."""
-    found: dict[str, Tensor | None] = taken(module, "_buffers", "read a module's buffers")
-    return found
-
-
-def passing_buffers(module: nn.Module) -> set[str]:
-    """Return the names of the buffers of `module` itself that are not part of its state dict."""
-    found: set[str] = taken(module, "_non_persistent_buffers_set", "leave out buffers that are not saved")
-    return found
+# The live dictionaries and sets of `module` itself: its parameters (`named_parameters` leaves out tied ones), buffers,
+# buffers that are not part of its state dict, and children, also where one stands twice or a name stands for none.
+own_parameters: Callable[[nn.Module], dict[str, Any]] = _reads("_parameters", "read a module's parameters")
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = _reads("_buffers", "read a module's buffers")
+passing_buffers: Callable[[nn.Module], set[str]] = _reads("_non_persistent_buffers_set", "leave out unsaved buffers")
+child_slots: Callable[[nn.Module], dict[str, nn.Module | None]] = _reads("_modules", "copy a module")
 
 
 def changes_what_it_loads(module: nn.Module) -> bool:
@@ -87,12 +82,6 @@ def copied_module(module: nn.Module, children: Mapping[str, nn.Module | None]) -
     new.__dict__.update(module.__dict__)
     new.__dict__.update(_modules=dict(children), _compiled_call_impl=None)
     return new
-
-
-def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the children of `module` by name, also where one stands twice or a name stands for none."""
-    found: dict[str, nn.Module | None] = taken(module, "_modules", "copy a module")
-    return found
 
 
 # ---- compiling in place, so that names and classes stay the model's. `Module.compile` compiles nothing, and says
