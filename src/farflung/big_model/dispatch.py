@@ -90,7 +90,24 @@ def dispatch_model(
             state_dict = extract_submodules_state_dict(own, on_cpu)
         on_disk = extract_submodules_state_dict(own, [name for name, device in devices.items() if device == "disk"])
         ties = find_tied_parameters(model)
-        weights = _waiting_weights(model, state_dict, on_disk, offload_dir, offload_index, ties, main_device)
+        index = offload_index
+        if on_disk and index is None:
+            if offload_dir is None:
+                raise ConfigError(f"{list(on_disk)} are for the disk, and no offload_dir says where.")
+            index = _written(model, on_disk, offload_dir, ties)
+        weights = None
+        if state_dict is not None or index is not None:
+            known = with_shared_names(index or {}, ties)
+            waiting = state_dict or {}
+            empty = [name for name, value in waiting.items() if value.is_meta and name not in known]
+            if empty:
+                raise ConfigError(
+                    f"{empty} are for the CPU and on the meta device, so they have no values. Load them first."
+                )
+            waiting = {name: value for name, value in waiting.items() if not value.is_meta}
+            direct = None if offload_index is None else main_device
+            weights = OffloadedWeightsLoader(waiting, offload_dir, known, device=direct)
+            world.add_reader(weights)  # so that no other model replaces their files
         attach_align_device_hook_on_blocks(
             model,
             execution_device={
@@ -136,33 +153,6 @@ def _offloadable(model: nn.Module, offload_buffers: bool) -> dict[str, Tensor]:
     """Return what of a model's state dict may be offloaded."""
     staying = set() if offload_buffers else {name for name, _ in model.named_buffers()}
     return {name: value for name, value in model.state_dict().items() if name not in staying}
-
-
-def _waiting_weights(
-    model: nn.Module,
-    on_cpu: Mapping[str, Tensor] | None,
-    on_disk: Mapping[str, Tensor],
-    folder: Folder | None,
-    index: Mapping[str, Any] | None,
-    ties: list[list[str]],
-    main_device: Device,
-) -> OffloadedWeightsLoader | None:
-    """Return the weights that wait on the CPU and on the disk; the latter are written there."""
-    direct = None if index is None else main_device
-    if on_disk and index is None:
-        if folder is None:
-            raise ConfigError(f"{list(on_disk)} are for the disk, and no offload_dir says where.")
-        index = _written(model, on_disk, folder, ties)
-    if on_cpu is None and index is None:
-        return None
-    known = with_shared_names(index or {}, ties)
-    empty = [name for name, value in (on_cpu or {}).items() if value.is_meta and name not in known]
-    if empty:
-        raise ConfigError(f"{empty} are for the CPU and on the meta device, so they have no values. Load them first.")
-    on_cpu = {name: value for name, value in (on_cpu or {}).items() if not value.is_meta}
-    weights = OffloadedWeightsLoader(on_cpu, folder, known, device=direct)
-    world.add_reader(weights)  # so that no other model replaces their files
-    return weights
 
 
 def _written(
