@@ -160,9 +160,7 @@ def _free_memory() -> dict[Any, Any]:
         free[gpu] = torch.cuda.mem_get_info(gpu)[0]
         shares_memory |= bool(getattr(torch.cuda.get_device_properties(gpu), "is_integrated", False))
     available = psutil.virtual_memory().available
-    if torch.backends.mps.is_available():
-        free["mps"] = available
-    elif not shares_memory:  # otherwise the same memory would be counted twice
+    if not shares_memory:  # otherwise the same memory would be counted twice
         free["cpu"] = available
     return free
 
@@ -180,16 +178,14 @@ def get_balanced_memory(
     The arguments are those of that function; `low_zero` leaves GPU 0 as empty as possible.
     """
     memory = get_max_memory(max_memory)
-    accelerator = "mps" if torch.backends.mps.is_available() else "cuda"
-    usable = [d for d in memory if (isinstance(d, int) or str(d).split(":")[0] == accelerator) and memory[d] > 0]
-    gpus = sorted(d for d in usable if isinstance(d, int))
-    if not usable:
+    gpus = [device for device in memory if isinstance(device, int) and memory[device] > 0]
+    if not gpus:
         return memory
-    low_zero = low_zero and len(usable) > 1 and 0 in memory
-    if len(usable) == 1 and max_memory is None and gpus:
+    low_zero = low_zero and len(gpus) > 1 and 0 in memory
+    if len(gpus) == 1 and max_memory is None:
         memory[gpus[0]] = int(memory[gpus[0]] * 0.9)  # activations need some of it
     sizes = compute_module_sizes(model, dtype, special_dtypes)
-    share = sizes[""] // (len(usable) - 1 if low_zero else len(usable))
+    share = sizes[""] // (len(gpus) - 1 if low_zero else len(gpus))
     share += _slack(model, sizes, names_of(no_split_module_classes))
     for gpu in gpus[:-1]:  # the last one takes the rest
         memory[gpu] = min(memory[0] if low_zero and gpu == 0 else share, memory[gpu])
