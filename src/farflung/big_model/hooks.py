@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -278,14 +278,12 @@ def _refuse_gradient(parameter: Tensor) -> None:
 
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
     """Return the hooks of a module itself that align devices, also those in a sequence of hooks."""
-    found: list[AlignDevicesHook] = []
-    waiting: Sequence[Any] = [getattr(module, "_hf_hook", None)]
-    while waiting:
-        hook, *rest = waiting
-        waiting = [*getattr(hook, "hooks", ()), *rest]
-        if isinstance(hook, AlignDevicesHook):
-            found.append(hook)
-    return found
+
+    def within(hook: Any) -> list[AlignDevicesHook]:
+        inner = getattr(hook, "hooks", ())  # of a sequence
+        return [hook] if isinstance(hook, AlignDevicesHook) else [one for each in inner for one in within(each)]
+
+    return within(getattr(module, "_hf_hook", None))
 
 
 def weights_of(model: nn.Module) -> list[Any]:

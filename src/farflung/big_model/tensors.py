@@ -7,6 +7,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -45,14 +46,18 @@ def as_dtype(dtype: Any) -> Any:
 # ---- walking
 
 
-def all_tensors(
+def named_module_tensors(
     module: nn.Module,
     include_buffers: bool = True,
     recurse: bool = False,
     remove_non_persistent: bool = False,
-    remove_duplicate: bool = False,
+    remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a module, then its buffers, by name; a shared one under each of its names."""
+    """Yield the parameters of a module, then its buffers, by name.
+
+    With `recurse` those of all submodules too; `remove_non_persistent` leaves out buffers that a state dict has not,
+    `remove_duplicate` all names of a shared one but the first.
+    """
     yield from module.named_parameters(recurse=recurse, remove_duplicate=remove_duplicate)
     if include_buffers:
         left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
@@ -61,14 +66,7 @@ def all_tensors(
                 yield name, buffer
 
 
-def named_module_tensors(
-    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a module, then its buffers, by name; a shared one once.
-
-    With `recurse` those of all submodules too; `remove_non_persistent` leaves out buffers that a state dict has not.
-    """
-    return all_tensors(module, include_buffers, recurse, remove_non_persistent, remove_duplicate=True)
+all_tensors = partial(named_module_tensors, remove_duplicate=False)  # a shared one under each of its names
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
