@@ -173,9 +173,7 @@ def needed_bandwidth(run: Run, method: Method, utilization: float) -> float:
 
 def copies(exchange: Exchange, replicas: int) -> float:
     """How often a replica sends a payload: what a ring passes on, counted by what each brings."""
-    if exchange == "reduced":
-        return 2 * (replicas - 1) / replicas
-    return replicas - 1 if exchange == "gathered" else float(replicas > 1)
+    return hops(exchange, replicas) / (replicas if exchange == "reduced" else 1)
 
 
 def hops(exchange: Exchange, replicas: int) -> int:

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from farflung import Accelerator
 from farflung.checkpoint.writer import FileWriter, write_safetensors
+from farflung.comm.ddp_hook import average_hook
 from farflung.cost.model import Method, Run, copies, cost_of
 from farflung.cost.recipes import method_of
 from farflung.demo.gpt import GPT, loss_per_sequence
@@ -64,18 +64,15 @@ class GradientMeter:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.bytes_sent = 0
-        self._group = model.process_group
-        self._size = dist.get_world_size(self._group)
-        model.register_comm_hook(None, lambda _, bucket: self._average(bucket))  # torch takes no annotations as text
+        group, size = model.process_group, dist.get_world_size(model.process_group)
+        average = average_hook(lambda: group)
 
-    def _average(self, bucket: Any) -> Future[Tensor]:
-        gradients = bucket.buffer().div_(self._size)
-        # A ring sends and receives this much on each rank: (M-1)/M to reduce, and again to spread the sums.
-        self.bytes_sent += 2 * (self._size - 1) * gradients.nbytes // self._size
-        work = dist.all_reduce(gradients, group=self._group, async_op=True)
-        assert work is not None
-        averaged: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
-        return averaged
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch takes no annotations as text
+            # A ring sends and receives this much on each rank: (M-1)/M to reduce, and again to spread the sums.
+            self.bytes_sent += 2 * (size - 1) * bucket.buffer().nbytes // size
+            return average(state, bucket)
+
+        model.register_comm_hook(None, hook)
 
 
 class Trial:
@@ -177,13 +174,11 @@ def seconds_on_line(method: Method, run: Run, steps: int, bytes_sent: float) -> 
 def recipe_of(way: str, settings: DemoSettings) -> Recipe | None:
     """Return the recipe of one of `WAYS`; None for DDP, which has none."""
     every = settings.every
-    if way == "Local SGD":
-        return local_sgd(every)
-    if way == "DiLoCo":
-        return diloco(every)
-    if way == "Streaming DiLoCo":
-        return streaming_diloco(every, min(every, settings.shape.depth))
-    return None
+    return {
+        "Local SGD": local_sgd(every),
+        "DiLoCo": diloco(every),
+        "Streaming DiLoCo": streaming_diloco(every, min(every, settings.shape.depth)),
+    }.get(way)
 
 
 def compete(
