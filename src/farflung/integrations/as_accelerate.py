@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -98,7 +98,7 @@ class _Finder(MetaPathFinder):
         )
 
 
-class _Alias(InspectLoader):
+class _Alias(Loader):
     """Loads a module under another name: the same object, not a copy."""
 
     def __init__(self, own: ModuleSpec) -> None:
@@ -111,9 +111,6 @@ class _Alias(InspectLoader):
     def get_code(self, fullname: str) -> CodeType | None:
         """Raise ImportError for `python -m`: Farflung has a command."""
         raise ImportError(f"{fullname} can't be run where Farflung answers for {_NAME}. Use `farflung launch`.")
-
-    def get_source(self, fullname: str) -> str | None:
-        return None
 
 
 def _who_answers() -> str:
