@@ -20,7 +20,7 @@ from farflung.big_model.hooks import align_module_device, has_offloaded_params, 
 from farflung.big_model.offload import Folder, Index, load_offloaded_weight, offload_weight, save_offload_index
 from farflung.checkpoint import paths
 from farflung.checkpoint.files import inside
-from farflung.checkpoint.reader import read_weights
+from farflung.checkpoint.reader import damage_as, read_weights
 
 _log = logging.getLogger(__name__)
 
@@ -75,12 +75,10 @@ def _files_of(checkpoint: Path) -> tuple[list[Path], set[str] | None]:
         raise CheckpointError(f"{checkpoint} does not exist. Name a file with weights, an index, or a folder of them.")
     if checkpoint.suffix != ".json":
         return [checkpoint], None
-    try:
+    with damage_as(f"{checkpoint} is no index of weights"):
         index = json.loads(checkpoint.read_text(encoding="utf-8"))
         weight_map: dict[str, str] = index.get("weight_map", index)
         files = [checkpoint.parent / inside(name) for name in sorted(set(weight_map.values()))]
-    except (ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint} is no index of weights: {error}") from error
     return files, set(weight_map)
 
 

@@ -21,6 +21,7 @@ from farflung.base.files import atomic_file
 from farflung.base.tensor_memory import bytes_of
 from farflung.big_model.tensors import Device, as_dtype
 from farflung.checkpoint.files import inside
+from farflung.checkpoint.reader import reading
 from farflung.process import world
 
 Index: TypeAlias = dict[str, dict[str, Any]]
@@ -91,10 +92,8 @@ def read_offload_index(folder: Folder) -> Index:
     path = Path(folder, INDEX)
     if not path.is_file():
         return {}
-    try:
+    with reading(path):
         found: Index = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} can't be read, so it is damaged: {error}") from error
     return found
 
 
