@@ -21,7 +21,7 @@ from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.entries import Entry, Staging
 from farflung.checkpoint.files import sums_of
 from farflung.checkpoint.manifest import FileRecord, Manifest
-from farflung.checkpoint.reader import read_torch, read_weights
+from farflung.checkpoint.reader import damage_as, read_torch, read_weights, reading
 from farflung.checkpoint.writer import FileWriter, save_object, write_safetensors
 from farflung.compat.free_functions import clean_state_dict_for_safetensors
 
@@ -152,6 +152,13 @@ def test_a_damaged_file_of_any_kind_is_an_error_of_ours(data, tmp_path_factory):
         assert name in str(error)  # noqa: PT017  some damage does no harm
     else:
         assert isinstance(weights, dict)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interruption_is_no_damage(kind, tmp_path):
+    for block in (damage_as("x"), reading(tmp_path)):
+        with pytest.raises(kind), block:
+            raise kind
 
 
 def a_manifest(folder, names=("model.safetensors", "deep/er.bin")):
