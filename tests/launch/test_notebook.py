@@ -77,7 +77,7 @@ def test_one_process_is_this_one():
     ("said", "message"),
     [
         ({"num_processes": 0}, "num_processes is 0"),
-        ({"num_processes": 2, "node_rank": 1}, "node_rank is 1 but num_machines is 1; it must be 0"),
+        ({"num_processes": 2, "node_rank": 1}, "node_rank is 1; it must be below num_nodes"),
         ({"num_processes": 100_000_000}, "num_processes asks for 100000000 processes on this machine's CPU"),
         ({"num_processes": 2, "use_port": "http"}, "use_port is 'http'"),
         ({"num_processes": 2, "num_nodes": 2, "master_addr": "not a host"}, "master_addr is 'not a host'"),

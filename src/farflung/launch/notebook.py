@@ -74,6 +74,8 @@ def notebook_launcher(
     check_whole("use_port", port, least=0, most=65535)
     gpus = torch.cuda.device_count()
     num_local = num_processes if num_processes is not None else max(1, gpus)
+    if node_rank >= num_nodes:
+        raise ConfigError(f"node_rank is {node_rank}; it must be below num_nodes, which is {num_nodes}.")
     if 0 < gpus < num_local:
         found = counted(gpus, "GPU")
         raise ConfigError(f"num_processes is {num_local}, but this machine has {found}; each process needs one.")
@@ -98,7 +100,7 @@ def notebook_launcher(
             interface = choose_interface(settings, master_addr) if num_nodes > 1 else None
             meeting = Meeting(rdzv_backend, rdzv_endpoint, {"rank": node_rank}, rdzv_id, num_nodes, interface=interface)
     except ConfigError as error:
-        names = {"machine_rank": "node_rank", "main_process_ip": "master_addr", "main_process_port": "use_port"}
+        names = {"main_process_ip": "master_addr", "main_process_port": "use_port"}
         raise renamed(error, names) from None
     if not several:
         with environ.patched(rank_variables(settings)):
