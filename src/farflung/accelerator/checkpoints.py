@@ -40,7 +40,9 @@ class Checkpointing:
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
-        return lazy.Checkpointer(replace(self._run, outers=self._controller), self.project_configuration)
+        run = replace(self._run, outers=self._controller)
+        made: Checkpointer = lazy.Checkpointer(run, self.project_configuration)
+        return made
 
     def _settle_checkpoints(self) -> None:
         """Wait for a checkpoint that is being written in the background."""

@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from farflung.accelerator.checkpointer import Checkpointer as Checkpointer
     from farflung.accelerator.join import join_uneven_inputs as join_uneven_inputs
     from farflung.big_model.load import get_state_dict_offloaded_model as get_state_dict_offloaded_model
     from farflung.checkpoint.export import save_sharded as save_sharded
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 _WHERE = {
     name: f"farflung.{module}"
     for module, names in {
-        "accelerator.checkpointer": "Checkpointer",
+        "accelerator.checkpointer": "Checkpointer",  # not among the types above: it uses the session, which uses this
         "accelerator.join": "join_uneven_inputs",
         "big_model.load": "get_state_dict_offloaded_model",
         "checkpoint.export": "save_sharded",
