@@ -19,7 +19,7 @@ class Job:
     """A job under way.
 
     Attributes:
-        watch: waits for the end of a future, and hears of ranks that are lost meanwhile.
+        watch: returns when a future is done; a rank that is lost meanwhile ends it with an error.
         seconds: from when it was given until it was done; 0 until then.
     """
 

@@ -51,7 +51,7 @@ class Timetable:
         return due
 
     def run(self, due: Sequence[Action], position: int) -> None:
-        """Launch and apply what is due, then let newcomers in."""
+        """Launch and apply the rounds that are due, then admit replicas that wait to join."""
         for action in due:
             if isinstance(action, Launch):
                 self._rounds.launch(action, position, finished=False)
