@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever the order in which models and optimizers are made, sharded and prepared, they train as under DDP."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from farflung import Accelerator
@@ -123,6 +127,29 @@ def test_optimizers_are_bound_again_whenever_they_were_made_and_prepared():
         for number, (ddp, fsdp) in enumerate(zip(found["ddp"], found["fsdp"], strict=True)):
             for mine, other in zip(ddp, fsdp, strict=True):
                 torch.testing.assert_close(mine, other, atol=1e-6, rtol=0, msg=f"way {number}")
+
+
+def stepped_while_another_accelerator_is_collected():
+    dropped = []
+
+    def collect(*_):
+        dropped.clear()
+        gc.collect()
+
+    hook = register_optimizer_step_pre_hook(collect)
+    accelerator = sharding()
+    strategy = weakref.ref(accelerator._strategy)
+    accelerator.itself = accelerator  # so that the garbage collector alone finds it
+    dropped.append(accelerator)
+    del accelerator
+    made = adam(net())
+    made.step()
+    hook.remove()
+    return strategy() is None
+
+
+def test_an_accelerator_may_be_collected_in_the_midst_of_an_optimizers_step():
+    assert run_ranks(stepped_while_another_accelerator_is_collected, 2) == [True, True]
 
 
 def sharded_by_its_user():

@@ -74,8 +74,8 @@ class FSDP(ShardedModels):
         self._plugin = plugin
         self._compute_dtype = compute_dtype
         self._became: Any = WeakIdKeyDictionary()  # parameters from before, and the shards that took their places
-        guard = register_optimizer_step_pre_hook(functools.partial(_refuse_strange, self._became, weakref.WeakSet()))
-        weakref.finalize(self, guard.remove)
+        # For good: the garbage collector may come while torch goes through these hooks, when none can be removed.
+        register_optimizer_step_pre_hook(functools.partial(_refuse_strange, self._became, weakref.WeakSet()))
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
         reshard(model.modules())
