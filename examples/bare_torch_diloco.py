@@ -44,7 +44,8 @@ def main():
     accuracy = ((model(x) > 0) == inside).float().mean().item()
     stats = outer.stats()
     if rank == 0:
-        print(f"{accuracy:.1%} of the points are told rightly; {stats.rounds} rounds, {stats.bytes_sent} bytes sent")
+        print(f"{accuracy:.1%} of the points are classified correctly")
+        print(f"{stats.rounds} rounds, {stats.bytes_sent} bytes sent")
     if dist.is_initialized():
         dist.destroy_process_group()
     return accuracy

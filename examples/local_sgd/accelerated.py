@@ -40,4 +40,4 @@ for _ in range(num_epochs):
 
 with torch.no_grad():
     accuracy = (model(points.to(device)).argmax(dim=1) == classes.to(device)).float().mean().item()
-accelerator.print(f"{accuracy:.1%} of the points are told rightly")
+accelerator.print(f"{accuracy:.1%} of the points are classified correctly")

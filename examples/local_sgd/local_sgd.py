@@ -42,4 +42,4 @@ with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8, enabled=T
 
 with torch.no_grad():
     accuracy = (model(points.to(device)).argmax(dim=1) == classes.to(device)).float().mean().item()
-accelerator.print(f"{accuracy:.1%} of the points are told rightly")
+accelerator.print(f"{accuracy:.1%} of the points are classified correctly")

@@ -38,4 +38,4 @@ for _ in range(num_epochs):
 
 with torch.no_grad():
     accuracy = (model(points.to(device)).argmax(dim=1) == classes.to(device)).float().mean().item()
-print(f"{accuracy:.1%} of the points are told rightly")
+print(f"{accuracy:.1%} of the points are classified correctly")

@@ -28,8 +28,8 @@ TO_ACCELERATED = f"""
 - loss.backward()
 - if (index + 1) % gradient_accumulation_steps == 0:
 + accelerator.backward(loss)
-- print(f"{{accuracy:.1%}} of the points are told rightly")
-+ accelerator.print(f"{{accuracy:.1%}} of the points are told rightly")
+- print(f"{{accuracy:.1%}} of the points are classified correctly")
++ accelerator.print(f"{{accuracy:.1%}} of the points are classified correctly")
 """
 TO_LOCAL_SGD = """
 - from farflung import Accelerator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that die, hang, leave and join, as real processes: the others lose no step and wait for nobody."""
+"""Replicas that die, hang, leave and join, as real processes: survivors lose no step and wait for nobody."""
 
 import signal
 

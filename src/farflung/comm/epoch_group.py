@@ -37,7 +37,7 @@ class Watch(Protocol):
         """Raise RankFailure where this wait can't end."""
 
     def note_end(self, entered: Entered, waited_s: float) -> None:
-        """Hear that a wait has ended well."""
+        """Record a completed wait."""
 
     def break_off(self, reason: str) -> RankFailure:
         """Tell all members that the epoch is over, and return that as an error."""

@@ -145,7 +145,7 @@ class MemberStore:
         return int(self.store.add("applicants", 0))
 
     def applicants(self, since: int) -> dict[int, Applicant]:
-        """Return those that asked after so many, by the number of their question."""
+        """Return the applicants numbered above `since`, by number."""
         texts = self._texts({number: f"applicant/{number}" for number in range(since + 1, self.num_applied() + 1)})
         return {number: Applicant(*literal_eval(text)) for number, text in texts.items()}
 

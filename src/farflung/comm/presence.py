@@ -126,7 +126,7 @@ class PresenceStore:
     # ---- what can not end
 
     def has_alarm(self) -> bool:
-        """Say whether a rank has checked who is alive, or published a report, because a collective can not end."""
+        """Return whether a rank has reported a stuck collective, or checked the others because of one."""
         with suppress(dist.DistError):
             return bool(self._store.check([self._key("alarm")]))
         return False

@@ -36,7 +36,7 @@ _STDLIB = str(Path(threading.__file__).parent)
 
 
 class Wait(NamedTuple):
-    """A collective that a thread waits in: of which group, the how-manieth there, and of which kind."""
+    """A collective that a thread waits in: its group, its index there, and its kind."""
 
     group: str
     number: int

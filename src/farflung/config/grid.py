@@ -213,6 +213,6 @@ def _check_islands(
         return
     if num_processes is not None and (num_processes % int(size) or num_processes == int(size) > 1):
         raise ConfigError(
-            f"island_size is {size}, but there are {counted(num_processes, 'process')}. Islands are alike and several: "
-            "use a smaller divisor of the number of processes."
+            f"island_size is {size}, but there are {counted(num_processes, 'process')}. Islands are of equal "
+            "size, and several: use a smaller divisor of the number of processes."
         )

@@ -142,7 +142,7 @@ def _check_report(word: str | float) -> None:
 
 
 def outer_config(said: Mapping[str, Any], called: str, make: Callable[..., Outer]) -> Outer | None:
-    """Return what `make` makes of the settings in `said` that are not None; None if there are none.
+    """Build settings with `make` from those in `said` that are not None; return None if there are none.
 
     `called` is the flag or variable that sets the recipe: a ConfigError names it if the recipe is missing.
     """

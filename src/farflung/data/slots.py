@@ -2,9 +2,9 @@
 """Epochs that replicas share while they come and go: each takes a slot, goes through it, and takes the next.
 
 An epoch's batches, in an order that all replicas agree on, are cut into S slots: slot s has the batches s, s + S,
-s + 2S ... Who has which slot, and how many of its batches are done, stands in the run's store. A batch is done when
-the outer loop's round is applied that its step went into. What a replica had taken and not done is free again when it
-is lost, or left out as late: another one takes it from the first batch that is not done. `docs/concepts/data.md` has
+s + 2S ... The run's store records which replica holds each slot, and how many of its batches are done. A batch is done
+when the outer loop's round is applied that its step went into. What a replica had taken and not done is free again when
+it is lost, or left out as late: another one takes it from the first batch that is not done. `docs/concepts/data.md` has
 what is promised, and the exceptions.
 """
 
@@ -128,7 +128,7 @@ class Slots:
             self.reach(act, *args)
 
     def own_slots(self, number: int) -> range:
-        """Return which of so many slots are this replica's by its place among the members, where the store is gone."""
+        """Return which of `number` slots are this replica's by member rank, once the store is lost."""
         records = [one.membership.record for one in self._follows]
         ids = next((record.ids for record in records if record is not None), (self.member,))
         return range(ids.index(self.member), number, len(ids)) if self.is_gone else range(0)

@@ -113,7 +113,7 @@ class DDPTakeover:
             loop.__exit__(type(error), error, error.__traceback__)
 
     def _ended(self) -> list[OuterLoop]:
-        """Let all DDP models send again, and return their loops."""
+        """Restore the gradient synchronization of all DDP models, and return their loops."""
         followed, self._followed, self._has_ended = self._followed, [], True
         self._driven.clear()
         self._mesh = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one kind of values comes together: what a rank brings of them, how it is summed, what it makes of the result.
+"""How one kind of value is combined: what a rank brings of them, how it is summed, what it makes of the result.
 
 Weights may have an anchor: the point that all replicas agree on, in fp32, with the outer optimizer that moves it. Here
 is the plain case; other ways to sum are in `aggregate.py`, and agreement one round late in `eager.py`.

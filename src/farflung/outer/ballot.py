@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny vote of a round: what each rank, or island of ranks, says of itself, and what all of them make of it."""
+"""The tiny vote of a round: what each rank, or island of ranks, says of itself, and the tally they all derive."""
 
 from __future__ import annotations
 

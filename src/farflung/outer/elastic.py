@@ -42,13 +42,13 @@ _MEASURED_BYTES = 1_000_000  # at least: smaller ones say little of a line
 
 
 class Elastic:
-    """The replicas that are there, of which any may be lost, leave or come at any time.
+    """Membership of replicas that may fail, leave or join at any time.
 
     Args:
         store: a c10d store that all members and launchers share, such as a `TCPStore`.
         member: this replica's id, which no other has had; the launcher gives it.
         expected: how many replicas the first epoch waits for.
-        least: how many suffice for it once `grace_s` are over.
+        least: the number that suffices after `grace_s` seconds.
         most: how many there will be at most.
         grace_s: how many seconds the others wait for a replica that is late before they go on without it.
         island: the ranks that train this replica.

@@ -20,7 +20,7 @@ _BESIDE = "an average beside rounds of "
 
 @dataclass(frozen=True)
 class Needs:
-    """What an outer loop needs of those that it meets."""
+    """What an outer loop requires of its members."""
 
     levels: tuple[int, ...]  # the number of ranks in a group of each level but the last, which is all of them
     overlaps: bool  # rounds go on beside training
@@ -129,7 +129,7 @@ class Membership(Protocol):
         return False
 
     def agree(self, num_votes: int, complete: Mapping[int, int]) -> dict[int, int]:
-        """Return how many buckets of its open rounds this rank shall apply, after a loss that all hear of.
+        """Agree, after a loss, on the buckets of open rounds to apply.
 
         Args:
             num_votes: the number of this rank's next vote; what is not open of those before it has ended here.
@@ -141,7 +141,7 @@ class Membership(Protocol):
         """
 
     def lost(self, failure: RankFailure) -> None:
-        """Take note that the epoch is over, as ranks were lost; the next one is without them.
+        """End the generation; the next one excludes the lost ranks.
 
         Raises:
             RankFailure: the same, where nothing can go on.

@@ -123,7 +123,7 @@ class BoundFragment:
         self.pending_weight = [done + amount for done in self.pending_weight]
 
     def claim(self, level: int) -> list[float]:
-        """Return what was done since the last round on each level; this one and narrower ones begin anew."""
+        """Return what was done since the last round on each level, and reset this level and narrower ones."""
         narrower = range(len(self.pending_weight)) if level == 0 else range(1, level + 1)
         claimed = [done if number in narrower else 0.0 for number, done in enumerate(self.pending_weight)]
         self.pending_weight = [done - gone for done, gone in zip(self.pending_weight, claimed, strict=True)]

@@ -44,7 +44,7 @@ class OpenRound:
 
     Attributes:
         group: those who meet in it.
-        start_again: what opens it anew among others, as it was.
+        start_again: reopens it in the current generation.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class OpenRound:
         """Wait for all buckets, and for every rank to have all of them. The model is not touched.
 
         In a grid of islands that takes two steps: first those that have the same values tell each other, then those of
-        an island. Who hears of an island's last rank has heard of all ranks.
+        an island. A rank that has heard from its island's last rank has heard from all.
         """
         while self._under_way:
             self._receive()

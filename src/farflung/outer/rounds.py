@@ -89,7 +89,7 @@ class Rounds:
         return Needs(levels, overlaps, self._is_sharded, *said, self._num_votes, admits, self._has_state)
 
     def _meet(self, admits: bool) -> None:
-        """Go over to the epoch of now; where it `admits`, between rounds, newcomers may come in."""
+        """Enter the current generation; where it `admits`, between rounds, newcomers may join."""
         while True:
             try:
                 before, had_state = self.epoch, self._has_state
@@ -251,7 +251,7 @@ class Rounds:
         return tally if tally is not None and tally.finished else None
 
     def apply(self, number: int) -> bool:
-        """Bring in a fragment's round, or drop it; eager updates move on without one. Return whether it was dropped."""
+        """Apply or drop a fragment's round; eager anchors advance either way. Return whether it was dropped."""
         fragment, waited = self.replica.fragments[number], self._wait(number)
         while (this := self._open.get(number)) is not None and not (this.is_dropped or this.is_empty):
             if self._worker is not None:  # weights may have been put elsewhere while it was under way

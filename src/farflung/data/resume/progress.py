@@ -88,7 +88,7 @@ class Progress:
         return self.newest
 
     def _run_out(self, loader: Any, position: Position) -> None:
-        """Come to the end of an iteration of which nothing is left, so that its generators are where it leaves them."""
+        """Run an exhausted iteration to its end, so that its generators are where it leaves them."""
         chosen, self.chosen = self.chosen, None
         self.position = position
         whole: Any = copy.copy(loader)
