@@ -42,6 +42,7 @@ DOOR_FLOOR = 9
 LAZY_TABLES = (
     "__init__.py",
     "launch/main.py",
+    "launch/checkpoint.py",
     "launch/run.py",
     "launch/rank.py",
     "launch/replicas.py",

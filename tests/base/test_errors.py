@@ -35,3 +35,8 @@ def test_a_suggestion_comes_only_where_a_word_is_near():
         " Did you mean `mixed_precision`?"
     )
     assert errors.did_you_mean("zzz", ["mixed_precision"]) == ""
+
+
+def test_a_long_value_is_cut_in_every_error_and_kept_in_its_arguments():
+    error = errors.StateReset(f"it is {'x' * 5000}.")
+    assert (len(str(error)), len(error.args[0])) == (209, 5007)

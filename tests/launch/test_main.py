@@ -6,12 +6,15 @@ from __future__ import annotations
 import io
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from farflung.base.errors import ConfigError
+from farflung.config import environ
+from farflung.config.launch import FIELDS
 from farflung.launch import main as command
 from tests.python import run_python
 
@@ -29,6 +32,27 @@ def test_help_and_the_launcher_do_without_torch(home):
     )
     done = run_python("-c", loads)
     assert all(name in done.stdout for name in command.COMMANDS)
+
+
+def test_no_command_loads_torch_before_it_has_read_its_arguments(home):
+    commands = [[name] for name in command.COMMANDS] + [["checkpoint", name] for name in command.CHECKPOINT]
+    lines = [[*words, "--nope"] for words in commands] + [
+        *(["checkpoint", "ls"], ["checkpoint", "verify", "gone"], ["checkpoint", "diff", "."]),
+        *(["checkpoint", "convert", "--to", "x", ".", "y"], ["checkpoint", "convert", "--to", "farflung", ".", "."]),
+        *(["plan", "--parameters", "x"], ["demo", "--steps", "x"], ["demo", "--bandwidth", "x"]),
+        *(["launch", "gone.py"], ["launch", "--cpu", "--num_processes", "x", "train.py"], ["env", "x"], ["lunch"]),
+    ]
+    run_python(
+        "-c",
+        "import sys\n"
+        "from farflung.launch.main import main\n"
+        f"for line in {lines}:\n"
+        "    try:\n"
+        "        main(line)\n"
+        "    except SystemExit as ended:\n"
+        "        assert ended.code == 2, (line, ended.code)\n"
+        "    assert 'torch' not in sys.modules, line\n",
+    )
 
 
 @pytest.mark.parametrize("group", [command.farflung, command.checkpoint])
@@ -70,6 +94,70 @@ def test_a_wrong_command_line_is_exit_code_2(arguments, message, capsys):
         command.main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+LONG = "x" * 3000 + " y" * 1500  # one long word, and many short ones
+
+
+def said_of(capsys, *arguments, line=""):
+    """What a command says of a wrong value, stated by an argument or by a line of a file."""
+    file = Path("farflung.yaml")
+    file.write_text(line)
+    with pytest.raises(SystemExit) as ended:
+        command.main(list(arguments))
+    file.unlink()
+    assert ended.value.code in (0, 2), arguments
+    return capsys.readouterr().err
+
+
+def test_a_long_value_is_cut_wherever_it_is_repeated(home, capsys, monkeypatch):
+    monkeypatch.setattr("farflung.launch.run.become", lambda plan: sys.exit(0))  # where any text will do
+    (home / "train.py").touch()
+    launch, messages = ("launch", "--cpu", "train.py"), []
+    for entry in FIELDS:
+        if not entry.is_switch:
+            messages.append(said_of(capsys, "launch", "--cpu", entry.flags[0], LONG, "train.py"))
+        with environ.patched({entry.variable: LONG}):
+            messages.append(said_of(capsys, *launch))
+        if entry.in_file:
+            messages.append(said_of(capsys, *launch, line=f"{entry.name}: '{LONG}'"))
+    for line in (
+        LONG,
+        f"'{LONG}': 1",
+        f"debug: [{LONG}",
+        f"debug: !{LONG}",
+        f"outer: {{recipe: '{LONG}'}}",
+        f"- {LONG}",
+    ):
+        messages.append(said_of(capsys, *launch, line=line))
+    with environ.patched({f"FARFLUNG_{LONG}": "1"}):
+        messages.append(said_of(capsys, *launch))
+    plan = ("plan", "--parameters", "1M", "--steps", "100", "--step_seconds", "1", "--bandwidth", "1Gbit")
+    for words in (
+        *(
+            [],
+            ["-c"],
+            [f"--{LONG}"],
+            ["launch"],
+            ["launch", "-m"],
+            ["launch", "--no_python"],
+            ["env"],
+            ["env", f"--{LONG}"],
+        ),
+        *(["config"], ["config", "show", "--config_file"], ["config", "default", "--config_file"]),
+        *(["checkpoint"], ["checkpoint", "ls"], ["checkpoint", "ls", "."], ["checkpoint", "diff", "."]),
+        *(["checkpoint", "convert", ".", "y", option] for option in ("--to", "--model")),
+        ["checkpoint", "convert", "--to", "farflung", "."],
+        *(
+            [*plan, option.opts[0]]
+            for option in command.farflung.get_command(None, "plan").params
+            if option.opts[0] != "--picture"
+        ),
+        *(["demo", option] for option in ("--steps", "--size", "--bandwidth", "--data")),
+    ):
+        messages.append(said_of(capsys, *words, LONG))
+    assert max(map(len, messages)) < 2000, max(messages, key=len)
+    assert sum("xxx" in each for each in messages) > 200, "the values are shown"
 
 
 @pytest.mark.parametrize(

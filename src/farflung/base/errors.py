@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from farflung.base.words import shortened
+
 # How a rank fails because another one is gone: gloo's words, NCCL's, ours.
 PEER_LOST = (
     "Connection closed by peer",
@@ -33,6 +35,9 @@ PEER_LOST = (
 
 class FarflungError(Exception):
     """The root: catch it to catch everything that Farflung raises on purpose."""
+
+    def __str__(self) -> str:
+        return shortened(super().__str__())
 
 
 class ConfigError(FarflungError, ValueError):

@@ -3,9 +3,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 _MAX_SHOWN = 8  # before the rest is counted
+_LONG_WORD = re.compile(r"(?<!\S)(\S{100})\S{101,}(\S{100})")
+_LONG_LINE = re.compile(r"^(.{500}).{501,}(.{500})$", re.MULTILINE)
+
+
+def shortened(message: str) -> str:
+    """Return a message in which long words and lines have lost their middle: a value in it may be a whole file."""
+    return _LONG_LINE.sub(r"\1...\2", _LONG_WORD.sub(r"\1...\2", message))
 
 
 def counted(number: int, noun: str) -> str:

@@ -196,7 +196,7 @@ class Forecast:
         return [10 ** (low + step / _POINTS_PER_DECADE) for step in range((high - low) * _POINTS_PER_DECADE + 1)]
 
 
-_AT_LEAST_ONE = click.IntRange(min=1)
+_FROM_ONE = click.IntRange(1, 1_000_000)
 
 
 @click.command(context_settings=BOTH_SPELLINGS | {"show_default": True})
@@ -209,8 +209,8 @@ _AT_LEAST_ONE = click.IntRange(min=1)
 )
 @click.option("--steps", required=True, metavar="COUNT", help="Number of optimizer steps of the whole run: 500, 20k.")
 @click.option("--latency", default="0ms", metavar="TIME", help="One-way latency, half of a ping's round trip: 25ms.")
-@click.option("--replicas", default=2, type=_AT_LEAST_ONE, help="Number of replicas.")
-@click.option("--layers", default=24, type=_AT_LEAST_ONE, help="Number of the model's layers.")
+@click.option("--replicas", default=2, type=_FROM_ONE, help="Number of replicas.")
+@click.option("--layers", default=24, type=_FROM_ONE, help="Number of the model's layers.")
 @click.option("--bucket", metavar="SIZE", help="Bucket size, counted in fp32: 64MiB. [each method's own default]")
 @click.option("--utilization", default=0.9, help="Share of the time spent computing that counts as fast enough.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, in bytes, bits and seconds.")

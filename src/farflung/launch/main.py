@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from farflung.base.errors import FarflungError, Unsupported, did_you_mean
+from farflung.base.words import shortened
 
 # name -> where it lives, and what it does.
 COMMANDS = {
@@ -90,10 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         code = farflung.main(args=arguments, prog_name="farflung", standalone_mode=False)
     except click.ClickException as error:
+        message = error.format_message()
         if isinstance(error, click.NoSuchOption) and error.possibilities:  # the nearest first; click sorts them
             message = f"{error.message} Did you mean {error.possibilities[0]}?"
-            error = click.NoSuchOption(error.option_name, message, ctx=error.ctx)
-        error.show()
+        click.UsageError(shortened(message), getattr(error, "ctx", None)).show()
         sys.exit(error.exit_code)
     except click.Abort:  # also where the answers end before the questions
         click.echo("Aborted!", err=True)
@@ -101,6 +103,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(130)
     except FarflungError as error:
-        click.echo(f"{click.style(type(error).__name__, fg='red', bold=True)}: {error}", err=True)
+        _show(type(error).__name__, str(error))
+        sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        _show("ConfigError", f"{shortened(str(error.filename))} can't name a file: it is too long.")
         sys.exit(2)
     sys.exit(code)
+
+
+def _show(kind: str, message: str) -> None:
+    click.echo(f"{click.style(kind, fg='red', bold=True)}: {message}", err=True)

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `farflung checkpoint` does: list checkpoints, verify, compare and convert them."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from torch import Tensor
+
+from farflung.base.errors import CheckpointError
+from farflung.base.tree import flatten
+from farflung.base.words import counted, in_bytes
+from farflung.checkpoint import atomic, paths
+from farflung.checkpoint.checkpoint import Checkpoint, candidates, is_checkpoint
+from farflung.checkpoint.files import is_file, sums_of
+from farflung.checkpoint.manifest import FileRecord, Manifest, manifest_path
+from farflung.checkpoint.reader import read_torch, read_weights
+from farflung.checkpoint.sharded import ShardReader
+from farflung.checkpoint.writer import save_object
+
+_NO_MODEL = "it has no model weights"
+_SHOWN = 10  # names of one kind that are listed before the rest is counted
+
+
+def ls(folder: Path) -> None:
+    """List the checkpoints in a folder, newest first, or the files of a checkpoint."""
+    if not is_checkpoint(folder):
+        for path in _checkpoints(folder):
+            click.echo(_line(path))
+        return
+    atomic.finish(folder)
+    sizes = _sizes(folder)
+    for name, size in sorted(sizes.items()):
+        click.echo(f"{in_bytes(size):>9}  {name}")
+    if not _has_model(folder):
+        click.echo(_NO_MODEL)
+
+
+def verify(folder: Path) -> None:
+    """Read a checkpoint, or all those in a folder; raise CheckpointError where one is not what was written."""
+    paths = [folder] if is_checkpoint(folder) else _checkpoints(folder)
+    broken = []
+    for path in paths:
+        try:
+            found = Checkpoint.open(path).verify()
+            verified = [True] if found.manifest else [_is_verified(path / name) for name in _units(path)]
+            lacks = "" if _has_model(path) else f"; {_NO_MODEL}"
+        except CheckpointError as error:
+            broken.append(str(error))
+            continue
+        state = "complete" if all(verified) else "readable, but it can't be verified without a manifest"
+        click.echo(f"{path}: {state}{lacks}")
+    if broken:
+        raise CheckpointError("\n".join(broken))
+
+
+def diff(one: Path, other: Path) -> bool:
+    """Show how two checkpoints differ, and return whether they do; raise CheckpointError where one is none."""
+    for folder in (one, other):
+        if not is_checkpoint(folder):
+            raise CheckpointError(f"There is no checkpoint in {folder}, so it can't be compared. Name two checkpoints.")
+        atomic.finish(folder)
+    mine, theirs = _units(one), _units(other)
+    alone = sorted(mine ^ theirs)
+    for name in alone:
+        click.echo(f"{name}: only in {one if name in mine else other}")
+    both = sorted(mine & theirs - set(paths.MANIFESTS))
+    same = 0
+    for name in both:
+        is_copy = not paths.SHARDS.fullmatch(name) and sums_of(one / name) == sums_of(other / name)
+        lines = [] if is_copy else list(_differences(_read(one / name), _read(other / name)))
+        same += not lines
+        for line in lines[:_SHOWN]:
+            click.echo(f"{name}: {line}")
+        if len(lines) > _SHOWN:
+            click.echo(f"{name}: and {len(lines) - _SHOWN} more")
+    click.echo(f"Identical files: {same} of {len(both) + len(alone)}")
+    return same < len(both) + len(alone)
+
+
+def convert(source: Path, target: Path, form: str, model: int) -> None:
+    """Write a checkpoint in another form: `accelerate`, `farflung`, or `state-dict` of the model with this index."""
+    found = Checkpoint.open(source).verify()
+    if form == "state-dict":
+        weights = _weights(found, model)
+        found.check_unchanged()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        save_object(weights, target, safe_serialization=target.suffix == ".safetensors")
+        click.echo(f"Written to {target}: {counted(len(weights), 'tensor')}, {in_bytes(target.stat().st_size)}.")
+        return
+    there = _sizes(source)
+    names = [name for name in there if name not in paths.MANIFESTS and is_file(source / name)]
+    if form == "accelerate":
+        names = [name for name in names if name.split("/")[0] not in paths.FOLDERS]
+    staged = atomic.StagedDir(target, secrets.token_hex(4))
+    staged.begin()
+    try:
+        _copy(names, found, staged.folder, with_manifest=form == "farflung")
+        staged.commit()
+    except BaseException:
+        staged.discard()
+        raise
+    written = _sizes(target)
+    click.echo(f"Written to {target}: {', '.join(sorted(written))} ({in_bytes(sum(written.values()))}).")
+    if left_out := sorted(there.keys() - written.keys()):
+        click.echo(f"Left out: {', '.join(left_out)}.")
+
+
+def _copy(names: list[str], found: Checkpoint, target: Path, with_manifest: bool) -> None:
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(found.folder / name, target / name)
+    found.check_unchanged()
+    if with_manifest:
+        files = {name: FileRecord(*sums_of(target / name)) for name in names}
+        old = found.manifest or Manifest({}, world_size=sum(name.startswith("random_states_") for name in names))
+        facts = {k: getattr(old, k) for k in ("step", "optimizer_steps", "iteration", "world_size", "versions")}
+        Manifest(files, written_at=time.time(), **facts).write(target / paths.MANIFEST)
+
+
+def _weights(found: Checkpoint, index: int) -> dict[str, Any]:
+    """Return a model's weights under the names of the bare model."""
+    is_model = found.folder.name == paths.model_shards(index)  # its shards alone
+    path = found.folder if is_model else found.model_path(index)
+    if paths.SHARDS.fullmatch(path.name):
+        state: dict[str, Any] = ShardReader(path).read_whole()["model"]
+        return state
+    weights = read_weights(path)
+    ours = found.manifest is not None and found.manifest.versions  # no wrapper's names; `convert` knows no versions
+    wrapped = not ours and bool(weights) and all(name.startswith("module.") for name in weights)
+    return {name.removeprefix("module.") if wrapped else name: value for name, value in weights.items()}
+
+
+def _units(folder: Path) -> set[str]:
+    """Return the names of the files in a checkpoint; those of shards that belong together count as their folder."""
+    names = ((name, name.split("/")[0]) for name in _sizes(folder))
+    return {first if paths.SHARDS.fullmatch(first) else name for name, first in names}
+
+
+def _has_model(folder: Path) -> bool:
+    """Say whether there are weights of a model in a folder, which may be that of its shards."""
+    return any(paths.MODEL.fullmatch(name) or paths.MODEL.fullmatch(f"{folder.name}/{name}") for name in _sizes(folder))
+
+
+def _is_verified(path: Path) -> bool:
+    """Read a file, or a folder of shards, and say whether there was a manifest to check it against."""
+    if paths.SHARDS.fullmatch(path.name) and manifest_path(path).exists():
+        Checkpoint.open(path).verify()
+        return True
+    _read(path)
+    return False
+
+
+def _read(path: Path) -> Any:
+    if paths.SHARDS.fullmatch(path.name):
+        return ShardReader(path).read_whole()
+    if path.suffix == ".safetensors":
+        return read_weights(path)
+    if path.name.endswith(paths.TORCH):
+        return read_torch(path)
+    return path.read_bytes() if is_file(path) else b""
+
+
+def _differences(mine: Any, theirs: Any) -> Iterator[str]:
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        for key in sorted(mine.keys() ^ theirs.keys(), key=str):
+            yield f"{key} is only in the {'first' if key in mine else 'second'}"
+        for key in sorted(mine.keys() & theirs.keys(), key=str):
+            yield from (f"{key}: {line}" for line in _differences(mine[key], theirs[key]))
+        return
+    leaves, others = flatten(mine), flatten(theirs)
+    if leaves[1] != others[1]:
+        yield "the structures differ"
+        return
+    for one, other in zip(map(_as_tensor, leaves[0]), map(_as_tensor, others[0]), strict=True):
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            if one.shape != other.shape or one.dtype != other.dtype:
+                yield f"{list(one.shape)} {one.dtype} and {list(other.shape)} {other.dtype}"
+            elif (gap := _gap(one, other)) is not None:
+                yield f"values are up to {gap:.3g} apart"
+        elif str(one) != str(other):
+            yield f"{one!r:.40} and {other!r:.40}"
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """Return a numpy array as a tensor, or as a list where its type is none of torch's; anything else as it is."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    try:
+        return torch.tensor(leaf)
+    except (TypeError, ValueError):
+        return leaf.tolist()  # `str` of an array would leave out all but its ends
+
+
+def _gap(one: Tensor, other: Tensor) -> float | None:
+    """Return the largest difference of two tensors of one shape and type, None: they are equal. NaN equals NaN."""
+    if torch.equal(one, other):
+        return None
+    differ = (one != other) & ~((one != one) & (other != other))
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    gaps = (one[differ].to(wide) - other[differ].to(wide)).abs()
+    return gaps.max().item() if gaps.numel() else None
+
+
+def _line(path: Path) -> str:
+    """Describe a checkpoint in one line, without reading its files."""
+    try:
+        atomic.finish(path)
+        manifest, sizes = Manifest.read(path), _sizes(path)
+        problem = Checkpoint(path, manifest).misfit()
+    except CheckpointError as error:
+        problem = str(error)
+    if problem is not None:
+        return f"{path.name}: NOT COMPLETE: {problem}"
+    facts = [] if _has_model(path) else [_NO_MODEL]
+    if manifest is None:
+        facts += ["without a manifest", in_bytes(sum(sizes.values()))]
+    else:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.written_at))
+        facts += [_step(manifest), counted(manifest.world_size, "process"), in_bytes(manifest.num_bytes), when]
+    return f"{path.name}: {', '.join(facts)}"
+
+
+def _step(manifest: Manifest) -> str:
+    if manifest.completed_steps is not None:
+        return f"step {manifest.completed_steps:,}"
+    return "no optimizer" if manifest.optimizer_steps == [] else "steps not recorded"
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, or in `checkpoints` in it, where automatic naming puts those of a project."""
+    inner = folder / paths.CHECKPOINTS
+    found = candidates(folder) or (candidates(inner) if inner.is_dir() else [])
+    if not found:
+        raise CheckpointError(f"There is no checkpoint in {folder}. Name a checkpoint, or the folder of a project.")
+    return found
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    try:
+        return {name: (folder / name).stat().st_size for name in atomic.names_in(folder)}
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename} can't be read: {error.strerror}. Remove it, or copy it again."
+        ) from error
