@@ -10,6 +10,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from farflung.base.oldest_torch import check_torch
+
 if TYPE_CHECKING:
     from farflung.accelerator.accelerator import Accelerator as Accelerator
     from farflung.accelerator.local_sgd import LocalSGD as LocalSGD
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from farflung.tools.memory import find_executable_batch_size as find_executable_batch_size
 
 __version__ = "0.1.0"
+
+check_torch()
 
 _WHERE = {
     name: f"farflung.{module}"

@@ -22,7 +22,6 @@ from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import same, values
 
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 SHAPE = Shape(depth=2, width=8, heads=2, context=8)
 EVERY, LR, OUTER_LR, OUTER_MOMENTUM = 3, 2.0**-6, 0.9, 0.8
 
@@ -68,7 +67,6 @@ def muloco(group=None, steps=2 * EVERY, is_attached=False, recipe=None, order=1)
     return values(model)
 
 
-@needs_muon
 @pytest.mark.law("published-equations")
 def test_muloco_is_nesterov_momentum_over_rounds_of_muon_and_adamw():
     models = [small_gpt() for _ in range(2)]
@@ -95,7 +93,6 @@ def test_muloco_is_nesterov_momentum_over_rounds_of_muon_and_adamw():
         torch.testing.assert_close(learnt, anchor, atol=3e-4, rtol=0)
 
 
-@needs_muon
 @pytest.mark.law("processes-are-threads")
 def test_muloco_on_two_ranks_gives_the_bits_of_two_threads():
     assert same(*run_ranks(muloco, 2), *run_replicas(muloco, 2))
@@ -113,12 +110,10 @@ def with_accelerator():
     return values(accelerator.unwrap_model(model))
 
 
-@needs_muon
 def test_an_accelerator_counts_the_steps_of_the_optimizer_with_more_tensors():
     assert same(*run_ranks(with_accelerator, 2), *run_replicas(muloco, 2))
 
 
-@needs_muon
 @pytest.mark.parametrize("recipe", [None, post_local_sgd(2, 2)], ids=["diloco", "warm-up"])
 def test_a_loop_attached_to_two_optimizers_counts_once_both_have_stepped(recipe):
     for order in (1, -1):

@@ -190,7 +190,6 @@ def leave_again_and_again(by_all, recipe):
     return first, last
 
 
-@pytest.mark.skipif(not hasattr(dist.Store, "list_keys"), reason="this torch's stores can't list their keys")
 @pytest.mark.parametrize("recipe", [diloco(2), streaming_diloco(4, 2, delay=1)], ids=["diloco", "streaming"])
 @pytest.mark.parametrize("by_all", [True, False])
 def test_loops_left_by_exceptions_leave_nothing_open(by_all, recipe):

@@ -32,7 +32,6 @@ SETTINGS = {
     "noloco": {"every": 6},
     "streaming_diloco": {"every": 6, "fragments": 2, "delay": 2, "codec": "none"},
 }
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 
 
 @pytest.fixture
@@ -93,7 +92,6 @@ def test_replicas_with_a_part_of_the_text_each_draw_from_no_other(runner):
         assert mine.max() - mine.min() > 0.9 * length
 
 
-@needs_muon
 @pytest.mark.parametrize("shape", [(12, 4), (4, 4), (4, 16)])
 def test_muon_on_rows_is_torchs_muon_on_each(inner, shape):
     weights = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
@@ -110,7 +108,6 @@ def test_muon_on_rows_is_torchs_muon_on_each(inner, shape):
         torch.testing.assert_close(weights, torch.stack([one.detach() for one in parameters]), atol=2e-4, rtol=0)
 
 
-@needs_muon
 def test_rows_that_muon_trains_end_near_ordinary_replicas(runner, inner, monkeypatch):
     """Not as near as with AdamW: Muon rounds to bfloat16, and a rounding that differs is 2**-8 of an update."""
     monkeypatch.setattr(inner, "EPS", 1e-4)

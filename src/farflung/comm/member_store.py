@@ -172,8 +172,8 @@ class MemberStore:
         return read(self.store, f"e{epoch}/broken")
 
     def forget_before(self, epoch: int) -> None:
-        """Delete the entries of earlier epochs, if the store can list its keys."""
-        for key in self.store.list_keys() if hasattr(self.store, "list_keys") else ():
+        """Delete the entries of earlier epochs."""
+        for key in self.store.list_keys():
             found = _OF_EPOCH.match(key)
             if found and int(found[1]) < epoch:
                 self.store.delete_key(key)

@@ -35,8 +35,7 @@ class PresenceStore:
         self._read: list[tuple[str, int]] = []  # keys, and how often each rank has left once nobody reads them again
         self.hosts: dict[int, str] = {}  # names and addresses of the ranks' machines, as far as they are known
         self._num_loaders = 0
-        # torch 2.6 cannot clone a store: there a thread that blocks in it blocks the others too.
-        self._clone = getattr(default_store(), "clone", lambda: None)() if own_connection else None
+        self._clone = default_store().clone() if own_connection else None
 
     # ---- what each rank says, under a name of one or more words
 
@@ -106,9 +105,6 @@ class PresenceStore:
         return ""
 
     # ---- tidying the store
-
-    def can_list_keys(self) -> bool:
-        return hasattr(self._store, "list_keys")
 
     def forget(self, closed: Iterable[str]) -> None:
         """Delete what nobody will read again, and the keys of `closed` groups, where all ranks have come together."""

@@ -142,10 +142,9 @@ class TorchGroup(C10dGroup):
             return
         self.abort()
         # Its name may come again, and whoever connects under it must not read where these ranks listened.
-        if self.presence.can_list_keys():
-            _closed_groups().append(self._name)
-            self.waits.part(self._name)
-            dist.destroy_process_group(self.pg)
+        _closed_groups().append(self._name)
+        self.waits.part(self._name)
+        dist.destroy_process_group(self.pg)
 
     def hand_over(self) -> Callable[[Future[None]], None]:
         wait = self.waits.enter(handed_over(self._name), "")

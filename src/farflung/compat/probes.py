@@ -173,8 +173,8 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """Say whether there is an Intel GPU, and a torch that trains on it: 2.7 or newer."""
-    return is_torch_version(">", "2.6") and _has_device("xpu")
+    """Say whether there is an Intel GPU, and a torch that trains on it."""
+    return _has_device("xpu")
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:

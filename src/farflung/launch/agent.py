@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from inspect import signature
 from math import inf
 from pathlib import Path
 from types import FrameType
@@ -111,10 +110,7 @@ def _agent_settings(plan: Plan, endpoint: str, said: LaunchSettings, line_prefix
     from torch.distributed.launcher.api import LaunchConfig
 
     meeting = plan.meeting
-    settings: dict[str, Any] = {}
-    if "signals_to_handle" in signature(LaunchConfig).parameters:  # an older torch takes Ctrl-C for itself too
-        heeded = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # but not those that nohup, say, has had ignored
-        settings["signals_to_handle"] = ",".join(s.name for s in heeded if signal.getsignal(s) != signal.SIG_IGN)
+    heeded = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # not Ctrl-C, nor those that nohup, say, has had ignored
     return LaunchConfig(
         min_nodes=meeting.num_machines,
         max_nodes=meeting.num_machines,
@@ -130,7 +126,7 @@ def _agent_settings(plan: Plan, endpoint: str, said: LaunchSettings, line_prefix
         log_line_prefix_template=line_prefix,
         local_addr=meeting.address,
         logs_specs=DefaultLogsSpecs(log_dir=log_dir, tee=Std.from_str(said.tee)),
-        **settings,
+        signals_to_handle=",".join(s.name for s in heeded if signal.getsignal(s) != signal.SIG_IGN),
     )
 
 

@@ -29,5 +29,4 @@ def serve_store(host: str, port: int, listen: str | None = None, **options: Any)
     family, _, _, _, address = socket.getaddrinfo(listen or host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(address[:2], family=family, backlog=4096)
     port = listener.getsockname()[1]
-    options |= {"master_listen_fd": listener.detach(), "use_libuv": False}  # torch 2.6 can't do both
-    return TCPStore(host, port, is_master=True, **options)
+    return TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), **options)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 import weakref
 from collections import Counter
@@ -230,10 +229,6 @@ def _ignored(model: nn.Module, asked: Any) -> list[nn.Module]:
         found = [module for name, module in model.named_modules() if name and re.fullmatch(asked, name)]
         if not found:
             raise ConfigError(f"ignored_modules={asked!r} matches no module's name in this {type(model).__name__}.")
-    if found and "ignored_params" not in inspect.signature(fully_shard).parameters:
-        raise Unsupported(
-            f"The fully_shard of torch {torch.__version__} can't leave modules out, as ignored_modules asks."
-        )
     if any(parameter.requires_grad for module in found for parameter in module.parameters()):
         raise Unsupported(
             "ignored_modules has a module that is trained, and nothing would average its gradients. Shard it too, or "

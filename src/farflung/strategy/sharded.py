@@ -133,8 +133,7 @@ def _reshard_after_evaluation(model: nn.Module, inputs: Any, outputs: Any) -> No
 
 def refuse_muon(optimizer: Any) -> None:
     """Raise Unsupported for torch's Muon over shards, which it would take for whole matrices."""
-    muon = getattr(torch.optim, "Muon", ())  # since torch 2.9
-    if isinstance(optimizer, muon) and any(
+    if isinstance(optimizer, torch.optim.Muon) and any(
         is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]
     ):
         raise Unsupported(
