@@ -44,6 +44,7 @@ LAZY_TABLES = (
     "launch/main.py",
     "launch/checkpoint.py",
     "launch/run.py",
+    "launch/agent.py",
     "launch/rank.py",
     "launch/replicas.py",
     "demo/command.py",

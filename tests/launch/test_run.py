@@ -325,14 +325,26 @@ def test_a_second_interrupt_ends_ranks_that_do_not_heed_the_first(home, mark):
     assert none_left(mark), left_behind(mark)
 
 
-def test_a_failed_run_is_tried_again_as_often_as_asked_for(farflung, home):
-    script = (
-        "import os, sys\nprint('try', flush=True)\nsys.exit(0 if os.path.exists('x') else not open('x', 'w').close())\n"
-    )
-    (home / "train.py").write_text(script)
-    done = farflung("launch", "--cpu", "--max_restarts", "1", "--log_dir", "logs", "train.py")
-    assert (done.returncode, done.stdout) == (0, "try\ntry\n")
-    assert "exitcode: 1" in done.stderr  # a failure that another attempt makes good is not kept secret
+FAILS_ONCE = """
+import os, torch
+from farflung import Accelerator
+accelerator = Accelerator()
+accelerator.wait_for_everyone()
+if accelerator.process_index == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    raise ValueError("bad value")
+assert accelerator.reduce(torch.ones(1)).item() == 2
+os.write(1, b"fine%d " % accelerator.process_index)
+"""
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_failed_run_is_tried_again_as_often_as_asked_for_and_each_failure_is_shown_once(farflung, home):
+    (home / "train.py").write_text(FAILS_ONCE)
+    done = farflung("launch", "--cpu", "--num_processes", "2", "--max_restarts", "1", "--log_dir", "logs", "train.py")
+    assert (done.returncode, sorted(done.stdout.split())) == (0, ["fine0", "fine1"])
+    assert done.stderr.count("ValueError: bad value") == done.stderr.count("Traceback") == 1
+    assert "rank 1 failed on " in done.stderr
+    assert "farflung: the processes start again (restart 1 of 1)" in done.stderr
     assert any((home / "logs").iterdir())
 
 

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from math import inf
 from pathlib import Path
 from types import FrameType
@@ -26,10 +28,9 @@ from farflung.base.errors import RankFailure
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
-from farflung.launch.plan import Meeting, Plan, torch_is_loaded
-from farflung.launch.report import Failure
+from farflung.launch.plan import Plan, torch_is_loaded
+from farflung.launch.report import Failure, show
 from farflung.process.failure import CHECKPOINT
-from farflung.process.sockets import serve_store
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that the agent takes over
 _PATIENCE_S = 2.0
@@ -61,14 +62,15 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
         from torch.distributed.elastic.rendezvous import RendezvousError
         from torch.distributed.launcher.api import elastic_launch
 
+    is_ours = meeting.backend == "static"  # torch's `c10d` has one store for all attempts too, unless it is told not to
+    told = {environ.SHOWS_ATTEMPTS: "true"} if is_ours else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with ExitStack() as around:
         pressed = around.enter_context(_interrupts_raise(SignalException))
         around.enter_context(_agent_logs(settings))
-        around.enter_context(environ.patched(plan.variables))
+        around.enter_context(environ.patched({**plan.variables, **told}))
         log_dir = Path(settings.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_")))
         try:
-            server, endpoint = _served(meeting)  # kept until all have ended
-            agent = elastic_launch(_agent_settings(plan, endpoint, settings, line_prefix, str(log_dir)), entrypoint)
+            agent = elastic_launch(_agent_settings(plan, settings, line_prefix, log_dir), entrypoint)
             # The agent puts the rank in for `${local_rank}` in texts; a doubled `$` is how it spells one.
             returned = agent(*(one.replace("$", "$$") if isinstance(one, str) else one for one in arguments))
         except ChildFailedError as error:
@@ -104,47 +106,43 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
     return Outcome(notes=notes)
 
 
-def _agent_settings(plan: Plan, endpoint: str, said: LaunchSettings, line_prefix: str | None, log_dir: str) -> Any:
+def _agent_settings(plan: Plan, said: LaunchSettings, line_prefix: str | None, log_dir: Path) -> Any:
     """Return torch's `LaunchConfig`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
     meeting = plan.meeting
     heeded = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # not Ctrl-C, nor those that nohup, say, has had ignored
+    machine = int(meeting.conf.get("rank", 0))
+    backend, conf = meeting.backend, dict[str, Any](meeting.conf, rank=machine)
+    if backend == "static":
+        backend = import_module("farflung.launch.rendezvous").registered()
+        begins = partial(_show_attempt, log_dir, machine * plan.num_local, said.max_restarts or 0)
+        conf |= {"listen": meeting.listen, "begins": begins}
     return LaunchConfig(
         min_nodes=meeting.num_machines,
         max_nodes=meeting.num_machines,
         nproc_per_node=plan.num_local,
         run_id=meeting.run_id,
         role=said.role,
-        rdzv_endpoint=endpoint,
-        rdzv_backend=meeting.backend,
-        rdzv_configs={**meeting.conf, "rank": int(meeting.conf.get("rank", 0))},
+        rdzv_endpoint=meeting.endpoint,
+        rdzv_backend=backend,
+        rdzv_configs=conf,
         max_restarts=said.max_restarts or 0,
         monitor_interval=said.monitor_interval,
         start_method="fork",
         log_line_prefix_template=line_prefix,
         local_addr=meeting.address,
-        logs_specs=DefaultLogsSpecs(log_dir=log_dir, tee=Std.from_str(said.tee)),
+        logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), tee=Std.from_str(said.tee)),
         signals_to_handle=",".join(s.name for s in heeded if signal.getsignal(s) != signal.SIG_IGN),
     )
 
 
-def _served(meeting: Meeting) -> tuple[Any, str]:
-    """Serve the store at which the machines meet, if this is machine 0; return it, and the endpoint with its port.
-
-    torch's `static` rendezvous uses the server of its own process; one that it makes itself listens on every interface.
-    """
-    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
-
-    if meeting.backend != "static" or int(meeting.conf.get("rank", 0)) > 0:
-        return None, meeting.endpoint
-    host, _, port = meeting.endpoint.rpartition(":")
-    try:
-        store = serve_store(host.strip("[]"), int(port), meeting.listen, multi_tenant=True, wait_for_workers=False)
-    except OSError as error:
-        raise RendezvousConnectionError(f"machine 0 can't listen at {meeting.listen}: {error.strerror}") from error
-    return store, f"{host}:{store.port}"
+def _show_attempt(log_dir: Path, first_rank: int, max_restarts: int, attempt: int) -> None:
+    """Show why the attempt before this one failed."""
+    if attempt > 1 and (failures := _reported(log_dir, first_rank)):
+        show(failures, checkpoint=newest_checkpoint(log_dir))
+        print(f"farflung: the processes start again (restart {attempt - 1} of {max_restarts})", file=sys.stderr)
 
 
 def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Failure, ...]:

@@ -116,9 +116,9 @@ def _write_report(message: str, details: dict[str, Any]) -> None:
 
 
 def has_report() -> bool:
-    """Say whether a launcher will show what this rank reports: there is one, and no attempt after this one."""
+    """Say whether a launcher will show what this rank reports: ours does, torchrun if no attempt follows this one."""
     last = (environ.integer("TORCHELASTIC_RESTART_COUNT") or 0) >= (environ.integer("TORCHELASTIC_MAX_RESTARTS") or 0)
-    return bool(environ.text(ERROR_FILE)) and last
+    return bool(environ.text(ERROR_FILE)) and (last or environ.flag(environ.SHOWS_ATTEMPTS))
 
 
 def _is_inner(file: str) -> bool:
