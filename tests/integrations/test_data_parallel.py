@@ -481,3 +481,112 @@ def test_one_process_has_nothing_to_average():
 
 def test_items_are_counted_by_an_accelerator_alone():
     run_ranks(by_items, 1, connect=False)
+
+
+# ---- ranks that do not make the same steps
+
+
+def ends_alike(takeover, script, **options):
+    """Run `script(model, optimizer)` under a takeover; return whether all ranks end alike."""
+    model = DistributedDataParallel(net(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    script(model, optimizer)
+    takeover.close()
+    ends = [None] * dist.get_world_size()
+    dist.all_gather_object(ends, [one.tolist() for one in model.state_dict().values()])
+    return all(each == ends[0] for each in ends)
+
+
+def one_step(model, optimizer, factor=1.0):
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, 4)).square().mean() * factor
+    loss.backward()
+    if torch.isfinite(loss):
+        optimizer.step()
+
+
+def uneven_by_join(model, optimizer):
+    """torch's own words for uneven inputs, and what all ranks do together after them."""
+    for number in ((7, 4), (0, 5)):
+        with model.join():
+            for _ in range(number[dist.get_rank()]):
+                one_step(model, optimizer)
+        dist.all_reduce(torch.ones(1))
+
+
+def rank_1_skips_its_first_step(model, optimizer):
+    for step in range(7):
+        one_step(model, optimizer, float("nan") if step == 0 and dist.get_rank() == 1 else 1.0)
+
+
+def rank_1_has_one_batch(model, optimizer):
+    for _ in range((6, 1)[dist.get_rank()]):
+        one_step(model, optimizer)
+
+
+def rank_1_has_no_batch(model, optimizer):
+    for _ in range((6, 0)[dist.get_rank()]):
+        one_step(model, optimizer)
+
+
+def rank_1_leaves_its_epochs_early(model, optimizer):
+    sampler = DistributedSampler(range(48), shuffle=True)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for number, _ in enumerate(DataLoader(range(48), 4, sampler=sampler)):
+            one_step(model, optimizer)
+            if number == epoch and dist.get_rank() == 1:
+                break
+
+
+def rank_0_evaluates(model, optimizer):
+    """With a sampler of its own, in the middle of epochs and between them; the others go on, or wait for it."""
+    train, test = DistributedSampler(range(24)), DistributedSampler(range(8), 1, 0)
+    for epoch in range(2):
+        train.set_epoch(epoch)
+        for number, _ in enumerate(DataLoader(range(24), 2, sampler=train)):
+            model.train()
+            one_step(model, optimizer)
+            if number == 3 and dist.get_rank() == 0:
+                model.eval()
+                test.set_epoch(epoch)
+                with torch.no_grad():
+                    for _ in DataLoader(range(8), 2, sampler=test):
+                        model(torch.randn(4, 4))
+        if dist.get_rank() == 0:
+            test.set_epoch(epoch)
+        dist.barrier()
+
+
+def windows_of_other_lengths(model, optimizer):
+    """Accumulation over windows that differ from rank to rank."""
+    for window in ((1, 3, 2, 1), (2, 1, 1, 4))[dist.get_rank()]:
+        optimizer.zero_grad()
+        for number in range(window):
+            with nullcontext() if number == window - 1 else model.no_sync():
+                model(torch.randn(4, 4)).square().mean().backward()
+        optimizer.step()
+
+
+UNEVEN = (
+    uneven_by_join,
+    rank_1_skips_its_first_step,
+    rank_1_has_one_batch,
+    rank_1_has_no_batch,
+    rank_1_leaves_its_epochs_early,
+    rank_0_evaluates,
+    windows_of_other_lengths,
+)
+
+
+def uneven(options):
+    takeover = DDPTakeover(RECIPES["diloco"])
+    takeover.install()
+    return [ends_alike(takeover, script, **options) for script in UNEVEN]
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["plain", "static"])
+def test_ranks_that_make_other_steps_end_alike(options):
+    assert run_ranks(uneven, 2, options) == [[True] * len(UNEVEN)] * 2

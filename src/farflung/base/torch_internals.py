@@ -234,6 +234,27 @@ def num_collectives(group: dist.ProcessGroup) -> int:
     return int(taken(group, "_get_sequence_number_for_group", "find ranks that are late")())
 
 
+def is_joining(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Say whether a forward pass of `ddp` tells ranks without data that this one still has some, as in its `join()`."""
+    return bool(taken(ddp, "_join_config", "refuse uneven inputs of torch's")[0])
+
+
+_SENT_FIRST = "_static_graph_delay_allreduce_enqueued"  # once the first pass of a static graph sends when it ends
+
+
+def keep_static_graph(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Keep the first backward pass of a static graph from sending; return False where none was about to."""
+    sends = ddp.static_graph and not taken(ddp, _SENT_FIRST, "keep a static graph from sending")
+    if sends:
+        setattr(ddp, _SENT_FIRST, True)
+    return sends
+
+
+def free_static_graph(ddp: nn.parallel.DistributedDataParallel) -> None:
+    """Undo what `keep_static_graph` did."""
+    setattr(ddp, _SENT_FIRST, False)
+
+
 def num_groups() -> int:
     """Return how many process groups this rank is in: torch names groups by it, so ranks that differ never meet."""
     use = "make groups of ranks"

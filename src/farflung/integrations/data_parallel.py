@@ -2,14 +2,16 @@
 """An outer loop around scripts that know nothing of it: `--outer` takes over torch's DDP, whoever made it.
 
     DDP(model)               its gradients and buffers stay on their rank, or in its island
-    first optimizer step     opens the loop over each DDP model that the optimizer trains: a collective
+    first optimizer step     opens the loop over each DDP model that the optimizer trains: a collective; a rank that
+                             makes no step comes to it at the flush
     optimizer step           counts, also one that a GradScaler skips, and runs the rounds that are due
-    sampler.set_epoch()      one flush for each epoch
+    sampler.set_epoch()      one flush for each epoch of a sampler that was trained from
+    leaving DDP.join()       a flush: ranks without data stay in the rounds until all have come
     destroy_process_group()  the last flush; or the end of the script
     model.state_dict()       the weights that all ranks last agreed on, if the recipe keeps them; nothing is sent
 
 Everything is done through public names of torch: communication hooks, hooks of all optimizers' steps, hooks of state
-dicts, and five functions that are called as before.
+dicts, and functions that are called as before.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from farflung.base.errors import ConfigError, Unsupported
-from farflung.base.torch_internals import is_flattened
+from farflung.base.torch_internals import compiled_from, is_flattened
 from farflung.base.words import counted
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.shards import is_sharded
@@ -41,6 +45,7 @@ from farflung.config import environ
 from farflung.config.launch import launched_outer
 from farflung.integrations.elastic import launched_membership
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
+from farflung.integrations.training_data import TrainedSamplers
 from farflung.loop.scheduler import planned_updates
 from farflung.outer.arguments import OuterConfig, recipe_of
 from farflung.outer.engine import OuterLoop
@@ -67,6 +72,10 @@ class FollowedModel:
     def _averages(self) -> bool:
         return self._averages_without_loop if self.loop is None else self.loop.is_warming
 
+    def holds(self, module: nn.Module) -> bool:
+        """Whether `module` is the model, or what it was compiled from; a copy of it has its hooks too."""
+        return module is self.local.module or module is compiled_from(self.local.module)
+
     def end(self) -> OuterLoop | None:
         """Let DDP send again; return the loop, which has to be ended."""
         loop, self.loop, self._averages_without_loop = self.loop, None, True
@@ -86,7 +95,10 @@ class DDPTakeover:
         self._outputs = RoundOutputs(config, environ.integer("RANK") or 0)
         self._followed: list[FollowedModel] = []
         self._driven: weakref.WeakKeyDictionary[Optimizer, list[FollowedModel]] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()  # as they were made
         self._schedulers: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
+        self._joins: weakref.WeakSet[Join] = weakref.WeakSet()  # that hand over to the rounds
+        self._data = TrainedSamplers(lambda: any(one.local.module.training for one in self._followed))
         self._has_ended = False  # what a script trains after its process group is gone is its own business
         self._is_in_round = False  # then it is the outer optimizer that steps
 
@@ -95,13 +107,19 @@ class DDPTakeover:
         register_optimizer_step_pre_hook(lambda optimizer, args, options: self._about_to_step(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, args, options: self._stepped(optimizer))
         _around(LRScheduler, "__init__", self._make_scheduler)
+        _around(Optimizer, "__init__", self._make_optimizer)
+        _around(DistributedSampler, "__iter__", self._draw)
+        _around(DataLoader, "__iter__", self._iterate)
         _around(DistributedSampler, "set_epoch", self._set_epoch)
+        _around(Join, "__init__", self._make_join)
+        _around(Join, "__exit__", self._leave_join)
         _around(dist, "destroy_process_group", self._destroy_group)
         _around(DistributedDataParallel, "__init__", self._make_ddp)
         _around(torch.amp.GradScaler, "step", self._scaler_step)
 
     def close(self) -> None:
         """End all loops with a last flush: a collective of all ranks."""
+        self._open_all()
         for loop in self._ended():
             with self._in_round():
                 loop.close()
@@ -160,13 +178,15 @@ class DDPTakeover:
         is_afterwards = self._has_ended and not dist.is_initialized()
         if self._is_in_round or is_afterwards or slot.current() is not None or optimizer in self._driven:
             return
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        ids = {id(parameter) for parameter in trained}
-        models = [one for one in self._followed if any(id(each) in ids for each in one.local.module.parameters())]
-        self._check(optimizer, trained, bool(models))
+        models = self._trained_by(optimizer)
+        self._check(optimizer, _parameters_of(optimizer), bool(models))
         self._driven[optimizer] = [one for one in models if one.loop is None]
         for one in self._driven[optimizer]:
             self._open(one, optimizer)
+
+    def _trained_by(self, optimizer: Optimizer) -> list[FollowedModel]:
+        ids = {id(parameter) for parameter in _parameters_of(optimizer)}
+        return [one for one in self._followed if any(id(each) in ids for each in one.local.module.parameters())]
 
     def _check(self, optimizer: Optimizer, trained: list[torch.Tensor], has_models: bool) -> None:
         asked = f"--outer {self._config.recipe}"
@@ -206,9 +226,10 @@ class DDPTakeover:
             one.loop = OuterLoop(module, self._recipe, group, island=island, membership=membership, inner=optimizer)
         self._outputs.listen(one.loop, self._followed.index(one))
         self._show_trainer(RoundFigures(one.loop, self._followed.index(one)))
-        hooks: Any = module  # whose types are not complete in torch
-        hooks.register_state_dict_post_hook(functools.partial(_put_agreed, weakref.ref(one)))
-        hooks.register_load_state_dict_post_hook(functools.partial(_begin_anew, weakref.ref(one)))
+        for whole in filter(None, (module, compiled_from(module))):
+            hooks: Any = whole  # whose types are not complete in torch
+            hooks.register_state_dict_post_hook(functools.partial(_put_agreed, weakref.ref(one)))
+            hooks.register_load_state_dict_post_hook(functools.partial(_begin_anew, weakref.ref(one)))
         leave_note(OUTER_ATTACHED)
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         size = mesh.replicas.size if membership is None or membership.record is None else len(membership.record.ids)
@@ -220,6 +241,12 @@ class DDPTakeover:
             f"parameters: {self._recipe.schedule}; its gradients stay {where}"
         )
 
+    def _open_all(self) -> None:
+        """Open the loops that this rank has not come to, as all its steps were skipped or it got no data."""
+        for optimizer in list(self._optimizers) if dist.is_initialized() else ():
+            if any(one.loop is None for one in self._trained_by(optimizer)):
+                self._about_to_step(optimizer)
+
     def _show_trainer(self, figures: RoundFigures) -> None:
         """Add the figures of rounds to what transformers' Trainer logs, if the script has loaded it."""
         trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
@@ -227,6 +254,8 @@ class DDPTakeover:
             _around(trainer, "log", functools.partial(_log_with, figures))
 
     def _stepped(self, optimizer: Optimizer, done: bool = True) -> None:
+        if not self._is_in_round and optimizer in self._driven:
+            self._data.stepped()
         for one in () if self._is_in_round else self._driven.get(optimizer, ()):
             assert one.loop is not None
             one.attempts += 1
@@ -245,11 +274,62 @@ class DDPTakeover:
         make(scheduler, *args, **options)
         self._schedulers.add(scheduler)
 
-    def _set_epoch(self, set_epoch: Callable[..., None], *args: Any, **options: Any) -> None:
+    def _make_optimizer(self, make: Callable[..., None], optimizer: Optimizer, *args: Any, **options: Any) -> None:
+        make(optimizer, *args, **options)
+        if not self._is_in_round:
+            self._optimizers[optimizer] = None
+
+    def _draw(self, draw: Callable[..., Iterator[int]], sampler: DistributedSampler[Any]) -> Iterator[int]:
+        self._data.begins(sampler)
+        return draw(sampler)
+
+    def _iterate(self, iterate: Callable[..., Iterator[Any]], loader: DataLoader[Any]) -> Iterator[Any]:
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        if isinstance(sampler, DistributedSampler):  # whose class may draw in a function of its own
+            self._data.begins(sampler)
+        return iterate(loader)
+
+    def _set_epoch(
+        self, set_epoch: Callable[..., None], sampler: DistributedSampler[Any], *args: Any, **options: Any
+    ) -> None:
+        if sampler in self._data:
+            self._flush()
+        set_epoch(sampler, *args, **options)
+
+    def _flush(self) -> None:
+        """Stay in the rounds of all loops until all ranks have come here: a collective."""
+        self._open_all()
         for loop in [one.loop for one in self._followed if one.loop is not None]:
             with self._in_round():
                 loop.flush()
-        set_epoch(*args, **options)
+
+    def _make_join(self, make: Callable[..., None], join: Join, joinables: Any, *args: Any, **options: Any) -> None:
+        """Let torch's `join()` send nothing: in rounds ranks without data are waited for anyway."""
+        given = inspect.signature(make).bind(join, joinables, *args, **options)
+        followed = {id(one.local.ddp) for one in self._followed}
+        own = [id(one) in followed for one in joinables]
+        if any(own) and given.arguments.get("enable", True):
+            asked = f"--outer {self._config.recipe}: join()"
+            if not all(own):
+                raise ConfigError(f"{asked} is over other objects than DDP models too, which send in each step.")
+            if any(one.mesh.island.size > 1 for one in self._followed):
+                raise ConfigError(
+                    f"{asked} can't work in islands of several ranks, where a rank without data leaves its island. "
+                    "Give the ranks of an island equally many batches (drop_last=True), and leave join() out."
+                )
+            if given.arguments.get("throw_on_early_termination"):
+                raise ConfigError(
+                    f"{asked} with throw_on_early_termination asks all ranks in each step. Leave it out: ranks without "
+                    "data stay in the rounds until all have come to the end of the block."
+                )
+            given.arguments["enable"] = False
+            self._joins.add(join)
+        make(*given.args, **given.kwargs)
+
+    def _leave_join(self, leave: Callable[..., None], join: Join, kind: Any, *error: Any) -> None:
+        if kind is None and join in self._joins:
+            self._flush()
+        leave(join, kind, *error)
 
     def _destroy_group(self, destroy: Callable[..., None], group: dist.ProcessGroup | None = None) -> None:
         if group is None or group == dist.group.WORLD:
@@ -287,6 +367,10 @@ def take_over() -> DDPTakeover:
     return takeover
 
 
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _around(owner: Any, name: str, act: Callable[..., Any]) -> None:
     """Let `act` stand for a function of torch's: it gets that function, and then its arguments."""
     function = getattr(owner, name)
@@ -303,7 +387,7 @@ def _put_agreed(
 ) -> None:
     """Put copies of the agreed weights into a state dict of a followed model."""
     one = reference()
-    loop = one.loop if one is not None and one.local.module is module else None  # a copy of the model has the hook too
+    loop = one.loop if one is not None and one.holds(module) else None
     if loop is None or not loop.has_anchor or loop.is_warming:
         return
     with loop.synced():
@@ -314,5 +398,5 @@ def _put_agreed(
 def _begin_anew(reference: weakref.ref[FollowedModel], module: nn.Module, keys: Any) -> None:
     """Treat loaded weights as a new starting point, not as a step of training."""
     one = reference()
-    if one is not None and one.local.module is module and one.loop is not None:
+    if one is not None and one.holds(module) and one.loop is not None:
         one.loop.reset_anchor()

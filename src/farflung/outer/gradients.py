@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from farflung.base.errors import CollectiveMismatch, ConfigError, StateError, Unsupported
-from farflung.base.torch_internals import COMPILED_FROM
+from farflung.base.torch_internals import COMPILED_FROM, free_static_graph, is_joining, keep_static_graph
 from farflung.base.words import counted, numbered
 from farflung.comm.ddp_hook import average_hook
 from farflung.comm.group import Group, SoloGroup
@@ -51,16 +51,22 @@ class LocalDDP:
                 "This DDP has a communication hook already, which compresses gradients. An outer loop sends none of "
                 "them: remove the hook, and let the recipe's codec= compress what is sent."
             ) from error
+        self._keeps_graph = False
         self._ranks()
         self._hooks: list[RemovableHandle] = []
-        if ddp.find_unused_parameters and self._island is None:  # a script may set the flag by itself before each pass
+        if self._island is None:  # a script may set the flag by itself before each pass
             this = weakref.ref(self)
 
             def before_forward(*_: object) -> None:  # a function, which copies of the model share
-                if (one := this()) is not None:
+                if not torch.compiler.is_compiling() and (one := this()) is not None:
                     one._ranks()
 
             self._hooks.append(ddp.register_forward_pre_hook(before_forward))
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The DDP model, as long as it is there."""
+        return self._ddp()
 
     def _ranks(self) -> dist.ProcessGroup | None:
         ddp, averages = self._ddp(), self._averages()
@@ -68,8 +74,16 @@ class LocalDDP:
         if self._island is not None:
             return dist.group.WORLD if averages else self._island
         ddp.broadcast_buffers = self._sends_buffers and averages
-        if ddp.find_unused_parameters and not averages:
-            ddp.require_backward_grad_sync = False  # it would tell the other ranks which parameters each pass used
+        if not averages:
+            # DDP would meet the other ranks in the second pass to order its buckets, and with unused parameters in each
+            # pass; a rank that skips a step, or has no second batch, is elsewhere then.
+            ddp.require_backward_grad_sync = False
+            self._keeps_graph |= keep_static_graph(ddp)
+            if is_joining(ddp):
+                raise ConfigError(
+                    "DistributedDataParallel.join() asks all ranks in each pass. Leave it out: in an outer loop ranks "
+                    "without data stay in the rounds until all have come to flush() or close()."
+                )
         return ddp.process_group if averages else None
 
     def end(self) -> None:
@@ -79,6 +93,8 @@ class LocalDDP:
         if ddp is not None:
             ddp.broadcast_buffers = self._sends_buffers
             ddp.require_backward_grad_sync = True
+            if self._keeps_graph:
+                free_static_graph(ddp)
 
 
 def kept_local(model: nn.Module, island: Group, averages: Callable[[], bool]) -> LocalDDP | None:
