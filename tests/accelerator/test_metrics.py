@@ -137,10 +137,10 @@ def goes_on_alone(others_call):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_batch_that_not_all_ranks_have_is_mixed_with_nothing_else(num_ranks):
     for others_call, wording in {
-        "metrics": r"called gather\(ragged=True, at='batch \d of epoch 0'\), .* gather\(ragged=True\)",
-        "objects": r"called gather\(ragged=True, at='batch \d of epoch 0'\), .* gather_object",
-        "waiting": r"called gather\(ragged=True, at='batch \d of epoch 0'\), .* wait_for_everyone",
-        "the next epoch": r"at='batch \d of epoch 0'\), .* gather\(ragged=True, at='batch 1 of epoch 1'\)",
+        "metrics": r"called gather_for_metrics\(at='batch \d of epoch 0'\), .* gather_for_metrics\.",
+        "objects": r"called gather_for_metrics\(at='batch \d of epoch 0'\), .* gather_for_metrics of objects",
+        "waiting": r"called gather_for_metrics\(at='batch \d of epoch 0'\), .* wait_for_everyone",
+        "the next epoch": r"at='batch \d of epoch 0'\), .* gather_for_metrics\(at='batch 1 of epoch 1'\)",
     }.items():
         first, *others = run_ranks(goes_on_alone, num_ranks, others_call)
         assert re.search(wording, first), first

@@ -337,7 +337,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         folder = Path(handler.output_trace_dir)
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"profile_{self._world.rank}.json"))
-        self.wait_for_everyone()
+        collectives.wait_for_everyone(slot.flushed(self._world.exchange), "profile")
 
     # ---- talking to the other processes
 
@@ -384,7 +384,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
     def check_trigger(self) -> bool:
         """Whether any process has called `set_trigger` since the last True; every process must ask."""
         mine = self.flag_tensor if self.flag_tensor is not None else torch.zeros(1)
-        if collectives.reduce(slot.flushed(self._world.exchange), mine, "sum").item() < 1:
+        if collectives.reduce(slot.flushed(self._world.exchange), mine, "sum", within="check_trigger").item() < 1:
             return False
         self.flag_tensor = None
         return True

@@ -10,16 +10,21 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from farflung.accelerator.session import flushed
-from farflung.base.errors import CheckpointError, ConfigError, FarflungError
+from farflung.base.errors import CheckpointError, ConfigError, FarflungError, StateError
 from farflung.base.files import FORMER_NAME
 from farflung.base.optional import installed_version
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.checkpoint import Checkpoint, newest, resolve
 from farflung.checkpoint.manager import Busy, CheckpointGroup, Saver, SaveRequest
+from farflung.comm.exchange import Exchange
+from farflung.comm.group import SoloGroup
+from farflung.comm.matching import Made, match
+from farflung.comm.torch_group import TorchGroup
 from farflung.config.handlers import ProjectConfiguration
 from farflung.resume import table
 from farflung.resume.part import Loading, Saving
@@ -36,7 +41,9 @@ class Checkpointer:
         self._project = project
         world = run.world
         leader = world.rank - world.local_rank if project.save_on_each_node else 0
-        self.saver = Saver(CheckpointGroup(world.exchange, leader))
+        self._everyone = CheckpointGroup(world.exchange, leader, "save_state")
+        self._said_alone = False
+        self.saver = Saver(self._everyone)
         atexit.register(_report_last_failure, weakref.ref(self.saver))
 
     @property
@@ -54,24 +61,31 @@ class Checkpointer:
 
     def save(self, output_dir: Path_ | None, safe: bool, block: bool, busy: Busy) -> Path:
         """Write a checkpoint and return its folder; see `Checkpointing.save_state`."""
-        flushed(self._run.world.exchange)
-        saver, run, project = self.saver, self._run, self._project
-        saver.settle(busy)
-        if self.automatic is not None:
-            folder = self.automatic / paths.checkpoint(project.iteration)
+        saver, run, project, automatic = self.saver, self._run, self._project, self.automatic
+        if automatic is not None:
+            folder = automatic / paths.checkpoint(project.iteration)
         elif output_dir is not None:
             folder = Path(os.path.expanduser(output_dir))
         else:
             raise ConfigError(
                 "save_state() without a folder needs automatic_checkpoint_naming=True. Name a folder, or set it."
             )
+        saver.group, made = self._group_of("save_state", None if automatic else folder)
+        if made == "not rank 0":
+            raise StateError(
+                f"save_state: rank {run.world.rank} calls it, but rank 0, which writes the weights, does not. Let "
+                "every process call it, or the main process alone."
+            )
+        saver.settle(busy)
         has_machines = project.save_on_each_node and run.world.local_size < run.world.size
         if has_machines and run.spread is not None and not run.gathers:
             raise ConfigError(
                 "save_on_each_node=True keeps a whole checkpoint on each machine, but the shards of this model are "
                 "spread over several. Use a folder that all machines share, or state_dict_type='FULL_STATE_DICT'."
             )
-        if not run.outers.leads:
+        if made == "some":
+            self._say_alone(folder)
+        if not run.outers.leads or (made == "some" and run.world.rank != self._everyone.leader):
             project.iteration += 1
             return folder
         target = Path(os.path.abspath(folder))  # the script may change its directory meanwhile
@@ -79,8 +93,44 @@ class Checkpointer:
         with saver.begin(request) as staged:
             saving = Saving(staged.folder, safe, saver.group.leads, self._writes)
             saver.write(request, staged, table.collect(run, saver.group, request.doing, saving), block)
+        if automatic is not None:  # rank 0 names it, which may have saved alone before
+            folder, project.iteration = automatic / staged.target.name, atomic.number_of(staged.target)
         project.iteration += 1
         return folder
+
+    def _group_of(self, call: str, what: Path | None) -> tuple[CheckpointGroup, Made]:
+        """Return the ranks that make a call together, this one alone or all; and whether all do."""
+        world = self._run.world
+        made: Made = "all"
+        if isinstance(world.group, TorchGroup):
+            made = match(world.group, call, None if what is None else os.fspath(what), self._required)
+        if made == "all":
+            flushed(world.exchange)
+            return replace(self._everyone, call=call), made
+        return CheckpointGroup(Exchange(SoloGroup()), 0, call), made
+
+    @property
+    def _required(self) -> str | None:
+        """Why no process can save or load alone; None: each can."""
+        run = self._run
+        if run.spread is not None:
+            return "models are sharded over the processes"
+        if run.replicas_differ or run.outers.live or run.outers.waiting:
+            return "each process trains a replica of its own"
+        return None
+
+    def _say_alone(self, folder: Path) -> None:
+        if self._said_alone:
+            return
+        self._said_alone = True
+        rank, leader = self._run.world.rank, self._everyone.leader
+        missing = "the random states and the positions in the data of processes that did not call save_state"
+        text = f"rank {rank} saved to {folder} alone: it lacks {missing}"
+        if rank != leader:
+            text = (
+                f"rank {leader} saved without rank {rank}, as not all processes called save_state: it lacks {missing}"
+            )
+        print(f"farflung: {text}", file=sys.stderr)
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -97,8 +147,8 @@ class Checkpointer:
 
         A machine's ranks share the writing: the leader has the weights, which hooks may have changed there alone.
         """
-        run, leader = self._run, self.saver.group.leader
-        helpers = 1 if run.replicas_differ or run.custom else run.world.local_size
+        run, leader, group = self._run, self._everyone.leader, self.saver.group
+        helpers = 1 if run.replicas_differ or run.custom or group.exchange.size == 1 else run.world.local_size
         big = {paths.optimizer(k): (1 + k) % helpers for k in range(len(run.optimizers))}
         return leader + big.get(name, 0) == run.world.rank
 
@@ -106,8 +156,8 @@ class Checkpointer:
 
     def load(self, input_dir: Path_ | None, strict: bool) -> None:
         """Read a checkpoint and go on from it; see `Checkpointing.load_state`."""
-        run, group, doing = self._run, self.saver.group, "Loading a checkpoint"
-        flushed(run.world.exchange)
+        run, doing = self._run, "Loading a checkpoint"
+        group, made = self._group_of("load_state", None if input_dir is None else Path(input_dir))
         self.saver.settle()
         with ThreadPoolExecutor(1, "farflung verifier") as background:
             verification: Future[Checkpoint] | None = None
@@ -131,15 +181,23 @@ class Checkpointer:
                 _explained(Checkpoint.check_unchanged, chosen)
 
             chosen: Checkpoint = group.agree(doing, choose)[group.leader]
-            source = Loading(chosen, run.world.rank, run.world.size, strict)
+            source = Loading(chosen, run.world.rank, run.world.size, strict, self._ranks_here)
             table.load(run, group, doing, source, verify)
         automatic, folder = self.automatic, chosen.folder
         if automatic and folder.resolve().parent == automatic.resolve() and paths.NAMED.fullmatch(folder.name):
             taken = map(atomic.number_of, atomic.numbered(automatic))  # also by later ones than the one that was loaded
             self._project.iteration = max([self._project.iteration, *(1 + number for number in taken)])
-        self._report(source)
+        self._report(source, made)
 
-    def _report(self, source: Loading) -> None:
+    @property
+    def _ranks_here(self) -> range | None:
+        """The ranks whose own states a checkpoint has, if all of them wrote it; None: all."""
+        world = self._run.world
+        if not self._project.save_on_each_node or world.local_size == world.size:
+            return None
+        return range(self._everyone.leader, self._everyone.leader + world.local_size)
+
+    def _report(self, source: Loading, made: Made) -> None:
         found, loaders = source.checkpoint, self._run.loaders
         lines = [f"passed over: {reason}" for reason in found.passed]
         lines.append(f"loaded {found.folder}")
@@ -154,7 +212,10 @@ class Checkpointer:
                 "it does not record the position in the data: loops start at the beginning, or use skip_first_batches"
             )
         lines += source.notes
-        if self._run.world.is_main:
+        if made != "all":
+            rank = self._run.world.rank
+            lines.append(f"rank {rank} loaded it alone: the weights of other processes stay as they are")
+        if self._run.world.is_main or made != "all":
             print("\n".join(f"farflung: {line}" for line in lines), file=sys.stderr)
 
 

@@ -58,10 +58,13 @@ class Checkpointing:
         busy: Busy = "wait",
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Write all that the run needs to go on: every process calls this. Call it after the optimizer's step.
+        """Write all that the run needs to go on: every process calls this, after the optimizer's step.
 
         The checkpoint is written aside and put in place by one rename, so that it is whole or not there; the oldest of
         `total_limit` goes after that. An error on one process is raised on all, and training can go on.
+
+        Where processes hold the same (DDP), the main process may call this alone. The call then waits until the others
+        are in another collective, and the checkpoint lacks what only they know: random states, and positions in data.
 
         Args:
             output_dir: its folder. With automatic naming it is `project_dir/checkpoints/checkpoint_N` instead.
@@ -75,8 +78,9 @@ class Checkpointing:
 
         Raises:
             CheckpointError: it could not be written; the checkpoints before it are as they were.
+            CollectiveMismatch: not all processes call it, where models are sharded or replicas train independently.
             ConfigError: no folder, or one of that number is there already.
-            StateError: `busy` is `refuse`, and one is being written.
+            StateError: `busy` is `refuse`, and one is being written; or the main process does not call this.
         """
         if save_model_func_kwargs:
             raise Unsupported(
@@ -92,7 +96,8 @@ class Checkpointing:
     ) -> None:
         """Resume from a checkpoint: every process calls this, after `prepare`. Prints where the data resume.
 
-        All of it is read and checked before anything is changed. Only plain data is loaded, never code.
+        All of it is read and checked before anything is changed. Only plain data is loaded, never code. Under DDP a
+        process may call it alone; the weights of the others stay as they are.
 
         Args:
             input_dir: the checkpoint; or a folder of several, or `latest`, or None with automatic naming: then the
@@ -174,14 +179,14 @@ class Checkpointing:
         """
         check_type("save_model: model", model, nn.Module, "an nn.Module")
         check_path("save_model: save_directory", save_directory)
-        state = self._state_of(model, True, self._writes)
+        state = self._state_of(model, True, self._writes, "save_model")
 
         def write() -> None:
             if self._writes:
                 lazy.save_sharded(state, Path(save_directory), max_shard_size, safe_serialization)
 
         if model_has_dtensor(model):  # all ranks are here, and none goes on while another one fails
-            lazy.CheckpointGroup(self._run.world.exchange, 0).agree(f"Writing {save_directory}", write)
+            lazy.CheckpointGroup(self._run.world.exchange, 0, "save_model").agree(f"Writing {save_directory}", write)
         else:
             write()
 
@@ -203,14 +208,14 @@ class Checkpointing:
         calls this, the first one gets whole weights on the CPU, and the others an empty dictionary.
         """
         check_type("get_state_dict: model", model, nn.Module, "an nn.Module")
-        return self._state_of(model, unwrap, self._run.world.is_main)
+        return self._state_of(model, unwrap, self._run.world.is_main, "get_state_dict")
 
-    def _state_of(self, model: nn.Module, unwrap: bool, keep: bool) -> dict[str, Any]:
-        """Return the state of a model; where it is sharded, to ranks that `keep` it."""
+    def _state_of(self, model: nn.Module, unwrap: bool, keep: bool, call: str) -> dict[str, Any]:
+        """Return the state of a model; where it is sharded, to ranks that `keep` it, if all make this `call`."""
         inner = extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model
         is_sharded = model_has_dtensor(inner)
         if is_sharded:  # ranks that do something else meanwhile get an error, where gloo would end the process
-            collectives.gather_object(flushed(self._run.world.exchange), [None], at="get_state_dict, save_model")
+            collectives.gather_object(flushed(self._run.world.exchange), [None], name=call)
         state = self._controller.state_of(inner)
         if is_sharded:
             return lazy.gathered_model(inner, state, keep)

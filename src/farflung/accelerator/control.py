@@ -53,22 +53,22 @@ class ProcessControl:
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         """Let the first process run the block before the others do."""
-        with self._first(self._world.is_main):
+        with self._first(self._world.is_main, "main_process_first"):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """Let the first process of each machine run the block before that machine's others do."""
-        with self._first(self._world.is_local_main):
+        with self._first(self._world.is_local_main, "local_main_process_first"):
             yield
 
     @contextmanager
-    def _first(self, mine: bool) -> Iterator[None]:
+    def _first(self, mine: bool, name: str) -> Iterator[None]:
         if not mine:
-            self.wait_for_everyone()
+            collectives.wait_for_everyone(slot.flushed(self._world.exchange), name)
         yield  # an exception here passes the barrier by: this process ends, and the others see it gone
         if mine:
-            self.wait_for_everyone()
+            collectives.wait_for_everyone(slot.flushed(self._world.exchange), name)
 
     def on_main_process(self, function: Function | None = None) -> Any:
         """Make `function` run on the first process of all and return None on the others."""

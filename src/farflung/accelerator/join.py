@@ -135,7 +135,7 @@ def _catch_up(probe: _JoinProbe, run: Run) -> None:
 
     torch's `Join` gives them the weights alone: replicas would train on with other moments and learning rates.
     """
-    last = collectives.gather_object(run.world.exchange, [probe.came_last])
+    last = collectives.gather_object(run.world.exchange, [probe.came_last], name="join_uneven_inputs")
     if all(last):
         return
     parameters = [parameter for model in probe.models for parameter in model.parameters()]
@@ -143,7 +143,8 @@ def _catch_up(probe: _JoinProbe, run: Run) -> None:
     schedulers = [one for one in run.schedulers if any(other in optimizers for other in one.optimizers)]
     keepers: list[Any] = [*optimizers, *schedulers, *([] if run.precision.scaler is None else [run.precision.scaler])]
     states = [keeper.state_dict() for keeper in keepers]
-    collectives.broadcast_object_list(run.world.exchange, states, max(rank for rank, came in enumerate(last) if came))
+    giver = max(rank for rank, came in enumerate(last) if came)
+    collectives.broadcast_object_list(run.world.exchange, states, giver, "join_uneven_inputs")
     if not probe.came_last:
         for keeper, state in zip(keepers, states, strict=True):
             keeper.load_state_dict(state)

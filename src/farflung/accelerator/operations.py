@@ -52,11 +52,13 @@ def gather_for_metrics(
         at: the current batch's position: a rank that is at another one gets an error.
     """
     if not use_gather_object and _holds_tensors_alone(data):
-        gathered = collectives.gather(exchange, data, ragged=True, at=at)
+        gathered = collectives.gather(exchange, data, ragged=True, at=at, within="gather_for_metrics")
         # One process gathers a number as it is: nothing to cut.
         return recursively_apply(lambda x: x[:remainder] if x.ndim else x, gathered) if remainder > 0 else gathered
     if use_gather_object or not isinstance(data, Mapping):
-        items = collectives.gather_object(exchange, data, at, "gather_for_metrics")
+        # Of another name than tensors, which must not be taken for them.
+        within = "gather_for_metrics of objects"
+        items = collectives.gather_object(exchange, data, at, "gather_for_metrics", within)
         return items[:remainder] if remainder > 0 else items
     return rebuilt(data, lambda value: gather_for_metrics(exchange, value, remainder, False, at))
 

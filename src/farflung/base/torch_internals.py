@@ -230,8 +230,11 @@ def default_store() -> Any:
 
 
 def num_collectives(group: dist.ProcessGroup) -> int:
-    """Return how many collectives this rank has started in a gloo group, also by DDP or the script."""
-    return int(taken(group, "_get_sequence_number_for_group", "find ranks that are late")())
+    """Return how many collectives this rank has started in a group, with any backend: DDP's and the script's too."""
+    use = "find ranks that are late"
+    found = [taken(group, "_get_backend", use)(device) for device in taken(group, "_device_types", use)]
+    backends = {id(backend): backend for backend in found}.values()
+    return sum(int(taken(backend, "_get_sequence_number_for_group", use)()) for backend in backends)
 
 
 def is_joining(ddp: nn.parallel.DistributedDataParallel) -> bool:

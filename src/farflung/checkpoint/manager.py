@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
@@ -40,6 +40,7 @@ class CheckpointGroup:
 
     exchange: Exchange
     leader: int  # the rank that makes this one's folder and puts it in place: of all, or of this machine
+    call: str  # what the script called, as errors name it
 
     @property
     def leads(self) -> bool:
@@ -55,7 +56,7 @@ class CheckpointGroup:
             value = act()
         except Exception as error:  # also of a script's own hooks and states; the others wait, and have to hear of it
             failure, cause = (type(error).__name__, str(error)), error
-        words = collectives.gather_object(self.exchange, [(value, failure)])
+        words = collectives.gather_object(self.exchange, [(value, failure)], name=self.call)
         failures = {rank: word for rank, (_, word) in enumerate(words) if word is not None}
         if failures:
             if cause is not None and len(words) == 1 and not isinstance(cause, OSError):
@@ -96,7 +97,10 @@ class SaveRequest:
 
 @dataclass
 class Saver:
-    """Writes checkpoints one after the other, at once or in the background."""
+    """Writes checkpoints one after the other, at once or in the background.
+
+    `group` are those that write the next one.
+    """
 
     group: CheckpointGroup
     _background: CheckpointGroup | None = None
@@ -136,11 +140,7 @@ class Saver:
         if block:
             _write(self.group, request, staged, parts, at_once=True)
             return
-        if self._background is None:
-            exchange = self.group.exchange
-            ranks = exchange.group.split(exchange.size) if exchange.size > 1 else exchange.group
-            self._background = CheckpointGroup(Exchange(ranks), self.group.leader)
-        group = self._background
+        group = self._in_background()
         copies: list[Entry] = []
         self.group.agree(request.doing, lambda: copies.extend(self._staging.copied(parts)))
 
@@ -154,6 +154,15 @@ class Saver:
         # No daemon: the interpreter waits for it at its end.
         self._thread = Thread(target=work, name="farflung checkpoint")
         self._thread.start()
+
+    def _in_background(self) -> CheckpointGroup:
+        """Return the ranks that write together, for a thread: a collective of them, the first time."""
+        exchange = self.group.exchange
+        if exchange.size == 1:
+            return self.group
+        if self._background is None:
+            self._background = replace(self.group, exchange=Exchange(exchange.group.split(exchange.size)))
+        return self._background
 
     def settle(self, busy: Busy = "wait") -> None:
         """Wait for the checkpoint that is being written in the background, and raise its error, once.

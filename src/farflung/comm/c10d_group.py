@@ -37,6 +37,7 @@ def transport_said(error: RuntimeError) -> str:
 class C10dGroup(Group):
     """Collectives over a c10d process group. Subclasses differ in how a wait learns that ranks are gone."""
 
+    num_probes = 0  # receives that were begun to see whether a connection is closed, which count as collectives
     supported: set[str]  # the kinds of device whose tensors can travel as they are
 
     @property
@@ -120,6 +121,7 @@ class C10dGroup(Group):
             if peer != self.rank:
                 try:
                     self.pg.recv([torch.empty(1)], peer, _UNUSED_TAG)  # only begun: over a closed one it can't even be
+                    self.num_probes += 1
                 except RuntimeError:
                     closed.append(peer)
         return closed

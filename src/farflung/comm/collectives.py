@@ -51,25 +51,30 @@ class CannotPadNestedTensorWarning(UserWarning):
     """A nested tensor was left unpadded."""
 
 
-def wait_for_everyone(exchange: Exchange) -> None:
-    """Return when every rank has come here."""
+def wait_for_everyone(exchange: Exchange, within: str | None = None) -> None:
+    """Return when every rank has come here. `within`: what a script called, if not this; the errors name that."""
     if exchange.size > 1:
-        leaves, spec = exchange.flatten(_WAIT, ())
-        exchange.share(_WAIT, leaves, spec)
+        signature = _WAIT if within is None else (within,)
+        leaves, spec = exchange.flatten(signature, ())
+        exchange.share(signature, leaves, spec)
 
 
-def gather(exchange: Exchange, tree: Any, ragged: bool = False, at: str | None = None) -> Any:
+def gather(
+    exchange: Exchange, tree: Any, ragged: bool = False, at: str | None = None, within: str | None = None
+) -> Any:
     """Concatenate each tensor of `tree` over the ranks, in rank order, along its first dimension.
 
     Args:
         tree: nested tensors of one structure on all ranks. Numbers (0-d tensors) become vectors `[size]`.
         ragged: allow first dimensions to differ between ranks, also to be 0.
         at: a place in the program, where ranks may come to different ones; the same on all ranks, or it is a mismatch.
+        within: as of `wait_for_everyone`.
 
     Returns:
         a tree of new tensors, detached, each `[size * n, ...]` on the device it came from; alone, `tree` itself.
     """
-    signature = _placed(_GATHER_RAGGED if ragged else _GATHER, at)
+    own = _GATHER_RAGGED if ragged else _GATHER
+    signature = _placed(own if within is None else (within,), at)
     leaves, spec = exchange.flatten(signature, tree)
     if exchange.size == 1:
         return tree
@@ -89,19 +94,22 @@ def gather(exchange: Exchange, tree: Any, ragged: bool = False, at: str | None =
     return unflatten(spec, [x.to(leaf.device) for x, leaf in zip(joined, leaves, strict=True)])
 
 
-def gather_object(exchange: Exchange, objects: Any, at: str | None = None, name: str = "gather_object") -> Any:
+def gather_object(
+    exchange: Exchange, objects: Any, at: str | None = None, name: str = "gather_object", within: str | None = None
+) -> Any:
     """Collect the items of each rank's list of picklable objects in one list, in rank order.
 
     Args:
         objects: a list, tuple or other iterable of objects. Mappings and strings are refused: gathered item by item
             they would lose their values.
         at: as of `gather`.
-        name: of the call that a script made.
+        name: of the call that a script made, for errors about its argument.
+        within: as of `wait_for_everyone`; None: `name`.
 
     Returns:
         the list of all items; alone, `objects` itself.
     """
-    signature = _placed(("gather_object",), at)
+    signature = _placed((within or name,), at)
     if not isinstance(objects, Iterable) or isinstance(objects, (Mapping, str, bytes)):
         what = f"{name}: wants a list, got a {type(objects).__name__} ({shown(objects)}); wrap it in one."
         exchange.fail(signature, WrongType(what))
@@ -141,10 +149,12 @@ def broadcast(exchange: Exchange, tree: Any, from_process: int = 0, within: str 
     return unflatten(spec, leaves)
 
 
-def broadcast_object_list(exchange: Exchange, object_list: list[Any], from_process: int = 0) -> list[Any]:
+def broadcast_object_list(
+    exchange: Exchange, object_list: list[Any], from_process: int = 0, within: str | None = None
+) -> list[Any]:
     """Replace the items of `object_list`, in place, by those of rank `from_process`; return the list.
 
-    The items are picklable objects, as many on all ranks.
+    The items are picklable objects, as many on all ranks. `within` is that of `broadcast`.
     """
     signature = _called(exchange, "broadcast_object_list", from_process)
     if not isinstance(object_list, list):
@@ -152,7 +162,7 @@ def broadcast_object_list(exchange: Exchange, object_list: list[Any], from_proce
         exchange.fail(signature, wrong_type("broadcast_object_list: object_list", object_list, wanted))
     if exchange.size == 1:
         return object_list
-    signature = (*signature, ("items", len(object_list)))
+    signature = (*(signature if within is None else (within,)), ("items", len(object_list)))
     sends = exchange.rank == from_process
     content = _pickled(exchange, signature, object_list) if sends else torch.empty(0, dtype=torch.uint8)
     leaves, spec = exchange.flatten(signature, content)
@@ -168,8 +178,11 @@ def broadcast_object_list(exchange: Exchange, object_list: list[Any], from_proce
     return object_list
 
 
-def from_first(exchange: Exchange, act: Callable[[], _T]) -> _T:
-    """Return what `act` finds out on rank 0, on all ranks; an error of ours there is raised on all of them."""
+def from_first(exchange: Exchange, act: Callable[[], _T], within: str = "outer loop") -> _T:
+    """Return what `act` finds out on rank 0, on all ranks; an error of ours there is raised on all of them.
+
+    `within` is that of `broadcast`.
+    """
     if exchange.size == 1:
         return act()
     said: tuple[Any, FarflungError | None] = None, None
@@ -178,13 +191,15 @@ def from_first(exchange: Exchange, act: Callable[[], _T]) -> _T:
             said = act(), None
         except FarflungError as error:
             said = None, error
-    ((found, failure),) = broadcast_object_list(exchange, [said])
+    ((found, failure),) = broadcast_object_list(exchange, [said], within=within)
     if failure is not None:
         raise failure
     return found  # type: ignore[no-any-return]
 
 
-def reduce(exchange: Exchange, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduce(
+    exchange: Exchange, tree: Any, reduction: str = "mean", scale: float = 1.0, within: str | None = None
+) -> Any:
     """Reduce each tensor of `tree` over the ranks.
 
     Sums are formed in rank order, half precision in fp32, so that all ranks get the same bits in every run; large
@@ -194,6 +209,7 @@ def reduce(exchange: Exchange, tree: Any, reduction: str = "mean", scale: float 
         tree: nested tensors, with the same structure, shapes and dtypes on all ranks.
         reduction: `mean`, `sum`, `max`, or `none`, which leaves the values as they are.
         scale: what the results are multiplied by.
+        within: as of `wait_for_everyone`.
 
     Returns:
         a tree of new tensors with the dtypes of the old ones, also when alone.
@@ -205,7 +221,7 @@ def reduce(exchange: Exchange, tree: Any, reduction: str = "mean", scale: float 
         check_number("reduce: scale", scale)
     except ConfigError as error:
         exchange.fail(("reduce", ("reduction", str(reduction))), error)
-    signature = ("reduce", ("reduction", str(reduction)), ("scale", float(scale)))
+    signature = (within,) if within else ("reduce", ("reduction", str(reduction)), ("scale", float(scale)))
     if reduction not in REDUCTIONS:
         exchange.fail(signature, ConfigError(f"reduce: unknown reduction {reduction!r}. Use {', '.join(REDUCTIONS)}."))
     leaves, spec = exchange.flatten(signature, tree)

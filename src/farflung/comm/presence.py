@@ -13,6 +13,8 @@ import torch.distributed as dist
 from farflung.base.torch_internals import default_store
 from farflung.base.words import numbered
 
+ENDED = "ended"  # the name under which a rank publishes that it comes to nothing more
+
 _AGREE_WAIT_S = 5.0  # how long `agree_min` waits for ranks that are alive
 _ALIVE_WAIT_S = 1.0  # how long the ranks of a broken group wait for each other's sign of life
 
@@ -52,6 +54,19 @@ class PresenceStore:
         """Return a number for one more loader, the same on all ranks that have as many."""
         self._num_loaders += 1
         return self._num_loaders
+
+    def answer_to(self, name: str, number: int, rank: int, text: str) -> None:
+        """Publish what `rank` waits for in `answer`."""
+        self._store.set(self._key(name, number, rank), text)
+
+    def answer(self, name: str, number: int) -> str | None:
+        """Return, once, what was published for this rank by `answer_to`; None as long as nothing was."""
+        key = self._key(name, number, self.rank)
+        if not self._store.check([key]):
+            return None
+        text: str = self._store.get(key).decode()
+        self._store.delete_key(key)
+        return text
 
     # ---- being on a machine
 

@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 
 from farflung.base.errors import PEER_LOST, CollectiveMismatch, FarflungError, RankFailure, StateError
-from farflung.base.torch_internals import num_groups
+from farflung.base.torch_internals import num_collectives, num_groups
 from farflung.comm.c10d_group import WATCH_S, C10dGroup, transport_said
 from farflung.comm.group import Group
 from farflung.comm.presence import PresenceStore
 from farflung.comm.waits import Wait, Waits, handed_over
+
+TORCHS = "torch's own"  # the collectives that did not go through a group of ours
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class SharedState:
     presence: PresenceStore  # what the ranks tell each other beside their collectives
     waits: Waits  # what this process has entered, and waits for
     ranks: list[int]  # those of the process group, in the numbers of all
+    arrivals: dict[int, int] = field(default_factory=dict)  # calls of each rank that were matched, see `matching`
     spare: dict[tuple[int | bool, ...], list[TorchGroup]] = field(default_factory=dict)  # given back, by what they are
     serials: Iterator[int] = field(default_factory=count)  # one for each use of a group, the same on all ranks
     parts: dict[str, TorchGroup] = field(default_factory=dict)  # what `within` made, by name
@@ -101,6 +104,11 @@ class TorchGroup(C10dGroup):
     def ranks(self) -> list[int]:
         """Its ranks, in the numbers of all."""
         return dist.get_process_group_ranks(self.pg)
+
+    def collectives_of_torch(self) -> dict[str, int]:
+        """Return how many collectives this rank has started in this group and its parts, whoever made them."""
+        counts = {group.pg.group_name: num_collectives(group.pg) - group.num_probes for group in self.with_parts()}
+        return {f"{TORCHS} {name}": count for name, count in counts.items()}
 
     @property
     def is_destroyed(self) -> bool:
@@ -193,6 +201,11 @@ class TorchGroup(C10dGroup):
 
     def raise_if_broken(self) -> None:
         if self.presence.describe_left() or self.presence.has_alarm():
+            raise self._broken(f"Rank {self.presence.rank} stopped waiting")
+
+    def raise_if_closed(self, ranks: set[int]) -> None:
+        """Raise RankFailure when one of `ranks`, in the numbers of `presence`, has closed its connection with us."""
+        if self._closed() & ranks:
             raise self._broken(f"Rank {self.presence.rank} stopped waiting")
 
     def failure(self, error: RuntimeError) -> RankFailure | CollectiveMismatch:

@@ -68,6 +68,11 @@ class Waits:
             self.entered.pop(name, None)
             self.kinds.pop(name, None)
 
+    def reach(self, name: str, number: int, kind: str) -> Wait:
+        """Note that this rank has come to the point `number` of `name`, and return what a wait there is."""
+        self.entered[name] = number
+        return Wait(name, number, kind)
+
     def enter(self, group: str, kind: str) -> Wait:
         """Count a collective of `group` that this rank starts, and return what a wait for it is."""
         self.entered[group] += 1
@@ -143,9 +148,22 @@ def describe_call(frame: FrameType | None) -> str:
         path = code.co_filename
         if path.startswith((_OURS, TORCH)):
             qualified = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the bare name only
+            if path.startswith(_OURS) and not code.co_name.startswith("__"):
+                qualified = qualified if "<locals>" in qualified else code.co_name  # not the class that has the method
             name = name if "<locals>" in qualified else f"`{qualified}`"
         elif not path.startswith(_STDLIB) or "-packages" in path:
             line = linecache.getline(path, frame.f_lineno).strip()
             return f"{name} ({path}:{frame.f_lineno}: `{line}`)"
         frame = frame.f_back
     return name
+
+
+def calls_of_script(frame: FrameType | None) -> list[list[str | int]]:
+    """Return the functions of the script that led here, with their lines, the innermost first."""
+    calls: list[list[str | int]] = []
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((_OURS, TORCH)) and (not path.startswith(_STDLIB) or "-packages" in path):
+            calls.append([frame.f_code.co_name, frame.f_lineno])
+        frame = frame.f_back
+    return calls

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.accelerator import session as slot
-from farflung.accelerator.operations import broadcast, extract_model_from_parallel, gather_object
+from farflung.accelerator.operations import extract_model_from_parallel
 from farflung.base.checks import check_path, wrong_type
 from farflung.base.enums import DistributedType
 from farflung.base.errors import CollectiveMismatch, ConfigError, ShapeMismatch, WrongType
@@ -34,6 +34,7 @@ from farflung.base.tree import (
     unflatten,
 )
 from farflung.checkpoint.writer import save_object, without_aliases
+from farflung.comm import collectives
 from farflung.compat import defined_in
 from farflung.config.handlers import AutocastKwargs
 from farflung.process.bootstrap import join_world
@@ -47,14 +48,15 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     Raises CollectiveMismatch, on every process, unless exactly one has a tensor.
     """
     world = join_world()
-    forms = gather_object([get_data_structure(tensor)])
+    exchange, name = slot.flushed(world.exchange), "copy_tensor_to_devices"
+    forms = collectives.gather_object(exchange, [get_data_structure(tensor)], name=name)
     owners = [rank for rank, form in enumerate(forms) if form is not None]
     if len(owners) != 1:
         raise CollectiveMismatch(
             f"copy_tensor_to_devices: ranks {owners} of {world.size} brought a tensor; exactly one rank must."
         )
     here = initialize_tensors(forms[owners[0]]) if tensor is None else tensor
-    result: torch.Tensor = broadcast(here.to(world.device), owners[0])
+    result: torch.Tensor = collectives.broadcast(exchange, here.to(world.device), owners[0], name)
     return result
 
 

@@ -43,14 +43,14 @@ def save_fsdp_model(
     plugin's `state_dict_type` is FULL_STATE_DICT, the first one writes all to `output_dir/pytorch_model_fsdp.bin`.
     """
     _only_dcp(use_dcp)
-    bare = _chosen(model, adapter_only)
+    bare, group = _chosen(model, adapter_only), _group(accelerator, "save_fsdp_model")
     state = models.model_shards(bare)
     name = paths.gathered_model(model_index)
     if not _gathers(fsdp_plugin):
-        _write_shards(accelerator, Path(output_dir) / paths.model_shards(model_index), {"model": state})
+        _write_shards(group, Path(output_dir) / paths.model_shards(model_index), {"model": state})
         return
     whole = models.gathered_model(bare, state, accelerator.is_main_process)
-    _write_whole(accelerator, Path(output_dir) / name, whole)
+    _write_whole(group, Path(output_dir) / name, whole)
 
 
 def load_fsdp_model(
@@ -73,7 +73,8 @@ def load_fsdp_model(
     if isinstance(bare, _Adapter):
         _check_encoder(bare.whole)
     found = Checkpoint(folder, None)
-    state = _read(accelerator, folder, lambda: models.read_model(bare, found, model_index, strict=True))
+    group = _group(accelerator, "load_fsdp_model")
+    state = _read(group, folder, lambda: models.read_model(bare, found, model_index, strict=True))
     return models.load(bare, state, strict=True)
 
 
@@ -94,17 +95,14 @@ def save_fsdp_optimizer(
     _only_dcp(use_dcp)
     bare = [extract_model_from_parallel(model)]
     names = optimizers.parameter_names(bare, optimizer)
-    _group(accelerator).agree(f"Writing {output_dir}", lambda: optimizers.check_optimizer(bare, optimizer))
+    group = _group(accelerator, "save_fsdp_optimizer")
+    group.agree(f"Writing {output_dir}", lambda: optimizers.check_optimizer(bare, optimizer))
     if not _gathers(fsdp_plugin):
         state = optimizers.by_name(optimizer.state_dict(), names)
-        _write_shards(
-            accelerator, Path(output_dir) / paths.optimizer_shards(optimizer_index), optimizers.for_shards(state)
-        )
+        _write_shards(group, Path(output_dir) / paths.optimizer_shards(optimizer_index), optimizers.for_shards(state))
         return
     whole = optimizers.gathered_optimizer(optimizer, accelerator.is_main_process)
-    _write_whole(
-        accelerator, Path(output_dir) / paths.optimizer(optimizer_index), whole and optimizers.by_name(whole, names)
-    )
+    _write_whole(group, Path(output_dir) / paths.optimizer(optimizer_index), whole and optimizers.by_name(whole, names))
 
 
 def load_fsdp_optimizer(
@@ -124,7 +122,8 @@ def load_fsdp_optimizer(
     _only_dcp(use_dcp)
     folder = _parent_of(Path(input_dir), paths.optimizer_shards(optimizer_index))
     bare = [extract_model_from_parallel(model)]
-    state = _read(accelerator, folder, lambda: optimizers.read_optimizer(bare, optimizer, folder, optimizer_index))
+    group = _group(accelerator, "load_fsdp_optimizer")
+    state = _read(group, folder, lambda: optimizers.read_optimizer(bare, optimizer, folder, optimizer_index))
     optimizer.load_state_dict(state)
 
 
@@ -146,7 +145,7 @@ def merge_fsdp_weights(
         if world.is_main:
             lazy.merge_shards(Path(checkpoint_dir), Path(output_path), safe_serialization, remove_checkpoint_dir)
 
-    CheckpointGroup(world.exchange, 0).agree(f"Merging {checkpoint_dir}", merge)
+    CheckpointGroup(world.exchange, 0, "merge_fsdp_weights").agree(f"Merging {checkpoint_dir}", merge)
 
 
 def _only_dcp(use_dcp: bool) -> None:
@@ -161,14 +160,14 @@ def _gathers(plugin: Any) -> bool:
     return plugin is not None and plugin.state_dict_type == "FULL_STATE_DICT"
 
 
-def _group(accelerator: Accelerator) -> CheckpointGroup:
-    return CheckpointGroup(accelerator._run.world.exchange, 0)
+def _group(accelerator: Accelerator, call: str) -> CheckpointGroup:
+    return CheckpointGroup(accelerator._run.world.exchange, 0, call)
 
 
-def _read(accelerator: Accelerator, folder: Path, read: Callable[[], Any]) -> Any:
+def _read(group: CheckpointGroup, folder: Path, read: Callable[[], Any]) -> Any:
     """Return what `read` returns on this process; an error on one is raised on all."""
     found: list[Any] = []
-    _group(accelerator).agree(f"Loading {folder}", lambda: found.append(read()))
+    group.agree(f"Loading {folder}", lambda: found.append(read()))
     return found[0]
 
 
@@ -176,8 +175,8 @@ def _parent_of(folder: Path, name: str) -> Path:
     return folder.parent if folder.name == name else folder
 
 
-def _write_shards(accelerator: Accelerator, folder: Path, state: dict[str, Any]) -> None:
-    saver = Saver(_group(accelerator))
+def _write_shards(group: CheckpointGroup, folder: Path, state: dict[str, Any]) -> None:
+    saver = Saver(group)
     request = SaveRequest(folder, {})
     planners: list[ShardPlanner] = []
 
@@ -190,13 +189,13 @@ def _write_shards(accelerator: Accelerator, folder: Path, state: dict[str, Any])
         saver.write(request, staged, [planners[0].entry(plans, saver.group.exchange.rank)])
 
 
-def _write_whole(accelerator: Accelerator, path: Path, whole: dict[str, Any]) -> None:
+def _write_whole(group: CheckpointGroup, path: Path, whole: dict[str, Any]) -> None:
     def write() -> None:
-        if accelerator.is_main_process:
+        if group.leads:
             path.parent.mkdir(parents=True, exist_ok=True)
             save_object(whole, path)
 
-    _group(accelerator).agree(f"Writing {path}", write)
+    group.agree(f"Writing {path}", write)
 
 
 class _Adapter(nn.Module):

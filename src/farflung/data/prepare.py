@@ -227,7 +227,7 @@ def _remainder_count(shard: BatchSamplerShard, exchange: Exchange | None, batch:
     length = batch_size_of(batch)
     own = 1 if length is None else length
     mine = own if shard.process_index < shard.remainder else 0
-    return int(collectives.gather(exchange, torch.tensor([mine])).sum())
+    return int(collectives.gather(exchange, torch.tensor([mine]), within="the end of iter(loader)").sum())
 
 
 def _sharded_stream(

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from farflung.outer.elastic import Elastic
     from farflung.outer.stats import Round
 
+# What ranks of a replica do together, as errors name it.
+_START, _NEXT = "iter(loader)", "next(iterator of a loader)"
 _Entry = tuple[int, int, int, int]  # tenure, epoch, slot, how many batches of the slot are done with this one
 
 
@@ -279,7 +281,7 @@ class SlotSampler(SamplerView):
                 "numbers, so each must have another: leave set_epoch out, or count its argument up."
             )
         if not self.has_begun:
-            self._seed = from_first(self._slots.exchange, lambda: self.board.seed(proposed_seed(self._loader)))
+            self._seed = from_first(self._slots.exchange, lambda: self.board.seed(proposed_seed(self._loader)), _START)
             self.has_begun = True
         self._epoch, self._num_steps = epoch, self._slots.num_steps
         order = self._order(epoch)
@@ -289,7 +291,7 @@ class SlotSampler(SamplerView):
             is_past = slots.reach(self.board.begin, epoch, len(order), digest_of(order), most)
             return bool(is_past), slots.own_slots(num_slots(len(order), most))
 
-        self.is_past, mine = from_first(self._slots.exchange, begun)
+        self.is_past, mine = from_first(self._slots.exchange, begun, _START)
         self._own = iter([Claim(epoch, slot, 0) for slot in mine])
 
     def hands_out(self) -> bool:
@@ -339,7 +341,7 @@ class SlotSampler(SamplerView):
 
     def _claimed(self) -> Iterator[Any]:
         last: list[tuple[Any, _Entry]] = []  # batches of their epochs
-        while not self.is_past and (claim := from_first(self._slots.exchange, self._claim)) is not None:
+        while not self.is_past and (claim := from_first(self._slots.exchange, self._claim, _NEXT)) is not None:
             order, tenure = self._order(claim.epoch), self._slots.tenure
             step = num_slots(len(order), self._slots.most)
             for done, index in enumerate(range(claim.slot + claim.done * step, len(order), step), claim.done + 1):

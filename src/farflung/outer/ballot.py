@@ -125,7 +125,8 @@ class Voters:
 
     def _explain(self, number: int) -> None:
         """Exchange the descriptions themselves, and raise the same error everywhere."""
-        told = gather_object(Exchange(self.group), [(f"vote {number} of {self.description}", list(self._tensors))])
+        mine = (f"vote {number} of {self.description}", list(self._tensors))
+        told = gather_object(Exchange(self.group), [mine], name="outer loop")
         said, listed = [text for text, _ in told], [dict.fromkeys(lines) for _, lines in told]
         ranks = {text: [rank for rank, other in enumerate(said) if other == text] for text in said}
         lines = [f"  {numbered(self.noun, who)}: {text}" for text, who in ranks.items()]

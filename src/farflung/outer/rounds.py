@@ -135,7 +135,7 @@ class Rounds:
         said: list[Any] = [None]
         if not epoch.joins:
             said = [{"place": self.place, "fragments": [one.replicated() for one in fragments]}]
-        (given,) = broadcast_object_list(Exchange(epoch.group), said, giver)
+        (given,) = broadcast_object_list(Exchange(epoch.group), said, giver, "outer loop")
         if epoch.joins:
             self._meter.add("steps_lost", fragments[0].pending_weight[0])
             self.place, self.has_joined, self.given = given["place"], True, given["fragments"]

@@ -102,8 +102,8 @@ def join_world(
 ) -> World:
     """Return the world that this process is in, joining it first where that has not happened yet.
 
-    A default process group that the script initialized itself is used as it is. The watchdog starts with the first call
-    that gives a time for it, or that finds one in `FARFLUNG_HANG_TIMEOUT_S`.
+    A default process group that the script initialized itself is used as it is. The watchdog has the time that the
+    first call gives or finds in `FARFLUNG_HANG_TIMEOUT_S`; without one it ends no wait.
 
     Raises:
         ConfigError: the launcher's variables or the settings cannot work; or the world was joined with another device.
@@ -179,9 +179,9 @@ def _watch(world: World, asked: WatchdogKwargs | None, init: InitProcessGroupKwa
         return
     if asked is not None:
         world.watchdog.start(asked.timeout_s)
-    elif seconds:
+    else:  # without a time it never asks, and answers those that do
         allowed_s = init.timeout.total_seconds() if init is not None and init.timeout is not None else 0.0
-        world.watchdog.start(max(seconds, allowed_s), is_default=True)
+        world.watchdog.start(max(seconds, allowed_s) if seconds else math.inf, is_default=True)
 
 
 def _explained(error: BaseException) -> BaseException:

@@ -42,7 +42,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # P
         for turn in range(world.size):
             if turn == world.rank and enabled:
                 self.logger.log(level, message, *args, **kwargs)
-            wait_for_everyone(world.exchange)
+            wait_for_everyone(world.exchange, "a logger, in_order=True")
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a warning the first time that this logger is given this message."""

@@ -29,9 +29,8 @@ from typing import Any
 import torch.distributed as dist
 
 from farflung.base.errors import ConfigError, RankFailure, StateError
-from farflung.base.torch_internals import num_collectives
-from farflung.comm.presence import PresenceStore
-from farflung.comm.torch_group import TorchGroup
+from farflung.comm.presence import ENDED, PresenceStore
+from farflung.comm.torch_group import TORCHS, TorchGroup
 from farflung.comm.waits import TORCH, Wait, describe_call
 from farflung.config import environ
 from farflung.process.failure import has_report, record_failure
@@ -42,7 +41,6 @@ _ANSWER_S = 5.0  # how long it waits for answers
 _TURN_S = 2.0  # how long the others leave it to a rank that asks: it has its answers by then, unless a rank is gone
 _MAX_FRAMES = 12  # of a late rank's stack, the innermost ones
 _STARTERS = (str(Path(__file__).parents[1] / "launch"), f"{TORCH}/distributed/elastic")  # whose calls start a script
-_TORCHS = "torch's own"  # the collectives that did not go through a group of ours
 
 # Where a thread is when it waits in a collective of torch's own: called by its name, by DDP's forward or in a backward.
 _WAITS_IN = tuple(f"{TORCH}/{part}/" for part in ("distributed", "nn/parallel", "autograd"))
@@ -92,6 +90,7 @@ class Watchdog:
         self._wait: Wait | None = None
         self._since = 0.0
         self._halt.clear()
+        self._is_over = False
         self._thread = threading.Thread(target=self._run, name="farflung watchdog", daemon=True)
         self._thread.start()
         self._second = threading.Thread(target=self._guard, name="farflung watchdog guard", daemon=True)
@@ -99,8 +98,9 @@ class Watchdog:
         atexit.register(self.stop)  # a thread that is in the store while the interpreter ends would abort the process
 
     def stop(self) -> None:
-        """End the threads."""
+        """End the threads, and publish that this rank comes to nothing more."""
         if self._thread is not None:
+            self._is_over = True
             self._halt.set()
             self._second.join()
             self._thread.join(_ANSWER_S)  # not for ever: the store may have gone away under it
@@ -109,16 +109,21 @@ class Watchdog:
 
     def _run(self) -> None:
         with suppress(dist.DistError, StateError):  # without a store or a group there is nothing to watch over
-            while not self._halt.wait(_TICK_S):
-                self._answer()
-                self._presence.read_hosts()
-                self._beat = now = time.monotonic()
-                wait = self._current_wait()
-                if wait != self._wait:
-                    self._wait, self._since = wait, now
-                elif wait is not None and now - self._since > self._timeout_s and now - self._heard_at > _TURN_S:
-                    self._ask_all(wait)
-                    self._since = time.monotonic()
+            self._watch()
+            if self._is_over:
+                self._presence.post("", ENDED)
+
+    def _watch(self) -> None:
+        while not self._halt.wait(_TICK_S):
+            self._answer()
+            self._presence.read_hosts()
+            self._beat = now = time.monotonic()
+            wait = self._current_wait()
+            if wait != self._wait:
+                self._wait, self._since = wait, now
+            elif wait is not None and now - self._since > self._timeout_s and now - self._heard_at > _TURN_S:
+                self._ask_all(wait)
+                self._since = time.monotonic()
 
     def _answer(self) -> None:
         """Answer what was asked since the last look; obey a report, after which there is nothing more to watch."""
@@ -134,12 +139,14 @@ class Watchdog:
                 "entered": self._waits.entered | self._entered_torchs(),
                 "needs": self._needs(wait) if wait == self._wait else {},  # a wait of a moment explains nothing
                 "stack": _stack(self._frame()),
+                "started": {} if self._is_gloo else self._group.collectives_of_torch(),
+                "doing": describe_call(self._frame()),
             }
             self._presence.post(json.dumps(answer), "answer")
             return
         self._halt.set()
         wait = self._current_wait()
-        if wait is not None and wait.group == _TORCHS:
+        if wait is not None and wait.group == TORCHS:
             _publish(f"Rank {self._group.rank} stopped waiting: {report}.")
             for group in self._group.with_parts():
                 group.abort()
@@ -172,19 +179,18 @@ class Watchdog:
             return wait
         frame = self._frame() if self._is_gloo else None
         if frame is not None and frame.f_code.co_filename.startswith(_WAITS_IN):
-            return Wait(_TORCHS, sum(self._entered_torchs().values()), "")
+            return Wait(TORCHS, sum(self._entered_torchs().values()), "")
         return None
 
     def _entered_torchs(self) -> dict[str, int]:
-        groups = self._group.with_parts() if self._is_gloo else []
-        return {f"{_TORCHS} {group.pg.group_name}": num_collectives(group.pg) for group in groups}
+        return self._group.collectives_of_torch() if self._is_gloo else {}
 
     def _needs(self, wait: Wait | None) -> dict[str, int]:
         """Return how many collectives of which groups the others must have entered, or this wait can not end."""
         if wait is None:
             return {}
         # Nothing tells which group torch waits in.
-        return self._entered_torchs() if wait.group == _TORCHS else {wait.group: wait.number}
+        return self._entered_torchs() if wait.group == TORCHS else {wait.group: wait.number}
 
     def _frame(self) -> FrameType | None:
         return sys._current_frames().get(self._watched)

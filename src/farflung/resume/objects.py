@@ -177,14 +177,15 @@ class RNGStates(Part):
 
     def read(self, source: Loading) -> None:
         self._has_own = source.is_other or source.own is not None
-        name = paths.random_states(source.rank % source.old_size)
+        source_rank = source.rank if source.rank in source.known else source.known[source.rank % len(source.known)]
+        name = paths.random_states(source_rank)
         self._states = source.checkpoint.read(name) if source.is_other else source.checkpoint.read_if_there(name)
         self._notes = source.notes
         if self._states is None:
             source.notes.append(f"it has no random states for rank {source.rank}, so its random numbers differ")
             return
         member = environ.member() or 0
-        if source.rank >= source.old_size or member:
+        if source_rank != source.rank or member:
             self._states = _fresh(self._states, source.rank + 1000 * member)
         rng.check(self._states)
 

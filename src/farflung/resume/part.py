@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,6 +35,7 @@ class Loading:
     rank: int
     size: int  # how many ranks there are
     strict: bool = True  # models need all weights that they have, and no others
+    ranks_here: Sequence[int] | None = None  # whose own states the folder has, if all ranks wrote it; None: all
     notes: list[str] = field(default_factory=list)  # what could not be the same, for people
 
     @property
@@ -42,10 +43,22 @@ class Loading:
         """How many ranks wrote it; as many as here, where it does not say."""
         return self.size if self.checkpoint.manifest is None else self.checkpoint.manifest.world_size
 
+    @cached_property
+    def known(self) -> list[int]:
+        """The ranks that wrote their own states into it: all but those that did not call `save_state`."""
+        manifest = self.checkpoint.manifest
+        ranks = range(self.old_size)
+        return [rank for rank in ranks if manifest is None or paths.loop_state(rank) in manifest.files]
+
+    @property
+    def lacks_some(self) -> bool:
+        """Whether some ranks have not written their own states."""
+        return bool(self.known) and not set(self.ranks_here or range(self.old_size)) <= set(self.known)
+
     @property
     def is_other(self) -> bool:
-        """Whether another number of ranks wrote it, so that no rank finds a state of its own."""
-        return self.old_size != self.size
+        """Whether ranks go on from the state of others: another number of them wrote it, or some wrote nothing."""
+        return self.old_size != self.size or self.lacks_some
 
     @cached_property
     def own(self) -> dict[str, Any] | None:
@@ -54,7 +67,7 @@ class Loading:
 
     @cached_property
     def owns(self) -> list[dict[str, Any]]:
-        return [self.checkpoint.read(paths.loop_state(rank)) for rank in range(self.old_size)]
+        return [self.checkpoint.read(paths.loop_state(rank)) for rank in self.known]
 
     @property
     def first(self) -> dict[str, Any] | None:
@@ -71,16 +84,24 @@ class Loading:
         """Return the state that this rank had of its own of something that is usually one; None: it had none."""
         return self.apart[kind][index] if index < len(self.apart.get(kind, ())) else None
 
-    def note_other_size(self) -> None:
+    def note_others(self) -> None:
+        """Note what the ranks that have written no state of their own go on from."""
         old, size = self.old_size, self.size
-        self.notes.append(
-            f"it was written by {counted(old, 'process')} and resumes with {size}: steps see a different number of "
-            "samples"
-        )
-        if size > old:
+        if self.lacks_some:
+            known = numbered("rank", self.known)
+            self.notes.append(
+                f"not all processes called save_state: positions in the data are those of {known}, and what the others "
+                "knew is missing"
+            )
+        if old != size:
+            self.notes.append(
+                f"it was written by {counted(old, 'process')} and resumes with {size}: steps see a different number of "
+                "samples"
+            )
+        new = [rank for rank in range(size) if rank not in self.known]
+        if new:
             one, several = "is new: its random numbers begin a stream", "are new: their random numbers begin streams"
-            new = numbered("rank", range(old, size))
-            self.notes.append(f"{new} {one if size == old + 1 else several} of their own")
+            self.notes.append(f"{numbered('rank', new)} {one if len(new) == 1 else several} of their own")
 
 
 class Part:

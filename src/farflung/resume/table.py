@@ -82,7 +82,7 @@ def load(run: Run, group: CheckpointGroup, doing: str, source: Loading, verify: 
         try:
             with damage_as(f"{source.checkpoint.folder} holds something other than the state of a run"):
                 if source.is_other:
-                    source.note_other_size()
+                    source.note_others()
                 for part in parts:
                     part.read(source)
         finally:  # what is wrong with the bytes explains what is wrong with their content
