@@ -35,7 +35,7 @@ def tell(port, teller):
 def test_no_line_is_lost_while_several_members_tell_and_one_takes(notes):
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["farflung.testing.preload"])
-    tellers = [context.Process(target=tell, args=(notes.store.port, teller)) for teller in range(3)]
+    tellers = [context.Process(target=tell, args=(notes.board.line._given.port, teller)) for teller in range(3)]
     for one in tellers:
         one.start()
     taken = []

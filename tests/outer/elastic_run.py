@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from farflung.base.errors import Unreachable
 from farflung.comm.member_store import LauncherNotes
 from farflung.outer import OuterLoop, diloco
 from farflung.outer.elastic import Elastic
@@ -171,7 +172,7 @@ class ElasticRun:
             try:
                 if self._has_store:
                     self.events += self.notes.take_told()
-            except dist.DistError:
+            except Unreachable:
                 if self._has_store:  # or else it was killed meanwhile
                     raise
 

@@ -248,9 +248,9 @@ class OuterMethods:
 
 def launched_slots(run: Run) -> Slots:
     """Return the shares that this replica of `farflung launch --elastic` has of the data."""
-    store, member, settings = lazy.launched_run()
+    board, member, settings = lazy.launched_run()
     bounds = {name: settings[name] for name in ("most", "expected")}
-    return lazy.Slots(store, member, run.world.exchange, **bounds, is_training=lambda: run.is_training)
+    return lazy.Slots(board, member, run.world.exchange, **bounds, is_training=lambda: run.is_training)
 
 
 def _share(one: nn.Module, other: nn.Module) -> bool:

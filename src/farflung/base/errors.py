@@ -10,6 +10,7 @@ FarflungError
 |-- Unsupported (NotImplementedError)    something Farflung does not do; the message names what to use instead
 |-- CollectiveMismatch (RuntimeError)    ranks brought different things to one collective
 |-- RankFailure (RuntimeError)           another rank failed or left; the message names it
+|-- Unreachable (RuntimeError)           the store that the replicas of a run share gives no answer
 `-- CheckpointError (RuntimeError)       a checkpoint that could not be written, or is not whole; nothing else is hurt
 
 Accelerate's name for CollectiveMismatch is DistributedOperationException.
@@ -73,6 +74,10 @@ DistributedOperationException = CollectiveMismatch
 
 class RankFailure(FarflungError, RuntimeError):
     """Another rank failed or left; the message names it."""
+
+
+class Unreachable(FarflungError, RuntimeError):
+    """The store that the replicas of a run share gives no answer."""
 
 
 class CheckpointError(FarflungError, RuntimeError):

@@ -10,15 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from farflung.base.errors import RankFailure
 from farflung.base.torch_internals import bare_group
+from farflung.comm.board import Board
 from farflung.comm.c10d_group import C10dGroup, transport_said
 from farflung.comm.group import Group
-from farflung.comm.member_store import part_of
 
 
 class Entered(NamedTuple):
@@ -50,16 +50,16 @@ class EpochGroup(C10dGroup):
     """Members of an epoch. They connect when they first send something.
 
     Args:
-        store: for this epoch alone.
+        board: for this epoch alone.
         name: the same for its members, and for no other group of the epoch.
     """
 
     is_concurrent = True
 
-    def __init__(self, store: Any, name: str, rank: int, size: int, watch: Watch) -> None:
+    def __init__(self, board: Board, name: str, rank: int, size: int, watch: Watch) -> None:
         self.rank, self.size = rank, size
         self.supported = {"cpu", *(("cuda",) if dist.is_nccl_available() else ())}
-        self._store, self._name, self._watch = store, name, watch
+        self._board, self._name, self._watch = board, name, watch
         self._connected: dist.ProcessGroup | None = None
         self._num_entered = self._num_made = 0
 
@@ -67,8 +67,8 @@ class EpochGroup(C10dGroup):
     def pg(self) -> dist.ProcessGroup:
         """The process group; RankFailure where some members did not come."""
         if self._connected is None:
-            store = part_of(self._store, self._name)
             try:
+                store = self._board.lend(self._name)
                 self._connected = bare_group(store, self.rank, self.size, self._watch.connect_s)
             except RuntimeError as error:
                 raise self.failure(error) from None
@@ -94,12 +94,12 @@ class EpochGroup(C10dGroup):
 
     def duplicate(self, in_background: bool = False) -> Group:
         self._num_made += 1
-        return EpochGroup(self._store, f"{self._name}.{self._num_made}", self.rank, self.size, self._watch)
+        return EpochGroup(self._board, f"{self._name}.{self._num_made}", self.rank, self.size, self._watch)
 
     def _block(self, begin: int, end: int) -> Group:
         self._num_made += 1
         name = f"{self._name}.{self._num_made}-{begin}"
-        return EpochGroup(self._store, name, self.rank - begin, end - begin, self._watch)
+        return EpochGroup(self._board, name, self.rank - begin, end - begin, self._watch)
 
     def free(self, reusable: bool = True) -> None:
         if not reusable:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the members of an elastic run and their launchers tell each other, in one c10d store.
+"""What the members of an elastic run and their launchers tell each other, on one board.
 
 The store alone decides who takes part: one key holds the current epoch, and it is replaced only by compare-and-set.
 """
@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-import torch.distributed as dist
+from farflung.comm.board import Board
 
-_NONE = "-"  # no value of a key
 _OF_EPOCH = re.compile(r"e(\d+)/")
 
 
@@ -47,20 +46,6 @@ class Applicant:
     has_state: bool  # it has what members have in common, as they had it then
 
 
-def part_of(store: Any, name: str) -> Any:
-    """Return the part of a c10d store that has keys of its own."""
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-
-
-def read(store: Any, key: str) -> str:
-    """Return what is under a key, empty if nothing is: `get` would wait, if another one deletes the key meanwhile.
-
-    No value is ever empty, as torch's store without libuv takes 0.2 s to give that back.
-    """
-    text = store.compare_set(key, _NONE, _NONE).decode()
-    return "" if text == _NONE else str(text)
-
-
 Note: TypeAlias = Literal["name", "machine", "gone", "stopped", "in", "left"]
 
 
@@ -76,25 +61,25 @@ class LauncherNotes:
         events             lines that the first launcher has yet to print
 
     Args:
-        store: a c10d store that all of them share.
+        store: a c10d store that all of them share, or a board over it.
     """
 
     def __init__(self, store: Any) -> None:
-        self.store = store
+        self.board = Board.of(store)
 
     def note(self, what: Note, member: int, text: str = "1") -> None:
-        self.store.set(f"{what}/{member}", text)
+        self.board.put(f"{what}/{member}", text)
 
     def noted(self, what: Note, member: int) -> str:
-        return read(self.store, f"{what}/{member}")
+        return self.board.get(f"{what}/{member}")
 
     def forget(self, member: int, *what: Note) -> None:
         for key in what or [*get_args(Note), "loops"]:
-            self.store.delete_key(f"{key}/{member}")
+            self.board.delete(f"{key}/{member}")
 
     def count(self, what: str, change: int = 0) -> int:
         """Add to a number, and return it."""
-        return int(self.store.add(what, change))
+        return self.board.add(what, change)
 
     def note_end(self, member: int, how: str) -> None:
         self.note("gone", member, how)
@@ -104,12 +89,12 @@ class LauncherNotes:
         return self.noted("name", member) or f"member {member}"
 
     def tell(self, event: str) -> None:
-        self.store.append("events", f"{event}\n")
+        self.board.append("events", f"{event}\n")
 
     def take_told(self) -> list[str]:
         """Return the lines that were told since the last call."""
-        text = read(self.store, "events")
-        while (now := self.store.compare_set("events", text, "\n").decode()) != "\n":
+        text = self.board.get("events")
+        while (now := self.board.swap("events", text, "\n")) != "\n":
             text = now  # another line came meanwhile
         return [line for line in text.split("\n") if line]
 
@@ -123,26 +108,26 @@ class MemberStore:
         e<epoch>/broken              why the epoch is over, as a collective in it can't end; the first reason stays
 
     Args:
-        store: for this loop alone.
+        board: for this loop alone.
     """
 
-    def __init__(self, store: Any) -> None:
-        self.store = store
+    def __init__(self, board: Board) -> None:
+        self.board = board
 
     def record(self) -> Record | None:
-        text = read(self.store, "epoch")
+        text = self.board.get("epoch")
         return Record.decode(text) if text else None
 
     def replace(self, now: Record | None, by: Record) -> bool:
         """Put another epoch in the place of the current one, unless that is not `now` any more."""
         text = by.encode()
-        return bool(self.store.compare_set("epoch", "" if now is None else now.encode(), text).decode() == text)
+        return self.board.swap("epoch", "" if now is None else now.encode(), text) == text
 
     def apply(self, asks: Applicant) -> None:
-        self.store.set(f"applicant/{self.store.add('applicants', 1)}", repr(astuple(asks)))
+        self.board.put(f"applicant/{self.board.add('applicants', 1)}", repr(astuple(asks)))
 
     def num_applied(self) -> int:
-        return int(self.store.add("applicants", 0))
+        return self.board.add("applicants", 0)
 
     def applicants(self, since: int) -> dict[int, Applicant]:
         """Return the applicants numbered above `since`, by number."""
@@ -151,29 +136,29 @@ class MemberStore:
 
     def forget_applicants(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            self.store.delete_key(f"applicant/{number}")
+            self.board.delete(f"applicant/{number}")
 
     def say(self, epoch: int, what: str, member: int, text: str) -> None:
-        self.store.set(f"e{epoch}/{what}/{member}", text)
+        self.board.put(f"e{epoch}/{what}/{member}", text)
 
     def have_said(self, epoch: int, what: str, members: Iterable[int]) -> bool:
-        return bool(self.store.check([f"e{epoch}/{what}/{member}" for member in members]))
+        return self.board.has(f"e{epoch}/{what}/{member}" for member in members)
 
     def said(self, epoch: int, what: str, members: Iterable[int]) -> dict[int, str]:
         return self._texts({member: f"e{epoch}/{what}/{member}" for member in members})
 
     def _texts(self, keys: Mapping[int, str]) -> dict[int, str]:
-        return {number: text for number, key in keys.items() if (text := read(self.store, key))}
+        return {number: text for number, key in keys.items() if (text := self.board.get(key))}
 
     def mark_broken(self, epoch: int, reason: str) -> None:
-        self.store.compare_set(f"e{epoch}/broken", "", reason)
+        self.board.swap(f"e{epoch}/broken", "", reason)
 
     def broken(self, epoch: int) -> str:
-        return read(self.store, f"e{epoch}/broken")
+        return self.board.get(f"e{epoch}/broken")
 
     def forget_before(self, epoch: int) -> None:
         """Delete the entries of earlier epochs."""
-        for key in self.store.list_keys():
+        for key in self.board.listed():
             found = _OF_EPOCH.match(key)
             if found and int(found[1]) < epoch:
-                self.store.delete_key(key)
+                self.board.delete(key)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What replicas agree on: the order of an epoch's batches, and who has which part of it.
 
-Orders are not sent, but drawn from one seed and the number of the epoch. The parts stand in one key of a c10d store for
+Orders are not sent, but drawn from one seed and the number of the epoch. The parts stand in one key of a board for
 each loader, which is replaced by compare-and-set.
 """
 
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.checkpoint import rng
-from farflung.comm.member_store import read
+from farflung.comm.board import Board
 from farflung.data.resume.iteration import generators_of
 from farflung.data.torch_loaders import announce, samplers_of, seeded_samplers
 
@@ -120,11 +120,11 @@ class _State:
         return cls(seed, epoch, ended, {number: _Open(*row) for number, row in rows.items()})
 
 
-class Board:
-    """What the replicas know of the epochs of one loader; `store` is for it alone, `member` this replica's id."""
+class SlotBoard:
+    """What the replicas know of the epochs of one loader; `board` is for it alone, `member` this replica's id."""
 
-    def __init__(self, store: Any, member: int) -> None:
-        self._store, self._member = store, member
+    def __init__(self, board: Board, member: int) -> None:
+        self._board, self._member = board, member
 
     def seed(self, proposed: int) -> int:
         """Return the seed that all draw their orders from: that of the first who asks."""
@@ -207,29 +207,29 @@ class Board:
                     if owner == self._member:
                         one.held[slot] = _GIVEN_UP, done
 
-        self._store.delete_key(f"sent/{self._member}")
+        self._board.delete(f"sent/{self._member}")
         self._change(act)
 
     # ---- what may be in a round that others have applied, and this replica did not live to note
 
     def say_sent(self, steps: list[tuple[int, int]], done: dict[tuple[int, int], int]) -> None:
         """Say how far this replica's slots are at these steps of its outer loops, each with its membership's epoch."""
-        self._store.set(f"sent/{self._member}", repr((steps, done)))
+        self._board.put(f"sent/{self._member}", repr((steps, done)))
 
     def note_for(self, lost: int, landed: Iterable[tuple[int, int]]) -> None:
         """Note for a lost replica what has landed of it.
 
         `landed` says of each outer loop since which epoch it was a member, and up to which step the rounds have landed.
         """
-        if text := read(self._store, f"sent/{lost}"):
+        if text := self._board.get(f"sent/{lost}"):
             steps, done = literal_eval(text)
             pairs = zip(steps, landed, strict=False)
             if all(number >= since and step <= last for (number, step), (since, last) in pairs):
                 self.note(done, lost)
-            self._store.delete_key(f"sent/{lost}")
+            self._board.delete(f"sent/{lost}")
 
     def _change(self, act: Callable[[_State], _T], first: _State | None = None) -> _T:
-        text = read(self._store, "epochs")
+        text = self._board.get("epochs")
         while True:
             state = _State.decode(text) if text else first
             assert state is not None, "a seed was agreed on first"
@@ -240,7 +240,7 @@ class Board:
             new = state.encode()
             if new == text:
                 return found
-            now = self._store.compare_set("epochs", text, new).decode()
+            now = self._board.swap("epochs", text, new)
             if now == new:
                 return found
             text = now

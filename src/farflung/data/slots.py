@@ -16,17 +16,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from farflung.base.errors import ConfigError, StateError
+from farflung.base.errors import ConfigError, StateError, Unreachable
+from farflung.comm.board import Board
 from farflung.comm.collectives import from_first
 from farflung.comm.exchange import Exchange
-from farflung.comm.member_store import part_of
 from farflung.data.loader import DataLoaderShard
 from farflung.data.resume.iteration import Iteration
 from farflung.data.samplers import SamplerView, filled
-from farflung.data.slot_board import Board, Claim, agreed_order, digest_of, num_slots, proposed_seed
+from farflung.data.slot_board import Claim, SlotBoard, agreed_order, digest_of, num_slots, proposed_seed
 from farflung.data.torch_loaders import LoaderView, announce, index_source, samplers_of, with_indices
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ _Entry = tuple[int, int, int, int]  # tenure, epoch, slot, how many batches of t
 class Slots:
     """The shares of one replica in the epochs of all its loaders."""
 
-    store: Any  # a c10d store that all replicas of the run share
+    store: Any  # a c10d store that all replicas of the run share, or a board over it
     member: int  # this replica's id
     exchange: Exchange  # of the ranks of this replica, of which the first speaks with the store
     most: int  # how many replicas there will be at most
@@ -52,7 +51,7 @@ class Slots:
     def __post_init__(self) -> None:
         self.is_first = self.exchange.group.rank == 0
         self.kind = SlotLoader  # of the loaders whose batches are shares
-        self._store = part_of(self.store, "data")
+        self._board = Board.of(self.store).part("data")
         self._samplers: list[SlotSampler] = []
         self._follows: list[FollowedLoop] = []
         self._unrecorded: deque[tuple[int, SlotSampler, list[_Entry]]] = deque()  # with the number given by then
@@ -89,7 +88,7 @@ class Slots:
                 f"Replicas that come and go share epochs whose number of batches is known; {type(source).__name__} has "
                 "no __len__. Give it one."
             ) from None
-        board = Board(part_of(self._store, str(len(self._samplers))), self.member)
+        board = SlotBoard(self._board.part(str(len(self._samplers))), self.member)
         made = SlotSampler(source, loader, self, board, per_round)
         self._samplers.append(made)
         return with_indices(loader, made)
@@ -114,7 +113,7 @@ class Slots:
         if not self.is_gone:
             try:
                 return act(*args)
-            except dist.DistError:
+            except Unreachable:
                 self.is_gone = True
                 warnings.warn(
                     "The run's store is gone, so replicas can't share the rest of this epoch, which ends here. "
@@ -237,7 +236,9 @@ class SlotSampler(SamplerView):
     is before the first pass if nothing shuffles.
     """
 
-    def __init__(self, batch_sampler: Any, loader: DataLoader[Any], slots: Slots, board: Board, per_round: int) -> None:
+    def __init__(
+        self, batch_sampler: Any, loader: DataLoader[Any], slots: Slots, board: SlotBoard, per_round: int
+    ) -> None:
         super().__init__(batch_sampler)
         self.sampler: Any = getattr(batch_sampler, "sampler", batch_sampler)  # which may be replaced
         self.board = board

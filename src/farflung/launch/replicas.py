@@ -27,7 +27,7 @@ from typing import Any
 import click
 import psutil  # type: ignore[import-untyped]
 
-from farflung.base.errors import ConfigError
+from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
@@ -127,8 +127,8 @@ class _Launcher:
         where: str,
         count: int,
     ) -> None:
-        self._notes = import_module("farflung.comm.member_store").LauncherNotes(store)
-        self._lost_store = import_module("torch.distributed").DistError
+        board = import_module("farflung.comm.board").Board.of(store, patience_s=0)
+        self._notes = import_module("farflung.comm.member_store").LauncherNotes(board)
         self._command, self._variables, self._where = command, variables, where
         self._machine = f"{socket.gethostname()}:{os.getpid()}"
         self._max_restarts = _RESTARTS if settings.max_restarts is None else settings.max_restarts
@@ -276,7 +276,7 @@ class _Launcher:
         """Go on without the store where it is gone, and say so once."""
         try:
             yield
-        except self._lost_store:
+        except Unreachable:
             if self._has_store:
                 self._has_store = False
                 self._say(f"the store at {self._where} is gone; replicas go on, but none is started again")

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from farflung.base.errors import RankFailure
+from farflung.base.errors import RankFailure, Unreachable
 from farflung.base.words import counted, in_seconds
+from farflung.comm.board import Board
 from farflung.comm.collectives import from_first, gather_object
 from farflung.comm.epoch_group import Entered, EpochGroup
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
-from farflung.comm.member_store import Applicant, LauncherNotes, MemberStore, Record, part_of
+from farflung.comm.member_store import Applicant, LauncherNotes, MemberStore, Record
 from farflung.outer.membership import ALL, Epoch, Needs, open_epoch
 
 _POLL_S = 0.005  # how often those that meet look whether all have come
@@ -45,7 +46,7 @@ class Elastic:
     """Membership of replicas that may fail, leave or join at any time.
 
     Args:
-        store: a c10d store that all members and launchers share, such as a `TCPStore`.
+        store: a c10d store that all members and launchers share, such as a `TCPStore`, or a board over it.
         member: this replica's id, which no other has had; the launcher gives it.
         expected: how many replicas the first epoch waits for.
         least: the number that suffices after `grace_s` seconds.
@@ -74,16 +75,17 @@ class Elastic:
     ) -> None:
         self.island = island or SoloGroup()
         self.most, self.grace_s = most, grace_s
-        self.notes = LauncherNotes(store)
+        board = Board.of(store)
+        self.notes = LauncherNotes(board)
         self.member = member
         self.record: Record | None = None
         self.joined = 0
         self._expected, self._least = expected, least
         self._share_group = Exchange(self.island.duplicate())
         # Loops are numbered as other replicas number theirs.
-        number = from_first(self._share_group, lambda: int(store.add(f"loops/{member}", 1)))
-        self._loop_store = part_of(store, f"loop{number}")
-        self.members = MemberStore(self._loop_store)
+        number = from_first(self._share_group, lambda: board.add(f"loops/{member}", 1))
+        self._board = board.part(f"loop{number}")
+        self.members = MemberStore(self._board)
         self._decided: Record | None = None  # the next epoch, where this one is over
         self._epoch: Epoch | None = None
         self._needs: Needs | None = None
@@ -108,9 +110,9 @@ class Elastic:
             self.joined = record.number
         from_first(self._share_group, lambda: self._await_ready(record))
         watch = _EpochWatch(self, record, _CONNECT_S * 2**self._num_failed)
-        store = part_of(self._loop_store, f"e{record.number}")
+        board = self._board.part(f"e{record.number}")
         rank, size = record.ids.index(self.member), len(record.ids)
-        group = EpochGroup(store, f"c{self.island.rank}", rank, size, watch)
+        group = EpochGroup(board, f"c{self.island.rank}", rank, size, watch)
         newcomers = [record.ids.index(one) for one in record.newcomers]
         epoch = open_epoch(record.number, record.ids, group, self.island, needs, newcomers)
         self._epoch = replace(epoch, lost=record.lost)
@@ -129,7 +131,7 @@ class Elastic:
         if not is_first or now < self._asked_at + _ASK_S:
             return False
         self._asked_at = now
-        with suppress(dist.DistError):
+        with suppress(Unreachable):
             return self.members.num_applied() > self._num_answered and bool(self._waiting())
         return False
 
@@ -161,7 +163,7 @@ class Elastic:
             time.sleep(_RELEASE_S)
             self._retired.clear()
         if self.island.rank == 0:
-            with suppress(dist.DistError):
+            with suppress(Unreachable):
                 self.notes.note("left", self.member, reason or "done")
 
     # ---- who is in the next epoch; one rank of each replica decides
@@ -256,7 +258,7 @@ class Elastic:
                         self._decide(record, posts, absent)
                         continue
                 time.sleep(_POLL_S)
-        except dist.DistError:
+        except Unreachable:
             raise RankFailure(
                 "A replica was lost, and those that are left can't agree on who goes on, as the run's store is gone "
                 "too: the launcher that serves it has probably ended. Start the run again from its newest checkpoint."
@@ -344,7 +346,7 @@ class _EpochWatch:
         self._num_ends = -1
 
     def look(self, entered: Entered, waited_s: float) -> None:
-        with suppress(dist.DistError):  # without a store the epoch goes on as long as all are there
+        with suppress(Unreachable):  # without a store the epoch goes on as long as all are there
             if why := self._why_over(entered, waited_s):
                 raise self.break_off(why)
 
@@ -387,6 +389,6 @@ class _EpochWatch:
         self._elastic.retire(group)
 
     def break_off(self, reason: str) -> RankFailure:
-        with suppress(dist.DistError):
+        with suppress(Unreachable):
             self._elastic.members.mark_broken(self._record.number, reason)
         return RankFailure(f"The epoch of these replicas is over: {reason}.")
