@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import stat
 import struct
 import threading
 import time
@@ -246,9 +247,12 @@ def _connect(host: str, port: int, found: Future[tuple[Any, socket.socket | None
 
 def _sockets_to(port: int) -> list[int]:
     """Return this process's descriptors of connections to a port."""
-    found = []
-    for name in os.listdir("/dev/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
-            if one.getpeername()[1:2] == (port,):
-                found.append(int(name))
-    return found
+    return [int(name) for name in os.listdir("/dev/fd") if _is_socket_to(int(name), port)]
+
+
+def _is_socket_to(descriptor: int, port: int) -> bool:
+    with suppress(OSError):  # it was closed meanwhile, or is not connected
+        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            with socket.socket(fileno=os.dup(descriptor)) as one:
+                return bool(one.getpeername()[1:2] == (port,))
+    return False
