@@ -5,6 +5,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Where torch comes from, such as https://download.pytorch.org/whl/cpu on Linux; empty: where all else comes from.
 TORCH_INDEX ?=
+# The torch of `make test-torch`: `torch` is the newest, which on Linux is a CUDA build; torch==2.11 is the oldest.
+TORCH ?= torch
+TORCH_PYTHON := $(VENV)-$(TORCH)/bin/python
+# What depends most on torch's release and build: names inside it, gloo, its store and agent, sharding, compiling.
+TORCH_TESTS := tests/base tests/comm tests/process tests/strategy/test_fsdp.py \
+	tests/accelerator/test_checkpoint_words.py tests/accelerator/test_sharded_checkpoints.py \
+	tests/outer/test_compile.py tests/outer/test_elastic.py tests/outer/test_on_ranks.py \
+	tests/launch/test_checkpoint.py tests/launch/test_run.py
 # Quiet: of what is there already, pip would print a line each. torch shows its progress, as it may be gigabytes.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 DEMO_READY := $(VENV)/.ready-demo
@@ -12,7 +20,7 @@ DEV_READY := $(VENV)/.ready-dev
 # Tests start Python a thousand times: without its bytecode each start would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-elastic test test-fast check format package clean
+.PHONY: demo demo-elastic test test-fast test-torch check format package clean
 demo: $(DEMO_READY)
 	$(BIN)/farflung demo
 
@@ -25,6 +33,15 @@ test: $(DEV_READY)
 
 test-fast: $(DEV_READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ranks and not slow"
+
+# In an environment of its own, with what these tests need and no more. What is installed already stays. Not compiled:
+# most of torch is never imported.
+test-torch:
+	@echo "== A virtual environment with $(TORCH) (minutes: gigabytes, unless it is there already)"
+	$(PYTHON) -m venv $(VENV)-$(TORCH)
+	$(TORCH_PYTHON) -m pip install --disable-pip-version-check --quiet --no-compile '$(TORCH)'
+	$(TORCH_PYTHON) -m pip install --disable-pip-version-check --quiet --editable '.[test]'
+	$(TORCH_PYTHON) -m pytest -n 2 --dist worksteal $(TORCH_TESTS)
 
 check: $(DEV_READY)
 	$(BIN)/ruff format --check .
@@ -56,4 +73,4 @@ $(DEV_READY): $(DEMO_READY)
 	@touch $(DEV_READY)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-*

@@ -53,3 +53,16 @@ def test_each_step_says_what_it_does_and_how_long_it_takes(tmp_path):
     assert all("minute" in line or "second" in line for line in said)
     installs = [line for line in steps("test", tmp_path / "v").splitlines() if "pip install" in line]
     assert ["--quiet" in line for line in installs] == [False, True, True], "torch, of gigabytes, shows its progress"
+
+
+def test_another_torch_has_an_environment_of_its_own_and_tests_that_exist(tmp_path):
+    said = [
+        line for line in steps("test-torch", tmp_path / "v", "TORCH=torch==1.0").splitlines() if "python -m" in line
+    ]
+    assert all(line.startswith(f"{tmp_path}/v-torch==1.0/bin/python -m ") for line in said)
+    assert [" -m pip " in line for line in said] == [True, True, False]
+    assert said[0].endswith(" 'torch==1.0'")
+    assert not any("constraint" in line for line in said)
+    tests = [word for word in said[-1].split() if word.startswith("tests/")]
+    assert len(tests) > 5
+    assert all((ROOT / test).exists() for test in tests)

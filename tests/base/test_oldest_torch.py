@@ -49,5 +49,10 @@ def test_what_is_no_folder_of_files_is_not_judged(monkeypatch, tmp_path):
 
 def test_the_oldest_torch_stands_in_the_projects_files():
     root = Path(__file__).parents[2]
-    for name, pattern in (("pyproject.toml", r'"torch>=([\d.]+)"'), ("README.md", r"any torch from ([\d.]+) on")):
+    for name, pattern in (
+        ("pyproject.toml", r'"torch>=([\d.]+)"'),
+        ("README.md", r"any torch from ([\d.]+) on"),
+        ("Makefile", r"torch==([\d.]+)"),
+        (".ci/run", r"torch==([\d.]+)"),
+    ):
         assert re.findall(pattern, (root / name).read_text(encoding="utf-8")) == [OLDEST], name
