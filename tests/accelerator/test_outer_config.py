@@ -91,7 +91,10 @@ def configs(draw):
 def test_each_option_is_a_launch_setting_and_the_other_way_round():
     told = {entry.name for entry in FIELDS if entry.name.startswith("outer_")}
     assert told == {f"outer_{name}" for name in (*OPTIONS, "recipe")}
-    assert set(OPTIONS) == set(VALUES), "VALUES of this file has a row for each argument of a recipe, to try"
+    odd = set(OPTIONS) ^ set(VALUES)
+    assert not odd, (
+        f"tests/accelerator/test_outer_config.py: VALUES must have values to try for each argument; see {odd}"
+    )
 
 
 @settings(deadline=None, max_examples=60)

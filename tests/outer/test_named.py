@@ -11,6 +11,7 @@ from farflung import Accelerator, OuterConfig
 from farflung.base.errors import ConfigError
 from farflung.codec.named import CODECS as MADE, codec_of
 from farflung.config.outer import CODECS
+from farflung.config.recipes import RECIPES
 from farflung.outer import ErrorFeedback, OuterLoop, diloco
 from farflung.outer.arguments import MAKERS, chosen_recipe, recipe_of
 from farflung.testing.simulate import simulate
@@ -25,7 +26,9 @@ def comparable(recipe):
 
 
 def test_a_name_alone_is_the_recipe_with_its_defaults():
-    for name in set(MAKERS) - set(NEED_A_CHOICE):
+    needing = {name for name, arguments in RECIPES.items() if any(each.is_needed for each in arguments)}
+    assert needing == set(NEED_A_CHOICE), "NEED_A_CHOICE of this file must have values for arguments without a default"
+    for name in set(MAKERS) - needing:
         for recipe in (chosen_recipe(name), recipe_of(OuterConfig(name), 1)):
             assert comparable(recipe) == comparable(MAKERS[name]())
 
@@ -47,8 +50,8 @@ def test_a_name_that_needs_a_choice_says_which(name, needed):
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_codec_can_be_named_wherever_one_is_taken(codec):
     meant = codec_of(codec)
-    for name, make in MAKERS.items():
-        options = {"pull": 0} if name == "noloco" else {}  # a pull would have anchors rounded
+    for name in (name for name, arguments in RECIPES.items() if "codec" in [each.name for each in arguments]):
+        make, options = MAKERS[name], {"pull": 0} if name == "noloco" else {}  # a pull would have anchors rounded
         recipe = make(*NEED_A_CHOICE.get(name, ()), codec=codec, **options)
         assert recipe.codec == (ErrorFeedback(meant, 0.9) if name == "sparse_loco" else meant)
     assert replace(diloco(2), codec=codec, aggregator=diloco(2, codec=codec).aggregator).codec == meant
