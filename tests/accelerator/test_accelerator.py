@@ -240,6 +240,7 @@ def test_save_writes_both_forms_for_everyone_to_read(tmp_path):
         accelerator.save([1], tmp_path / "x", safe_serialization=True)
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # says torch 2.11 of every profile
 def test_profiling_writes_a_trace(tmp_path):
     accelerator = Accelerator(cpu=True)
     with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))) as profiler:

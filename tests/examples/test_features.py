@@ -46,6 +46,7 @@ RUNS = {
 def run_all(folder, size):
     """Run all scripts in this process; what each of their runs returns, or its error."""
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # says torch 2.11 of every profile
     sys.path.insert(0, str(FOLDER))
     found = {}
     for name, runs in RUNS.items():
