@@ -32,6 +32,8 @@ def compiled(group, recipe):
 @pytest.mark.parametrize("recipe", [local_sgd(1), diloco(1), streaming_diloco(2, 2, delay=1), eager_diloco(2)])
 def test_a_round_recompiles_nothing(recipe):
     torch._dynamo.reset()
+    # Here too: torch 2.11 with CUDA, but without a GPU, dies where only threads that end compile.
+    torch.compile(torch.sin, backend="eager")(torch.ones(1))
     for counts, rounds in run_replicas(compiled, 2, recipe):
         assert rounds >= 2
         assert counts[1] > 0
