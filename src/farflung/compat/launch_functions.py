@@ -14,11 +14,11 @@ from farflung.base.enums import DistributedType
 from farflung.base.errors import Unsupported
 from farflung.config import environ
 from farflung.config.foreign import foreign_flag
-from farflung.config.launch import FIELDS, LaunchSettings, rank_variables
+from farflung.config.launch import DEFAULT_PORT, FIELDS, LaunchSettings, rank_variables
 from farflung.config.resolve import resolve
 from farflung.config.setting import Field, underscored
 from farflung.launch import main as command
-from farflung.launch.network import DEFAULT_PORT, get_free_port
+from farflung.launch.network import get_free_port
 from farflung.launch.run import launch_script
 
 

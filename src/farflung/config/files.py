@@ -8,7 +8,6 @@ yes and no. Accelerate's file is read as it stands and never written.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from farflung.base.files import FORMER_NAME, atomic_file
 from farflung.config import environ
 from farflung.config.foreign import DISTRIBUTED_TYPES, FOREIGN_KEYS
 from farflung.config.launch import FIELDS, LaunchSettings
+from farflung.config.setting import Stated
 
 LOCAL_FILE = Path("farflung.yaml")
 
@@ -36,19 +36,6 @@ BLOCKS = {
 _FORMER_KEYS = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}  # of Accelerate's older files
 _YAML_NULLS = ("", "~", "null", "Null", "NULL")
 _DEEPEST = 20  # blocks in blocks; settings stand in two, and what Accelerate writes in three
-
-
-@dataclass(frozen=True)
-class Stated:
-    """A value, what states it, and where it stands (`train.yaml:3`); with what the user should be told about it."""
-
-    value: Any
-    kind: str  # `flag`, `environment`, `file` or `default`
-    place: str = ""
-    note: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.place}".rstrip()
 
 
 def own_file() -> Path:

@@ -20,6 +20,7 @@ from farflung.config.outer import OPTIONS, Outer, OuterSettings, outer_config, r
 from farflung.config.recipes import RECIPES
 from farflung.config.setting import Field, Value, accelerates, setting
 
+DEFAULT_PORT = 29500  # torchrun's and Accelerate's
 _PREFIX = "FARFLUNG_"
 _HOST_PART = re.compile(r"(?!-)[\w-]{1,63}(?<!-)")
 # What torch's rendezvous can be told in `rdzv_conf`, where it would pass over other keys in silence. Times in seconds.

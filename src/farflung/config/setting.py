@@ -81,6 +81,19 @@ class Field:
         return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+@dataclass(frozen=True)
+class Stated:
+    """A value, what states it, and where it stands (`train.yaml:3`); with what the user should be told about it."""
+
+    value: Any
+    kind: str  # `flag`, `environment`, `file` or `default`
+    place: str = ""
+    note: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.place}".rstrip()
+
+
 def setting(default: Value, help: str, **more: Any) -> Any:
     """Declare one attribute of `LaunchSettings`; see `Field` for the further arguments.
 

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 
 from farflung.base.errors import ConfigError
 from farflung.config import environ
-from farflung.config.launch import LaunchSettings
+from farflung.config.launch import DEFAULT_PORT, LaunchSettings
 from farflung.process.sockets import address_on_route_to
-
-DEFAULT_PORT = 29500  # torchrun's and Accelerate's
 
 
 @dataclass(frozen=True)

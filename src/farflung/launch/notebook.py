@@ -16,10 +16,10 @@ from farflung.base.checks import check_callable, check_number, check_whole, wron
 from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.base.words import counted
 from farflung.config import environ
-from farflung.config.launch import LaunchSettings, check_variables, field_named, rank_variables
+from farflung.config.launch import DEFAULT_PORT, LaunchSettings, check_variables, field_named, rank_variables
 from farflung.config.outer import renamed
 from farflung.launch.agent import run_agent
-from farflung.launch.network import DEFAULT_PORT, choose_interface
+from farflung.launch.network import choose_interface
 from farflung.launch.plan import Meeting, Plan, fit_for_cores, meet, network_variables, one_machine, usable_cores
 from farflung.launch.report import explain
 from farflung.process import world

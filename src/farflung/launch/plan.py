@@ -23,9 +23,8 @@ from farflung.base.errors import ConfigError
 from farflung.base.words import counted, plural
 from farflung.config import environ
 from farflung.config.grid import check_layout
-from farflung.config.launch import LaunchSettings, rank_variables
+from farflung.config.launch import DEFAULT_PORT, LaunchSettings, rank_variables
 from farflung.launch.network import (
-    DEFAULT_PORT,
     Interface,
     address_towards,
     choose_interface,
