@@ -21,8 +21,10 @@ from torch.utils.data import DataLoader
 from farflung import Accelerator, WatchdogKwargs
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm.presence import PresenceStore
+from farflung.comm.torch_group import explained
 from farflung.comm.waits import Wait
 from farflung.config import environ
+from farflung.launch.network import get_free_port
 from farflung.outer import OuterLoop, local_sgd
 from farflung.process import watchdog, world
 from farflung.testing.patience import patience
@@ -223,6 +225,42 @@ def test_a_rank_whose_store_answers_no_more_ends_and_says_where_it_waited(tmp_pa
     assert "`run.accelerator.gather(torch.ones(2))`" in said
 
 
+def explains(call, run):
+    """Make a call whose error nobody catches; torch's own is explained then."""
+    try:
+        call(run)
+    except RuntimeError as error:
+        raise explained(error, world.joined().group) from error
+
+
+def runs_out_of_time(path, port, call):
+    """Have only what plain environment variables say, and torch's own time-out, which the script makes short."""
+    environ.remove("TORCHELASTIC_USE_AGENT_STORE")
+    environ.export({"MASTER_PORT": str(port)})
+    watchdog._TICK_S, watchdog._TURN_S = 0.1, 0.5
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2))])
+    run = SimpleNamespace(accelerator=accelerator, rank=accelerator.process_index)
+    if call is learns:
+        run.model = accelerator.prepare(nn.Linear(2, 1))
+        learns(run)
+    if run.rank == LATE:
+        evaluates_alone(path, 1)
+    said, _ = is_told(path, lambda run: explains(call, run), run)
+    evaluates_alone(path, 2)  # rank 0 serves the store
+    return said
+
+
+@pytest.mark.parametrize("call", [waits, gathers, learns])
+def test_without_a_launcher_a_time_out_of_torchs_names_the_late_rank_too(call, tmp_path):
+    said, late_said = run_ranks(runs_out_of_time, 2, tmp_path, get_free_port(), call, connect=False)
+    for text in (said, late_said):
+        assert "rank 1 did not reach " in text
+        assert "within 2 s" in text
+        assert "allow more: InitProcessGroupKwargs(timeout=)" in text
+        assert "in evaluates_alone" in text
+        assert "different sizes" not in text
+
+
 def time_allowed():
     return world.joined().watchdog._timeout_s  # nothing else says it before it is over
 
@@ -332,15 +370,18 @@ def test_it_watches_until_the_end_and_is_given_its_time_later():
     assert run_ranks(when_it_watches, 2) == [[WATCHDOG, WATCHDOG, []]] * 2
 
 
-def watches_by_environment():
-    with environ.patched({"FARFLUNG_HANG_TIMEOUT_S": "20.5"}):
+def watches_by_environment(seconds):
+    with environ.patched({"FARFLUNG_HANG_TIMEOUT_S": seconds}):
         accelerator = Accelerator(cpu=True)
     accelerator.wait_for_everyone()  # or one rank ends while the other one still connects
     return threads(), time_allowed()
 
 
-def test_the_environment_can_ask_for_it():
-    assert run_ranks(watches_by_environment, 2) == [(WATCHDOG, 20.5)] * 2
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [("20.5", (WATCHDOG, 20.5)), ("0", (WATCHDOG, float("inf"))), ("", (WATCHDOG, 1800))]
+)
+def test_the_environment_says_for_how_long_or_not_at_all(seconds, expected):
+    assert run_ranks(watches_by_environment, 2, seconds) == [expected] * 2
 
 
 def test_nothing_is_started_in_one_process():

@@ -23,11 +23,13 @@ from difflib import get_close_matches
 
 from farflung.base.words import shortened
 
+GLOO_TIMED_OUT = "Timed out waiting"
 # How a rank fails because another one is gone: gloo's words, NCCL's, ours.
 PEER_LOST = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Connection timed out",
+    GLOO_TIMED_OUT,
     "Broken pipe",
     "remote process exited",
     "RankFailure:",

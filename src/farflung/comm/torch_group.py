@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait as wait_for
@@ -15,7 +16,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from farflung.base.errors import PEER_LOST, CollectiveMismatch, FarflungError, RankFailure, StateError
+from farflung.base.errors import GLOO_TIMED_OUT, PEER_LOST, CollectiveMismatch, FarflungError, RankFailure, StateError
 from farflung.base.torch_internals import num_collectives, num_groups
 from farflung.comm.c10d_group import WATCH_S, C10dGroup, transport_said
 from farflung.comm.group import Group
@@ -23,6 +24,7 @@ from farflung.comm.presence import PresenceStore
 from farflung.comm.waits import Wait, Waits, handed_over
 
 TORCHS = "torch's own"  # the collectives that did not go through a group of ours
+_TIMED_OUT = re.compile(rf"{GLOO_TIMED_OUT} (\d+)ms")
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,11 @@ class TorchGroup(C10dGroup):
     @property
     def is_destroyed(self) -> bool:
         return self._pg() is None
+
+    @property
+    def is_default(self) -> bool:
+        """Whether this is torch's default process group now."""
+        return not self.is_destroyed and self._pg() is dist.group.WORLD
 
     def enter(self, kind: str, nbytes: int) -> Wait:
         return self.waits.enter(self._name, kind)
@@ -210,6 +217,9 @@ class TorchGroup(C10dGroup):
 
     def failure(self, error: RuntimeError) -> RankFailure | CollectiveMismatch:
         said = f" The transport said: {transport_said(error)}."
+        if time_out := _TIMED_OUT.search(str(error)):
+            wait = Wait(self._name, self.waits.entered[self._name], "")
+            self.waits.await_report(wait, int(time_out[1]) / 1000)
         return self._broken(f"A collective of rank {self.presence.rank} failed", said)
 
     def _broken(self, what: str, said: str = "") -> RankFailure | CollectiveMismatch:

@@ -28,6 +28,7 @@ from farflung.comm.mismatch import waits_differ
 from farflung.comm.presence import PresenceStore
 
 _REMEMBERED = 16  # collectives of a group whose kinds are known; ranks are rarely further apart
+_REPORT_S = 10.0  # how long a wait that ran out of time waits for the watchdog's report: a turn of others', and its own
 _FIRST_CHECK_S = 1.0  # how long a thread waits before it compares its wait with those of other ranks
 
 _OURS = str(Path(__file__).parent.parent)
@@ -56,6 +57,8 @@ class Waits:
         self.entered: defaultdict[str, int] = defaultdict(int)
         self.kinds: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self.waiting: dict[int, Wait] = {}  # what each thread has been waiting for, since a moment at least
+        self.is_watched = False  # a watchdog asks who is late
+        self.overdue: tuple[Wait, float] | None = None  # what has ended by its own time-out, of so many seconds
         self._presence = presence
 
     def join(self, group: str) -> None:
@@ -78,6 +81,14 @@ class Waits:
         self.entered[group] += 1
         self.kinds[group].append(kind)
         return Wait(group, self.entered[group], kind)
+
+    def await_report(self, wait: Wait, allowed_s: float) -> None:
+        """Give the watchdog, where there is one, time to publish who is late in a collective that ran out of time."""
+        deadline = time.monotonic() + _REPORT_S
+        self.overdue = (wait, allowed_s)
+        while self.is_watched and self.overdue is not None and time.monotonic() < deadline:
+            time.sleep(_REPORT_S / 200)
+        self.overdue = None
 
     @contextmanager
     def noted(self, wait: Wait, in_background: bool = False) -> Iterator[Callable[[], None]]:

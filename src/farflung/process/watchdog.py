@@ -91,6 +91,7 @@ class Watchdog:
         self._since = 0.0
         self._halt.clear()
         self._is_over = False
+        self._waits.is_watched = True
         self._thread = threading.Thread(target=self._run, name="farflung watchdog", daemon=True)
         self._thread.start()
         self._second = threading.Thread(target=self._guard, name="farflung watchdog guard", daemon=True)
@@ -112,17 +113,22 @@ class Watchdog:
             self._watch()
             if self._is_over:
                 self._presence.post("", ENDED)
+        self._waits.is_watched = False
 
     def _watch(self) -> None:
         while not self._halt.wait(_TICK_S):
             self._answer()
             self._presence.read_hosts()
             self._beat = now = time.monotonic()
-            wait = self._current_wait()
-            if wait != self._wait:
+            wait, is_my_turn = self._current_wait(), now - self._heard_at > _TURN_S
+            overdue = self._waits.overdue
+            if overdue is not None and is_my_turn:
+                self._ask_all(*overdue, is_overdue=True)
+                self._waits.overdue = None
+            elif wait != self._wait:
                 self._wait, self._since = wait, now
-            elif wait is not None and now - self._since > self._timeout_s and now - self._heard_at > _TURN_S:
-                self._ask_all(wait)
+            elif wait is not None and now - self._since > self._timeout_s and is_my_turn:
+                self._ask_all(wait, self._timeout_s)
                 self._since = time.monotonic()
 
     def _answer(self) -> None:
@@ -138,6 +144,7 @@ class Watchdog:
                 "question": asked,
                 "entered": self._waits.entered | self._entered_torchs(),
                 "needs": self._needs(wait) if wait == self._wait else {},  # a wait of a moment explains nothing
+                "is_overdue": self._waits.overdue is not None,
                 "stack": _stack(self._frame()),
                 "started": {} if self._is_gloo else self._group.collectives_of_torch(),
                 "doing": describe_call(self._frame()),
@@ -195,9 +202,14 @@ class Watchdog:
     def _frame(self) -> FrameType | None:
         return sys._current_frames().get(self._watched)
 
-    def _ask_all(self, wait: Wait) -> None:
-        """Find out who has not entered the collective that this rank waits in, and tell all."""
-        needs = self._needs(wait)
+    def _ask_all(self, wait: Wait, seconds: float, is_overdue: bool = False) -> None:
+        """Find out who has not entered the collective that this rank waits in, and tell all.
+
+        Args:
+            seconds: how long it has waited.
+            is_overdue: it waits no longer; a collective of torch's own may have been what ran out of time.
+        """
+        needs = self._needs(wait) | (self._entered_torchs() if is_overdue else {})
         question = self._presence.ask()
         deadline = time.monotonic() + _ANSWER_S
         answers: dict[int, Any] = {}
@@ -209,9 +221,13 @@ class Watchdog:
             answers |= {rank: answer for rank, answer in came.items() if answer["question"] >= question}
             missing -= answers.keys()
             self._beat = time.monotonic()
-        late = {rank: answers[rank]["stack"] for rank in sorted(_find_late(needs, answers))}
-        if (late or missing) and self._current_wait() == wait and not self._halt.is_set():
-            self._presence.publish_hang(self._hang_report(late, sorted(missing)))
+        found = _find_late(needs, answers)
+        if is_overdue and not found:  # DDP's first passes have collectives that torch does not count
+            found = {rank for rank, one in answers.items() if not one["needs"] and not one["is_overdue"]}
+        late = {rank: answers[rank]["stack"] for rank in sorted(found)}
+        is_stuck = is_overdue or self._current_wait() == wait
+        if (late or missing) and is_stuck and not self._halt.is_set():
+            self._presence.publish_hang(self._hang_report(late, sorted(missing), seconds, is_overdue))
 
     def _is_machine(self, ranks: list[int]) -> bool:
         """Say whether `ranks` are all those of other machines."""
@@ -220,11 +236,11 @@ class Watchdog:
         rest = {hosts.get(rank) for rank in range(self._group.size) if rank not in ranks}
         return None not in lost and not lost & rest
 
-    def _hang_report(self, late: dict[int, str], silent: list[int]) -> str:
+    def _hang_report(self, late: dict[int, str], silent: list[int], seconds: float, is_overdue: bool) -> str:
         call, named = describe_call(self._frame()), self._presence.describe
-        lines = [f"{call} has not ended for {self._timeout_s:g} s"]
+        lines = [f"{call} has not ended for {seconds:g} s"]
         if late:
-            lines = [f"{named(sorted(late))} did not reach {call} within {self._timeout_s:g} s"]
+            lines = [f"{named(sorted(late))} did not reach {call} within {seconds:g} s"]
         for stack in dict.fromkeys(late.values()):
             who = named([rank for rank, other in late.items() if other == stack])
             lines.append(f"{who} was here, innermost call last:\n{stack}")
@@ -233,10 +249,10 @@ class Watchdog:
             if self._is_machine(silent):
                 why = "the machine is gone, or the line to it"
             lines.append(f"{named(silent)} did not answer: {why}")
-        lines.append(
-            "If it may take so long, allow more: --hang_timeout_s, WatchdogKwargs(timeout_s=) or "
-            "FARFLUNG_HANG_TIMEOUT_S"
-        )
+        allowed = "--hang_timeout_s, WatchdogKwargs(timeout_s=) or FARFLUNG_HANG_TIMEOUT_S"
+        if is_overdue:
+            allowed = "InitProcessGroupKwargs(timeout=), the time-out of the process group"
+        lines.append(f"If it may take so long, allow more: {allowed}")
         return "\n".join(lines)
 
 
