@@ -13,14 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from farflung import Accelerator
 from farflung.base.errors import ConfigError, RankFailure, StateError, Unsupported
 from farflung.config import environ
 from farflung.config.handlers import InitProcessGroupKwargs
+from farflung.launch.network import get_free_port
+from farflung.launchers import debug_launcher
 from farflung.process import world as slot
 from farflung.process.bootstrap import RankInfo, choose_device, join_world, leave_world, read_rank_info
 from farflung.process.log import get_logger
 from farflung.process.seed import set_seed, synchronize_rng_states
-from farflung.state import PartialState
+from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
 
 LAUNCHERS = {
@@ -123,6 +126,50 @@ def joins_many_times():
 
 def test_a_world_can_be_joined_again_and_again():
     assert run_ranks(joins_many_times, 2, connect=False) == [40.0, 40.0]
+
+
+WAYS_TO_END = [
+    lambda accelerator: AcceleratorState._reset_state(True),
+    lambda accelerator: PartialState._reset_state(),
+    lambda accelerator: dist.is_initialized() and dist.destroy_process_group(),
+    lambda accelerator: (dist.is_initialized() and dist.destroy_process_group(), AcceleratorState._reset_state(True)),
+    lambda accelerator: (accelerator.end_training(), accelerator.state.destroy_process_group()),
+]
+
+
+def trains():
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    return accelerator, accelerator.reduce(torch.ones(1)).item()
+
+
+def trains_again_and_again(port):
+    """Train several times, each rank being the slow one once; `port`: of a store that rank 0 serves."""
+    if port is not None:
+        environ.remove("TORCHELASTIC_USE_AGENT_STORE")
+        environ.export({"MASTER_PORT": str(port)})
+    totals = []
+    for number, end in enumerate([*WAYS_TO_END, WAYS_TO_END[0]]):
+        accelerator, total = trains()
+        totals.append(total)
+        time.sleep(0.3 * (accelerator.process_index == number % 2))
+        end(accelerator)
+    debug_launcher(expects_two)
+    return totals
+
+
+def expects_two():
+    assert trains()[1] == 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_process_can_train_again_however_the_last_run_ended(size, is_plain):
+    totals = run_ranks(trains_again_and_again, size, get_free_port() if is_plain else None, connect=False)
+    assert totals == [[float(size)] * (len(WAYS_TO_END) + 1)] * size
 
 
 def ends_at_once():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -27,18 +28,18 @@ from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup, explained
 from farflung.config import environ
 from farflung.config.handlers import InitProcessGroupKwargs, WatchdogKwargs
+from farflung.config.tasks import STARTERS, in_slurm_step
 from farflung.process import world as slot
 from farflung.process.failure import install_failure_report
 from farflung.process.sockets import serve_store
 from farflung.process.watchdog import Watchdog
 from farflung.process.world import RankInfo, World
 
-# Each launcher's name for a number, torchrun's first. Slurm's step variables are set by srun alone: the batch script
-# itself sees SLURM_NTASKS too, but is one process.
-_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
-_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-_LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
-_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
+# Each launcher's name for a number, torchrun's first.
+_RANK = ("RANK", *(starter.rank for starter in STARTERS))
+_SIZE = ("WORLD_SIZE", *(starter.size for starter in STARTERS))
+_LOCAL_RANK = ("LOCAL_RANK", *(starter.local_rank for starter in STARTERS))
+_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", *(starter.local_size for starter in STARTERS))
 
 _MEET_WITHIN = timedelta(minutes=30)  # torch's own
 
@@ -53,8 +54,8 @@ _RELEASE_WAIT_S = 0.1
 
 def read_rank_info() -> RankInfo:
     """Read what the launcher says about this process from its variables: torchrun's, Open MPI's, PMI's or Slurm's."""
-    in_step = bool(environ.text("SLURM_STEP_NUM_TASKS"))
-    size = environ.integer(*_SIZE)
+    in_step = in_slurm_step()
+    size = environ.integer(*_SIZE, *(["SLURM_STEP_NUM_TASKS"] if in_step else []))
     if size is None or size == 1:
         return RankInfo(0, 1, environ.integer(*_LOCAL_RANK) or 0, 1)
     rank = environ.integer(*_RANK, *(["SLURM_PROCID"] if in_step else []))
@@ -109,6 +110,9 @@ def join_world(
         ConfigError: the launcher's variables or the settings cannot work; or the world was joined with another device.
     """
     here = slot.current()
+    if here is not None and isinstance(here.group, TorchGroup) and not here.group.is_default:
+        leave_world()  # the script has destroyed its process group
+        here = None
     if here is not None:
         if cpu and here.device.type != "cpu":
             raise ConfigError(f"cpu=True, but this process already uses device {here.device}.")
@@ -166,7 +170,7 @@ def _leave(error: BaseException) -> None:
 
 
 def _watch(world: World, asked: WatchdogKwargs | None, init: InitProcessGroupKwargs | None = None) -> None:
-    """Start the watchdog with the time that the script asks for, else with the launcher's.
+    """Start the watchdog with the time that the script asks for, else with the launcher's, else with torch's own.
 
     The launcher's is not shorter than what the script allows a collective of torch's.
     """
@@ -179,9 +183,10 @@ def _watch(world: World, asked: WatchdogKwargs | None, init: InitProcessGroupKwa
         return
     if asked is not None:
         world.watchdog.start(asked.timeout_s)
-    else:  # without a time it never asks, and answers those that do
-        allowed_s = init.timeout.total_seconds() if init is not None and init.timeout is not None else 0.0
-        world.watchdog.start(max(seconds, allowed_s) if seconds else math.inf, is_default=True)
+    else:  # without a time it never asks of itself, and answers those that do
+        allowed = init.timeout if init is not None else None
+        allowed_s = (allowed or (_MEET_WITHIN if seconds is None else timedelta())).total_seconds()
+        world.watchdog.start(math.inf if seconds == 0 else max(seconds or 0.0, allowed_s), is_default=True)
 
 
 def _explained(error: BaseException) -> BaseException:
@@ -207,39 +212,42 @@ def _initialize(info: RankInfo, device: torch.device, init: InitProcessGroupKwar
                 "`farflung launch` or `torchrun`."
             )
         environ.export({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": environ.text("MASTER_PORT") or "29500"})
-    arguments: dict[str, Any] = {"backend": _backend(device, init.backend)}
-    if init.init_method is not None:
-        arguments |= {"init_method": init.init_method, "rank": info.rank, "world_size": info.size}
+    arguments: dict[str, Any] = {"backend": _backend(device, init.backend), "rank": info.rank, "world_size": info.size}
     if init.timeout is not None:
         arguments["timeout"] = init.timeout
     if device.type == "cuda":
         arguments["device_id"] = device
-    if init.init_method is None:
-        # A store of the launcher's outlives a group, and still has the addresses where its ranks were to be found.
-        store = PrefixStore(f"world_{slot.num_left()}", _store(info, init.timeout or _MEET_WITHIN))
-        allowed_s = environ.number("FARFLUNG_HANG_TIMEOUT_S")
-        if allowed_s:
-            _await_all(PrefixStore("came", store), info.rank, info.size, allowed_s)
-        arguments |= {"store": store, "rank": info.rank, "world_size": info.size}
+    where = (init.init_method, environ.text("MASTER_ADDR"), environ.text("MASTER_PORT"))
+    timeout = init.timeout or _MEET_WITHIN
+    place = (os.getpid(), where, info)  # a forked process can't use the connection of its parent
+    store = slot.kept_store(place, lambda: _store(info, init.init_method, timeout))
+    store.set_timeout(timeout)
+    # The store outlives a group, and still has the addresses where its ranks were to be found.
+    store = PrefixStore(f"world_{slot.num_left()}", store)
+    allowed_s = environ.number("FARFLUNG_HANG_TIMEOUT_S")
+    if allowed_s != 0:
+        _await_all(PrefixStore("came", store), info.rank, info.size, allowed_s or timeout.total_seconds())
+    arguments["store"] = store
     # DDP loads it, and its default arguments keep the group that there is then for ever; at the top it would delay all.
     from torch.distributed.nn import functional  # noqa: F401  see above
 
     dist.init_process_group(**arguments)
 
 
-def _store(info: RankInfo, timeout: timedelta) -> Store:
+def _store(info: RankInfo, init_method: str | None, timeout: timedelta) -> Store:
     """Connect to the run's store; where rank 0 serves it, let it listen at MASTER_ADDR alone.
 
     torch listens on every interface. It still does where other machines may know this one by another address than it
     does itself, or a store of an earlier world has the port.
     """
     host, port = environ.text("MASTER_ADDR") or "", environ.integer("MASTER_PORT") or 0
-    if info.rank == 0 and not environ.flag("TORCHELASTIC_USE_AGENT_STORE"):
+    by_variables = init_method in (None, "env://")
+    if by_variables and info.rank == 0 and not environ.flag("TORCHELASTIC_USE_AGENT_STORE"):
         with suppress(OSError):
             if info.local_size == info.size or not ip_address(gethostbyname(host)).is_loopback:
                 served: Store = serve_store(host, port, world_size=info.size, timeout=timeout, multi_tenant=True)
                 return served
-    store: Store = next(rendezvous("env://", timeout=timeout))[0]
+    store: Store = next(rendezvous(init_method or "env://", info.rank, info.size, timeout=timeout))[0]
     return store
 
 
@@ -258,7 +266,7 @@ def _await_all(store: Store, rank: int, size: int, allowed_s: float) -> None:
         raise RankFailure(
             f"{numbered('rank', missing).capitalize()} did not reach `Accelerator()` within {allowed_s:g} s: the "
             "process has ended, hangs before it, or can't be reached. If it may take so long, allow more with "
-            "--hang_timeout_s."
+            "--hang_timeout_s or InitProcessGroupKwargs(timeout=)."
         ) from error
 
 

@@ -64,6 +64,7 @@ class World(RankInfo):
 
 _slot: World | None = None
 _num_left = 0
+_stores: dict[Any, Any] = {}  # the one that this process meets others in, by where that is
 _readers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
@@ -111,6 +112,18 @@ def vacate() -> World | None:
 def num_left() -> int:
     """Return how many worlds of several processes this one has made and left, as all ranks of a run do together."""
     return _num_left
+
+
+def kept_store(place: tuple[Any, ...], connect: Callable[[], Any]) -> Any:
+    """Return the store at `place`, connecting to it at the first time, or when the place has changed.
+
+    It is kept for the life of the process: a rank that is quick to its next world would find one that is about to go.
+    """
+    if place not in _stores:
+        store = connect()
+        _stores.clear()
+        _stores[place] = store
+    return _stores[place]
 
 
 def add_reader(reader: Any) -> None:
