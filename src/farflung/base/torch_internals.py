@@ -285,3 +285,8 @@ def bare_group(store: Any, rank: int, size: int, timeout_s: float) -> dist.Proce
         nccl = dist.ProcessGroupNCCL(apart, rank, size, dist.ProcessGroupNCCL.Options())
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
     return group
+
+
+def is_static_graph_unknown(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Say whether a DDP model with a static graph has yet to see it, in a first backward pass."""
+    return bool(ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from farflung.base.enums import DDPCommunicationHookType as Hook, DistributedType
 from farflung.base.errors import ConfigError
+from farflung.base.torch_internals import is_static_graph_unknown
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.ddp_hook import average_hook
 from farflung.comm.group import Group
@@ -40,6 +41,7 @@ class DDP(ShardedModels):
         self._device = device
         self._has_rows = mesh.device_mesh is not None
         self._handler: DistributedDataParallelKwargs | None = None
+        self._unsynced: list[nn.Module] = []  # whose hook averages nothing now, once for each reason
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
@@ -78,8 +80,8 @@ class DDP(ShardedModels):
     def _register_hook(self, ddp: DistributedDataParallel, handler: DistributedDataParallelKwargs) -> None:
         """Register what the handler asks for, averaging over the ranks that average a model's gradients now."""
         casts = {Hook.FP16: torch.float16, Hook.BF16: torch.bfloat16}
-        averaging = partial(self._averaging_group, weakref.ref(ddp)) if self._has_rows else _everyone
-        if handler.comm_hook in casts or self._has_rows:
+        averaging = partial(self._averaging_group, weakref.ref(ddp))
+        if handler.comm_hook in casts or self._has_rows or (ddp.static_graph and handler.comm_hook == Hook.NO):
             ddp.register_comm_hook(None, average_hook(averaging, casts.get(handler.comm_hook)))
         elif handler.comm_hook == Hook.POWER_SGD:
             # Here, as it loads torch.distributed.nn and more, which nobody else needs.
@@ -91,12 +93,31 @@ class DDP(ShardedModels):
                 hook = _renamed(wrappers[handler.comm_wrapper](hook))
             ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None, **handler.comm_state_option), hook)
 
-    def _averaging_group(self, reference: weakref.ref[DistributedDataParallel]) -> dist.ProcessGroup:
-        is_local = any(reference() is other for other in self._local)
+    def _averaging_group(self, reference: weakref.ref[DistributedDataParallel]) -> dist.ProcessGroup | None:
+        ddp = reference()
+        if any(ddp is other for other in self._unsynced):
+            return None
+        is_local = any(ddp is other for other in self._local)
         return self.mesh.row.get_group() if is_local else _everyone()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else super().no_sync(model)
+        if not isinstance(model, DistributedDataParallel):
+            return super().no_sync(model)
+        return self._first_unsynced(model) if is_static_graph_unknown(model) else model.no_sync()
+
+    @contextmanager
+    def _first_unsynced(self, ddp: DistributedDataParallel) -> Iterator[None]:
+        """Learn a static graph without averaging: torch wants the first backward pass to be a synchronized one."""
+        if self._handler is not None and self._handler.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD):
+            raise ConfigError(
+                f"static_graph=True with comm_hook={self._handler.comm_hook} needs a first backward pass that is "
+                "synchronized, and this one is in no_sync() or an accumulation window. Leave out static_graph."
+            )
+        self._unsynced.append(ddp)
+        try:
+            yield
+        finally:
+            self._unsynced.remove(ddp)
 
     @contextmanager
     def _ddp_synchronized(self, ddp: DistributedDataParallel) -> Iterator[None]:
@@ -115,18 +136,22 @@ class DDP(ShardedModels):
 
     @contextmanager
     def _ddp_alone(self, ddp: DistributedDataParallel) -> Iterator[None]:
-        before = ddp.require_forward_param_sync
+        before = ddp.require_forward_param_sync, ddp.broadcast_buffers
         self._local.append(ddp)
         try:
             if self._has_rows:
                 yield
-                return
-            # The first forward pass after a synchronized backward broadcasts the buffers, even inside no_sync().
-            ddp.require_forward_param_sync = False
-            with ddp.no_sync():
-                yield
+            elif is_static_graph_unknown(ddp):
+                ddp.broadcast_buffers = False
+                with self._first_unsynced(ddp):
+                    yield
+            else:
+                # The first forward pass after a synchronized backward broadcasts the buffers, even inside no_sync().
+                ddp.require_forward_param_sync = False
+                with ddp.no_sync():
+                    yield
         finally:
-            ddp.require_forward_param_sync = before
+            ddp.require_forward_param_sync, ddp.broadcast_buffers = before
             self._local.remove(ddp)
 
     def local(self, model: nn.Module) -> AbstractContextManager[Any]:
