@@ -43,6 +43,7 @@ LAZY_TABLES = (
     "__init__.py",
     "launch/main.py",
     "launch/checkpoint.py",
+    "launch/estimate.py",
     "launch/run.py",
     "launch/agent.py",
     "launch/rank.py",

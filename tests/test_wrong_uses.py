@@ -177,7 +177,6 @@ PREPARE = [
     ("k.accelerator.prepare([k.model, k.optimizer])", "prepare", "list", "*"),
     ("k.accelerator.prepare((k.model, k.optimizer))", "prepare", "tuple", "*"),
     ('k.accelerator.prepare({"model": k.model})', "prepare", "dict"),
-    ("k.accelerator.prepare(k.model, [1, 2])", "prepare", "[1, 2]"),
     ("k.accelerator.prepare(k.model.parameters())", "prepare", "generator"),
     ('k.accelerator.prepare("model")', "prepare", "'model'"),
     ("k.accelerator.prepare(5)", "prepare", "5"),

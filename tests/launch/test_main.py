@@ -194,9 +194,10 @@ def test_env_tells_versions_and_settings(farflung):
         ("launch --cpu train.py x", "['train.py', 'x']", 0),
         ("accelerate_cli launch --cpu train.py", "['train.py']", 0),
         ("env", "torch: 2", 0),
-        ("estimate bert", "There is no `farflung estimate-memory`", 2),
+        ("estimate --dtypes int9 bert", "invalid choice: 'int9'", 2),
         ("merge folder out", "There is no `farflung merge-weights`", 2),
-        ("test", "There is no `farflung test`", 2),
+        ("accelerate_cli to-fsdp2", "--config_file", 2),
+        ("accelerate_cli estimate-memory -h", "usage: farflung estimate", 0),
     ],
 )
 def test_accelerates_modules_that_are_commands_are_commands_here(module, words, code, home):

@@ -181,7 +181,7 @@ def _refuse_stranger(thing: Any) -> None:
         raise wrong_type("prepare: an argument", thing, f"an instance, such as {thing.__name__}(...)")
     if isinstance(thing, Dataset):
         raise wrong_type("prepare: an argument", thing, "a DataLoader over that data set")
-    if isinstance(thing, (list, tuple)):
+    if isinstance(thing, (list, tuple)) and any(isinstance(one, _KINDS) for one in thing):
         wanted = f"one object: give prepare the things in the {type(thing).__name__} one by one, prepare(*things)"
         raise wrong_type("prepare: an argument", thing, wanted)
     if isinstance(thing, _STRANGERS) and not isinstance(thing, _KINDS):

@@ -46,6 +46,7 @@ class DistributedType(_Shown):
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
     XLA = "XLA"
+    TPU = XLA  # its former name, which scripts still compare with
     MEGATRON_LM = "MEGATRON_LM"
     MULTI_HPU = "MULTI_HPU"
     MULTI_NEURON = "MULTI_NEURON"

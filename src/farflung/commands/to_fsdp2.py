@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Door: rewriting files for FSDP 2, which is not there: `farflung launch` reads those of version 1 as they are."""
+"""Door: the command `farflung to-fsdp2`, as functions."""
 
 from farflung.compat.absent import __getattr__ as __getattr__
+from farflung.launch.to_fsdp2 import *

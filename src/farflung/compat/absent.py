@@ -95,12 +95,11 @@ ABSENT: tuple[Absent, ...] = (
         "Accelerate's commands as functions",
         "Use the command `farflung`; `farflung --help` lists what it does.",
         names="CustomArgumentGroup CustomArgumentParser CustomHelpFormatter SubcommandHelpFormatter ConversionStatus "
-        "add_timm_hub_prefix check_has_model clean_option config_command convert_config_to_fsdp2 create_ascii_table "
-        "create_empty_model default_config_command env_command estimate_command estimate_training_usage gather_data "
-        "get_cluster_input get_user_input load_config merge_command setup_fp8_env test_command test_launch "
-        "to_fsdp2_command update_config update_config_command verify_on_hub",
-        parsers="config_command_parser default_command_parser env_command_parser estimate_command_parser "
-        "get_config_parser merge_command_parser test_command_parser to_fsdp2_command_parser update_command_parser",
+        "add_timm_hub_prefix check_has_model clean_option config_command create_ascii_table default_config_command "
+        "env_command get_cluster_input get_user_input merge_command setup_fp8_env test_launch update_config "
+        "update_config_command",
+        parsers="config_command_parser default_command_parser env_command_parser get_config_parser "
+        "merge_command_parser update_command_parser",
         is_engine=False,
     ),
     Absent(

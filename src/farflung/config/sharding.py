@@ -284,7 +284,7 @@ def _reshards(version: int, strategy: Any, given: Any) -> bool | int:
     """
     by_strategy = None if strategy is None else _strategy(strategy, f"{_NAME}: sharding_strategy")
     if given is not None:
-        reshards = _reshard(version, given, f"{_NAME}: reshard_after_forward")
+        reshards = parse_reshard(version, given, f"{_NAME}: reshard_after_forward")
         if by_strategy not in (None, reshards):
             raise ConfigError(
                 f"{_NAME}: sharding_strategy is {shown(strategy)}, but reshard_after_forward is {shown(given)}. Leave "
@@ -296,7 +296,7 @@ def _reshards(version: int, strategy: Any, given: Any) -> bool | int:
     word, called = _asked("", None, "FSDP_SHARDING_STRATEGY")
     said, called_newer = _asked("", None, "FSDP_RESHARD_AFTER_FORWARD")
     if said is not None and (version == 2 or word is None):
-        return _reshard(version, said, called_newer)
+        return parse_reshard(version, said, called_newer)
     return True if word is None else _strategy(word, called)
 
 
@@ -314,7 +314,8 @@ def _strategy(said: Any, called: str) -> bool:
     return _RESHARDS[word]
 
 
-def _reshard(version: int, said: Any, called: str) -> bool | int:
+def parse_reshard(version: int, said: Any, called: str) -> bool | int:
+    """Return what `fully_shard` takes for a `reshard_after_forward` of version 1 or 2, named `called` in errors."""
     if isinstance(said, bool):
         return said
     is_number = isinstance(said, int) or (isinstance(said, str) and said.isdigit())

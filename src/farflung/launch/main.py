@@ -21,6 +21,9 @@ COMMANDS = {
     "plan": ("farflung.cost.forecast:plan", "Forecast what each method costs on a network."),
     "env": ("farflung.launch.ask:env", "Show versions, devices and the settings in use."),
     "checkpoint": ("farflung.launch.main:checkpoint", "List, verify, compare and convert checkpoints."),
+    "estimate": ("farflung.launch.estimate:estimate", "Estimate the memory of a published model."),
+    "test": ("farflung.launch.commands:test", "Check that the processes of this machine train as one."),
+    "to-fsdp2": ("farflung.launch.to_fsdp2:to_fsdp2", "Rewrite a file for FSDP version 1 for version 2."),
     "demo": ("farflung.demo.command:demo", "Train a small GPT in four ways and compare their costs."),
 }
 CHECKPOINT = {
@@ -30,12 +33,10 @@ CHECKPOINT = {
     "convert": ("farflung.launch.checkpoint:convert", "Write a checkpoint in another format."),
 }
 
+ALIASES = {"estimate-memory": "estimate"}  # Accelerate's names of commands that have another one here
 # Accelerate's commands that have no counterpart of their name -> what to do instead.
 ELSEWHERE = {
-    "test": "Try `farflung demo --steps 60 --size tiny`, which trains with two processes.",
-    "estimate-memory": "Use `farflung.cost.memory.estimate`, which says what a rank needs.",
     "merge-weights": "Use `farflung checkpoint convert --to state-dict`.",
-    "to-fsdp2": "It is not needed: `farflung launch` reads files for FSDP version 1 as they are.",
     "tpu-config": "Use torch_xla's own launcher.",
     "config update": "It is not needed: `farflung launch` reads Accelerate's files as they are.",
 }
@@ -51,6 +52,7 @@ class CommandGroup(click.Group):
         asked = " ".join([*ctx.command_path.split()[1:], args[0]])
         if asked in ELSEWHERE:
             raise Unsupported(f"There is no `farflung {asked}`. {ELSEWHERE[asked]}")
+        args = [ALIASES.get(args[0], args[0]), *args[1:]]
         known = self.list_commands(ctx)
         if args[0] not in known:
             raise click.UsageError(f"No such command {args[0]!r}.{did_you_mean(args[0], known)}", ctx)

@@ -69,6 +69,7 @@ class Run:
     def add(self, listed: list[_T], original: Any, prepared: _T) -> _T:
         """Append `prepared`, which stands for `original` from now on, to one of the lists, and return it."""
         listed.append(prepared)
+        setattr(prepared, "_is_accelerate_prepared", True)  # noqa: B010  libraries ask; of what class it is, is open
         self._known[id(original)] = (original, prepared)  # the original is kept alive, so its id stays its own
         self._known[id(prepared)] = (prepared, prepared)
         return prepared

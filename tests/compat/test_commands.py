@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`farflung test`, `estimate` and `to-fsdp2`, and the functions that Accelerate has for them."""
+
+import argparse
+
+import pytest
+import torch
+import yaml
+from accelerate.commands import estimate as their_estimate, to_fsdp2 as their_to_fsdp2
+from accelerate.test_utils.training import RegressionModel
+
+from farflung import Accelerator
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.commands import estimate, test as door, to_fsdp2
+from farflung.config.resolve import resolve
+from farflung.demo import check
+from farflung.testing.ranks import run_ranks
+from farflung.utils import DistributedType
+
+VERSION_1 = {
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_backward_prefetch": "BACKWARD_PRE",
+    "fsdp_forward_prefetch": False,
+    "fsdp_offload_params": False,
+    "fsdp_sharding_strategy": "FULL_SHARD",
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_sync_module_states": True,
+    "fsdp_use_orig_params": True,
+}
+
+
+def converted(*words):
+    to_fsdp2.to_fsdp2_command(to_fsdp2.to_fsdp2_command_parser().parse_args([str(word) for word in words]))
+
+
+@pytest.mark.parametrize("key", ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"])
+@pytest.mark.parametrize("word", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_file_for_fsdp_1_gets_the_keys_of_version_2(key, word, home, caplog):
+    block = {name: value for name, value in VERSION_1.items() if name != "fsdp_sharding_strategy"}
+    config = {"distributed_type": "FSDP", "num_processes": 2, "use_cpu": True, "fsdp_config": {**block, key: word}}
+    (home / "one.yaml").write_text(yaml.safe_dump(config))
+    converted("--config_file", "one.yaml", "--output-file", "two.yaml")
+    written = yaml.safe_load((home / "two.yaml").read_text())
+    assert sum("left out" in record.message for record in caplog.records) == 4
+    assert written == their_to_fsdp2.convert_config_to_fsdp2(config)
+    assert resolve({"config_file": "two.yaml"}).settings.fsdp_version == 2
+    caplog.clear()
+    converted("--config_file", "two.yaml", "--overwrite")
+    assert yaml.safe_load((home / "two.yaml").read_text()) == written
+    assert caplog.records[0].message == "Config already specifies FSDP2, skipping conversion..."
+
+
+def test_what_can_not_be_converted_is_said(home):
+    (home / "one.yaml").write_text("num_processes: 2\n")
+    (home / "empty.yaml").write_text("")
+    for words, error, message in (
+        (["--config_file", "no.yaml"], FileNotFoundError, "no.yaml"),
+        (["--config_file", "one.yaml"], ConfigError, "--overwrite"),
+        (["--config_file", "one.yaml", "--output_file", "empty.yaml"], FileExistsError, "--overwrite"),
+        (["--config_file", "empty.yaml", "--overwrite"], ConfigError, "no settings"),
+    ):
+        with pytest.raises(error, match=message):
+            converted(*words)
+    converted("--config_file", "one.yaml", "--output_file", "two.yaml")
+    assert yaml.safe_load((home / "two.yaml").read_text()) == {"num_processes": 2}
+    for word in ("NO_SHARD", "HYBRID_SHARD"):  # Accelerate writes a file that shards over all processes
+        with pytest.raises(Unsupported, match=word):
+            to_fsdp2.convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": word}})
+
+
+def test_the_memory_of_a_model_follows_from_its_configuration(home, capsys):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    config.save_pretrained("bert")
+    args = estimate.estimate_command_parser().parse_args(["bert", "--dtypes", "float32", "float16", "int4"])
+    rows = estimate.gather_data(args)
+    model = transformers.AutoModel.from_config(config)
+    total, largest = (
+        sum(one.nbytes for one in [*part.parameters(), *part.buffers()]) for part in (model, model.embeddings)
+    )
+    assert [row[:1] + row[2:3] for row in rows] == [["float32", total], ["float16", total / 2], ["int4", total / 8]]
+    assert rows[0][1] == largest  # a part that stays on one device
+    assert rows[0][3] == their_estimate.estimate_training_usage(total, "float32")
+    assert rows[1][3]["step"] == 4 * total  # Accelerate's says less than weights and moments in fp32 take
+    assert set(rows[2][3].values()) == {-1}
+    estimate.estimate_command(args)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 5
+    assert printed[-1].split()[-1] == "-"
+
+
+def test_models_that_are_not_there_are_errors_of_the_right_kind(home, monkeypatch):
+    monkeypatch.setattr("farflung.launch.estimate.verify_on_hub", lambda repo, token: repo)
+    for name, error in (("gated", OSError), ("repo", OSError), ("unknown", ConfigError)):
+        with pytest.raises(error, match=name):
+            estimate.create_empty_model(name, None)
+    (home / "folder").mkdir()
+    with pytest.raises(RuntimeError, match="folder"):
+        estimate.create_empty_model("folder", "transformers")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_test_passes_where_processes_are_connected(size):
+    run_ranks(check.main, size, connect=False)
+
+
+def fails_alone():
+    Accelerator.gather_for_metrics = lambda self, batch: batch
+    check.main()
+
+
+def test_the_test_fails_where_samples_are_missing():
+    with pytest.raises(Exception, match="of 95 samples the processes saw"):
+        run_ranks(fails_alone, 2, connect=False)
+
+
+@pytest.mark.usefixtures("warm")
+def test_the_test_is_a_command_and_a_function(home, capfd):
+    (home / "two.yaml").write_text("use_cpu: true\nnum_processes: 2\nmixed_precision: bf16\n")
+    door.test_command(door.test_command_parser().parse_args(["--config_file", "two.yaml"]))
+    printed = capfd.readouterr().out
+    assert "2 process(es)" in printed
+    assert "training: passed" in printed
+    assert "The test has passed" in printed
+
+
+def test_commands_are_theirs_too():
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers()
+    for add in (door.test_command_parser, estimate.estimate_command_parser, to_fsdp2.to_fsdp2_command_parser):
+        add(subparsers)
+    for words, command in (
+        (["test"], door.test_command),
+        (["estimate-memory", "bert"], estimate.estimate_command),
+        (["to-fsdp2", "--config_file", "a"], to_fsdp2.to_fsdp2_command),
+    ):
+        assert parser.parse_args(words).func is command
+
+
+def test_what_is_prepared_can_be_asked():
+    accelerator, model = Accelerator(cpu=True), RegressionModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(range(4))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    prepared = accelerator.prepare(model, optimizer, loader, scheduler, [1])
+    assert [getattr(one, "_is_accelerate_prepared", False) for one in prepared] == [True] * 4 + [False]
+
+
+def test_tpu_is_a_name_that_no_run_has():
+    assert Accelerator(cpu=True).distributed_type != DistributedType.TPU
+    assert DistributedType("XLA") is DistributedType.TPU
