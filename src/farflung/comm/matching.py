@@ -97,7 +97,7 @@ class _Call:
 
     def _arrived(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
         """Return what ranks have published of a call that was not matched yet."""
-        posts = {rank: json.loads(text) for rank, text in self.presence.posts(_NAME, ranks=ranks).items()}
+        posts = {rank: json.loads(text) for rank, text in self.presence.posts(_NAME, ranks=ranks).items() if text}
         arrivals = self.group.shared.arrivals
         return {rank: post for rank, post in posts.items() if post["number"] > arrivals.get(rank, 0)}
 
@@ -123,6 +123,7 @@ class _Call:
             if says is not None:
                 return "all" if says == "all" else "some"
             if gone:
+                self.presence.post("", _NAME)  # or a later call of rank 0 would be taken for this one
                 if self.required:
                     self._refuse(gone)
                 return "not rank 0"

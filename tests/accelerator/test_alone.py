@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`save_state` and `load_state` on some processes: they work where replicas are alike, and say so where they can't."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from farflung import Accelerator, LocalSGD
+from farflung.base.errors import CheckpointError, CollectiveMismatch, StateError
+from farflung.config import environ
+from farflung.process import watchdog
+from farflung.testing.patience import patience
+from farflung.testing.ranks import run_ranks
+from farflung.utils import FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
+
+
+class Run:
+    """Training by DDP on shuffled data, with dropout, so that a state that is not loaded shows."""
+
+    def __init__(self, **settings):
+        watchdog._TICK_S = 0.05
+        self.accelerator = accelerator = Accelerator(cpu=True, **settings)
+        self.is_main = accelerator.is_main_process
+        set_seed(0)
+        model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loader = DataLoader(torch.randn(32, 2), batch_size=2, shuffle=True)
+        self.model, self.optimizer, self.loader = accelerator.prepare(model, optimizer, loader)
+        self.seen = []
+
+    def steps(self, number):
+        """Train; stop after so many steps."""
+        for k, batch in enumerate(self.loader, 1):
+            self.seen.append(batch[:, 0].tolist())
+            self.accelerator.backward(self.model(batch).sum())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if k == number:
+                break
+
+    @property
+    def weights(self):
+        return [p.tolist() for p in self.accelerator.unwrap_model(self.model).parameters()]
+
+
+def saves_alone(folder):
+    """One run that is saved by the main process, by all, and by the main process again; three ways to be elsewhere."""
+    run = Run()
+    accelerator, times = run.accelerator, []
+    folder = Path(folder)
+    for name in ("in_backward", "in_gather"):
+        run.steps(3)
+        began = time.monotonic()
+        if run.is_main:
+            accelerator.save_state(folder / name)
+            accelerator.save_state(folder / name)  # over the one before
+        times.append(time.monotonic() - began)
+        if name == "in_gather":
+            accelerator.gather(torch.ones(1))
+    if run.is_main:
+        accelerator.save_state(folder / "step")
+    accelerator.save_state(folder / "epoch")  # no collective lies between: the other process is here already
+    if run.is_main:
+        accelerator.save_state(folder / "epoch_then_alone")
+    accelerator.save_state(folder / "epoch_then_alone" / str(accelerator.process_index))  # one line, but two folders
+    at_save = run.weights
+    run.steps(2)
+    after = run.weights
+    if run.is_main:
+        time.sleep(0.1)
+        accelerator.save_state(folder / "at_the_end")  # the other one has ended
+    return at_save, after, times
+
+
+def goes_on(folder, alone=False):
+    run = Run()
+    run.steps(1)  # what is loaded differs from what there is
+    if run.is_main or not alone:
+        run.accelerator.load_state(folder)
+    loaded = run.weights
+    run.seen.clear()
+    if not alone:
+        run.steps(2)
+    run.accelerator.wait_for_everyone()
+    return loaded, run.weights, run.seen
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of one run of two processes, started by plain environment variables."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_ranks(saves_alone, 2, folder, connect=False)
+
+
+def own_states(folder):
+    return sorted(path.name for path in (folder / "loop_state").iterdir())
+
+
+def test_the_main_process_saves_alone_and_all_save_together(saved):
+    folder, (main, other) = saved
+    assert main[:2] == other[:2]  # the replicas are alike, so nothing was mixed up with their training
+    for name in ("in_backward", "in_gather", "step", "epoch_then_alone", "at_the_end"):
+        assert own_states(folder / name) == ["rank_0.bin"], name
+    for name in ("epoch", "epoch_then_alone/0"):
+        assert own_states(folder / name) == ["rank_0.bin", "rank_1.bin"], name
+    assert not (folder / "epoch_then_alone" / "1").exists()
+    assert max(main[2]) < patience(8)
+
+
+def test_what_was_saved_alone_is_loaded_by_all_and_they_go_on_together(saved, capfd):
+    folder, ((at_save, after, _), _) = saved
+    (together, _), (alone, other) = (run_ranks(goes_on, 2, folder / name, connect=False) for name in ("epoch", "step"))
+    words = capfd.readouterr().err
+    assert words.count("not all processes called save_state: positions in the data are those of rank 0") == 1
+    assert words.count("rank 1 is new: its random numbers begin a stream of their own") == 1
+    assert "loader 1 of 1 continues after batch 3" in words
+    assert alone[0] == other[0] == at_save
+    assert alone[1:] == together[1:]  # the same samples in the same order
+    assert alone[1] == other[1] == after
+    assert not {str(b) for b in alone[2]} & {str(b) for b in other[2]}
+
+
+def test_it_is_loaded_by_another_number_of_processes(saved, capfd):
+    folder, ((at_save, _, _), _) = saved
+    assert [loaded for loaded, _, _ in run_ranks(goes_on, 3, folder / "step")] == [at_save] * 3
+    assert "ranks 1 and 2 are new" in capfd.readouterr().err
+    run = Run()
+    run.accelerator.load_state(folder / "step")
+    assert run.weights == at_save
+    run.accelerator.save_state(folder / "by_one") if run.is_main else None
+    assert own_states(folder / "by_one") == ["rank_0.bin"]
+
+
+def test_the_main_process_loads_alone(saved, capfd):
+    folder, ((at_save, _, _), _) = saved
+    (main, other) = run_ranks(goes_on, 2, folder / "epoch", True)
+    assert main[0] == at_save
+    assert other[0] != at_save
+    assert "rank 0 loaded it alone: the weights of other processes stay as they are" in capfd.readouterr().err
+
+
+def test_a_part_that_all_have_written_and_that_is_gone_is_still_an_error(saved, tmp_path):
+    folder, _ = saved
+    shutil.copytree(folder / "epoch", tmp_path / "epoch")
+    (tmp_path / "epoch" / "loop_state" / "rank_1.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"rank_1\.bin can't be found"):
+        Run().accelerator.load_state(tmp_path / "epoch")
+
+
+def other_ways(folder):
+    run = Run(project_config=ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True))
+    accelerator, said = run.accelerator, None
+    if run.is_main:
+        accelerator.save_state(block=False)
+        accelerator.save_state()
+    run.steps(1)
+    accelerator.save_state()  # whose number the main process knows
+    if not run.is_main:
+        with pytest.raises(StateError) as raised:
+            accelerator.save_state()
+        said = str(raised.value)
+    accelerator.wait_for_everyone()
+    accelerator.save_state()  # that call is forgotten
+    return accelerator.save_iteration, said
+
+
+def test_automatic_names_are_the_main_processs_and_nobody_saves_without_it(tmp_path):
+    (number, _), (same, said) = run_ranks(other_ways, 2, tmp_path)
+    assert number == same == 4
+    found = {path.name: own_states(path) for path in (tmp_path / "checkpoints").iterdir()}
+    alone, both = ["rank_0.bin"], ["rank_0.bin", "rank_1.bin"]
+    assert found == {"checkpoint_0": alone, "checkpoint_1": alone, "checkpoint_2": both, "checkpoint_3": both}
+    assert said.startswith("save_state: rank 1 calls it, but rank 0, which writes the weights, does not.")
+
+
+def on_two_machines(folder):
+    rank = int(environ.text("RANK"))
+    environ.export({"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"})
+    run = Run(project_config=ProjectConfiguration(save_on_each_node=True))
+    if run.accelerator.is_local_main_process:
+        run.accelerator.save_state(f"{folder}/machine{rank // 2}")
+    run.steps(1)
+
+
+def test_the_first_process_of_each_machine_saves_there(tmp_path):
+    run_ranks(on_two_machines, 4, tmp_path, connect=False)
+    for machine in (0, 1):
+        assert own_states(tmp_path / f"machine{machine}") == [f"rank_{2 * machine}.bin"]
+        assert json.loads((tmp_path / f"machine{machine}" / "farflung.json").read_text())["world_size"] == 4
+
+
+def must_all(folder, kind, call):
+    sharded = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}
+    run = Run(**(sharded if kind == "sharded" else {}))
+    accelerator, is_apart = run.accelerator, kind == "LocalSGD"
+    accelerator.save_state(folder)
+    began = time.monotonic()
+    try:
+        with LocalSGD(accelerator=accelerator, model=run.model, local_sgd_steps=8, enabled=is_apart):
+            run.steps(1)
+            if run.is_main:
+                getattr(accelerator, call)(folder)
+            accelerator.gather(torch.ones(1))
+    except CollectiveMismatch as error:
+        return str(error), time.monotonic() - began
+
+
+@pytest.mark.parametrize(("kind", "call"), [("sharded", "load_state"), ("LocalSGD", "save_state")])
+def test_where_all_must_call_it_the_error_names_the_call_and_both_lines(kind, call, tmp_path):
+    (said, seconds), (other, other_s) = run_ranks(must_all, 2, tmp_path / "c", kind, call)
+    assert said == other
+    assert said.startswith(f"{call}: every process must call it, as ")
+    assert f"Rank 0 is in `{call}` ({__file__}:" in said
+    assert "`getattr(accelerator, call)(folder)`" in said
+    assert f"rank 1 is in `gather` ({__file__}:" in said
+    assert max(seconds, other_s) < patience(8)
