@@ -182,8 +182,13 @@ def test_unwrapping_undoes_precision_and_compilation_as_asked():
     assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
     plain = accelerator.prepare(nn.Linear(2, 2))
     half = accelerator.unwrap_model(plain, keep_fp32_wrapper=False)
-    assert half is plain
+    assert half is not plain
     assert "forward" not in vars(half)
+    assert half.weight is plain.weight
+    x = torch.randn(8, 2)
+    assert torch.equal(half(x), nn.functional.linear(x, plain.weight, plain.bias))
+    assert not torch.equal(half(x), plain(x))  # which still computes in bf16
+    assert accelerator.unwrap_model(half, keep_fp32_wrapper=False) is half
     with pytest.raises(Unsupported, match="recursive"):
         extract_model_from_parallel(model, recursive=True)
 

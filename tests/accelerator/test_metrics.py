@@ -42,6 +42,16 @@ FORMS = {
     "strings": (lambda b: [f"w{i}" for i in b.tolist()], lambda g: [int(word[1:]) for word in g], False),
     "objects": (lambda b: [{"id": i, "set": {i}} for i in b.tolist()], lambda g: [item["id"] for item in g], False),
     "ragged": (lambda b: [torch.full((i % 3 + 1,), i) for i in b.tolist()], lambda g: [int(x[0]) for x in g], True),
+    "mixed tuple": (
+        lambda b: Pair([str(i) for i in b.tolist()], b),
+        lambda g: [int(w) for w, t in zip(g.first, g.second.tolist(), strict=True) if int(w) == t],
+        False,
+    ),
+    "mixed dataclass": (
+        lambda b: Output(b, [str(i) for i in b.tolist()]),
+        lambda g: [int(w) for w, t in zip(g.hidden, g.logits.tolist(), strict=True) if int(w) == t],
+        False,
+    ),
     "mixed": (
         lambda b: {"t": b, "w": [str(i) for i in b.tolist()]},
         lambda g: [int(w) for w, t in zip(g["w"], g["t"].tolist(), strict=True) if int(w) == t],

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from farflung import Accelerator
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.config.handlers import AutocastKwargs, GradScalerKwargs
-from farflung.precision.amp import Autocast, ScaledFp16, choose_precision, restore_forward
+from farflung.precision.amp import Autocast, ScaledFp16, choose_precision, without_precision
 from farflung.precision.base import Precision
 
 CPU = torch.device("cpu")
@@ -47,11 +48,14 @@ def test_outputs_can_be_kept_in_half():
 def test_wrapping_twice_wraps_once_and_restoring_gives_the_plain_forward_back():
     model, precision = Probe(), Autocast("bf16", "cpu")
     precision.wrap(precision.wrap(model))
-    restore_forward(model)
+    plain = without_precision(model)
+    plain(torch.ones(2, 4))
+    assert plain.seen == torch.float32
     model(torch.ones(2, 4))
-    assert model.seen == torch.float32
-    restore_forward(model)
-    pickle.loads(pickle.dumps(model))
+    assert model.seen == torch.bfloat16  # it is in use, and goes on in half
+    assert all(a is b for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    assert without_precision(plain) is plain
+    pickle.loads(pickle.dumps(plain))
 
 
 def test_a_copy_of_a_wrapped_model_computes_with_its_own_weights():
@@ -71,8 +75,18 @@ def test_restoring_gives_a_forward_of_its_own_back():
     model.forward = patched = lambda x: model.layer(x).dtype
     Autocast("bf16", "cpu").wrap(model)
     assert model(torch.ones(2, 4)) == torch.bfloat16
-    restore_forward(model)
-    assert model.forward is patched
+    assert without_precision(model).forward is patched
+    assert model(torch.ones(2, 4)) == torch.bfloat16
+
+
+def test_fp16_weights_are_refused_where_their_optimizer_is_prepared():
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = nn.Linear(2, 2).half()
+    accelerator.prepare(model)  # to compute with
+    with pytest.raises(ConfigError, match=r"trains fp32 weights .* 2 of the 2 parameters of this SGD are fp16"):
+        accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.bias.data, model.weight.requires_grad = model.bias.data.float(), False
+    accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_autocast_can_be_switched_off_for_a_block():

@@ -195,7 +195,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         """Return the module inside a prepared model. No communication.
 
         Args:
-            keep_fp32_wrapper: False also undoes mixed precision's change to its forward pass.
+            keep_fp32_wrapper: False returns what computes without mixed precision; its tensors are the model's own.
             keep_torch_compile: False returns what computes without torch.compile; its tensors are the model's own.
         """
         check_type("unwrap_model: model", model, nn.Module, "an nn.Module")

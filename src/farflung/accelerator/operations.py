@@ -15,11 +15,11 @@ from farflung.accelerator.session import current, flushed
 from farflung.base.checks import check_type
 from farflung.base.errors import Unsupported
 from farflung.base.torch_internals import compiled_again, compiled_from
-from farflung.base.tree import leaves_of, rebuilt, recursively_apply
+from farflung.base.tree import is_container, is_namedtuple, leaves_of, rebuilt, recursively_apply
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
 from farflung.data import prepare as loading
-from farflung.precision.amp import restore_forward
+from farflung.precision.amp import without_precision
 from farflung.process.bootstrap import join_world
 from farflung.strategy.compile import without_compile
 
@@ -47,15 +47,16 @@ def gather_for_metrics(
 
     Args:
         data: a tree of tensors, whose first dimensions may differ between ranks; a list of picklable objects, one a
-            sample; or a dictionary of such.
+            sample; or a dictionary, a named tuple or a dataclass of such.
         use_gather_object: gather rows as pickled objects even where all leaves are tensors; they may differ in shape.
         at: the current batch's position: a rank that is at another one gets an error.
     """
+    is_record = is_container(data) and (not isinstance(data, (list, tuple)) or is_namedtuple(data))
     if not use_gather_object and _holds_tensors_alone(data):
         gathered = collectives.gather(exchange, data, ragged=True, at=at, within="gather_for_metrics")
         # One process gathers a number as it is: nothing to cut.
         return recursively_apply(lambda x: x[:remainder] if x.ndim else x, gathered) if remainder > 0 else gathered
-    if use_gather_object or not isinstance(data, Mapping):
+    if use_gather_object or not is_record:
         # Of another name than tensors, which must not be taken for them.
         within = "gather_for_metrics of objects"
         items = collectives.gather_object(exchange, data, at, "gather_for_metrics", within)
@@ -112,7 +113,8 @@ def extract_model_from_parallel(
     """Return the module inside one that DDP or torch.compile wrapped. Talks to no other process.
 
     Args:
-        keep_fp32_wrapper: False also undoes mixed precision's change to its forward pass.
+        keep_fp32_wrapper: False returns what computes without mixed precision: where it was prepared with that, a
+            duplicate that shares all its tensors, as the prepared one goes on with it.
         keep_torch_compile: False returns what computes without torch.compile: the module inside a compiled one, or,
             where the module itself was compiled, a duplicate that shares all its tensors.
         recursive: not supported.
@@ -130,7 +132,7 @@ def extract_model_from_parallel(
         else:
             compiled, inner = inner, compiled_from(inner)
     if not keep_fp32_wrapper:
-        restore_forward(inner)
+        inner = without_precision(inner)
     if not keep_torch_compile:
         return without_compile(inner)
     if compiled is None:

@@ -9,6 +9,7 @@ from numbers import Real
 from types import GeneratorType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -112,6 +113,8 @@ class Preparer:
         known = self.run.find(optimizer)
         if known is not None:
             return known  # type: ignore[no-any-return]
+        if self.run.precision.scaler is not None and self.run.fsdp is None:  # FSDP makes weights fp32 by itself
+            _refuse_halves(_bare(optimizer))
         self.run.strategy.adopt(_bare(optimizer))
         prepared = AcceleratedOptimizer(
             _bare(optimizer), self._placed(place), state=self.run.loop, precision=self.run.precision
@@ -190,3 +193,15 @@ def _refuse_stranger(thing: Any) -> None:
 
 def _bare(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+def _refuse_halves(optimizer: Optimizer) -> None:
+    """Raise ConfigError for fp16 weights under a loss scaler: torch would refuse to unscale their gradients."""
+    weights = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    halves = sum(weight.dtype is torch.float16 for weight in weights)
+    if halves:
+        raise ConfigError(
+            f"prepare: mixed_precision='fp16' trains fp32 weights and computes in fp16, but {halves} of the "
+            f"{counted(len(weights), 'parameter')} of this {type(optimizer).__name__} are fp16 themselves. Load the "
+            "model in fp32 (dtype=torch.float32, or model.float()), or train it with mixed_precision='no'."
+        )
+
+

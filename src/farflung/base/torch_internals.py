@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -77,10 +78,16 @@ def changes_what_it_loads(module: nn.Module) -> bool:
 
 
 def copied_module(module: nn.Module, children: Mapping[str, nn.Module | None]) -> nn.Module:
-    """Return a copy of `module` that is not compiled and has these children; its tensors are the same objects."""
+    """Return a copy of `module` that is not compiled and has these children; its tensors are the same objects.
+
+    Methods that are attributes of the module itself are the copy's.
+    """
     new = nn.Module.__new__(module.__class__)  # that of a class made by fully_shard would call its constructor
     new.__dict__.update(module.__dict__)
     new.__dict__.update(_modules=dict(children), _compiled_call_impl=None)
+    for name, value in module.__dict__.items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            new.__dict__[name] = MethodType(value.__func__, new)
     return new
 
 

@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from farflung.base.errors import ConfigError, Unsupported
-from farflung.base.torch_internals import overflowed, ready_scaler, scaler_stages
+from farflung.base.torch_internals import child_slots, copied_module, overflowed, ready_scaler, scaler_stages
 from farflung.base.tree import convert_to_fp32
 from farflung.config.handlers import AutocastKwargs, GradScalerKwargs
 from farflung.precision.base import Closure, Precision
@@ -148,14 +148,21 @@ class ScaledFp16(Autocast):
         return later.state_dict()
 
 
-def restore_forward(model: nn.Module) -> None:
-    """Undo `Precision.wrap` on `model`, or what a script did that kept its forward as `_original_forward`."""
+def without_precision(model: nn.Module) -> nn.Module:
+    """Return `model` as it computes without `Precision.wrap`: itself if it does, else a duplicate with its tensors.
+
+    What a script did itself, if it kept the forward as `_original_forward`, is undone on the model, as in Accelerate.
+    Plain attributes of a duplicate, such as `training`, are those of this moment and do not follow the model's.
+    """
+    if _MARK in model.__dict__:
+        model = copied_module(model, child_slots(model))
     for mark in (_MARK, "_original_forward"):
         if mark in model.__dict__:
             own = model.__dict__.pop(mark)
             model.__dict__.pop("forward", None)
             if own is not None and own != model.forward:  # else it is the method of its class
                 model.forward = own
+    return model
 
 
 def choose_precision(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -135,9 +134,6 @@ def _duplicate(module: nn.Module, chosen: set[int], remember: bool = False) -> n
             return old
         children = {name: None if child is None else duplicate_of(child) for name, child in child_slots(old).items()}
         new = made[id(old)] = copied_module(old, children)
-        for name, value in old.__dict__.items():
-            if isinstance(value, MethodType) and value.__self__ is old:
-                new.__dict__[name] = MethodType(value.__func__, new)
         if remember:
             new.__dict__[COMPILED_FROM] = old
         return new
