@@ -389,7 +389,9 @@ def test_a_loader_that_skips_is_prepared_only_where_its_batches_need_no_sharing(
 def test_data_that_is_shared_out_already_is_refused():
     data = range(8)
     loader = DataLoader(data, 2, sampler=DistributedSampler(data, num_replicas=2, rank=0))
-    with pytest.raises(ConfigError, match="DistributedSampler already gives each rank one of 2 shares"):
+    with pytest.raises(
+        ConfigError, match="DistributedSampler already gives each rank a share of its own: num_replicas=2"
+    ):
         prepared(loader, Seat(0, 2))
 
 

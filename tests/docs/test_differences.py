@@ -180,6 +180,27 @@ def test_a_seedable_order_after_a_break():
     assert first != second
 
 
+def masks_of_the_first_epoch(make, loading, stateful):
+    accelerator = make(cpu=True, dataloader_config=loading(use_stateful_dataloader=stateful))
+    torch.manual_seed(0)
+    train, _ = accelerator.prepare(DataLoader(torch.ones(8), 2), DataLoader(torch.ones(4), 2))
+    return [torch.dropout(batch, 0.5, True).tolist() for batch in train]
+
+
+@pytest.mark.filterwarnings("ignore")  # torchdata goes through all of torch's old names
+def test_masks_of_the_first_epoch_with_stateful_loaders():
+    for make, loading, same in (
+        (accelerate.Accelerator, TheirLoading, False),
+        (farflung.Accelerator, OurLoading, True),
+    ):
+        seen = []
+        for stateful in (False, True):
+            farflung.state.AcceleratorState._reset_state(True)
+            accelerate.state.AcceleratorState._reset_state(True)
+            seen.append(masks_of_the_first_epoch(make, loading, stateful))
+        assert (seen[0] == seen[1]) is same
+
+
 def settled(make, folder):
     one, two = make(cpu=True, gradient_accumulation_steps=2), make(cpu=True, gradient_accumulation_steps=3)
     layer = nn.Linear(1, 1)

@@ -182,10 +182,18 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         return self._preparer.scheduler(scheduler)
 
     def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+        *,
+        already_sharded: bool | None = None,
     ) -> PreparedLoader:
-        """Prepare one loader; `slice_fn_for_dispatch` slices a rank's share out of a dispatched batch."""
-        return self._preparer.loader(data_loader, device_placement, slice_fn_for_dispatch)
+        """Prepare one loader; `slice_fn_for_dispatch` slices a rank's share out of a dispatched batch.
+
+        `already_sharded` is that of `DataLoaderConfiguration`, for this loader; None: the Accelerator's setting.
+        """
+        return self._preparer.loader(data_loader, device_placement, slice_fn_for_dispatch, already_sharded)
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """Return a loader that skips the first `num_batches` of `dataloader`."""

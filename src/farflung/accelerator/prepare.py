@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from types import GeneratorType
 from typing import Any
@@ -144,7 +144,13 @@ class Preparer:
             )
         return self.run.add(self.run.schedulers, scheduler, prepared)
 
-    def loader(self, loader: DataLoader[Any], place: bool | None, slice_fn: Any = None) -> PreparedLoader:
+    def loader(
+        self,
+        loader: DataLoader[Any],
+        place: bool | None,
+        slice_fn: Any = None,
+        already_sharded: bool | None = None,
+    ) -> PreparedLoader:
         known = self.run.find(loader)
         if known is not None:
             return known  # type: ignore[no-any-return]
@@ -153,7 +159,7 @@ class Preparer:
             exchange=self.run.world.exchange,
             device=self.run.world.device if self._placed(place) else None,
             state=self.run.loop,
-            config=self.data,
+            config=self.data if already_sharded is None else replace(self.data, already_sharded=already_sharded),
             rng_types=self.rng_types,
             slice_fn=slice_fn,
             slots=self.run.slots,
@@ -191,8 +197,6 @@ def _refuse_stranger(thing: Any) -> None:
         raise wrong_type("prepare: an argument", thing, "a model, an optimizer, a DataLoader or a scheduler")
 
 
-def _bare(optimizer: Any) -> Any:
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 def _refuse_halves(optimizer: Optimizer) -> None:
     """Raise ConfigError for fp16 weights under a loss scaler: torch would refuse to unscale their gradients."""
     weights = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -205,3 +209,5 @@ def _refuse_halves(optimizer: Optimizer) -> None:
         )
 
 
+def _bare(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

@@ -265,6 +265,9 @@ class DataLoaderConfiguration:
         non_blocking: copy to the device without waiting; useful with `pin_memory=True`.
         use_stateful_dataloader: prepared loaders are instances of torchdata's `StatefulDataLoader`, where that is
             installed. They have `state_dict` and `load_state_dict` with either value.
+        already_sharded: each process's loader reads its own share alone, as with a data set or sampler that takes
+            its part by rank, so nothing is shared out any further. False: it does not, and what processes read may
+            differ, as by random changes. None: it does not, and an error where it can be seen that it does.
     """
 
     split_batches: bool = False
@@ -274,9 +277,16 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    already_sharded: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.already_sharded and (self.split_batches or self.dispatch_batches):
+            other = "split_batches" if self.split_batches else "dispatch_batches"
+            raise ConfigError(
+                f"already_sharded=True leaves to each process what it reads, and {other}=True shares it out. Leave one "
+                "of them out."
+            )
         if self.data_seed is not None and not self.use_seedable_sampler:
             raise ConfigError(f"data_seed is {self.data_seed}, but it has no effect without use_seedable_sampler=True.")
 

@@ -6,10 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from zlib import crc32
 
+import numpy as np
+from torch import Tensor
 from torch.utils.data import IterableDataset, default_convert
 
-from farflung.base.tree import batch_size_of
+from farflung.base.tensor_memory import bytes_of
+from farflung.base.tree import batch_size_of, leaves_of
+from farflung.comm.packet import is_plain_bytes
 from farflung.data.batches import plain_or_none, state_of
 from farflung.data.samplers import check_split, rounds
 
@@ -39,9 +44,13 @@ class IterableDatasetShard(IterableDataset[Any]):
         if self.split_batches:
             check_split(self.batch_size, self.num_processes)
         self.epoch = 0
+        self._began_with: str | None = None  # tells the first sample from others, until it has gone out with its round
         self._first: list[Any] | None = None  # the first round of the iteration that began last
         self._is_read = False  # that iteration came to the end of the data
         self._goes_on = False  # the next one does not begin at the beginning
+
+    def _begin_with(self, sample: Any) -> None:
+        """Take note of the first sample of an iteration, the same on all processes."""
 
     @property
     def part(self) -> int:
@@ -88,7 +97,11 @@ class IterableDatasetShard(IterableDataset[Any]):
         source: Iterable[Any] = () if goes_on and self._is_read else self.dataset
         self._is_read = goes_on and self._is_read
         given = first if goes_on else None
-        for samples, real in rounds(source, size, drop_last=self.drop_last, even=self.even_batches, first=given):
+        for k, (samples, real) in enumerate(
+            rounds(source, size, drop_last=self.drop_last, even=self.even_batches, first=given)
+        ):
+            if k == 0:
+                self._begin_with(samples[0])
             if self._first is None and self.even_batches and not self.drop_last:
                 self._first = samples
             self._is_read = real < size
@@ -97,10 +110,15 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 class Marked(NamedTuple):
-    """A sample, or a batch, of a padded round, with the number of samples in that round that are no padding."""
+    """A sample, or a batch, of a padded round, or of the first of a stream.
+
+    `real` is the number of samples in that round that are no padding; 0: all of them. `first` tells the first sample
+    of the stream from others; None: nothing can, or this is another round.
+    """
 
     content: Any
     real: int
+    first: str | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -108,18 +126,24 @@ class MarkedShard(IterableDatasetShard):
     """A shard that marks the samples of padded rounds, so that the count reaches the loader with the batch.
 
     Only in this way does it come through worker processes, each of which has a stream, and a last round, of its own.
-    With `holds_batches`, the items of the data set are whole batches, whose samples are counted.
+    With `holds_batches`, the items of the data set are whole batches, whose samples are counted. With `is_checked`,
+    what tells the first sample of the stream from others comes with the batches of the first round.
     """
 
     holds_batches: bool = field(default=False, kw_only=True)
+    is_checked: bool = field(default=False, kw_only=True)
+
+    def _begin_with(self, sample: Any) -> None:
+        self._began_with = told_apart(sample) if self.is_checked else None
 
     def __iter__(self) -> Iterator[Any]:
         for samples, real in self.shares():
-            if real is None:
+            first, self._began_with = self._began_with, None
+            if real is None and first is None:
                 yield from samples
             else:
-                count = sum(map(_num_samples, real)) if self.holds_batches else len(real)
-                yield from (Marked(sample, count) for sample in samples)
+                count = sum(map(_num_samples, real or ())) if self.holds_batches else len(real or ())
+                yield from (Marked(sample, count, first) for sample in samples)
 
 
 class StatefulShard(MarkedShard):
@@ -145,10 +169,27 @@ class StatefulShard(MarkedShard):
 def collated(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
     """Collate samples, and put the mark that they have on their batch."""
     if type(samples) is Marked:  # the loader does no batching
-        return Marked(collate_fn(samples.content), samples.real)
+        return samples._replace(content=collate_fn(samples.content))
     if type(samples) is list and samples and type(samples[0]) is Marked:
-        return Marked(collate_fn([sample.content for sample in samples]), samples[0].real)
+        return samples[0]._replace(content=collate_fn([sample.content for sample in samples]))
     return collate_fn(samples)
+
+
+def told_apart(sample: Any) -> str | None:
+    """Return what tells a sample from others by its values, the same in each process; None: they aren't all plain."""
+    found = 0
+    leaves = leaves_of(sample)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and is_plain_bytes(leaf):
+            leaf = bytes_of(leaf.detach().cpu().contiguous())
+        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcSU":
+            leaf = leaf.tobytes()
+        elif isinstance(leaf, (str, bool, int, float)) or leaf is None:
+            leaf = repr(leaf).encode()
+        elif not isinstance(leaf, bytes):
+            return None
+        found = crc32(leaf, found)
+    return f"{len(leaves)} {found:08x}" if leaves else None
 
 
 def _num_samples(batch: Any) -> int:

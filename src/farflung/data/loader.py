@@ -15,6 +15,7 @@ from farflung.base.errors import StateError, Unsupported
 from farflung.data.iterable import IterableDatasetShard, Marked
 from farflung.data.resume.iteration import NOTHING, Iteration, batches_of
 from farflung.data.resume.progress import Progress
+from farflung.data.samplers import BatchSamplerShard
 from farflung.data.torch_loaders import (
     LoaderView,
     announce,
@@ -47,6 +48,7 @@ class PreparedLoader(LoaderView):
         total_batch_size: int | None = None,  # samples of all ranks in one step, None when that varies
         may_be_uneven: bool = False,  # ranks may get different numbers of batches
         ends_apart: bool = False,  # and these may differ by more than one
+        already_sharded: bool = False,  # the script gives ranks their shares
         progress: Progress | None = None,
         stateful: bool = False,
     ) -> None:
@@ -58,6 +60,7 @@ class PreparedLoader(LoaderView):
         self.total_batch_size = total_batch_size
         self.may_be_uneven = may_be_uneven
         self.ends_apart = ends_apart
+        self.already_sharded = already_sharded
         self._state = LoopState() if state is None else state
         self._is_free = state is None
         self._move = mover(device, non_blocking)
@@ -190,6 +193,7 @@ class DataLoaderShard(PreparedLoader):
         agree = None if not rng_types else partial(synchronize_rng_states, rng_types, synchronized_generator)
         self._count: Callable[[Any], int] | None = None
         self._marked = False
+        self._shard: BatchSamplerShard | None = None
         super().__init__(
             base,
             state=None,
@@ -204,16 +208,23 @@ class DataLoaderShard(PreparedLoader):
 
     @classmethod
     def over(
-        cls, base: DataLoader[Any], *, count: Callable[[Any], int] | None = None, marked: bool = False, **common: Any
+        cls,
+        base: DataLoader[Any],
+        *,
+        count: Callable[[Any], int] | None = None,
+        marked: bool = False,
+        shard: BatchSamplerShard | None = None,
+        **common: Any,
     ) -> DataLoaderShard:
         """Prepare a loader that is there already.
 
         Args:
             count: says how many samples in the last round are no padding, given this rank's batch; 0: all of them.
-            marked: batches of padded rounds come as `Marked`, with that number.
+            marked: batches of padded rounds come as `Marked`, with that number; so does that of the first round.
+            shard: what takes this rank's share of an order that must be the same on all ranks.
         """
         made = cls.__new__(cls)
-        made._count, made._marked = count, marked
+        made._count, made._marked, made._shard = count, marked, shard
         PreparedLoader.__init__(made, base, **common)
         return made
 
@@ -221,11 +232,14 @@ class DataLoaderShard(PreparedLoader):
         return max(0, num_batches_of(self.base_dataloader) - self.skip_batches)
 
     def _stream(self, one: Iteration) -> Iterator[tuple[Any, bool, int]]:
-        move, marked = self._move, self._marked
+        move, marked, shard = self._move, self._marked, self._shard
         held, held_real, real = NOTHING, 0, 0
         for batch in batches_of(one, self._progress.workers):
             if marked:
-                batch, real = batch if type(batch) is Marked else (batch, 0)
+                batch, real, first = batch if type(batch) is Marked else (batch, 0, None)
+                one.began_with = one.began_with or first
+            elif shard is not None and one.began_with is None:
+                one.began_with = shard.first
             if move is not None:
                 batch = move(batch)
             one.prefetched = Marked(batch, real) if real else batch

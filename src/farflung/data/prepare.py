@@ -24,6 +24,7 @@ from farflung.data.dispatcher import DataLoaderDispatcher, SliceFn
 from farflung.data.iterable import MarkedShard, StatefulShard, collated
 from farflung.data.loader import DataLoaderShard, PreparedLoader
 from farflung.data.samplers import BatchSamplerShard, SeedableRandomSampler, check_split
+from farflung.data.shares import shares_of
 from farflung.data.torch_loaders import (
     LoaderView,
     SkipDataLoader,
@@ -31,10 +32,12 @@ from farflung.data.torch_loaders import (
     index_source,
     reads_indices,
     refuse_mesh,
+    samplers_of,
     with_indices,
     without_first,
 )
 from farflung.loop.state import LoopState
+from farflung.loop.uneven import SAY_SHARDED
 from farflung.process import world as slot
 from farflung.process.seed import share_rng_state
 
@@ -84,19 +87,26 @@ def prepare_loader(
     streams = isinstance(loader.dataset, IterableDataset)
     dispatches = config.dispatch_batches
     if dispatches is None:
-        dispatches = streams and device is not None
+        dispatches = streams and device is not None and not config.already_sharded
     if dispatches and loader.generator is not None and not isinstance(loader, LoaderView):
         loader = altered(loader, generator=None)  # as in Accelerate: a loader that dispatches draws no seeds from it
+    if config.already_sharded and slots is not None:
+        raise ConfigError(
+            "already_sharded=True, but the replicas of this run come and go, and share the data by index. Leave it "
+            "out, and let the data set have all samples."
+        )
     if group.size == 1 and not config.dispatch_batches:
         count = partial(_short_count, batch_size) if batch_size is not None and reads_indices(loader) else None
         return kind.over(loader, total_batch_size=batch_size, count=count, **common)
-    _refuse_unshareable(loader)
+    _refuse_unshareable(loader, group, config.already_sharded)
     factor = 1 if config.split_batches else group.size
     common["total_batch_size"] = None if batch_size is None else batch_size * factor
     common["may_be_uneven"] = not config.even_batches
     # Ranks share whole rounds of one order; not where files are shared out, or each worker has a last round of its own.
     common["ends_apart"] = batch_size is None or (streams and not dispatches)
     common["agree"] = _agreement(loader, exchange, [str(kind) for kind in rng_types], dispatches)
+    if config.already_sharded:
+        return kind.over(loader, **{**common, "may_be_uneven": True, "ends_apart": True, "already_sharded": True})
     if dispatches:
         if config.split_batches and batch_size is not None:
             check_split(batch_size, group.size)
@@ -151,10 +161,13 @@ def prepare_data_loader(
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
+    *,
+    already_sharded: bool | None = None,
 ) -> DataLoaderShard | DataLoaderDispatcher:
     """Prepare a loader outside of an `Accelerator`: the arguments are those of Accelerate's function of this name.
 
     Args:
+        already_sharded: as of `DataLoaderConfiguration`.
         num_processes, process_index: the processes that share the data, and which of them this is; None is those of the
             run. Other numbers only choose what this process reads: nothing is said to any other process then.
         rng_types: None is `["generator"]`, so that all processes draw one order.
@@ -188,6 +201,7 @@ def prepare_data_loader(
         data_seed=data_seed,
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
+        already_sharded=already_sharded,
     )
     return prepare_loader(
         dataloader,
@@ -214,7 +228,7 @@ def _sharded(
     in_batches = loader.batch_sampler is not None or isinstance(source, BatchSampler) or hasattr(source, "batch_size")
     base = with_indices(loader, shard, batch_size=_batch_size_of_rank(loader, group, config))
     count = partial(_remainder_count, shard, None if in_batches else exchange)
-    return kind.over(base, count=count, **common)
+    return kind.over(base, count=count, shard=None if config.already_sharded is False else shard, **common)
 
 
 def _remainder_count(shard: BatchSamplerShard, exchange: Exchange | None, batch: Any) -> int:
@@ -258,6 +272,7 @@ def _sharded_stream(
         config.split_batches,
         even_batches=config.even_batches,
         holds_batches=loader.batch_size is None,
+        is_checked=config.already_sharded is None,
     )
     base = altered(loader, dataset=shard, collate_fn=partial(collated, loader.collate_fn), **attributes)
     return DataLoaderShard.over(base, marked=True, **common)
@@ -333,17 +348,17 @@ def _num_files(dataset: Any) -> int:
     return getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None) or 0
 
 
-def _refuse_unshareable(loader: DataLoader[Any]) -> None:
-    sampler = _sampler_of(loader)
-    replicas = getattr(sampler, "num_replicas", 1)
-    if replicas > 1:
-        raise ConfigError(
-            f"This loader's {type(sampler).__name__} already gives each rank one of {replicas} shares; if those were "
-            "shared out again, most of the data would never be seen. Prepare the loader without this sampler (with "
-            "shuffle=True, if it shuffles), or iterate over it unprepared."
-        )
+def _refuse_unshareable(loader: DataLoader[Any], group: Group, already_sharded: bool | None) -> None:
+    """Raise ConfigError where it can be seen that ranks have their own shares of the data, and nobody says so."""
     if isinstance(loader.dataset, getattr(torch_data, "IterDataPipe", ())):  # torch says it will go away
         raise Unsupported(
             f"The data set is a data pipe ({type(loader.dataset).__name__}); torch makes a collective of each of its "
             "iterators. Wrap it in an IterableDataset whose __iter__ iterates over it."
         )
+    for thing in () if already_sharded or group.size == 1 else (*samplers_of(loader), loader.dataset):
+        why = shares_of(thing, group.rank, group.size, asks=already_sharded is None)
+        if why is not None:
+            raise ConfigError(
+                f"This loader's {type(thing).__name__} already gives each rank a share of its own: {why}. If those "
+                f"were shared out again, most of the data would never be seen. {SAY_SHARDED}"
+            )

@@ -9,9 +9,12 @@ samples in its round that are no padding; 0 means that there is no padding.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, cycle, islice
 from typing import Any, TypeAlias, TypeVar
+from zlib import crc32
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
@@ -129,6 +132,7 @@ class BatchSamplerShard(SamplerView):
             first. Otherwise each index is handed out once and the last round may be short, or missing for some.
 
     Attributes:
+        first: tells the first batch of the latest iteration from others; None: it was not read yet, or nothing can.
         remainder: of the latest complete iteration: indices in its last round that were no padding, on all processes
             together; 0 if there was no padding.
     """
@@ -146,6 +150,7 @@ class BatchSamplerShard(SamplerView):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
+        self.first: str | None = None
         self.remainder = 0
         if split_batches:
             check_split(self.batch_size, num_processes)
@@ -170,11 +175,19 @@ class BatchSamplerShard(SamplerView):
 
     def _shares(self, skip: int) -> Iterator[tuple[Any, int]]:
         per_round = 1 if self.split_batches else self.num_processes
-        stream = batches_after(self.batch_sampler, skip * per_round, keep=per_round)
+        stream = self._noted(batches_after(self.batch_sampler, skip * per_round, keep=per_round))
         first = list(islice(stream, per_round)) if skip else None
         if self.batch_size is None or not (self.even_batches or self.split_batches):
             return self._whole(stream, first)
         return self._even(stream, self.batch_size, first) if self.even_batches else self._cut(stream, self.batch_size)
+
+    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self.first = None
+        for batch in islice(batches, 1):
+            with suppress(TypeError, ValueError, RuntimeError):  # indices that are objects of the script's
+                self.first = f"{crc32(json.dumps(batch, default=int).encode()):08x}"
+            yield batch
+        yield from batches
 
     def _whole(self, batches: Iterator[Any], first: list[Any] | None) -> Iterator[tuple[Any, int]]:
         """Deal whole batches, whatever their lengths, in turn; yield those of this process."""

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks with different numbers of batches: detected before one waits for the others for ever, or joined.
+"""Ranks with different data where they must be alike: other numbers of batches, or other orders and streams.
+
+Different numbers are detected before one rank waits for the others for ever, or joined.
 
 A loader knows its last batch when it hands it out, and each rank publishes that in the store. A rank whose forward or
 backward pass waits for others looks there: with its last batch, as ranks that share the rounds of one order differ by
@@ -17,12 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from farflung.base.errors import CollectiveMismatch, RankFailure
+from farflung.base.errors import CollectiveMismatch, ConfigError, RankFailure
 from farflung.base.words import counted, numbered
 from farflung.comm.group import Group
 from farflung.comm.torch_group import TorchGroup
 
 _MORE = "more"
+SAY_SHARDED = (
+    "If each rank reads its own share, set DataLoaderConfiguration(already_sharded=True), or already_sharded=True in "
+    "prepare_data_loader."
+)
 _TICK_S = 0.002  # between two looks for the first word of a rank
 
 
@@ -39,12 +45,38 @@ class UnevenDataCheck:
 
     def publish(self, one: Any) -> None:
         """Publish what is known of an iteration that hands out a batch, or ends without one."""
+        if one.began_with is not None and one.name is not None:
+            self._compare(one)
         if not one.loader.may_be_uneven or one.name is None:
             return
         if one.end_of_dataloader or one.num_batches == 0:
             self._group.presence.post(str(one.skip + one.num_batches), "data", one.name)
         elif one.num_batches == 1:
             self._group.presence.post(_MORE, "data", one.name)
+
+    def _compare(self, one: Any) -> None:
+        """Raise ConfigError if an iteration began with other data than a rank's that has published what it began with.
+
+        Nobody waits, and the last rank to publish sees what all others have published. Ranks look less and less often.
+        """
+        presence = self._group.presence
+        if one.same_on is None:
+            one.same_on = {self._group.rank}
+            presence.post(one.began_with, "first", one.name)
+        others = set(range(self._group.size)) - one.same_on
+        is_turn = one.num_batches & (one.num_batches - 1) == 0 or one.end_of_dataloader
+        found = presence.posts("first", one.name, ranks=others) if others and is_turn else {}
+        one.same_on |= found.keys()
+        odd = [rank for rank, word in found.items() if word != one.began_with]
+        if odd:
+            error = ConfigError(
+                f"Ranks {self._group.rank} and {odd[0]} began a pass over a loader with different data, though each "
+                f"keeps its share of what must be one order on all: samples are lost and doubled. {SAY_SHARDED} If it "
+                "is a random order, give its sampler or data set a generator, or seed it alike on all ranks; if "
+                "samples are changed at random, say already_sharded=False."
+            )
+            self._group.leave(f"ConfigError: {error}", for_good=True)
+            raise error
 
     def check(self, one: Any, awaited: Group | None, model: nn.Module) -> None:
         """Raise CollectiveMismatch if data of ranks that `model` waits for ended before the batch it computes with."""

@@ -22,6 +22,7 @@ from farflung.checkpoint import paths, rng
 from farflung.checkpoint.entries import Entry
 from farflung.comm.shards import is_sharded
 from farflung.config import environ
+from farflung.data.loader import PreparedLoader
 from farflung.data.resume.iteration import with_present_keys
 from farflung.resume.part import Loading, Part, Saving, change
 
@@ -131,7 +132,7 @@ class Loaders(Part):
             return
         if source.is_other:
             pairs = zip(self._states, loaders, strict=False)
-            self._states[: len(loaders)] = [_redistributed(state, one.total_batch_size, source) for state, one in pairs]
+            self._states[: len(loaders)] = [_redistributed(state, one, source) for state, one in pairs]
         saved, here = len(self._states), len(loaders)
         written = f"it was written with {counted(saved, 'prepared loader')}"
         if saved < here:
@@ -146,9 +147,9 @@ class Loaders(Part):
             loader.load_state_dict(state)
 
 
-def _redistributed(state: dict[str, Any], total: int | None, source: Loading) -> dict[str, Any]:
-    """Return a loader's state after as many samples, where `total` of them, over all ranks, are one step here."""
-    state = with_present_keys(state)
+def _redistributed(state: dict[str, Any], loader: PreparedLoader, source: Loading) -> dict[str, Any]:
+    """Return a loader's state after as many samples, over all ranks."""
+    state, total = with_present_keys(state), loader.total_batch_size  # in one step here
     position = state["position"]
     if position is None:
         return {**state, "worker_states": None}
@@ -158,9 +159,14 @@ def _redistributed(state: dict[str, Any], total: int | None, source: Loading) ->
     batches, rest = divmod(samples, step)
     if position["ended"]:
         batches += old + size  # past the end, whatever the last steps are like
-    elif rest:
+    elif loader.already_sharded and old != size:
         source.notes.append(
-            f"the last {counted(rest, 'sample')} before it will be seen again, as {samples} is no multiple of {step}"
+            f"the script shares out its data, now among {size}: which samples come twice or are missed is not known"
+        )
+    elif rest:
+        unit = "batch" if before is None or total is None else "sample"
+        source.notes.append(
+            f"the last {counted(rest, unit)} before it will be seen again, as {samples} is no multiple of {step}"
         )
     kept = {key: position[key] for key in ("ended", "host", "generators", "has_workers")}  # nothing has been read
     return {**state, "worker_states": None, "position": {"batches": batches, **kept}}

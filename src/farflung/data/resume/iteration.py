@@ -129,6 +129,8 @@ class Iteration:
     first: Any = None  # the first round of a dispatching loader
     source: Any = None  # the iterator that batches are read from
     history: WorkerHistory | None = None  # of workers whose random states are recorded
+    began_with: str | None = None  # tells the first data from others, where all ranks must have the same; None: nothing
+    same_on: set[int] | None = None  # the ranks that are known to have begun with the same; None: nobody was asked
 
     @property
     def start(self) -> RandomStates:
@@ -155,7 +157,7 @@ def pack_batch(prefetched: Any) -> tuple[int, Any]:
     """Return how many batches were prefetched, and the one as plain data; None: it is none."""
     if prefetched is NOTHING:
         return 0, None
-    batch, real = prefetched if type(prefetched) is Marked else (prefetched, 0)
+    batch, real = prefetched[:2] if type(prefetched) is Marked else (prefetched, 0)
     content = plain_or_none(batch)
     return 1, None if content is None else {"content": content, "real": real}
 

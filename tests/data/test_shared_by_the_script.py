@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data that the script shares out by rank itself: nothing is lost with the setting, nor silently without it."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from farflung import Accelerator
+from farflung.base.errors import ConfigError, RankFailure
+from farflung.data.shares import shares_of
+from farflung.data_loader import prepare_data_loader
+from farflung.testing.ranks import run_ranks
+from farflung.utils import DataLoaderConfiguration, set_seed
+
+LENGTH = 24
+
+
+class Own(IterableDataset):
+    """A stream that takes every n-th sample by rank, in an order of its epoch."""
+
+    def __init__(self, length=LENGTH):
+        self.length, self.epoch = length, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = random.Random(self.epoch).sample(range(self.length), self.length)
+        yield from order[dist.get_rank() :: dist.get_world_size()]
+
+
+def islice_of(length):
+    """A stream that shows nothing of its share."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    class Part(IterableDataset):
+        def __iter__(self):
+            return iter(range(rank, length, size))
+
+    return Part()
+
+
+class OwnOrder:
+    """A sampler that takes its part of an order by rank, or draws another order on each rank."""
+
+    def __init__(self, length=LENGTH, is_random=False):
+        self.length, self.is_random = length, is_random
+
+    def __iter__(self):
+        if self.is_random:
+            return iter(random.Random(dist.get_rank()).sample(range(self.length), self.length))
+        return iter(range(dist.get_rank(), self.length, dist.get_world_size()))
+
+    def __len__(self):
+        return self.length // dist.get_world_size()
+
+
+def epochs(accelerator, loader):
+    """Two passes: what this rank read, and what metrics saw of all ranks."""
+    read, metrics = [], []
+    for _ in range(2):
+        read.append([batch.tolist() for batch in loader])
+        metrics.append([accelerator.gather_for_metrics(batch).tolist() for batch in loader])
+    return read, metrics
+
+
+def reads_all(folder):
+    """Each kind of data, with the setting for all loaders or for one; saved in the middle of an epoch."""
+    whole = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(already_sharded=True))
+    kinds = {
+        "stream": whole.prepare(DataLoader(Own(), batch_size=4)),
+        "workers": whole.prepare(DataLoader(islice_of(LENGTH), batch_size=4)),
+        "sampler": whole.prepare(DataLoader(range(LENGTH), batch_size=4, sampler=OwnOrder())),
+        "torch's": whole.prepare(
+            DataLoader(range(LENGTH), batch_size=4, sampler=DistributedSampler(range(LENGTH), shuffle=True))
+        ),
+    }
+    plain = Accelerator(cpu=True)
+    kinds["one of them"] = plain.prepare_data_loader(DataLoader(Own(), batch_size=4), already_sharded=True)
+    found = {name: epochs(whole, loader) for name, loader in kinds.items()}
+    free = prepare_data_loader(DataLoader(Own(), batch_size=4), already_sharded=True)
+    found["function"] = epochs(whole, free)
+    total = {name: loader.total_batch_size for name, loader in kinds.items()}
+
+    whole.free_memory()
+    loader = whole.prepare(DataLoader(Own(), batch_size=2))
+    model = whole.prepare(nn.Linear(1, 1))
+    for k, batch in enumerate(loader):
+        whole.backward(model(batch.float()[:, None]).sum())
+        if k == 1:
+            whole.save_state(folder)
+            rest = []
+        elif k > 1:
+            rest.append(batch.tolist())
+    whole.load_state(folder)
+    return found, total, rest, [batch.tolist() for batch in loader]
+
+
+def test_with_the_setting_each_sample_comes_once_and_a_resumed_run_goes_on(tmp_path):
+    ranks = run_ranks(reads_all, 2, tmp_path / "c", connect=False)
+    (found, total, rest, resumed), (other, *_) = ranks
+    assert set(total.values()) == {8}
+    for name, (_, metrics) in found.items():
+        for k in range(2):
+            mine, theirs = ([x for batch in each[name][0][k] for x in batch] for each in (found, other))
+            assert sorted(mine + theirs) == list(range(LENGTH)), name
+            assert sorted(x for batch in metrics[k] for x in batch) == list(range(LENGTH)), name
+    first, second = found["stream"][0]
+    assert first != second  # another epoch, another order
+    for _, _, rest, resumed in ranks:
+        assert rest == resumed
+
+
+def attempt(kind):
+    """What a loader is told that shares out what is shared out already, and nobody says so."""
+    accelerator = Accelerator(cpu=True)
+    no_dispatch = DataLoaderConfiguration(dispatch_batches=False)
+    if kind in ("hidden stream", "hidden stream with workers"):
+        accelerator = Accelerator(cpu=True, dataloader_config=no_dispatch)
+    made = {
+        "asks": lambda: DataLoader(Own(), batch_size=2),
+        "hidden stream": lambda: DataLoader(islice_of(LENGTH), batch_size=2),
+        "sampler": lambda: DataLoader(range(LENGTH), batch_size=2, sampler=OwnOrder()),
+        "orders": lambda: DataLoader(range(LENGTH), batch_size=2, sampler=OwnOrder(is_random=True)),
+        "torch's": lambda: DataLoader(range(LENGTH), sampler=DistributedSampler(range(LENGTH))),
+    }[kind]()
+    model = nn.Linear(1, 1)
+    try:
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), made)
+        for batch in loader:
+            accelerator.backward(model(batch.float()[:, None]).sum())
+            optimizer.step()
+        accelerator.wait_for_everyone()
+    except (ConfigError, RankFailure, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["asks", "hidden stream", "sampler", "orders", "torch's"])
+def test_without_it_an_error_names_the_setting_where_it_can_be_seen(kind):
+    said = run_ranks(attempt, 2, kind)
+    assert "nothing" not in said
+    assert any(text.startswith("ConfigError") and "already_sharded=True" in text for text in said)
+
+
+class Noisy(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(16.0) + 0.1 * torch.rand(16))
+
+
+def trains_on_noise():
+    accelerator = Accelerator(cpu=True)
+    set_seed(0, device_specific=True)
+    settings = {"dispatch_batches": False, "already_sharded": False}
+    loader = prepare_data_loader(DataLoader(Noisy(), batch_size=2), **settings)
+    return accelerator.gather(torch.cat(list(loader))).round().tolist()
+
+
+def test_streams_that_differ_by_chance_are_allowed_by_saying_so():
+    assert sorted(run_ranks(trains_on_noise, 2)[0]) == [float(k) for k in range(16)]
+
+
+def test_what_shows_a_share():
+    class Split:
+        def __init__(self, rank, world_size):
+            self.rank, self.world_size = rank, world_size
+
+    class OfDatasets(IterableDataset):
+        def __init__(self, split):
+            self._distributed = split
+
+        def __iter__(self):
+            return iter(())
+
+    assert shares_of(OfDatasets(Split(1, 2)), 1, 2) == "_distributed.world_size=2, _distributed.rank=1"
+    assert shares_of(OfDatasets(None), 1, 2) is None
+    assert shares_of(Split(1, 2), 1, 2) == "world_size=2, rank=1"
+    assert shares_of(Split(1, 2), 1, 4) is None  # of something else
+    assert shares_of(Own(), 0, 2) == "its __iter__ asks for get_rank"
+
+
+def test_settings_that_contradict_each_other_are_refused_and_one_process_needs_none():
+    for other in ("split_batches", "dispatch_batches"):
+        with pytest.raises(
+            ConfigError, match=f"already_sharded=True leaves to each process what it reads, and {other}"
+        ):
+            DataLoaderConfiguration(already_sharded=True, **{other: True})
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(already_sharded=True))
+    loader = accelerator.prepare(DataLoader(range(7), batch_size=2))
+    assert [accelerator.gather_for_metrics(batch).tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6]]
