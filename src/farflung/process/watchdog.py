@@ -13,7 +13,6 @@ the ranks that ask wait for ever. A second thread, which never touches the store
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import socket
@@ -22,6 +21,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -96,7 +96,9 @@ class Watchdog:
         self._thread.start()
         self._second = threading.Thread(target=self._guard, name="farflung watchdog guard", daemon=True)
         self._second.start()
-        atexit.register(self.stop)  # a thread that is in the store while the interpreter ends would abort the process
+        # A thread that is in the store while the interpreter ends would abort the process. Not by `atexit` alone, which
+        # children that `multiprocessing` has forked don't call.
+        self._at_exit = Finalize(None, self.stop, exitpriority=0)
 
     def stop(self) -> None:
         """End the threads, and publish that this rank comes to nothing more."""
@@ -106,12 +108,13 @@ class Watchdog:
             self._second.join()
             self._thread.join(_ANSWER_S)  # not for ever: the store may have gone away under it
             self._thread = None
-            atexit.unregister(self.stop)
+            self._at_exit.cancel()
 
     def _run(self) -> None:
-        with suppress(dist.DistError, StateError):  # without a store or a group there is nothing to watch over
-            self._watch()
-            if self._is_over:
+        with suppress(dist.DistError):  # without a store there is nothing to watch over
+            with suppress(StateError):  # nor without a group
+                self._watch()
+            if self._is_over or self._group.is_destroyed:
                 self._presence.post("", ENDED)
         self._waits.is_watched = False
 
