@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from farflung.base.errors import ConfigError, StateError
 from farflung.base.torch_internals import current_accelerator, own_buffers, own_parameters
 from farflung.base.tree import find_device, send_to_device
+from farflung.big_model.stand_in import made
 from farflung.big_model.tensors import (
     Device,
     TiedWeights,
@@ -186,9 +187,7 @@ class AlignDevicesHook(ModelHook):
             offloaded = {name for name in waiting if name in self.weights_map}
         for name, tensor in tensors:
             if self.offload and name in offloaded:
-                self._set(module, name, "meta")
-                owner, own_name = owner_of(module, name)
-                self._stand_ins[name] = getattr(owner, own_name)
+                self._stand_ins[name] = self._take_out(module, name)
             elif self.offload and tensor.is_meta:
                 raise ConfigError(
                     f"{name} of {type(module).__name__} is on the meta device and its weights_map lacks it, so there "
@@ -252,9 +251,7 @@ class AlignDevicesHook(ModelHook):
         value = self.weights_map[name]
         device = value.device if self.execution_device is None else self.execution_device
         self._set(module, name, device, value)
-        brought: Tensor = getattr(owner, own_name)
-        if brought.requires_grad and torch.is_grad_enabled():
-            brought.register_post_accumulate_grad_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        _guard_gradient(getattr(owner, own_name))
 
     def _drop(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         """Take a tensor out again: its stand-in returns, or a new one where the module was changed meanwhile."""
@@ -262,11 +259,56 @@ class AlignDevicesHook(ModelHook):
             return
         stand_in = self._stand_ins.get(name)
         if stand_in is None or (stand_in.shape, stand_in.dtype) != (tensor.shape, tensor.dtype):
-            self._set(module, name, "meta")
+            self._take_out(module, name)
             return
+        _put(module, name, stand_in)
+
+    def _take_out(self, module: nn.Module, name: str) -> Tensor:
+        """Put a stand-in, new unless another name of the weight has one, in the place of a tensor, and return it."""
+        self._set(module, name, "meta")
         owner, own_name = owner_of(module, name)
-        held: Any = own_parameters(owner) if own_name in own_parameters(owner) else own_buffers(owner)
-        held[own_name] = stand_in
+        held: Tensor = getattr(owner, own_name)
+        if type(held) in (Tensor, nn.Parameter):  # other classes are kept, since libraries look for theirs
+            held = made(held, _Waiting(self, type(module).__name__, name))
+            if self.tied_params_map is not None and self.tied_params_map.is_shared(getattr(owner, own_name)):
+                self.tied_params_map.note(getattr(owner, own_name), held)
+            _put(module, name, held)
+        return held
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, own_name = owner_of(module, name)
+    held: Any = own_parameters(owner) if own_name in own_parameters(owner) else own_buffers(owner)
+    held[own_name] = tensor
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """An offloaded weight where its hook finds it."""
+
+    hook: AlignDevicesHook
+    owner: str
+    name: str
+
+    def fetch(self, stand_in: Tensor) -> Tensor:
+        weights, device, ties = self.hook.weights_map, self.hook.execution_device, self.hook.tied_params_map
+        assert weights is not None
+        present = None if ties is None or device is None else ties.copy_on(stand_in, as_device(device))
+        if present is not None and present is not stand_in:  # it is, where a model runs on the meta device
+            return present
+        with torch.no_grad():
+            value = weights[self.name].detach().to(stand_in.dtype)
+            value = value if device is None else value.to(as_device(device))
+        return _guard_gradient(value.detach().requires_grad_(stand_in.requires_grad))
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.owner}"
+
+
+def _guard_gradient(weights: Tensor) -> Tensor:
+    if weights.requires_grad and torch.is_grad_enabled():
+        weights.register_post_accumulate_grad_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+    return weights
 
 
 def _refuse_gradient(parameter: Tensor) -> None:

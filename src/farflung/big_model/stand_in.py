@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a module holds in place of an offloaded weight: a tensor on the meta device that knows where its values are.
+
+Hooks bring a module's own weights for its forward pass. Code that computes with the weight of another module, such as
+`F.linear(x, self.proj.weight)`, meets the stand-in instead. It takes the values for that one call, since torch itself
+would compute with the meta tensor and return zeros or whatever was in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from farflung.base.errors import StateError
+from farflung.base.torch_internals import without_overrides
+from farflung.base.tree import recursively_apply
+
+# What describes or marks a tensor and needs no values. Whatever is not listed here gets them.
+_DESCRIBES = """
+    size stride dim ndimension numel nelement element_size storage_offset get_device is_floating_point is_complex
+    is_contiguous is_inference is_shared is_pinned is_signed is_set_to is_same_size untyped_storage data_ptr has_names
+    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook _has_compatible_shallow_copy_type
+    _is_view __hash__ __len__ __repr__ __format__ __set__
+""".split()
+# What has the same values in another form: a stand-in too, as long as it stays on the meta device.
+_CONVERTS = ("to", "type", "half", "float", "double", "bfloat16", "detach", "data")
+_IN_PLACE = re.compile(r".*[^_]_|__setitem__|__i(add|sub|mul|(true|floor)div|mod|pow|matmul|and|x?or|[lr]shift)__")
+
+
+class Source(Protocol):
+    """Where the values of a stand-in are."""
+
+    def fetch(self, stand_in: Tensor) -> Tensor:
+        """Return the values where the module that owns the weight would have them for its forward pass."""
+        ...
+
+    def __str__(self) -> str: ...
+
+
+class StandIn(Tensor):
+    """An offloaded buffer, or the data of an offloaded parameter."""
+
+    __slots__ = ("source",)
+    source: Source
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+        if name in _DESCRIBES:
+            with without_overrides():
+                return func(*args, **kwargs)
+        if isinstance(args[0], StandIn) and (name in _CONVERTS or attribute):
+            with suppress(NotImplementedError, RuntimeError), without_overrides():  # to a real device it needs values
+                found = func(*args, **kwargs)
+                if not isinstance(found, Tensor) or attribute == "grad":
+                    return found
+                if found.is_meta and (attribute or name) in _CONVERTS:
+                    return found if found is args[0] else made(found, _Converted(args[0]))
+        _refuse_changes(name, args, kwargs)
+        args, kwargs = recursively_apply(_values, (args, kwargs), test_type=_is_stand_in)
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
+        with without_overrides():
+            memo[id(self)] = copied = made(self, self.source)
+        copied.source = copy.deepcopy(self.source, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _values(self).__reduce_ex__(protocol)
+
+
+class ParameterStandIn(StandIn):
+    """An offloaded parameter."""
+
+    _is_param = True  # by which torch recognizes parameters of other classes
+
+
+def made(like: Tensor, source: Source) -> StandIn:
+    """Return a stand-in with the shape, the dtype and the attributes of `like`, a tensor on the meta device."""
+    with without_overrides():
+        kind = ParameterStandIn if isinstance(like, nn.Parameter) else StandIn
+        stand_in = like.detach().as_subclass(kind).requires_grad_(like.requires_grad)
+    stand_in.source = source
+    vars(stand_in).update(vars(like))
+    return stand_in
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """The values of another stand-in, in another dtype or without gradients."""
+
+    of: StandIn
+
+    def fetch(self, stand_in: Tensor) -> Tensor:
+        values = _values(self.of).to(stand_in.dtype)
+        return values if stand_in.requires_grad else values.detach()
+
+    def __str__(self) -> str:
+        return str(self.of.source)
+
+
+def _is_stand_in(leaf: Any) -> bool:
+    return isinstance(leaf, StandIn)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+def _values(stand_in: StandIn) -> Tensor:
+    return stand_in.source.fetch(stand_in)
+
+
+def _refuse_changes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise StateError where a call would write into a stand-in: the weight would stay as it was."""
+    is_in_place = _IN_PLACE.fullmatch(name) is not None
+    written = [kwargs.get("out"), args[0] if is_in_place and args else None]
+    for target in written:
+        for one in target if isinstance(target, (list, tuple)) else (target,):
+            if isinstance(one, StandIn):
+                raise StateError(
+                    f"{name} would change {one.source}, which is offloaded, so the change would be lost. Make it in "
+                    "`with align_module_device(module):` and set_module_tensor_to_device, or before the model is "
+                    "dispatched."
+                )
