@@ -23,12 +23,13 @@ from farflung.base.torch_internals import without_overrides
 from farflung.base.tree import recursively_apply
 
 # What describes or marks a tensor and needs no values. Whatever is not listed here gets them.
-_DESCRIBES = """
-    size stride dim ndimension numel nelement element_size storage_offset get_device is_floating_point is_complex
-    is_contiguous is_inference is_shared is_pinned is_signed is_set_to is_same_size untyped_storage data_ptr has_names
-    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook _has_compatible_shallow_copy_type
-    _is_view __hash__ __len__ __repr__ __format__ __set__
-""".split()
+_DESCRIBES = (
+    *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "get_device"),
+    *("is_floating_point", "is_complex", "is_contiguous", "is_inference", "is_shared", "is_pinned", "is_signed"),
+    *("is_set_to", "is_same_size", "untyped_storage", "data_ptr", "has_names", "requires_grad_", "retain_grad"),
+    *("register_hook", "register_post_accumulate_grad_hook", "_has_compatible_shallow_copy_type", "_is_view"),
+    *("__hash__", "__len__", "__repr__", "__format__", "__set__"),
+)
 # What has the same values in another form: a stand-in too, as long as it stays on the meta device.
 _CONVERTS = ("to", "type", "half", "float", "double", "bfloat16", "detach", "data")
 _IN_PLACE = re.compile(r".*[^_]_|__setitem__|__i(add|sub|mul|(true|floor)div|mod|pow|matmul|and|x?or|[lr]shift)__")
