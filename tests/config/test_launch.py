@@ -134,7 +134,7 @@ def test_a_flag_counts_before_the_environment_and_that_before_a_file_and_that_be
     (home / "farflung.yaml").write_text(f"{name}: {in_file}\n")
     assert effective({}) == (entry.parse(in_file, name), "file")
     with environ.patched({entry.variable: in_environment}):
-        value = entry.parse(in_environment, name, environ.TRUE_WORDS, environ.FALSE_WORDS)
+        value = entry.parse(in_environment, name)
         assert effective({}) == (value, "environment")
         said = by_flag if isinstance(by_flag, bool) else entry.parse(by_flag, name)
         assert effective({name: by_flag}) == (said, "flag")
@@ -227,7 +227,7 @@ def test_settings_that_can_not_work_are_no_settings(said, message):
     [
         ("num_processes", "two", ConfigError, "'two'; it must be an integer"),
         ("gradient_clipping", "x", ConfigError, "must be a number"),
-        ("debug", "NO", ConfigError, "use true or false"),
+        ("debug", "never", ConfigError, "use true or false"),
         ("mixed_precision", "bf61", ConfigError, "Did you mean `bf16`"),
         ("mixed_precision", "FP8", Unsupported, "Use bf16"),
         ("dynamo_backend", "INDUCTR", ConfigError, "Did you mean `inductor`"),
@@ -250,7 +250,7 @@ def test_the_cpu_asked_for_by_flag_overrules_gpus_asked_for_by_file(home):
 
 def test_an_error_names_the_file_that_took_part_in_it(home):
     (home / "farflung.yaml").write_text("machine_rank: 1\n")
-    with pytest.raises(ConfigError, match=r"machine_rank is 1.*read from farflung.yaml"):
+    with pytest.raises(ConfigError, match=r"^farflung.yaml:1: machine_rank is 1 but num_machines is 1"):
         resolve({})
 
 

@@ -36,6 +36,7 @@ FSDP = {
     "fsdp_sharding_strategy": ("SHARD_GRAD_OP", "reshard_after_forward", False),
     "fsdp_backward_prefetch": ("BACKWARD_PRE", "backward_prefetch", None),
     "fsdp_forward_prefetch": ("false", "forward_prefetch", None),
+    "fsdp_limit_all_gathers": ("true", "limit_all_gathers", True),
     "fsdp_use_orig_params": ("true", "use_orig_params", None),
     "fsdp_sync_module_states": ("false", "sync_module_states", None),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import warnings
 
 import pytest
@@ -144,9 +145,11 @@ def test_other_forms_and_version_1_are_translated(said, name, value):
             "Leave out sharding_strategy",
         ),
         ({"state_dict_type": "LOCAL_STATE_DICT"}, Unsupported, "Use SHARDED_STATE_DICT"),
-        ({"backward_prefetch": "BACKWARD_POST"}, Unsupported, "set_modules_to_backward_prefetch"),
-        ({"forward_prefetch": True}, Unsupported, "set_modules_to_forward_prefetch"),
-        ({"limit_all_gathers": False}, Unsupported, "always limits"),
+        (
+            {"backward_prefetch": "SOMETIMES", "fsdp_version": 3, "min_num_params": 5},
+            ConfigError,
+            "fsdp_version is 3.*\n.*backward_prefetch is 'SOMETIMES'.*\n.*min_num_params is 5",
+        ),
         ({"param_init_fn": print}, Unsupported, "param_init_fn"),
         ({"mixed_precision_policy": {"buffer_dtype": torch.bfloat16}}, Unsupported, "leaves buffers as they are"),
         ({"mixed_precision_policy": {"param": torch.bfloat16}}, ConfigError, "Did you mean `param_dtype`"),
@@ -260,3 +263,30 @@ def test_the_settings_alone_load_no_torch():
     code += "; from farflung.config.sharding import *; FullyShardedDataParallelPlugin(cpu_offload=True)"
     done = run_python("-c", code + "; print('torch' in sys.modules)")
     assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            {"backward_prefetch": "BACKWARD_POST"},
+            "backward_prefetch is 'BACKWARD_POST'.*set_modules_to_backward_prefetch",
+        ),
+        ({"forward_prefetch": True}, "forward_prefetch is True.*set_modules_to_forward_prefetch"),
+        ({"limit_all_gathers": False}, "limit_all_gathers is False.*always limits"),
+        ({"forward_prefetch": False, "limit_all_gathers": True, "backward_prefetch": "BACKWARD_PRE"}, ""),
+    ],
+)
+def test_what_changes_no_result_is_read_and_said_once_on_rank_0(said, message, caplog):
+    plugin = Plugin(**said)
+    assert plugin == Plugin()
+    assert re.search(message, caplog.text)
+    assert len(caplog.records) == bool(message)
+    caplog.clear()
+    variables = {f"FSDP_{name.upper()}": str(value) for name, value in said.items()}
+    with environ.patched({"RANK": "0", **variables}):
+        assert Plugin() == plugin
+    assert len(caplog.records) == bool(message)
+    with environ.patched({"RANK": "1", **variables}):
+        assert Plugin() == plugin
+    assert len(caplog.records) == bool(message)

@@ -96,7 +96,7 @@ class ClusterConfig(BaseConfig):
         path = find_file(None if yaml_file is None else str(yaml_file))
         if path is None:
             raise ConfigError("There is no configuration file. `farflung config` writes one.")
-        said = {name: stated.value for name, stated in read_file(path).items()}
+        said = {name: stated.value for name, stated in read_file(path)[0].items()}
         known = cls.__dataclass_fields__
         settings = {entry.name: said.get(entry.name, entry.default) for entry in FIELDS if entry.name in known}
         blocks = {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration files: which one counts, what it says and in which line, and how one is written.
 
-Every value is read as its setting wants it, not as YAML guesses it: `NO` is a word, and only `true` and `false` are
-yes and no. Accelerate's file is read as it stands and never written.
+Every value is read as its setting wants it, not as YAML guesses it: of `no`, a precision is a word, a flag a no.
+Accelerate's file is read as it stands and never written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import yaml
 from yaml.events import CollectionEndEvent, CollectionStartEvent
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from farflung.base.errors import ConfigError, Unsupported, did_you_mean
+from farflung.base.errors import ConfigError, Problems, Unsupported, did_you_mean
 from farflung.base.files import FORMER_NAME, atomic_file
 from farflung.config import environ
 from farflung.config.foreign import DISTRIBUTED_TYPES, FOREIGN_KEYS
@@ -25,7 +25,7 @@ from farflung.config.setting import Stated
 LOCAL_FILE = Path("farflung.yaml")
 
 _FIELDS = {entry.name: entry for entry in FIELDS if entry.in_file}
-_KNOWN = (*_FIELDS, *FOREIGN_KEYS, "distributed_type")
+_KNOWN = (*_FIELDS, *FOREIGN_KEYS, "distributed_type", "fp16")  # the last one is of Accelerate before 0.7
 # Their keys are settings too, with or without this prefix: Accelerate's, and ours.
 BLOCKS = {
     "dynamo_config": "dynamo_",
@@ -75,35 +75,58 @@ def _user_folder() -> Path:
     return Path(environ.text("XDG_CONFIG_HOME") or "~/.config").expanduser()
 
 
-def read_file(path: Path) -> dict[str, Stated]:
-    """Return the settings that the file states, by name.
+def read_file(path: Path) -> tuple[dict[str, Stated], tuple[str, ...]]:
+    """Return the settings that the file states, by name, and what to tell the user about other keys of it.
 
     Raises ConfigError, with file and line, for what is no YAML mapping, an unknown or repeated key, or a value that its
-    setting can't take; Unsupported for what Farflung does not do.
+    setting can't take; Unsupported for what Farflung does not do. Several of them are one error.
     """
     entries = dict(_entries(path))
-    for key in ("compute_environment", *FOREIGN_KEYS):  # on another environment all other keys mean something else
-        if key in entries:
-            (node, place), foreign = entries[key], FOREIGN_KEYS[key]
-            if not _is_idle(node, ("", "false", *foreign.idle.split())):
-                what = f"asks for {foreign.what}, which Farflung does not support"
-                raise Unsupported(f"{place}: `{key}` {what}. {foreign.instead}")
     stated: dict[str, Stated] = {}
+    notes, problems = [], Problems()
+    with problems.caught():
+        _read_foreign("compute_environment", entries)
+    problems.raise_all()  # on another environment all other keys mean something else
     for key, (node, place) in entries.items():
-        if key in _FIELDS:
-            text = _scalar(key, node, place)
-            if text is not None:
-                stated[key] = Stated(_FIELDS[key].parse(text, f"{place}: {key}"), "file", place)
-        elif key in BLOCKS:
-            raise ConfigError(f"{place}: {key} must be a mapping, not a single value.")
-        elif key not in _KNOWN:
-            raise ConfigError(f"{place}: unknown key `{key}`.{did_you_mean(key, _KNOWN)}")
-    if "distributed_type" in entries:
-        _read_distributed_type(*entries["distributed_type"], stated)
+        with problems.caught():
+            if key in _FIELDS:
+                text = _scalar(key, node, place)
+                if text is not None:
+                    stated[key] = Stated(_FIELDS[key].parse(text, f"{place}: {key}"), "file", place)
+            elif key in FOREIGN_KEYS:
+                notes.append(_read_foreign(key, entries))
+            elif key in BLOCKS:
+                raise ConfigError(f"{place}: {key} must be a mapping, not a single value.")
+            elif key not in _KNOWN and (not _is_idle(node, ("false",)) or did_you_mean(key, _KNOWN)):
+                raise ConfigError(f"{place}: unknown key `{key}`.{did_you_mean(key, _KNOWN)}")
+    with problems.caught():
+        if "distributed_type" in entries:
+            _read_distributed_type(*entries["distributed_type"], stated)
+    problems.raise_all()
+    if "fp16" in entries and not _is_idle(entries["fp16"][0], ("false", "no")):
+        stated.setdefault("mixed_precision", Stated("fp16", "file", entries["fp16"][1]))
     sizes = [said for name, said in stated.items() if name.startswith(BLOCKS["parallelism_config"])]
     if sizes:  # the block alone asks for it, in Accelerate's files
         stated.setdefault("use_parallelism_config", Stated(True, "file", sizes[0].place))
-    return stated
+    return stated, tuple(note for note in notes if note)
+
+
+def _read_foreign(key: str, entries: Mapping[str, tuple[Node, str]]) -> str | None:
+    """Return what to say of a key of something that Farflung does not do; raise Unsupported where it asks for that."""
+    foreign = FOREIGN_KEYS[key]
+    if key not in entries or _is_idle(entries[key][0], ("", "false", *foreign.idle.split())):
+        return None
+    place = entries[key][1]
+    if foreign.is_hint:
+        return f"{place}: `{key}` asks for {foreign.what}, which Farflung does not do. Results are the same without it."
+    if foreign.read_with:
+        reader, *words = foreign.read_with
+        said = _scalar(reader, *entries[reader]) if reader in entries else None
+        if (None if said is None else said.lower()) not in words:
+            why = f"{reader} is {said}" if said else f"there is no {reader}"
+            return f"{place}: `{key}` is not read, as {why}."
+    what = f"asks for {foreign.what}, which Farflung does not support"
+    raise Unsupported(f"{place}: `{key}` {what}. {foreign.instead}")
 
 
 def _entries(path: Path) -> Iterator[tuple[str, tuple[Node, str]]]:
@@ -123,12 +146,15 @@ def _entries(path: Path) -> Iterator[tuple[str, tuple[Node, str]]]:
         return
     if not isinstance(root, MappingNode):
         raise ConfigError(f"{path}:1: the file must be a mapping of `key: value` lines.")
-    seen: dict[str, int] = {}
+    seen: dict[str, tuple[int, Node]] = {}
     for word, line, value in _lines(root):
-        if word in seen:
-            raise ConfigError(f"{path}:{line}: `{word}` appears twice, first in line {seen[word]}. Keep one.")
-        seen[word] = line
-        yield word, (value, f"{path}:{line}")
+        first, other = seen.setdefault(word, (line, value))
+        if not _are_equal(value, other):
+            raise ConfigError(
+                f"{path}:{line}: `{word}` appears twice with different values, first in line {first}. Keep one."
+            )
+        if value is other:
+            yield word, (value, f"{path}:{line}")
 
 
 def _check_events(path: Path, text: str) -> None:
@@ -169,6 +195,13 @@ def _says_nothing(node: Node) -> bool:
     return isinstance(node, ScalarNode) and node.style is None and node.value in _YAML_NULLS
 
 
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two nodes of YAML say the same."""
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return type(one) is type(other) and (one == other or (isinstance(one, Node) and _are_equal(one.value, other.value)))
+
+
 def _is_idle(node: Node, words: tuple[str, ...]) -> bool:
     """Whether all that `node` holds is null or one of `words`, as in a block whose questions were answered with no."""
     if isinstance(node, MappingNode):
@@ -181,6 +214,7 @@ def _is_idle(node: Node, words: tuple[str, ...]) -> bool:
 def _read_distributed_type(node: Node, place: str, stated: dict[str, Stated]) -> None:
     """Take from Accelerate's `distributed_type` what it says of the devices; the counts are stated by other keys."""
     word = (_scalar("distributed_type", node, place) or "NO").upper()
+    word = "NO" if word == "FALSE" else word  # what YAML makes of an unquoted `no`
     if word not in DISTRIBUTED_TYPES:
         raise Unsupported(
             f"{place}: distributed_type is {word}, which Farflung does not support. "
@@ -188,6 +222,8 @@ def _read_distributed_type(node: Node, place: str, stated: dict[str, Stated]) ->
         )
     for name, value in DISTRIBUTED_TYPES[word].items():
         stated.setdefault(name, Stated(value, "file", place))
+    if any(name.startswith(BLOCKS["fsdp_config"]) for name in stated):
+        stated.setdefault("use_fsdp", Stated(False, "file", place))
     count = stated.get("num_processes")
     if word == "NO" and count is not None and isinstance(count.value, int) and count.value > 1:
         stated["num_processes"] = Stated(

@@ -22,16 +22,27 @@ class Foreign:
     flags: str  # how the flags begin that ask for it, without `--`; the whole word where it ends in `$`
     keys: str = ""  # of Accelerate's configuration file that belong to it
     idle: str = ""  # what those keys hold when they ask for nothing, besides nothing at all and `false`; in lower case
+    read_with: tuple[
+        str | None, ...
+    ] = ()  # a key and its words with which Accelerate reads those keys; None: no such key
+    is_hint: bool = False  # whether results are the same without it, so that a file may ask for it
 
 
 FOREIGN: tuple[Foreign, ...] = (
-    Foreign("DeepSpeed", _DDP, "use_deepspeed deepspeed zero_stage zero3_ offload_", "deepspeed_config"),
+    Foreign(
+        "DeepSpeed",
+        _DDP,
+        "use_deepspeed deepspeed zero_stage zero3_ offload_",
+        keys="deepspeed_config",
+        read_with=("distributed_type", None, "deepspeed"),
+    ),
     Foreign(
         "context parallelism",
         _SHARD,
         "parallelism_config_cp_",
         keys="parallelism_config_cp_backend parallelism_config_cp_comm_strategy",
         idle="torch allgather alltoall",
+        read_with=("parallelism_config_cp_size",),  # which is refused above 1
     ),
     Foreign(
         "sequence parallelism",
@@ -40,20 +51,36 @@ FOREIGN: tuple[Foreign, ...] = (
         keys="parallelism_config_sp_backend parallelism_config_sp_seq_length "
         "parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation",
         idle="deepspeed",
+        read_with=("parallelism_config_sp_size",),
     ),
-    Foreign("Megatron-LM", _DDP, "use_megatron_lm megatron_lm_", "megatron_lm_config"),
-    Foreign("fp8", "Use --mixed_precision bf16.", "fp8_", "fp8_config"),
+    Foreign(
+        "Megatron-LM",
+        _DDP,
+        "use_megatron_lm megatron_lm_",
+        keys="megatron_lm_config",
+        read_with=("distributed_type", None, "megatron_lm"),
+    ),
+    Foreign(
+        "fp8",
+        "Use --mixed_precision bf16.",
+        "fp8_",
+        keys="fp8_config",
+        read_with=("mixed_precision", "fp8"),
+    ),
     Foreign(
         "TPUs",
         "Use torch_xla's own launcher.",
         "tpu no_tpu_cluster vm$ env$ downcast_bf16",
-        keys="downcast_bf16 commands command_file tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env",
+        keys="downcast_bf16 commands command_file tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_cluster tpu_vm "
+        "tpu_env",
         idle="no",
+        read_with=("distributed_type", None, "xla", "tpu"),
     ),
     Foreign("SageMaker", "Start `farflung launch` inside the job.", "aws_", "compute_environment", "local_machine"),
-    Foreign("starting mpirun", _MPI, "mpirun_", "mpirun_config"),
-    Foreign("binding processes to NUMA nodes", _NUMA, "enable_cpu_affinity", "enable_cpu_affinity"),
-    Foreign("IPEX", "PyTorch itself has these optimizations now.", "ipex use_xpu", "ipex_config"),
+    Foreign("starting mpirun", _MPI, "mpirun_", "mpirun_config", idle="1"),
+    Foreign("binding processes to NUMA nodes", _NUMA, "enable_cpu_affinity", "enable_cpu_affinity", is_hint=True),
+    Foreign("IPEX", "PyTorch itself has these optimizations now.", "ipex use_xpu", "ipex_config", is_hint=True),
+    Foreign("tensor parallelism", _SHARD, "tp_ use_tp", keys="tp_config", idle="1"),
     Foreign("torchrun's way of counting processes", _COUNT, "nproc_per_node local_ranks_filter"),
     Foreign("torchrun's names", "Use --num_machines and --machine_rank.", "nnodes node_rank"),
     Foreign("torchrun's names", _PLACE, "master_ rdzv_endpoint standalone"),

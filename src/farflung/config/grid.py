@@ -6,6 +6,7 @@ Names, values and variables are Accelerate's, but for `island_size`, which is Fa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from farflung.base.errors import ConfigError, FarflungError, Unsupported
 from farflung.base.words import counted
 from farflung.config.setting import Value, accelerates, setting
-from farflung.config.sharding import FullyShardedDataParallelPlugin
+from farflung.config.sharding import STATE_DICT_TYPES, WRAP_POLICIES, FullyShardedDataParallelPlugin
 
 HOST = "host"
 _PLUGIN = FullyShardedDataParallelPlugin.__name__
@@ -53,7 +54,8 @@ class LayoutSettings:
     )
     fsdp_auto_wrap_policy: str | None = _told(
         "Which modules are gathered one by one. [no_wrap]",
-        choices=("transformer_based_wrap", "size_based_wrap", "no_wrap"),
+        choices=WRAP_POLICIES,
+        checked_later=True,
         question="Which modules are gathered one by one?",
         asked_when=_sharded,
     )
@@ -86,15 +88,16 @@ class LayoutSettings:
     )
     fsdp_state_dict_type: str | None = _told(
         "What save_state writes: each rank its shards, or rank 0 the whole. [sharded_state_dict]",
-        choices=("sharded_state_dict", "full_state_dict"),
-        refused={"local_state_dict": "Use sharded_state_dict."},
+        choices=tuple(word.lower() for word in STATE_DICT_TYPES),
+        checked_later=True,
     )
     fsdp_ignored_modules: str | None = _told("Regular expression of the names of modules that stay whole.")
     fsdp_sharding_strategy: str | None = _told(
         "Version 1's fsdp_reshard_after_forward: FULL_SHARD is true, SHARD_GRAD_OP false."
     )
-    fsdp_backward_prefetch: str | None = _told("Version 1's; BACKWARD_PRE, which FSDP2 always does, or NO_PREFETCH.")
-    fsdp_forward_prefetch: bool | None = _told("Version 1's; only false is supported.")
+    fsdp_backward_prefetch: str | None = _told("Version 1's. It changes nothing: FSDP2 always does BACKWARD_PRE.")
+    fsdp_forward_prefetch: bool | None = _told("Version 1's. It changes nothing: FSDP2 has no such setting.")
+    fsdp_limit_all_gathers: bool | None = _told("Version 1's. It changes nothing: FSDP2 always limits them.")
     fsdp_use_orig_params: bool | None = _told(
         "Version 1's. It changes nothing: FSDP2 always has the original parameters."
     )
@@ -183,10 +186,10 @@ def _check_plugin(said: LayoutSettings) -> None:
             **{argument: getattr(said, name) for name, argument in arguments.items() if getattr(said, name) is not None}
         )
     except FarflungError as error:
-        message = str(error)
-        for name, argument in arguments.items():
-            message = message.replace(f"{_PLUGIN}: {argument} ", f"{name} ")
-        raise type(error)(message) from None
+        settings = {argument: name for name, argument in arguments.items()}
+        words = re.compile(rf"\b({'|'.join(settings)})\b")
+        message = str(error).replace(f"{_PLUGIN}: ", "")
+        raise type(error)(words.sub(lambda found: settings[found[0]], message)) from None
 
 
 def _check_islands(

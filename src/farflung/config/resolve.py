@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from farflung.base.errors import ConfigError
+from farflung.base.errors import ConfigError, Unsupported
 from farflung.config import environ
 from farflung.config.files import find_file, read_file
 from farflung.config.launch import DEFAULT_PORT, FIELDS, LaunchSettings, check_variables
-from farflung.config.outer import renamed
 from farflung.config.setting import Field, Stated
+from farflung.config.sharding import without_effect
 from farflung.config.tasks import Task, read_task
 
+# What fsdp_sharding_strategy and fsdp_reshard_after_forward hold where they say the same.
+_ALIKE = [(word, "true") for word in ("FULL_SHARD", "1")] + [(word, "false") for word in ("SHARD_GRAD_OP", "2")]
+_STRATEGIES = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
+_HYBRID = {"HYBRID_SHARD": "true", "4": "true", "HYBRID_SHARD_ZERO2": "false", "5": "false"}
 _STRENGTH = {"flag": 3, "environment": 2, "file": 1, "default": 0}
 _PLACE = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 _ALONE = "For runs that know nothing of each other, give --num_machines 1."
@@ -39,14 +43,14 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     check_variables()
     named = flags.get("config_file") or environ.text("FARFLUNG_CONFIG_FILE") or None
     path = find_file(None if named is None else str(named))
-    stated = read_file(path) if path is not None else {}
+    stated, read = read_file(path) if path is not None else ({}, ())
     found = {entry.name: _first(entry, flags, stated) for entry in FIELDS}
-    notes = [*_choose_the_device(found), *_take_place(found)]
-    _check_used(found)
+    notes = [*read, *_choose_the_device(found), *_take_place(found), *_check_used(found), *_without_effect(found)]
+    notes += _arrange_hybrid(found)
     notes += [one.note for one in found.values() if one.note]
     try:
         settings = LaunchSettings.of({name: one.value for name, one in found.items()})
-    except ConfigError as error:
+    except (ConfigError, Unsupported) as error:
         raise explained(error, path, found) from None
     return Resolved(settings, found, path, tuple(notes))
 
@@ -54,7 +58,7 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
 def _first(entry: Field, flags: Mapping[str, str | bool], stated: Mapping[str, Stated]) -> Stated:
     if entry.name in flags:
         said, flag = flags[entry.name], entry.flags[-1]
-        value = said if isinstance(said, bool) else entry.parse(said, flag, environ.TRUE_WORDS, environ.FALSE_WORDS)
+        value = said if isinstance(said, bool) else entry.parse(said, flag)
         return Stated(value, "flag", flag)
     value = entry.from_environment()
     if value is not None:
@@ -151,26 +155,92 @@ def _take_replicas(found: dict[str, Stated], task: Task) -> None:
             found[name] = Stated(None, "default")
 
 
-def _check_used(found: Mapping[str, Stated]) -> None:
+def _check_used(found: Mapping[str, Stated]) -> list[str]:
     """Refuse flags and keys of a file that nothing reads: FSDP or a grid is described, and nobody asks for it.
 
+    A file that names another `distributed_type` may keep its block for FSDP; the note that is returned says so.
     Variables may be for what the script itself makes.
     """
+    notes = []
     for switch, prefix in (("use_fsdp", "fsdp_"), ("use_parallelism_config", "parallelism_config_")):
         stated = [name for name in found if name.startswith(prefix) and found[name].kind in ("flag", "file")]
-        if found[switch].value is None and stated:
-            where = found[stated[0]]
-            what = f"{where.place} ({stated[0]})" if where.kind == "file" else where.place
+        if not stated:
+            continue
+        where, asked = found[stated[0]], found[switch]
+        what = f"{where.place} ({stated[0]})" if where.kind == "file" else where.place
+        if asked.value is None or (not asked.value and asked.kind == "file" != where.kind):
             raise ConfigError(f"{what} is read only with --{switch}, which is not set. Set it too.")
+        if not asked.value and asked.kind == "file":
+            notes.append(f"{what} is not read, as {asked.place} does not ask for FSDP.")
+    return notes
 
 
-def explained(error: ConfigError, path: Path | None, origins: Mapping[str, Stated]) -> ConfigError:
-    """Name the option of the outer loop as the user wrote it, and the file, for readers who don't know about it."""
-    written: dict[str, str] = {}  # a flag, a variable, or a line of a file
-    for setting, origin in origins.items():
-        option = setting.removeprefix("outer_")
-        if option != setting and origin.place:
-            written[option] = f"{origin.place}: {option}" if origin.kind == "file" else origin.place
+def _without_effect(found: dict[str, Stated]) -> list[str]:
+    """Take out settings of FSDP version 1 that change no result with version 2, and return what to say of them."""
+    if not found["use_fsdp"].value:
+        return []
+    notes = []
+    for argument in ("backward_prefetch", "forward_prefetch", "limit_all_gathers"):
+        name = f"fsdp_{argument}"
+        note = without_effect(argument, found[name].value, _written(name, found[name]))
+        if note is not None:
+            notes.append(note)
+            found[name] = replace(found[name], value=None)
+    name, version = "fsdp_sharding_strategy", found["fsdp_version"]
+    strategy = found[name].value
+    if strategy is not None and version.value == 2:
+        reshard = found["fsdp_reshard_after_forward"].value or "true"
+        if (str(strategy).upper(), str(reshard).lower()) not in _ALIKE:
+            notes.append(
+                f"{_written(name, found[name])} is {strategy}, which is for version 1: with {version.place} "
+                f"(fsdp_version: 2), fsdp_reshard_after_forward counts, which is {reshard}."
+            )
+        found[name] = replace(found[name], value=None)
+    return notes
+
+
+def _arrange_hybrid(found: dict[str, Stated]) -> list[str]:
+    """Turn version 1's HYBRID_SHARD (shards in a machine, copies on each) into the grid that it is, and say so."""
+    said = next((one for one in map(found.get, _STRATEGIES) if one and str(one.value).upper() in _HYBRID), None)
+    machines, processes = found["num_machines"].value, found["num_processes"].value
+    is_known = machines == 1 or (isinstance(processes, int) and processes % int(machines or 1) == 0)
+    if said is None or not found["use_fsdp"].value or found["use_parallelism_config"].value or not is_known:
+        return []
+    for name in _STRATEGIES:
+        found[name] = replace(said, value=None)
+    found["fsdp_reshard_after_forward"] = replace(said, value=_HYBRID[str(said.value).upper()])
+    if machines == 1:
+        return [f"{said.place} says {said.value}: on one machine, models are sharded over all processes."]
+    shards = int(processes or 1) // int(machines or 1)
+    found["use_parallelism_config"] = replace(said, value=True)
+    found["parallelism_config_dp_replicate_size"] = replace(said, value=machines)
+    found["parallelism_config_dp_shard_size"] = replace(said, value=shards)
+    return [f"{said.place} says {said.value}: {machines} copies of the model, each sharded over {shards} processes."]
+
+
+def _written(setting: str, origin: Stated) -> str:
+    """Return how the user wrote a setting: a flag, a variable, or a line of a file and its key."""
+    return f"{origin.place}: {setting}" if origin.kind == "file" else origin.place
+
+
+def explained(
+    error: ConfigError | Unsupported, path: Path | None, origins: Mapping[str, Stated]
+) -> ConfigError | Unsupported:
+    """Name settings as the user wrote them, and the file, for readers who don't know about it.
+
+    Each line of the message begins with a setting, or an option of the outer loop without its prefix.
+    """
+    written = {
+        name: _written(setting.removeprefix("outer_"), origin)
+        for setting, origin in origins.items()
+        for name in (setting, setting.removeprefix("outer_"))
+        if origin.place
+    }
+    lines = [line.partition(" ") for line in str(error).split("\n")]
+    message = "\n".join(f"{written.get(first, first)}{space}{rest}" for first, space, rest in lines)
     from_file = path is not None and any(origin.kind == "file" for origin in origins.values())
-    blame = f" (Settings that the command line did not give were read from {path}.)" if from_file else ""
-    return ConfigError(f"{renamed(error, written)}{blame}")
+    is_placed = any(origin.kind == "file" and origin.place in message for origin in origins.values())
+    blame = (
+        f" (Settings that the command line did not give were read from {path}.)" if from_file and not is_placed else ""
+    )
+    return type(error)(message + blame)

@@ -28,22 +28,21 @@ class Field:
     in_file: bool = True  # a configuration file may set it
     says_word: bool = False  # its flag is followed by `true` or `false`, as Accelerate's for FSDP are; of a bool alone
     choices: tuple[str, ...] = ()  # the words it may take; empty: any
+    checked_later: bool = False  # whether what reads the setting checks its word
     refused: Mapping[str, str] = field(default_factory=dict)  # Accelerate's words, each with what to use instead
     question: Question | None = None  # of `farflung config`, which may depend on the answers so far
     asked_when: Callable[[Mapping[str, Value]], bool] = lambda answers: True  # whether the question makes sense after
 
-    def parse(
-        self, text: str, called: str, true: tuple[str, ...] = ("true",), false: tuple[str, ...] = ("false",)
-    ) -> Value:
+    def parse(self, text: str, called: str) -> Value:
         """Return the value that `text` stands for; raise ConfigError or Unsupported if there is none.
 
         An error names the setting as it is `called`: `--num_processes`, `train.yaml:3: debug`.
         """
         if self.kind is bool:
             word = text.strip().lower()
-            if word not in true + false:
-                raise ConfigError(f"{called} is {text!r}; use {true[0]} or {false[0]}.")
-            return word in true
+            if word not in environ.TRUE_WORDS + environ.FALSE_WORDS:
+                raise ConfigError(f"{called} is {text!r}; use true or false.")
+            return word in environ.TRUE_WORDS
         if self.kind is str:
             return self._parse_word(text, called)
         try:
@@ -57,13 +56,15 @@ class Field:
         """Return what its environment variable says, None where that is not set."""
         text = environ.text(self.variable)
         called = f"The environment variable {self.variable}"
-        return self.parse(text, called, environ.TRUE_WORDS, environ.FALSE_WORDS) if text else None
+        return self.parse(text, called) if text else None
 
     def _parse_word(self, text: str, called: str) -> str:
         word = text.lower()
+        if word == "false" and "no" in self.choices:  # what YAML makes of an unquoted `no`
+            word = "no"
         if word in self.refused:
             raise Unsupported(f"{called} is {text!r}, which Farflung does not support. {self.refused[word]}")
-        if not self.choices:
+        if not self.choices or self.checked_later:
             return text
         if word not in self.choices:
             raise ConfigError(

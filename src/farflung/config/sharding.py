@@ -8,6 +8,7 @@ only when a plugin needs an object of its, so that the launcher can check settin
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from farflung.base.checks import check_flag, check_whole, check_word, shown, wrong_type
-from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.errors import ConfigError, Problems, Unsupported
 from farflung.config import environ
 
 if TYPE_CHECKING:
@@ -27,9 +28,18 @@ WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 STATE_DICT_TYPES = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 MIN_NUM_PARAMS = 100_000_000  # as Accelerate's launcher and torch's own policy have it
 
+_log = logging.getLogger(__name__)
 _NAME = "FullyShardedDataParallelPlugin"
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # from 1 on
 _RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
+_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")  # from 1 on
+_IDLE = {"forward_prefetch": False, "limit_all_gathers": True}
+_WHY_NOT = {
+    "backward_prefetch": "FSDP2 always prefetches as BACKWARD_PRE does, unless the prepared model's modules are told "
+    "otherwise by set_modules_to_backward_prefetch",
+    "forward_prefetch": "FSDP2 has it as set_modules_to_forward_prefetch on the prepared model's modules",
+    "limit_all_gathers": "FSDP2 always limits them",
+}
 _NUMBERED_STATES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")  # from 1 on
 _PRECISIONS = {"fp8": "bfloat16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
@@ -52,8 +62,8 @@ class FullyShardedDataParallelPlugin:
         sharding_strategy: version 1's word for `reshard_after_forward`: FULL_SHARD is True, SHARD_GRAD_OP is False.
         reshard_after_forward: free the gathered parameters between forward and backward; a number of ranks, which
             divides the shard axis, keeps them sharded over so many ranks only. True unless said otherwise.
-        backward_prefetch: version 1's. FSDP2 always prefetches as BACKWARD_PRE does, so that and NO_PREFETCH (which is
-            version 1's default) ask for nothing.
+        backward_prefetch, forward_prefetch, limit_all_gathers: version 1's, which change no result. FSDP2 prefetches as
+            BACKWARD_PRE does and limits gathers; other values are read, and a warning says so.
         mixed_precision_policy: torch's `MixedPrecisionPolicy`; or a dictionary of its `param_dtype`, `reduce_dtype` and
             `output_dtype`; or one dtype for all three: `bf16`, `fp16`, `fp32`, or torch's own.
         auto_wrap_policy: which modules are sharded by themselves, beside the whole model: `transformer_based_wrap`,
@@ -63,10 +73,9 @@ class FullyShardedDataParallelPlugin:
         state_dict_type: what `save_state` writes: SHARDED_STATE_DICT (each rank its shards) or FULL_STATE_DICT (rank 0
             the whole). The latter is the default where `fsdp_version` is 1.
         state_dict_config, optim_state_dict_config: version 1's. Where a state dict is gathered is Farflung's choice.
-        limit_all_gathers: version 1's. FSDP2 always limits them, so only True can be asked for.
         use_orig_params, sync_module_states: version 1's. FSDP2 always has the original parameters, and `prepare` always
             gives all ranks those of rank 0, so both ask for nothing.
-        param_init_fn, forward_prefetch: version 1's, which can only be left out.
+        param_init_fn: version 1's, which can only be left out.
         activation_checkpointing: recompute the activations of the modules that `auto_wrap_policy` finds.
         activation_checkpointing_offload: keep the inputs of those modules in pinned host memory.
         cpu_ram_efficient_loading: transformers may leave out values on other ranks than rank 0 (how many depends on its
@@ -104,30 +113,65 @@ class FullyShardedDataParallelPlugin:
     min_num_params: Any = None
 
     def __post_init__(self) -> None:
-        version = _version(self.fsdp_version)
+        problems, version = Problems(), 2
+        with problems.caught():
+            version = _version(self.fsdp_version)
+        with problems.caught():
+            self.reshard_after_forward = _reshards(version, self.sharding_strategy, self.reshard_after_forward)
+        self._check_version_1(problems)
         self.fsdp_version = 2
-        self.reshard_after_forward = _reshards(version, self.sharding_strategy, self.reshard_after_forward)
-        _refuse_prefetch(self.backward_prefetch, _flag("forward_prefetch", self.forward_prefetch))
-        _refuse_version_1(self)
+        with problems.caught():
+            if self.mixed_precision_policy is not None:
+                self.mixed_precision_policy = _policy(self.mixed_precision_policy)
+        with problems.caught():
+            self._set_offload(self.cpu_offload)
+        with problems.caught():
+            self.ignored_modules = _ignored(self.ignored_modules)
+        with problems.caught():
+            self.state_dict_type = _state_dict_type(version, self.state_dict_type)
+        for name in ("state_dict_config", "optim_state_dict_config"):
+            given = getattr(self, name)
+            with problems.caught():
+                if given is not None and not hasattr(given, "offload_to_cpu"):
+                    raise wrong_type(f"{_NAME}: {name}", given, "one of torch's, such as FullStateDictConfig()")
+        for name in ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"):
+            with problems.caught():
+                setattr(self, name, _flag(name, getattr(self, name)))
+        with problems.caught():
+            if self.activation_checkpointing_offload and not self.activation_checkpointing:
+                raise ConfigError(
+                    f"{_NAME}: activation_checkpointing_offload is True, but activation_checkpointing is not. Set both."
+                )
+        with problems.caught():
+            self._set_wrapping()
+        problems.raise_all()
+
+    def _check_version_1(self, problems: Problems) -> None:
+        """Refuse what only version 1 has, say which of it changes nothing, and forget it."""
+        asked: dict[str, tuple[Any, str]] = {"backward_prefetch": _asked("backward_prefetch", self.backward_prefetch)}
+        with problems.caught():
+            check_word(asked["backward_prefetch"][1], _prefetch(asked["backward_prefetch"][0]), _PREFETCHES)
+        for name in ("forward_prefetch", "limit_all_gathers"):
+            with problems.caught():
+                value = None if getattr(self, name) == _IDLE[name] else getattr(self, name)
+                asked[name] = _flag(name, value, default=_IDLE[name]), _asked(name, value)[1]
+        for name in ("use_orig_params", "sync_module_states"):
+            with problems.caught():
+                if getattr(self, name) is not None:
+                    check_flag(f"{_NAME}: {name}", getattr(self, name))
+        with problems.caught():
+            if self.param_init_fn is not None:
+                raise Unsupported(
+                    f"{_NAME}: param_init_fn is {shown(self.param_init_fn)}, which FSDP2 does not call. Leave it out, "
+                    "and initialize the model on a device before `prepare`."
+                )
+        for name, (value, called) in asked.items():
+            hint = without_effect(name, value, called)
+            if hint is not None and not environ.integer("RANK"):
+                _log.warning(hint)
         self.sharding_strategy = self.backward_prefetch = self.forward_prefetch = None
         self.use_orig_params = self.sync_module_states = self.param_init_fn = None
         self.limit_all_gathers = True
-        if self.mixed_precision_policy is not None:
-            self.mixed_precision_policy = _policy(self.mixed_precision_policy)
-        self._set_offload(self.cpu_offload)
-        self.ignored_modules = _ignored(self.ignored_modules)
-        self.state_dict_type = _state_dict_type(version, self.state_dict_type)
-        for name in ("state_dict_config", "optim_state_dict_config"):
-            given = getattr(self, name)
-            if given is not None and not hasattr(given, "offload_to_cpu"):
-                raise wrong_type(f"{_NAME}: {name}", given, "one of torch's, such as FullStateDictConfig()")
-        for name in ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"):
-            setattr(self, name, _flag(name, getattr(self, name)))
-        if self.activation_checkpointing_offload and not self.activation_checkpointing:
-            raise ConfigError(
-                f"{_NAME}: activation_checkpointing_offload is True, but activation_checkpointing is not. Set both."
-            )
-        self._set_wrapping()
 
     def _set_offload(self, asked: Any) -> None:
         self._offload_policy = None
@@ -253,9 +297,9 @@ def _asked(name: str, value: Any, variable: str = "") -> tuple[Any, str]:
     return environ.text(variable) or None, f"The environment variable {variable}"
 
 
-def _flag(name: str, value: Any, variable: str = "") -> bool:
+def _flag(name: str, value: Any, variable: str = "", default: bool = False) -> bool:
     if value is None:
-        return environ.flag(variable or f"FSDP_{name.upper()}")
+        return environ.flag(variable or f"FSDP_{name.upper()}", default)
     check_flag(f"{_NAME}: {name}", value)
     return bool(value)
 
@@ -331,34 +375,14 @@ def parse_reshard(version: int, said: Any, called: str) -> bool | int:
     raise wrong_type(called, said, "True, False, or a number of ranks")
 
 
-def _refuse_prefetch(backward: Any, forward: bool) -> None:
-    said, called = _asked("backward_prefetch", backward)
-    word = "NO_PREFETCH" if said is None else _word(said, ("BACKWARD_PRE", "BACKWARD_POST"))
-    if word == "BACKWARD_POST":
-        raise Unsupported(
-            f"{called} is {shown(said)}, but FSDP2 always prefetches as BACKWARD_PRE does. Leave it out, or set the "
-            "order yourself with set_modules_to_backward_prefetch on the prepared model's modules."
-        )
-    check_word(called, word, ("BACKWARD_PRE", "NO_PREFETCH"))
-    if forward:
-        raise Unsupported(
-            f"{_NAME}: forward_prefetch (FSDP_FORWARD_PREFETCH) is True, which FSDP2 does not have as a setting. Leave "
-            "it out, or use set_modules_to_forward_prefetch on the prepared model's modules."
-        )
+def without_effect(name: str, value: Any, called: str) -> str | None:
+    """Return what to say of a setting of version 1 that asks for what FSDP2 does not do, and changes no result."""
+    idle = value is None or (value == _IDLE[name] if name in _IDLE else _prefetch(value) != "BACKWARD_POST")
+    return None if idle else f"{called} is {shown(value)}, which changes nothing: {_WHY_NOT[name]}."
 
 
-def _refuse_version_1(said: FullyShardedDataParallelPlugin) -> None:
-    for name in ("use_orig_params", "sync_module_states"):
-        if getattr(said, name) is not None:
-            check_flag(f"{_NAME}: {name}", getattr(said, name))
-    check_flag(f"{_NAME}: limit_all_gathers", said.limit_all_gathers)
-    if not said.limit_all_gathers:
-        raise Unsupported(f"{_NAME}: limit_all_gathers is False, but FSDP2 always limits them. Leave it out.")
-    if said.param_init_fn is not None:
-        raise Unsupported(
-            f"{_NAME}: param_init_fn is {shown(said.param_init_fn)}, which FSDP2 does not call. Leave it out, and "
-            "initialize the model on a device before `prepare`."
-        )
+def _prefetch(said: Any) -> str:
+    return "NO_PREFETCH" if said is None else _word(said, _PREFETCHES)
 
 
 def _policy(said: Any) -> MixedPrecisionPolicy:
