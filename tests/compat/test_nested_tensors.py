@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from farflung.utils import concatenate, slice_tensors
+from farflung.utils import concatenate, pad_input_tensors, slice_tensors
 
 
 def test_concatenate_joins_leaf_by_leaf():
@@ -24,3 +24,13 @@ def test_slice_tensors_cuts_the_first_dimension():
     cut = slice_tensors([torch.arange(6), {"a": torch.arange(12).view(6, 2)}], slice(1, 3))
     assert cut[0].tolist() == [1, 2]
     assert cut[1]["a"].tolist() == [[2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "padded"), [(1, 2, 2), (3, 2, 4), (4, 3, 6), (2, 6, 6), (61, 6, 66), (8, 2, 8)]
+)
+def test_the_last_sample_is_repeated_until_all_ranks_get_equally_many(size, ranks, padded):
+    batch = {"x": torch.arange(size * 3.0).reshape(size, 3)}
+    found = pad_input_tensors(batch, size, ranks)["x"]
+    assert torch.equal(found, torch.cat([batch["x"], batch["x"][-1:].expand(padded - size, 3)]))
+    assert torch.equal(pad_input_tensors(batch["x"].T, size, ranks, dim=1), found.T)

@@ -76,7 +76,7 @@ ABSENT: tuple[Absent, ...] = (
     Absent(
         "pipeline parallelism (PiPPy)",
         "Use torch.distributed.pipelining, or dispatch_model for inference.",
-        names="build_pipeline find_pippy_batch_size generate_device_map pad_input_tensors pippy_forward prepare_pippy",
+        names="build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy",
     ),
     Absent(
         "Accelerate's steps of sharding a model",

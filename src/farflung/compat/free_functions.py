@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from farflung.accelerator import session as slot
 from farflung.accelerator.operations import extract_model_from_parallel
-from farflung.base.checks import check_path, wrong_type
+from farflung.base.checks import check_path, check_whole, wrong_type
 from farflung.base.enums import DistributedType
 from farflung.base.errors import CollectiveMismatch, ConfigError, ShapeMismatch, WrongType
 from farflung.base.optional import is_available
@@ -241,6 +241,21 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         what = f"concatenate: tensors of the shapes {shapes} can't be joined along dim={dim!r}."
         raise ShapeMismatch(what) from error
     return unflatten(flat[0][1], joined)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Repeat the last sample of every tensor of a tree until `num_processes` ranks get equally many.
+
+    Args:
+        batch_size: the samples that there are along `dim`.
+    """
+    check_whole("pad_input_tensors: num_processes", num_processes, least=1)
+    missing = -batch_size % num_processes
+
+    def padded(x: Tensor) -> Tensor:
+        return torch.cat([x, *[x.narrow(dim, x.shape[dim] - 1, 1)] * missing], dim)
+
+    return recursively_apply(padded, tensor, error_on_other_type=True)
 
 
 # ---- questions about a module, which need no run
