@@ -18,8 +18,7 @@ Accelerate's name for CollectiveMismatch is DistributedOperationException.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from difflib import get_close_matches
 
 from farflung.base.words import shortened
@@ -85,29 +84,6 @@ class Unreachable(FarflungError, RuntimeError):
 
 class CheckpointError(FarflungError, RuntimeError):
     """A checkpoint that could not be written, or is not whole. The checkpoints before it and the run are untouched."""
-
-
-class Problems:
-    """Errors that are raised together, so that a user can mend all of them at once."""
-
-    def __init__(self) -> None:
-        self._found: list[FarflungError] = []
-
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        """Keep what a block raises for later."""
-        try:
-            yield
-        except FarflungError as error:
-            self._found.append(error)
-
-    def raise_all(self) -> None:
-        """Raise what was caught, if anything was: several errors as one, with a line for each."""
-        if len(self._found) > 1:
-            kind = Unsupported if all(isinstance(one, Unsupported) for one in self._found) else ConfigError
-            raise kind("\n".join(map(str, self._found)))
-        for one in self._found:
-            raise one
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

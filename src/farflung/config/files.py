@@ -15,11 +15,12 @@ import yaml
 from yaml.events import CollectionEndEvent, CollectionStartEvent
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from farflung.base.errors import ConfigError, Problems, Unsupported, did_you_mean
+from farflung.base.errors import ConfigError, Unsupported, did_you_mean
 from farflung.base.files import FORMER_NAME, atomic_file
 from farflung.config import environ
 from farflung.config.foreign import DISTRIBUTED_TYPES, FOREIGN_KEYS
 from farflung.config.launch import FIELDS, LaunchSettings
+from farflung.config.problems import Problems
 from farflung.config.setting import Stated
 
 LOCAL_FILE = Path("farflung.yaml")

@@ -16,8 +16,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from farflung.base.checks import check_flag, check_whole, check_word, shown, wrong_type
-from farflung.base.errors import ConfigError, Problems, Unsupported
+from farflung.base.errors import ConfigError, Unsupported
 from farflung.config import environ
+from farflung.config.problems import Problems
 
 if TYPE_CHECKING:
     from torch import dtype, nn
