@@ -35,7 +35,7 @@ _CONVERTS = ("to", "type", "half", "float", "double", "bfloat16", "detach", "dat
 _IN_PLACE = re.compile(r".*[^_]_|__setitem__|__i(add|sub|mul|(true|floor)div|mod|pow|matmul|and|x?or|[lr]shift)__")
 
 
-class Source(Protocol):
+class _Source(Protocol):
     """Where the values of a stand-in are."""
 
     def fetch(self, stand_in: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class StandIn(Tensor):
     """An offloaded buffer, or the data of an offloaded parameter."""
 
     __slots__ = ("source",)
-    source: Source
+    source: _Source
 
     @classmethod
     def __torch_function__(
@@ -88,7 +88,7 @@ class ParameterStandIn(StandIn):
     _is_param = True  # by which torch recognizes parameters of other classes
 
 
-def made(like: Tensor, source: Source) -> StandIn:
+def made(like: Tensor, source: _Source) -> StandIn:
     """Return a stand-in with the shape, the dtype and the attributes of `like`, a tensor on the meta device."""
     with without_overrides():
         kind = ParameterStandIn if isinstance(like, nn.Parameter) else StandIn
