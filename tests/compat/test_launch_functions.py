@@ -52,7 +52,11 @@ def test_a_command_line_is_parsed_as_there(line):
 
 def test_flags_that_are_not_done_or_not_known(capsys):
     with pytest.raises(Unsupported, match="DeepSpeed"):
-        launch_command_parser().parse_args(["--use_deepspeed", "train.py"])
+        launch_command_parser().parse_args(["--zero_stage", "2", "train.py"])
+    args = launch_command_parser().parse_args(["--multi-gpu", "--use-deepspeed", "train.py"])  # as Accelerate's parser
+    assert (args.multi_gpu, args.use_deepspeed, args.tpu) == (True, True, False)
+    with pytest.raises(Unsupported, match="--use_deepspeed asks for DeepSpeed"):
+        launch_command(args)
     with pytest.raises(SystemExit):
         launch_command_parser().parse_args(["--nothing", "train.py"])
     assert "--nothing" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -26,19 +26,25 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with `message`, or raise Unsupported for the first flag in it that asks for what Farflung does not do."""
         words = [underscored(word.lstrip("-")) for word in message.split() if word.startswith("--")]
-        for word in words:
-            foreign = foreign_flag(word.split("=")[0])
-            if foreign is not None:
-                raise Unsupported(
-                    f"--{word} asks for {foreign.what}, which Farflung does not support. {foreign.instead}"
-                )
+        _refuse_foreign(words)
         super().error(message)
+
+
+_ENGINES = ("use_deepspeed", "use_megatron_lm", "tpu")  # switches that Accelerate's parser knows: refused at the launch
+
+
+def _refuse_foreign(words: Iterable[str]) -> None:
+    for word in words:
+        foreign = foreign_flag(word.split("=")[0])
+        if foreign is not None:
+            raise Unsupported(f"--{word} asks for {foreign.what}, which Farflung does not support. {foreign.instead}")
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return a parser of what stands behind `farflung launch` on a command line.
 
     It finds the launch settings by name, None where a flag is left out, and `training_script` with its arguments.
+    Switches of other engines are refused at the launch.
     With `subparsers`, what `ArgumentParser.add_subparsers` returned, the parser is its command `launch`.
     """
     description = (
@@ -51,6 +57,9 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         parser = _Parser("farflung launch", description=description, allow_abbrev=False)
     for entry in FIELDS:
         _add(parser, entry)
+    for engine in _ENGINES:
+        flags = dict.fromkeys((f"--{engine}", _dashed(f"--{engine}")))
+        parser.add_argument(*flags, dest=engine, action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("training_script", help="The script, a module with -m, or a program with --no_python.")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="Its arguments.")
     return parser
@@ -60,9 +69,10 @@ def _add(parser: argparse.ArgumentParser, entry: Field) -> None:
     dashed = [spelled for flag in entry.flags if (spelled := _dashed(flag)) not in entry.flags]
     kind = str if entry.says_word else entry.kind
     how: dict[str, Any] = {"action": "store_true"} if entry.is_switch else {"type": kind}
-    parser.add_argument(*entry.flags, dest=entry.name, default=None, help=entry.help.replace("%", "%%"), **how)
+    unset = False if entry.name == "multi_gpu" else None  # as in Accelerate's parser
+    parser.add_argument(*entry.flags, dest=entry.name, default=unset, help=entry.help.replace("%", "%%"), **how)
     if dashed:
-        parser.add_argument(*dashed, dest=entry.name, default=None, help=argparse.SUPPRESS, **how)
+        parser.add_argument(*dashed, dest=entry.name, default=unset, help=argparse.SUPPRESS, **how)
     for flag in (*entry.flags, *dashed) if entry.is_switch and entry.in_file else ():
         if flag.startswith("--"):
             words = dict.fromkeys((f"--no_{flag[2:]}", f"--no-{flag[2:]}"))
@@ -74,8 +84,13 @@ def _dashed(flag: str) -> str:
 
 
 def flags_of(args: argparse.Namespace) -> dict[str, str | bool]:
-    """Return what a namespace says of the launch settings, as a command line says it."""
+    """Return what a namespace says of the launch settings, as a command line says it.
+
+    Raises Unsupported where it asks for an engine that Farflung does not do.
+    """
+    _refuse_foreign(engine for engine in _ENGINES if getattr(args, engine, False))
     said = {entry.name: getattr(args, entry.name, None) for entry in FIELDS}
+    said["multi_gpu"] = said["multi_gpu"] or None  # which has no `--no_multi_gpu`
     return {name: value if isinstance(value, bool) else str(value) for name, value in said.items() if value is not None}
 
 
