@@ -181,6 +181,16 @@ FILES: dict[str, tuple[str, dict[str, object], list[str]]] = {
         {"fsdp_reshard_after_forward": "true", "use_parallelism_config": None},
         ["on one machine, models are sharded over all processes"],
     ),
+    "a number of ranks to reshard over is no strategy": (
+        FSDP_2.replace("reshard_after_forward: true", "reshard_after_forward: 4"),
+        {"fsdp_reshard_after_forward": "4"},
+        [],
+    ),
+    "HYBRID_SHARD of version 1": (
+        FSDP_2.replace("reshard_after_forward: true", "reshard_after_forward: HYBRID_SHARD").replace("on: 2", "on: 1"),
+        {"fsdp_reshard_after_forward": "true"},
+        ["on one machine"],
+    ),
     "HYBRID_SHARD on two": (
         FSDP_1.replace("FULL_SHARD", "HYBRID_SHARD_ZERO2") + "num_machines: 2\nmain_process_ip: node0\n",
         {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2},

@@ -164,6 +164,7 @@ def _check_used(found: Mapping[str, Stated]) -> list[str]:
     notes = []
     for switch, prefix in (("use_fsdp", "fsdp_"), ("use_parallelism_config", "parallelism_config_")):
         stated = [name for name in found if name.startswith(prefix) and found[name].kind in ("flag", "file")]
+        stated.sort(key=lambda name: -_STRENGTH[found[name].kind])
         if not stated:
             continue
         where, asked = found[stated[0]], found[switch]
@@ -201,7 +202,8 @@ def _without_effect(found: dict[str, Stated]) -> list[str]:
 
 def _arrange_hybrid(found: dict[str, Stated]) -> list[str]:
     """Turn version 1's HYBRID_SHARD (shards in a machine, copies on each) into the grid that it is, and say so."""
-    said = next((one for one in map(found.get, _STRATEGIES) if one and str(one.value).upper() in _HYBRID), None)
+    names = _STRATEGIES if found["fsdp_version"].value == 1 else _STRATEGIES[:1]
+    said = next((found[name] for name in names if str(found[name].value).upper() in _HYBRID), None)
     machines, processes = found["num_machines"].value, found["num_processes"].value
     is_known = machines == 1 or (isinstance(processes, int) and processes % int(machines or 1) == 0)
     if said is None or not found["use_fsdp"].value or found["use_parallelism_config"].value or not is_known:

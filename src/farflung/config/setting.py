@@ -64,7 +64,7 @@ class Field:
             word = "no"
         if word in self.refused:
             raise Unsupported(f"{called} is {text!r}, which Farflung does not support. {self.refused[word]}")
-        if not self.choices or self.checked_later:
+        if not self.choices or (self.checked_later and word not in self.choices):
             return text
         if word not in self.choices:
             raise ConfigError(
