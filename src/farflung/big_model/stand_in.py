@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,10 +92,10 @@ def made(like: Tensor, source: _Source) -> StandIn:
     """Return a stand-in with the shape, the dtype and the attributes of `like`, a tensor on the meta device."""
     with without_overrides():
         kind = ParameterStandIn if isinstance(like, nn.Parameter) else StandIn
-        stand_in = like.detach().as_subclass(kind).requires_grad_(like.requires_grad)
+        stand_in: Any = like.detach().as_subclass(kind).requires_grad_(like.requires_grad)
     stand_in.source = source
     vars(stand_in).update(vars(like))
-    return stand_in
+    return cast(StandIn, stand_in)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class _Converted:
     of: StandIn
 
     def fetch(self, stand_in: Tensor) -> Tensor:
-        values = _values(self.of).to(stand_in.dtype)
+        values: Tensor = _values(self.of).to(stand_in.dtype)
         return values if stand_in.requires_grad else values.detach()
 
     def __str__(self) -> str:
@@ -129,7 +129,6 @@ def _refuse_changes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         for one in target if isinstance(target, (list, tuple)) else (target,):
             if isinstance(one, StandIn):
                 raise StateError(
-                    f"{name} would change {one.source}, which is offloaded, so the change would be lost. Make it in "
-                    "`with align_module_device(module):` and set_module_tensor_to_device, or before the model is "
-                    "dispatched."
+                    f"{name} would change {one.source}, which is offloaded, so the change would be lost. Change it "
+                    "before the model is dispatched, or after remove_hook_from_submodules(model)."
                 )

@@ -121,7 +121,7 @@ def _read_foreign(key: str, entries: Mapping[str, tuple[Node, str]]) -> str | No
     if foreign.is_hint:
         return f"{place}: `{key}` asks for {foreign.what}, which Farflung does not do. Results are the same without it."
     if foreign.read_with:
-        reader, *words = foreign.read_with
+        reader, words = str(foreign.read_with[0]), foreign.read_with[1:]
         said = _scalar(reader, *entries[reader]) if reader in entries else None
         if (None if said is None else said.lower()) not in words:
             why = f"{reader} is {said}" if said else f"there is no {reader}"
