@@ -99,12 +99,12 @@ def test_what_would_change_an_offloaded_weight_is_refused_by_name(tmp_path):
         lambda: model.proj.weight.__setitem__(0, 1),
     ):
         with pytest.raises(
-            StateError, match=r"would change weight of Linear, which is offloaded.*remove_hook_from_submodules"
+            StateError, match=r"would change proj.weight of Linear, which is offloaded.*remove_hook_from_submodules"
         ):
             change()
     with (
         pytest.warns(UserWarning, match="no-op"),
-        pytest.raises(RuntimeError, match="would change weight of Embedding"),
+        pytest.raises(RuntimeError, match="would change embed.weight of Embedding"),
     ):
         model.load_state_dict(saved)
     average = torch.zeros(4, 4)

@@ -302,7 +302,7 @@ class _Waiting:
         return _guard_gradient(value.detach().requires_grad_(stand_in.requires_grad))
 
     def __str__(self) -> str:
-        return f"{self.name} of {self.owner}"
+        return f"{getattr(self.hook.weights_map, 'prefix', '')}{self.name} of {self.owner}"
 
 
 def _guard_gradient(weights: Tensor) -> Tensor:
