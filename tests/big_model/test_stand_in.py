@@ -104,7 +104,7 @@ def test_what_would_change_an_offloaded_weight_is_refused_by_name(tmp_path):
             change()
     with (
         pytest.warns(UserWarning, match="no-op"),
-        pytest.raises(RuntimeError, match="would change embed.weight of Embedding"),
+        pytest.raises(RuntimeError, match=r"would change embed\.weight of Embedding"),
     ):
         model.load_state_dict(saved)
     average = torch.zeros(4, 4)
