@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does an outer loop keep of data parallelism's gain, for which share of its bytes?
 
-From `benchmarks`: python -m evidence.experiments [--experiment tune 1 2 3 4 5 6 7] [--sizes 34k 100k] [--seeds 0 1 2]
+From `benchmarks`: python -m evidence.experiments [--experiment tune 1 2 3 4 5 6 7 8] [--sizes 34k 100k] [--seeds 0 1 2]
 
 Each run is a line of results/evidence.jsonl; those that are there already are not done again, so a series can be broken
 off and taken up. Settings are tuned at a quarter of the length first (`tune`), on the smallest size.
@@ -23,7 +23,7 @@ from _measure import RESULTS, report
 
 import farflung.outer
 from evidence.runner import LOW_RANK, train
-from evidence.runs import SHAPES, Run
+from evidence.runs import SHAPES, Run, checksum
 from farflung.outer.momentum import rate_of
 
 QUESTION = "What does an outer loop keep of data parallelism's gain, for which share of its bytes?"
@@ -31,12 +31,13 @@ FILE = "evidence.jsonl"
 STEPS = {"34k": 2000, "100k": 1000, "385k": 1000, "1M": 1000}
 AT_ONCE = 36  # rows of a stack: more of them take as long each, fewer take longer
 TUNED_AT = "34k"
+SCRATCH = "8"  # all methods by themselves from the first step on
 INNER = {"adamw": (2.5e-3, 5e-3, 1e-2, 2e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2)}
 LARGER_INNER = {"adamw": (5e-3, 1e-2), "muon": (2e-2, 4e-2)}  # for larger models, and for runs of the whole length
 FIRST_RATE = 0.7  # DiLoCo's outer learning rate while the inner ones are tuned
 OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0, 1.4), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99)
 RATES = (0.5, 0.7, 0.85, 1.0, 1.4)  # outer ones, by H
-EXPERIMENTS = ("tune", "1", "2", "3", "4", "5", "6", "7")
+EXPERIMENTS = ("tune", "1", "2", "3", "4", "5", "6", "7", SCRATCH)
 GROWING = ("diloco", "streaming_diloco")  # whose momentum grows
 LR_AND_MOMENTUM = ("lr", OUTER, "momentum", MOMENTA)
 OTHERS = {  # the recipes that have something else in their place, or want other rates
@@ -164,6 +165,26 @@ CODECS: Mapping[str, tuple[str, dict[str, Any]]] = {
     f"diloco({every}) rank {rank}": (LOW_RANK, {"every": every, "rank": rank})
     for every, rank in ((32, 4), (32, 2), (8, 2))
 }
+MEASURED = "diloco(8) e3m0"  # what the first sentences of the pages are about
+FROM_SCRATCH: Mapping[str, tuple[str, dict[str, Any]]] = {  # with the recipes' defaults; DDP is that of experiment 1
+    "alone": ("alone", {}),
+    **{f"diloco({every}) e3m0": ("diloco", {"every": every, "codec": "e3m0"}) for every in (8, 32, 128, 16, 4, 64)},
+    **{f"diloco({every})": ("diloco", {"every": every}) for every in (8, 32, 128)},
+    **{f"local_sgd({every})": ("local_sgd", {"every": every}) for every in (8, 32, 128)},
+    **{
+        f"streaming_diloco({every}, 2) e3m0, delay {delay}": (
+            "streaming_diloco",
+            {"every": every, "fragments": 2, "delay": delay},
+        )
+        for every, delay in ((32, 1), (32, 8), (8, 1), (128, 1), (128, 8), (32, 4))
+    },
+    **{f"sparse_loco({every})": ("sparse_loco", {"every": every}) for every in (32, 8)},
+    **{f"eager_diloco({every}) int8": ("eager_diloco", {"every": every}) for every in (32, 8)},
+    **{f"{method}(32)": (method, {"every": 32}) for method in ("slowmo", "edit", "gossip")},
+    "noloco(32)": ("noloco", {"every": 32, "pull": 1}),
+    "DDP, bf16": ("DDP", {"dtype": "bfloat16"}),
+    "DDP, PowerSGD rank 2": ("DDP", {"hook": "powersgd", "rank": 2}),
+}
 LARGER = ("alone", "DDP", "diloco(32)", "diloco(8)", STREAMED, "diloco(128)", "local_sgd(32)")
 CHANGED = ("alone", "DDP", "diloco(32)")
 MUON = "Muon"  # behind the names of what takes it
@@ -272,6 +293,8 @@ def rows(results: Results, experiment: str, size: str, seed: int) -> dict[str, l
         return outer_rates(results, size, seed)
     if experiment == "7":
         return defaults(results, size, seed)
+    if experiment == SCRATCH:
+        return from_scratch(results, size, seed)
     table = METHODS if experiment == "1" else CODECS
     names = LARGER if experiment == "1" and size != TUNED_AT else table
     found = {name: [tuned(results, size, seed, table[name][0], **table[name][1])] for name in names}
@@ -315,6 +338,29 @@ def defaults(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
     return found
 
 
+def scratch_grid(results: Results, size: str, method: str) -> list[Run]:
+    """Return runs of the whole length with the first seed, at two inner rates: one replica alone, DDP, and DiLoCo."""
+    first = "alone" if method == "alone" else MEASURED
+    rates = [round(lr * SHAPES[TUNED_AT].width / SHAPES[size].width, 6) for lr in LARGER_INNER["adamw"]]
+    if method == "DDP":  # which doesn't see what the others have in common
+        return [Run(size, "DDP", lr, 0, STEPS[size]) for lr in rates]
+    settings = spelled(**scratch_settings(*FROM_SCRATCH[first]))
+    return [Run(size, FROM_SCRATCH[first][0], lr, 0, STEPS[size], settings, common=0.0) for lr in rates]
+
+
+def scratch_settings(method: str, settings: dict[str, Any]) -> dict[str, Any]:
+    return usual_settings(method, settings) if method in ANCHORED else settings
+
+
+def from_scratch(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
+    """Return runs that train by themselves from the first step on, each with the better one of two inner rates."""
+    found = {}
+    for name, (method, settings) in FROM_SCRATCH.items():
+        run = replace(best(results, scratch_grid(results, size, method)), method=method, seed=seed)
+        found[name] = [replace(run, settings=spelled(**scratch_settings(method, settings)), common=0.0)]
+    return found
+
+
 def do(runs: Iterable[Run], results: Results) -> None:
     """Do what isn't there yet, in stacks of what can be done together."""
     by_kind: dict[tuple[Any, ...], list[Run]] = {}
@@ -328,7 +374,7 @@ def do(runs: Iterable[Run], results: Results) -> None:
             while kind and sum(run.replicas for run in [*now, kind[0]]) <= AT_ONCE:
                 now.append(kind.pop(0))
             for run, figures in zip(now, train(now), strict=True):
-                report(QUESTION, figures, write_to=FILE, tuned_at=TUNED_AT, **asdict(run))
+                report(QUESTION, figures, write_to=FILE, tuned_at=TUNED_AT, text=checksum(), **asdict(run))
                 results.figures[run] = figures
 
 
@@ -346,6 +392,8 @@ def main() -> None:
             if experiment == "tune":
                 tune(results, size)
                 continue
+            if experiment == SCRATCH:
+                do((run for method in CHANGED for run in scratch_grid(results, size, method)), results)
             named = [rows(results, experiment, size, seed) for seed in chosen.seeds]
             chosen_rows = [runs for one in named for name, runs in one.items() if name in (chosen.rows or one)]
             do((run for runs in chosen_rows for run in runs), results)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -84,6 +85,12 @@ def texts() -> tuple[Tensor, Tensor]:
     text = load_text(None)
     train, held_out = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (text.train, text.validation))
     return train, held_out
+
+
+@cache
+def checksum() -> str:
+    """Return the first digits of the SHA-256 of the two texts: runs can be compared where it is the same."""
+    return hashlib.sha256(b"\0".join(bytes(text.tolist()) for text in texts())).hexdigest()[:16]
 
 
 def draws(run: Run, context: int) -> Tensor:
