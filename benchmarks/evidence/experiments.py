@@ -51,6 +51,11 @@ def spelled(**settings: Any) -> str:
     return json.dumps(settings, sort_keys=True)
 
 
+def run_of(line: Mapping[str, Any]) -> Run:
+    """Return the run of a line."""
+    return Run(**{field.name: line[field.name] for field in fields(Run) if field.name in line})
+
+
 class Results:
     """The lines that are there, by their runs."""
 
@@ -61,9 +66,7 @@ class Results:
         file = RESULTS / FILE
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         self.figures: dict[Run, dict[str, Any]] = {}
-        for line in map(json.loads, lines):
-            key = {field.name: line[field.name] for field in fields(Run) if field.name in line}
-            self.figures[Run(**key)] = line["figures"]
+        self.figures.update((run_of(line), line["figures"]) for line in map(json.loads, lines))
 
     def loss(self, run: Run) -> float:
         """Return the held-out loss; infinite if it isn't there or wasn't finite."""
@@ -166,7 +169,7 @@ CODECS: Mapping[str, tuple[str, dict[str, Any]]] = {
     for every, rank in ((32, 4), (32, 2), (8, 2))
 }
 MEASURED = "diloco(8) e3m0"  # what the first sentences of the pages are about
-FROM_SCRATCH: Mapping[str, tuple[str, dict[str, Any]]] = {  # with the recipes' defaults; DDP is that of experiment 1
+FROM_SCRATCH: Mapping[str, tuple[str, dict[str, Any]]] = {  # with the recipes' defaults
     "alone": ("alone", {}),
     **{f"diloco({every}) e3m0": ("diloco", {"every": every, "codec": "e3m0"}) for every in (8, 32, 128, 16, 4, 64)},
     **{f"diloco({every})": ("diloco", {"every": every}) for every in (8, 32, 128)},
@@ -176,7 +179,7 @@ FROM_SCRATCH: Mapping[str, tuple[str, dict[str, Any]]] = {  # with the recipes' 
             "streaming_diloco",
             {"every": every, "fragments": 2, "delay": delay},
         )
-        for every, delay in ((32, 1), (32, 8), (8, 1), (128, 1), (128, 8), (32, 4))
+        for every, delay in ((8, 1), (8, 2), (32, 1), (32, 4), (32, 8), (128, 1), (128, 8), (128, 32))
     },
     **{f"sparse_loco({every})": ("sparse_loco", {"every": every}) for every in (32, 8)},
     **{f"eager_diloco({every}) int8": ("eager_diloco", {"every": every}) for every in (32, 8)},
@@ -342,7 +345,7 @@ def scratch_grid(results: Results, size: str, method: str) -> list[Run]:
     """Return runs of the whole length with the first seed, at two inner rates: one replica alone, DDP, and DiLoCo."""
     first = "alone" if method == "alone" else MEASURED
     rates = [round(lr * SHAPES[TUNED_AT].width / SHAPES[size].width, 6) for lr in LARGER_INNER["adamw"]]
-    if method == "DDP":  # which doesn't see what the others have in common
+    if method == "DDP":  # which a common start doesn't change
         return [Run(size, "DDP", lr, 0, STEPS[size]) for lr in rates]
     settings = spelled(**scratch_settings(*FROM_SCRATCH[first]))
     return [Run(size, FROM_SCRATCH[first][0], lr, 0, STEPS[size], settings, common=0.0) for lr in rates]
@@ -354,7 +357,7 @@ def scratch_settings(method: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def from_scratch(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
     """Return runs that train by themselves from the first step on, each with the better one of two inner rates."""
-    found = {}
+    found = {"DDP": [replace(best(results, scratch_grid(results, size, "DDP")), seed=seed)]}
     for name, (method, settings) in FROM_SCRATCH.items():
         run = replace(best(results, scratch_grid(results, size, method)), method=method, seed=seed)
         found[name] = [replace(run, settings=spelled(**scratch_settings(method, settings)), common=0.0)]

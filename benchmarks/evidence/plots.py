@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from evidence.experiments import STEPS, Results
+from evidence.experiments import SCRATCH, STEPS, Results
 from evidence.runs import SHAPES
 from evidence.tables import Row, collect, mean_and_error, methods
 
@@ -48,9 +48,19 @@ def finals(row: Row) -> list[float]:
 
 def shares_against_bytes(axes: Axes, results: Results) -> None:
     """Every method on the smallest size, without variants that would hide it."""
-    rows = [row for row in methods(results, "34k").values() if not math.isnan(row.fewer_bytes)]
     hidden = ("(8) int8", " diloco(32) int8", "(8) e3m0", "no pull", ", defaults", ") rank 2", ") rank 4")
-    rows = [row for row in rows if not f" {row.name}".endswith(hidden)]
+    rows = [row for row in methods(results, "34k").values() if not f" {row.name}".endswith(hidden)]
+    _shares_against_bytes(axes, rows, "34k", "after a common start")
+
+
+def shares_from_scratch(axes: Axes, results: Results) -> None:
+    hidden = ("delay 2", "delay 4", "delay 8", "delay 32", "noloco(32)", "gossip(32)", " diloco(32)", " diloco(128)")
+    rows = [row for row in collect(results, SCRATCH, "100k").values() if not f" {row.name}".endswith(hidden)]
+    _shares_against_bytes(axes, rows, "100k", "from scratch, all bytes counted")
+
+
+def _shares_against_bytes(axes: Axes, rows: list[Row], size: str, start: str) -> None:
+    rows = [row for row in rows if not math.isnan(row.fewer_bytes)]
     kinds = ("DDP", "diloco", "local_sgd", "streaming", "sparse", "other")
     for number, row in enumerate(sorted(rows, key=percent)):
         mean, error = percent(row)
@@ -61,7 +71,7 @@ def shares_against_bytes(axes: Axes, results: Results) -> None:
         axes.annotate(row.name, (row.fewer_bytes, mean), textcoords="offset points", fontsize=7, **place)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xscale="log", xlabel="times fewer bytes than DDP", ylabel="% of DDP's gain over one replica alone")
-    axes.set_title(f"What each method keeps: {SHAPES['34k'].width} wide, {STEPS['34k']} steps, 4 replicas", fontsize=10)
+    axes.set_title(f"What each method keeps {start}: {size} parameters, {STEPS[size]} steps, 4 replicas", fontsize=10)
 
 
 def shares_against_interval(axes: Axes, results: Results) -> None:
@@ -142,6 +152,7 @@ def losses_against_time(axes: Axes, _: Results) -> None:
 
 def main() -> None:
     results = Results()
+    draw("scratch", 9, shares_from_scratch, results)
     draw("methods", 9, shares_against_bytes, results)
     draw("interval", 6.5, shares_against_interval, results)
     draw("codecs", 7.5, losses_against_bytes, results)

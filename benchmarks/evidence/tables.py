@@ -5,10 +5,25 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
-from evidence.experiments import CHANGED, METHODS, RATES, TUNED_AT, Results, inner_grids, outer_grids, rows, tuned
+from evidence.experiments import (
+    CHANGED,
+    MEASURED,
+    METHODS,
+    RATES,
+    SCRATCH,
+    TUNED_AT,
+    Results,
+    best,
+    inner_grids,
+    outer_grids,
+    rows,
+    scratch_grid,
+    spelled,
+    tuned,
+)
 from evidence.runs import SHAPES, Run
 from farflung.outer.momentum import rate_of
 
@@ -22,8 +37,9 @@ class Row:
     Attributes:
         runs: by seed: one replica alone, DDP, and the method.
         shares: of DDP's gain over one replica alone that the method keeps, by seed.
-        differences: by seed, how much larger the share is than that of `diloco(32)`, or of "as it is".
-        fewer_bytes: how many times fewer than DDP a replica sends, after the common start.
+        differences: by seed, how much larger the share is than that of `diloco(32)`, of "as it is", or from scratch of
+            `diloco(8) e3m0`.
+        fewer_bytes: how many times fewer than DDP a replica sends, after the common start if there is one.
     """
 
     name: str
@@ -43,7 +59,7 @@ class Row:
 
     @property
     def share(self) -> str:
-        return f"{with_error(self.shares, '.0f', 100)} %{self.mark}"
+        return f"{with_range(self.shares)}{self.mark}"
 
     def loss(self, index: int) -> str:
         return with_error([losses[index] for losses in self.losses], ".4f")
@@ -60,6 +76,12 @@ def with_error(values: list[float], form: str, scale: float = 1.0) -> str:
     return f"{mean:{form}}" + ("" if math.isnan(error) else f" ± {error:{form}}")
 
 
+def with_range(values: list[float], form: str = ".0f") -> str:
+    """Return the mean of shares in percent and, of several, the least and the largest."""
+    least, largest = (f"{100 * value:{form}}" for value in (min(values), max(values)))
+    return f"{100 * statistics.mean(values):{form}} %" + (f" ({least} to {largest})" if len(values) > 1 else "")
+
+
 def collect(results: Results, experiment: str, size: str) -> dict[str, Row]:
     """Return an experiment's rows that have results, of seeds that have alone and DDP too."""
     found: dict[str, Row] = {}
@@ -67,6 +89,8 @@ def collect(results: Results, experiment: str, size: str) -> dict[str, Row]:
         usual = [tuned(results, size, seed, METHODS[name][0], **METHODS[name][1]) for name in CHANGED]
         by_name = rows(results, experiment, size, seed)
         usual = by_name.get("as it is", usual)
+        if experiment == SCRATCH:
+            usual = [by_name[name][0] for name in ("alone", "DDP", MEASURED)]
         for name, runs in by_name.items():
             three = runs if len(runs) == 3 else [*usual[:2], *runs]
             losses = [results.loss(run) for run in three]
@@ -149,7 +173,7 @@ def inner_table(results: Results) -> list[str]:
             usual = dict(zip(found["AdamW"].runs, found["AdamW"].losses, strict=True))
             of_usual = [kept([*usual[seed][:2], losses[2]]) for seed, losses in seeds.items() if seed in usual]
             below = "-" if row.name == "AdamW" else with_error(saved_by(row, found["AdamW"]), ".4f")
-            shares = [row.share, f"{with_error(of_usual, '.0f', 100)} %"]
+            shares = [row.share, with_range(of_usual)]
             cells = [row.name, size, *map(row.loss, range(3)), below, *shares]
             lines.append(f"| {' | '.join(cells)} | {len(seeds)} |")
     return lines
@@ -192,28 +216,98 @@ def rates_table(results: Results) -> list[str]:
 
 
 def defaults_table(results: Results) -> list[str]:
-    """Experiment 7: how far above the tuned loss the defaults end, by length; below it with a minus."""
+    """Experiment 7: how far above the tuned loss the defaults end, by length; below it with a minus.
+
+    A dash where the tuned settings are the defaults.
+    """
     lines = ["| method | steps | tuned | defaults | defaults above tuned | seeds |", "|---|---|---|---|---|---|"]
     for name in rows(results, "7", TUNED_AT, 0):
         pairs = [[results.loss(run) for run in rows(results, "7", TUNED_AT, seed)[name]] for seed in SEEDS]
         if pairs := [pair for pair in pairs if all(map(math.isfinite, pair))]:
             tuned_losses, losses = map(list, zip(*pairs, strict=True))
-            above = with_error([usual / best - 1 for best, usual in pairs], ".1f", 100)
-            cells = [with_error(tuned_losses, ".4f"), with_error(losses, ".4f"), f"{above} %", str(len(pairs))]
+            above = with_range([usual / best - 1 for best, usual in pairs], ".1f") if tuned_losses != losses else "-"
+            cells = [with_error(tuned_losses, ".4f"), with_error(losses, ".4f"), above, str(len(pairs))]
             method, _, steps = name.removesuffix(" steps").rpartition(", ")
             lines.append(f"| `{method}` | {steps} | {' | '.join(cells)} |")
     return lines
 
 
+def scratch_rates_table(results: Results) -> list[str]:
+    """Experiment 8: the loss of the first seed at each of two inner rates; the better one, in bold, is used."""
+    lines = [f"| size | `alone` | `DDP` | `{MEASURED}` |", "|---|---|---|---|"]
+    for size in SHAPES:
+        cells = []
+        for name in ("alone", "DDP", MEASURED):
+            grid = scratch_grid(results, size, name)
+            chosen = best(results, grid)
+            there = [run for run in grid if math.isfinite(results.loss(run))]
+            pairs = [(f"{run.lr:.2g}: {results.loss(run):.4f}", run is chosen) for run in there]
+            cells.append(", ".join(f"**{pair}**" if is_chosen else pair for pair, is_chosen in pairs))
+        if all(cells):
+            lines.append(f"| {size} | {' | '.join(cells)} |")
+    return lines
+
+
 def headline(results: Results, size: str, name: str) -> str:
-    """Return `x ± e % of DDP's gain for 1/y of its bytes`."""
+    """Return `x % (least to largest) of DDP's gain for 1/y of all its bytes`, of runs from scratch."""
+    row = collect(results, SCRATCH, size)[name]
+    return f"{with_range(row.shares)} of DDP's gain for 1/{row.fewer_bytes:.0f} of all its bytes"
+
+
+def with_common_start(results: Results, size: str, name: str) -> str:
+    """Return `x % (least to largest) of DDP's gain for 1/y of its bytes`, of runs whose first tenth is DDP."""
     row = methods(results, size)[name]
-    return f"{with_error(row.shares, '.0f', 100)} % of DDP's gain for 1/{row.fewer_bytes:.0f} of its bytes"
+    return f"{with_range(row.shares)} of DDP's gain for 1/{row.fewer_bytes:.0f} of its bytes"
+
+
+def above(results: Results, pairs: list[tuple[Run, Run]]) -> float:
+    """Return by how many percent the mean loss of the first runs is above that of the second ones."""
+    first, second = (statistics.mean(map(results.loss, runs)) for runs in zip(*pairs, strict=True))
+    return 100 * (first / second - 1)
+
+
+def outer_rate(results: Results, size: str, replicas: int, every: int, inner: str = "falling") -> float:
+    """Experiment 6: by how many percent an outer rate of 1.0 ends above 0.7."""
+    pairs = []
+    for seed in SEEDS:
+        by_name = rows(results, "6", size, seed)
+        one, less = (by_name[f"{replicas} replicas, {inner}, H={every}, lr {lr}"][0] for lr in (1.0, 0.7))
+        pairs.append((one, less))
+    return above(results, pairs)
+
+
+def sparse_loco(results: Results, steps: int, **settings: float) -> float:
+    """Return by how many percent other settings of `sparse_loco` end above its defaults, at 34k."""
+    usual = [rows(results, "7", TUNED_AT, seed)[f"sparse_loco(32), {steps} steps"][1] for seed in SEEDS]
+    other = [replace(run, settings=spelled(**{**run.options, **settings})) for run in usual]
+    return above(results, list(zip(other, usual, strict=True)))
+
+
+def phrases(results: Results) -> list[str]:
+    """Return what the page says in its text of differences in loss."""
+    places = (("34k", 4), ("34k", 2), ("34k", 8), ("100k", 4))
+    often, seldom = ([outer_rate(results, *place, every) for place in places] for every in (8, 32))
+    muon = collect(results, "4", TUNED_AT)
+    slower = sparse_loco(results, 2000, lr=1.0, beta=0.95)
+    early, late = (sparse_loco(results, steps, beta=0.95) for steps in (500, 4000))
+    fewer = methods(results, "100k")[MEASURED].fewer_bytes
+    defaults, tuned_pair = (muon[name].losses[0][2] for name in ("Muon, defaults", "Muon"))
+    return [
+        f"1.0 ends {min(often):.1f} to {max(often):.1f} % higher than 0.7 with H=8, "
+        f"and {-max(seldom):.1f} to {-min(seldom):.1f} % lower with H=32",
+        f"with H=32 1.0 ends {outer_rate(results, '34k', 4, 32, 'constant'):.1f} % higher than 0.7",
+        f"With 1.0 and the paper's decay of 0.95 it ends {slower:.1f} % higher in 2,000 steps",
+        f"With the decay alone it ends {early:.1f} % higher in 500 steps and {-late:.1f} % lower in 4,000",
+        f"With the bytes of that tenth it is 1/{1 / (0.1 + 0.9 / fewer):.1f}",
+        f"The recipe's defaults end {100 * (defaults / tuned_pair - 1):.1f} % above the tuned pair",
+    ]
 
 
 def all_tables(results: Results) -> dict[str, list[str]]:
     """Return every table that has rows, by its title."""
     tables = {"tuning": tuning_table(results), "changes": changes_table(results), "inner": inner_table(results)}
+    tables |= {f"{size} from scratch": methods_table(collect(results, SCRATCH, size)) for size in SHAPES}
+    tables["rates from scratch"] = scratch_rates_table(results)
     tables |= {size: methods_table(methods(results, size)) for size in SHAPES}
     tables |= {"rates": rates_table(results), "defaults": defaults_table(results)}
     tables["uneven"] = methods_table(collect(results, "5", TUNED_AT))
