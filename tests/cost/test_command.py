@@ -3,6 +3,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -11,15 +12,19 @@ from hypothesis import given, settings, strategies as st
 from farflung.base.errors import ConfigError
 from farflung.base.sizes import num_bytes
 from farflung.base.words import in_bytes, in_rate, in_seconds
+from farflung.config.outer import OuterSettings
 from farflung.cost import forecast
+from farflung.cost.evidence import GAIN_KEPT
 from farflung.cost.forecast import Forecast
-from farflung.cost.methods import rows_for
-from farflung.cost.model import Run, cost_of
+from farflung.cost.methods import Rows
+from farflung.cost.model import Method, Run, cost_of
+from farflung.cost.recipes import method_of
 from farflung.cost.units import (
     parse_count,
     parse_rate,
     parse_seconds,
 )
+from farflung.outer.arguments import recipe_of
 from tests.python import run_python
 
 USUAL = [
@@ -137,11 +142,12 @@ def test_bytes_are_written_with_three_digits(count, text):
 def test_json_is_what_the_model_says():
     found = json.loads(planned(*USUAL, "--json", "--bucket", "1MiB").output)
     assert Run(**found["run"]) == RUN
-    rows = rows_for(RUN, bucket_bytes=2**20, steps=20_000)
+    rows = Rows(RUN, 20_000, 0.9, bucket_bytes=2**20).chosen
     costs = [cost_of(RUN, row.method) for row in rows]
     assert [row["method"] for row in found["methods"]] == [cost.method.name for cost in costs]
     assert [row["flags"] for row in found["methods"]] == [row.flags for row in rows]
-    assert found["take"] == next(row["method"] for row in found["methods"] if row["is_fast_enough"])
+    assert [row["gain_kept"] for row in found["methods"]] == [row.gain_kept for row in rows]
+    assert found["take"] == found["methods"][0]["method"]
     for row, cost in zip(found["methods"], costs, strict=True):
         assert row["seconds_per_step"] == cost.seconds_per_step
         assert row["utilization"] == cost.utilization == pytest.approx(1 - row["exposed_share"])
@@ -152,66 +158,163 @@ def test_json_is_what_the_model_says():
             assert row["is_fast_enough"] == (row["bandwidth_needed_bps"] <= 1e9)
 
 
-def test_no_bandwidth_that_is_enough_is_null_in_json_and_a_dash_in_the_table():
+def test_no_bandwidth_that_is_enough_is_null_in_json():
     far = [*USUAL, "--latency", "1s"]
     rows = {row["method"]: row for row in json.loads(planned(*far, "--json").output)["methods"]}
     assert rows["DDP"]["bandwidth_needed_bps"] is None
-    table = planned(*far).output.split("\nFlags")[0]
-    (line,) = [line for line in table.splitlines() if line.split()[:1] == ["local_sgd(8)"]]
-    assert line.rstrip().endswith(" -")
 
 
 def test_the_table_fits_80_columns_and_marks_what_is_fast_enough():
     lines = planned(*USUAL).output.split("\nFlags")[0].splitlines()
     assert max(map(len, lines)) <= 80
-    for row in rows_for(RUN):
+    for row in Rows(RUN, 20_000, 0.9).chosen:
         (line,) = [line for line in lines if line.strip().startswith(f"{row.method.name}  ")]
+        assert f"{row.gain_kept:.0%}".removesuffix("%") in line.split()
         assert ("% *" in line) == (cost_of(RUN, row.method).utilization >= 0.9)
     assert {"% *" in line for line in lines if "%" in line} == {True, False}
 
 
-def test_each_row_says_its_flags_and_the_last_lines_say_which_row_to_take_and_run_it():
-    streaming = "--outer streaming_diloco --outer-every 100 --outer-fragments 8 --outer-delay 5 --outer-steps 20000"
-    for arguments, advice, flags in [
-        (
-            [],
-            "Use streaming_diloco(100) e3m0: of the methods that are fast enough, it changes training least.",
-            streaming,
-        ),
-        (["--bandwidth", "1Tbit"], "Use DDP: of the methods that are fast enough, it changes training least.", None),
-        (["--latency", "1min"], "No method is fast enough; the closest is ", "--outer diloco --outer-every 500 "),
+def test_each_row_has_its_flags_and_the_last_lines_say_which_row_to_take_and_run_it():
+    for arguments, advice in [
+        ([], "Use "),
+        (["--bandwidth", "1Tbit"], "Use DDP: of the methods that are fast enough, it kept most of DDP's gain"),
+        (["--latency", "1min"], "No method is fast enough; the closest is "),
     ]:
         *lines, said, command = planned(*USUAL, *arguments).output.splitlines()
+        first, *_ = rows = json.loads(planned(*USUAL, *arguments, "--json").output)["methods"]
         assert said.startswith(advice)
-        assert command.startswith(" ".join(filter(None, ["farflung launch --num_processes 4", flags])))
-        assert command.endswith(" train.py")
+        assert f" {first['method']}" in said
+        assert command == " ".join(filter(None, ["farflung launch --num_processes 4", first["flags"], "train.py"]))
         start = lines.index("Flags of `farflung launch`:") + 1
-        shown = {row.method.name: line for row, line in zip(rows_for(RUN), lines[start:], strict=False)}
-        assert shown["DDP"].split() == ["DDP", "none"]
-        assert shown["diloco(128)"].split()[1:] == [
-            "--outer",
-            "diloco",
-            "--outer-every",
-            "128",
-            "--outer-steps",
-            "20000",
-        ]
+        for row, line in zip(rows, lines[start:], strict=False):
+            assert line.startswith(f" {row['method']} ")
+            assert line.endswith(row["flags"] or row["script"] or "none")
     assert "1 replica, " in planned(*USUAL, "--replicas", "1").output
 
 
+def test_a_row_that_needs_a_line_of_the_script_shows_it_above_the_command():
+    for rate in range(10, 60):
+        *_, script, command = planned(*USUAL, "--bandwidth", f"{rate}Gbit").output.splitlines()
+        if script.startswith("In the script: "):
+            assert "comm_hook=DDPCommunicationHookType.BF16" in script
+            assert "--outer" not in command
+            return
+    raise AssertionError("no rate is enough for 16 bits and not for 32")
+
+
+# The model, step and line, and the steps of the run: short and long ones, slow and fast lines.
+QUESTIONS = [
+    (Run(390_000, 3, 0.076, replicas=2, bandwidth_bps=20e6), 120),
+    (Run(390_000, 3, 0.076, replicas=2, bandwidth_bps=20e6), 300),
+    (Run(1_000_000, 4, 0.05, replicas=2, bandwidth_bps=100e6), 1000),
+    (Run(124_000_000, 12, 0.5, replicas=2, bandwidth_bps=1e9), 20_000),
+    (Run(14_000_000, 8, 2.0, replicas=2, bandwidth_bps=5e6), 1000),
+    (Run(14_000_000, 8, 2.0, replicas=4, bandwidth_bps=1e11, latency_s=1e-5), 1000),
+]
+
+
+@pytest.mark.parametrize(("run", "steps"), QUESTIONS)
+def test_the_first_row_is_the_best_row_of_the_evidence_that_is_fast_enough(run, steps):
+    rows = Rows(run, steps, 0.9)
+    first = rows.chosen[0]
+    assert rows.suffices(first)
+    for name, by_interval in GAIN_KEPT.items():
+        for every, gain in by_interval.items():
+            if name.startswith("DDP") or steps >= 10 * every:
+                method = measured(run, name, every)
+                if cost_of(run, method).utilization >= 0.9:
+                    assert first.gain_kept >= gain - 0.005, (name, every)
+
+
+def measured(run, name, every):
+    """The method of a row of the evidence, from its recipe."""
+    if name.startswith("DDP"):
+        return Method(name, during_backward=True, bits=16 if "bf16" in name else 32, bucket_bytes=25 * 2**20)
+    recipe, _, codec = name.removesuffix(", late").partition(" ")
+    options = {"codec": codec} if (recipe, codec) == ("diloco", "e3m0") else {}
+    if recipe == "streaming_diloco":
+        options = {"fragments": 2, "delay": every // 4 if name.endswith("late") else 1}
+    made = recipe_of(OuterSettings(recipe, every=every, **options), local_size=1)
+    return method_of(made, run.parameters, name=name)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.builds(
+        Run,
+        parameters=st.integers(10_000, 10**9),
+        layers=st.integers(1, 60),
+        step_s=st.floats(0.01, 2),
+        replicas=st.integers(2, 8),
+        bandwidth_bps=st.floats(1e6, 1e11),
+        latency_s=st.floats(0, 0.2),
+    ),
+    st.integers(1, 20_000),
+)
+def test_rounds_are_ten_at_least_and_late_by_a_quarter_of_their_interval_at_most(run, steps):
+    rows = Rows(run, steps, 0.9)
+    fast = [rows.suffices(row) for row in rows.chosen]
+    assert fast == sorted(fast, reverse=True)
+    for row in rows.chosen:
+        if row.outer is not None:
+            assert 10 * row.method.every <= steps
+            if row.outer.recipe == "streaming_diloco":
+                assert row.method.delay <= max(1, row.method.every // 4)
+                assert row.method.delay == 1 or not rows.suffices(sooner(row))
+
+
+def sooner(row):
+    return replace(row, method=replace(row.method, delay=row.method.delay - 1))
+
+
+def test_the_delay_is_chosen_for_the_line():
+    """14M values over 100, 20 and 5 Mbit/s: on a slower line fragments land later, and rounds are rarer."""
+    chosen = []
+    for megabits in (100, 20, 5):
+        run = Run(14_000_000, 8, 0.22, replicas=2, bandwidth_bps=megabits * 1e6)
+        (row,) = [row for row in Rows(run, 2000, 0.9).chosen if row.method.fragments > 1]
+        assert cost_of(run, row.method).utilization >= 0.9
+        chosen.append((row.method.delay, row.method.every))
+    assert chosen == sorted(chosen)
+    assert len({delay for delay, _ in chosen}) == 3
+
+
 def test_what_a_run_has_too_few_steps_for_is_left_out_and_never_advised():
-    short = [*USUAL, "--steps", "300"]
+    short = [*USUAL, "--steps", "70"]
     found = json.loads(planned(*short, "--json").output)
-    assert [row["method"] for row in found["methods"]] == ["DDP", "DDP bf16", "local_sgd(8)", "sparse_loco(30)"]
-    left_out = ["diloco(32)", "streaming_diloco(100) e3m0", "diloco(128)", "eager_diloco(32) int8", "diloco(500)"]
-    assert found["left_out"] == left_out
-    assert f"Left out, as 300 steps would be fewer than 10 rounds: {', '.join(left_out)}." in planned(*short).output
+    assert {row["method"] for row in found["methods"]} == {"DDP", "DDP bf16", "diloco(7) e3m0"}
+    assert {"local_sgd", "diloco", "sparse_loco"} < set(found["left_out"])
+    said = "Left out, as 70 steps would be fewer than 10 rounds of the shortest interval in our tests: "
+    assert f"{said}{', '.join(found['left_out'])}." in planned(*short).output
+
+
+def test_rounds_longer_than_measured_ones_have_a_bound():
+    run = Run(124_000_000, 12, 0.5, replicas=4, bandwidth_bps=1e7)
+    for row in Rows(run, 20_000, 0.9).chosen:
+        if row.outer is not None:
+            name = next(name for name in GAIN_KEPT if name.split()[0] == row.outer.recipe)
+            assert row.is_bound == (row.method.every > max(GAIN_KEPT[name]))
+    assert " < " in planned(*USUAL, "--bandwidth", "10Mbit").output
+
+
+def test_a_bound_comes_after_shares_that_were_measured_and_before_losses():
+    rows = Rows(Run(1_100_000_000, 24, 0.5, replicas=2, bandwidth_bps=1e8, latency_s=0.05), 20_000, 0.9)
+    places = [row.is_bound if row.gain_kept > 0 else 2 for row in rows.chosen if rows.suffices(row)]
+    assert places == sorted(places)
+    assert set(places) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("layers", "fragments"), [(1, None), (2, 2), (4, 3), (5, 3), (6, 2), (24, 8)])
 def test_streaming_is_shown_with_fragments_that_were_tried(layers, fragments):
-    rows = rows_for(Run(1_000_000, layers, 0.5, replicas=2, bandwidth_bps=1e9))
+    rows = Rows(Run(1_000_000, layers, 0.5, replicas=2, bandwidth_bps=1e9), 20_000, 0.9).chosen
     assert [row.method.fragments for row in rows if row.method.fragments > 1] == ([fragments] if fragments else [])
+
+
+def test_all_missing_options_are_named_at_once():
+    said = planned("--steps", "20k", "--layers", "12").output
+    assert "Missing --parameters, --step_seconds, --bandwidth. For example: farflung plan --parameters " in said
+    example = said.split("For example: farflung plan ")[1].split()
+    assert planned(*example).exit_code == 0
 
 
 def test_both_spellings_are_one_flag_and_utilization_moves_the_mark():
@@ -278,3 +381,10 @@ def test_help_loads_no_more_than_it_needs(home):
     )
     done = run_python("-c", code)
     assert "--step_seconds" in done.stdout
+
+
+def test_a_method_that_did_worse_than_a_replica_alone_is_not_praised(monkeypatch):
+    monkeypatch.setitem(GAIN_KEPT, "DDP bf16", {1: -0.2})
+    monkeypatch.setitem(GAIN_KEPT, "DDP", {1: -0.1})
+    (*_, said, _) = planned(*USUAL, "--steps", "20", "--bandwidth", "1Tbit").output.splitlines()
+    assert said.startswith("Use DDP: of the methods that are fast enough, none did better")

@@ -12,7 +12,7 @@ from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.launch import launched_outer, rank_variables
 from farflung.config.resolve import resolve
-from farflung.cost.methods import rows_for
+from farflung.cost.methods import Rows
 from farflung.cost.model import Method, Run, cost_of
 from farflung.cost.recipes import method_of
 from farflung.launch.options import SettingsCommand, given, launch_options
@@ -133,7 +133,7 @@ def test_a_schedule_by_time_needs_to_be_told_its_steps():
 def test_the_rows_of_a_forecast_are_their_recipes(parameters, layers, bucket_bytes):
     """They are written in plain numbers so that a forecast needs no torch; here they are held to the recipes."""
     run = Run(parameters, layers, step_s=0.1, replicas=4, bandwidth_bps=1e9)
-    for row in rows_for(run, bucket_bytes):
+    for row in Rows(run, 20_000, 0.9, bucket_bytes).chosen:
         if row.outer is not None:
             recipe = recipe_of(row.outer, local_size=1)
             size = recipe.bucket_bytes
@@ -143,7 +143,8 @@ def test_the_rows_of_a_forecast_are_their_recipes(parameters, layers, bucket_byt
 
 @pytest.mark.parametrize("bucket_bytes", [None, 2**20])
 def test_the_flags_of_a_row_ask_for_it(bucket_bytes):
-    for row in rows_for(Run(124_000_000, 12, step_s=0.1, replicas=4, bandwidth_bps=1e9), bucket_bytes):
+    run = Run(124_000_000, 12, step_s=0.1, replicas=4, bandwidth_bps=1e9)
+    for row in Rows(run, 20_000, 0.9, bucket_bytes).chosen:
         command = SettingsCommand("launch", params=launch_options())
         settings = resolve(given(command.make_context("launch", row.flags.split()).params)).settings
         with environ.patched(rank_variables(settings)):
@@ -153,7 +154,7 @@ def test_the_flags_of_a_row_ask_for_it(bucket_bytes):
 def test_what_a_row_writes_into_the_script_is_an_accelerator():
     names = {"Accelerator": Accelerator, **vars(utils)}
     run = Run(124_000_000, 12, step_s=0.1, replicas=4, bandwidth_bps=1e9)
-    for row, bucket in [(row, size) for size in (None, 2**20) for row in rows_for(run, size)]:
+    for row, bucket in [(row, size) for size in (None, 2**20) for row in Rows(run, 20_000, 0.9, size).chosen]:
         if row.outer is None and row.script:
             handler = eval(row.script.replace("Accelerator(", "Accelerator(cpu=True, "), names).ddp_handler
             assert handler.bucket_cap_mb == (1 if bucket else 25)

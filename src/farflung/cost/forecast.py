@@ -18,7 +18,8 @@ from farflung.base.sizes import num_bytes
 from farflung.base.words import counted, in_bytes, in_rate, in_seconds
 from farflung.config.outer import FEW_ROUNDS
 from farflung.config.setting import BOTH_SPELLINGS
-from farflung.cost.methods import Row, rows_for
+from farflung.cost.evidence import TESTS
+from farflung.cost.methods import Row, Rows
 from farflung.cost.model import Cost, Run, cost_of, needed_bandwidth
 from farflung.cost.units import parse_count, parse_rate, parse_seconds
 
@@ -26,27 +27,27 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _POINTS_PER_DECADE = 12
+_EXAMPLE = "farflung plan --parameters 124M --step_seconds 0.5 --bandwidth 1Gbit --steps 20k"
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The costs of the methods in one run."""
+    """The costs of the methods in one run, best first."""
 
     run: Run
     rows: tuple[Row, ...]
     costs: tuple[Cost, ...]  # of the rows, in the same order
     utilization: float  # from which on a method counts as fast enough
     steps: int  # of the whole run
-    left_out: tuple[Row, ...]  # methods with which so many steps would be too few rounds
+    left_out: tuple[str, ...]  # methods with which so many steps would be too few rounds
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], steps: int, bucket_bytes: int | None, utilization: float) -> Forecast:
         """Return the forecast of `steps` steps of `Run(**settings)`; buckets are each method's own by default."""
         run = Run(**settings)
-        every_row = rows_for(run, bucket_bytes, steps)
-        rows = tuple(row for row in every_row if row.outer is None or steps >= FEW_ROUNDS * row.method.every)
-        left_out = tuple(row for row in every_row if row not in rows)
-        return cls(run, rows, tuple(cost_of(run, row.method) for row in rows), utilization, steps, left_out)
+        rows = Rows(run, steps, utilization, bucket_bytes)
+        costs = tuple(cost_of(run, row.method) for row in rows.chosen)
+        return cls(run, rows.chosen, costs, utilization, steps, rows.left_out)
 
     def show(self, as_json: bool) -> None:
         """Write the table, the flags and the advice, or one JSON object, to the standard output."""
@@ -62,32 +63,30 @@ class Forecast:
             script = f", and in the script {row.script}" if row.script else ""
             click.echo(f" {row.method.name:<{width}}  {row.flags or f'none{script}'}")
         if self.left_out:
-            names = ", ".join(row.method.name for row in self.left_out)
-            steps = counted(self.steps, "step")
-            click.echo(f"\nLeft out, as {steps} would be fewer than {FEW_ROUNDS} rounds: {names}.")
+            steps = f"{counted(self.steps, 'step')} would be fewer than {FEW_ROUNDS} rounds"
+            click.echo(f"\nLeft out, as {steps} of the shortest interval in our tests: {', '.join(self.left_out)}.")
         click.echo(f"\n{self.advice()}")
-        row = self.best or self.nearest
+        row = self.rows[0]
+        if row.script:
+            click.echo(f"In the script: {row.script}")
         flags = f"{row.flags} " if row.flags else ""
         click.echo(f"farflung launch --num_processes {self.run.replicas} {flags}train.py")
-
-    @property
-    def best(self) -> Row | None:
-        """The first row that is fast enough, None where none is: rows that change training less stand before others."""
-        return next((row for row, cost in zip(self.rows, self.costs, strict=True) if self.suffices(cost)), None)
 
     def suffices(self, cost: Cost) -> bool:
         return cost.utilization >= self.utilization
 
-    @property
-    def nearest(self) -> Row:
-        return max(zip(self.rows, self.costs, strict=True), key=lambda pair: pair[1].utilization)[0]
-
     def advice(self) -> str:
-        """Say in one line which row to take."""
-        if self.best is not None:
-            return f"Use {self.best.method.name}: of the methods that are fast enough, it changes training least."
-        share = f"{cost_of(self.run, self.nearest.method).utilization:.1%} of the time spent computing"
-        return f"No method is fast enough; the closest is {self.nearest.method.name}, with {share}."
+        """Say in one line which row to take: the first one, which is also the nearest if none is fast enough."""
+        row, cost = self.rows[0], self.costs[0]
+        if self.suffices(cost):
+            most = f"it kept most of DDP's gain in our tests ({_percent(row)})"
+            if row.gain_kept <= 0:
+                most = "none did better in our tests than a replica that trains alone; this one is the closest"
+            return f"Use {row.method.name}: of the methods that are fast enough, {most}."
+        needed = self.needed(cost)
+        rate = f"it needs {in_rate(needed)}" if needed < math.inf else "no bandwidth is enough at this latency"
+        share = f"{cost.utilization:.1%} of the time spent computing"
+        return f"No method is fast enough; the closest is {row.method.name}, with {share} ({rate})."
 
     def needed(self, cost: Cost) -> float:
         """Return the bits a second from which the method of `cost` is fast enough; `math.inf` where none are."""
@@ -104,6 +103,9 @@ class Forecast:
                     "flags": row.flags,
                     "script": row.script,
                     "every": cost.method.every,
+                    "bits": cost.method.bits,
+                    "gain_kept": row.gain_kept,
+                    "gain_kept_is_upper_bound": row.is_bound,
                     "seconds_per_step": cost.seconds_per_step,
                     "utilization": cost.utilization,
                     "exposed_share": 1 - cost.utilization,
@@ -115,49 +117,50 @@ class Forecast:
                     "memory": asdict(cost.memory) | {"total": cost.memory.total},
                 }
             )
-        best = None if self.best is None else self.best.method.name
+        best = self.rows[0].method.name if self.suffices(self.costs[0]) else None
         return {
             "run": asdict(self.run),
             "steps": self.steps,
             "utilization": self.utilization,
             "methods": rows,
-            "left_out": [row.method.name for row in self.left_out],
+            "left_out": list(self.left_out),
             "take": best,
         }
 
     def table(self) -> Table:
         """Lay out one row for each method, within 80 columns; those that are fast enough have a star."""
         from rich import box
-        from rich.table import Table
+        from rich.table import Column, Table
 
         run = self.run
         who = f"{counted(run.replicas, 'replica')}, {run.parameters:,} parameters"
         table = Table(
-            "method",
+            Column("method", no_wrap=True),
             title=f"{who}, {in_seconds(run.step_s)} per step; "
             f"{in_rate(run.bandwidth_bps)}, {in_seconds(run.latency_s)} one way",
             box=box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
             pad_edge=False,
         )
-        for heading in ("sent/step", "step", "computing", "memory", f"for {self.utilization:.2g}"):
+        for heading in ("bits", "gain kept", "sent/step", "step", "computing", "memory"):
             table.add_column(heading, justify="right", no_wrap=True)
-        for cost in self.costs:
+        for row, cost in zip(self.rows, self.costs, strict=True):
             enough = self.suffices(cost)
-            needed = self.needed(cost)
             table.add_row(
                 cost.method.name,
+                f"{cost.method.bits:.3g}",
+                _percent(row),
                 in_bytes(cost.bytes_sent_per_step),
                 in_seconds(cost.seconds_per_step),
                 f"{cost.utilization:.1%} {'*' if enough else ' '}",
                 in_bytes(cost.memory.total),
-                in_rate(needed) if needed < math.inf else "-",
                 style="green" if enough else None,
             )
         table.caption = (
-            f"* fast enough: at least {self.utilization:.2g} of the time is spent computing. The last column is the "
-            "bandwidth needed for that (-: none is enough at this latency). Bytes are per replica; memory is what the "
-            "method needs on top of training itself. The effect on the loss is not forecast."
+            f"* fast enough: at least {self.utilization:.2g} of the time is spent computing. The number of steps "
+            "between rounds, in brackets, is chosen for this line. Gain kept: the share of DDP's gain over a replica "
+            f"that trains alone, {TESTS}; yours will differ. Bytes are per replica; memory is what the method needs on "
+            "top of training itself."
         )
         return table
 
@@ -196,10 +199,27 @@ class Forecast:
         return [10 ** (low + step / _POINTS_PER_DECADE) for step in range((high - low) * _POINTS_PER_DECADE + 1)]
 
 
+def _percent(row: Row) -> str:
+    return f"{'< ' * row.is_bound}{row.gain_kept:.0%}".replace("%", " %")
+
+
 _FROM_ONE = click.IntRange(1, 1_000_000)
 
 
-@click.command(context_settings=BOTH_SPELLINGS | {"show_default": True})
+class _NamesAllMissing(click.Command):
+    """Names all missing options at once, where click would name the first."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, list(args))
+        except click.MissingParameter:
+            given, _, _ = self.make_parser(ctx).parse_args(list(args))
+            needed = [one for one in self.params if one.required and one.name not in given]
+            names = ", ".join(one.opts[0] for one in needed)
+            raise click.UsageError(f"Missing {names}. For example: {_EXAMPLE}", ctx) from None
+
+
+@click.command(cls=_NamesAllMissing, context_settings=BOTH_SPELLINGS | {"show_default": True})
 @click.option("--parameters", required=True, metavar="COUNT", help="Number of trainable parameters: 366k, 124M, 1.1B.")
 @click.option(
     "--step_seconds", required=True, metavar="TIME", help="Duration of one optimizer step without communication: 0.5."
