@@ -16,11 +16,11 @@ from rich.console import Console
 from farflung.base.errors import ConfigError
 from farflung.demo import command
 from farflung.demo.report import table_of, verdicts
-from farflung.demo.settings import DemoSettings, Point, Result, load_results, save_results
+from farflung.demo.settings import ALONE, DemoSettings, Point, Result, load_results, save_results
 from farflung.testing.patience import patience
 from tests.python import run_farflung, run_python
 
-WAYS = ("DDP", "Local SGD", "DiLoCo", "Streaming DiLoCo")
+WAYS = ("DDP", "Local SGD", "DiLoCo", "Streaming DiLoCo", "A replica alone")
 
 
 def settings_for(folder, **changes):
@@ -42,12 +42,12 @@ def a_result(way="DDP", loss=2.0, *, bytes_sent=3000, line_seconds=9.0):
 
 
 @pytest.mark.usefixtures("warm")
-def test_the_demo_trains_four_ways_draws_judges_and_writes(tmp_path):
+def test_the_demo_trains_five_ways_draws_judges_and_writes(tmp_path):
     output = tmp_path / "made by the demo"
     knobs = ["--steps", "12", "--every", "4", "--size", "tiny", "--batch", "4", "--output", output.name]
     ran = run_farflung("demo", *knobs, timeout_s=100, cwd=tmp_path)
 
-    ddp, local_sgd, diloco, streaming = results = load_results(settings_for(output))
+    ddp, local_sgd, diloco, streaming, alone = results = load_results(settings_for(output))
     assert tuple(result.way for result in results) == WAYS
     assert all(word in ran.stdout for word in (*WAYS, "loss", "bytes sent", "time on 20 Mbit/s", "computed, not"))
     # Three rounds instead of twelve exchanges, and the bucket that goes along with the question whether all are done; a
@@ -56,6 +56,7 @@ def test_the_demo_trains_four_ways_draws_judges_and_writes(tmp_path):
         assert ddp.bytes_sent / 4 <= outer.bytes_sent < ddp.bytes_sent / 3 * 1.05
     assert streaming.bytes_sent < diloco.bytes_sent / 6  # four bits instead of 32
     assert ddp.line_seconds > local_sgd.line_seconds > streaming.line_seconds
+    assert alone.bytes_sent == 0
     for result in results:
         assert [point.step for point in result.curve] == [4, 8, 12]
         assert result.loss < 5.6  # an untrained model has log(256) = 5.55
@@ -63,7 +64,7 @@ def test_the_demo_trains_four_ways_draws_judges_and_writes(tmp_path):
         assert result.line_seconds > 0
 
     verdict = ran.stdout[ran.stdout.index("Compared with DDP at equal loss, on a line of 20 Mbit/s:") :].splitlines()
-    assert [line.split("  ")[1] for line in verdict[1:4]] == list(WAYS[1:])
+    assert [line.split("  ")[1] for line in verdict[1:5]] == list(WAYS[1:])
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     pasted = ran.stdout.strip().splitlines()[-1] + " --length 20"
     wrote = subprocess.run(pasted, shell=True, cwd=tmp_path, capture_output=True, timeout=patience(60))
@@ -118,6 +119,16 @@ def test_the_table_fits_into_80_columns():
         row = next(line for line in console.file.getvalue().splitlines() if way in line)
         assert "123 MB" in row
         assert "1,234 s" in row
+
+
+def test_the_table_has_the_share_of_the_gain_that_is_kept():
+    console = Console(width=80, file=io.StringIO())
+    console.print(table_of([a_result("DDP", 2.0), a_result("DiLoCo", 2.1), a_result(ALONE, 3.0)], "20 Mbit/s"))
+    shown = {line.split("  ")[0].strip(): line for line in console.file.getvalue().splitlines()}
+    for way, share in (("DDP", "100 %"), ("DiLoCo", "90 %"), (ALONE, "0 %")):
+        assert f" {share} " in shown[way]
+    console.print(table_of([a_result("DDP", 2.0), a_result(ALONE, 1.9)], "20 Mbit/s"))
+    assert console.file.getvalue().count(" %") == 3
 
 
 def test_a_bandwidth_that_is_none_is_refused_before_anything_starts():

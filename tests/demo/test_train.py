@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch.utils.data import DataLoader
 
 from farflung import Accelerator
-from farflung.demo.settings import MODEL_FILE, DemoSettings
+from farflung.demo.settings import ALONE, MODEL_FILE, DemoSettings
 from farflung.demo.train import WAYS, Sequences, Trial, checkpoints, compete, endless, evenly, save_model
 from farflung.testing.ranks import run_ranks
 
@@ -85,18 +85,19 @@ def one_contest():
     ]
 
 
-def test_all_ways_start_alike_see_the_same_batches_and_end_in_agreement():
+def test_all_ways_start_alike_see_the_same_batches_and_end_in_agreement_but_for_the_one_that_trains_alone():
     first, second = run_ranks(one_contest, 2, connect=False)
     start, _, batches, _ = first[0]
     for here, there in zip(first, second, strict=True):
         assert torch.equal(start, here[0])
         assert torch.equal(start, there[0])  # all ranks start alike
-        assert torch.equal(here[1], there[1])
+        assert torch.equal(here[1], there[1]) == (here[3].way != ALONE)
         assert not torch.equal(start, here[1])
         assert torch.equal(batches, here[2])
         assert torch.equal(second[0][2], there[2])
         assert [point.step for point in here[3].curve] == [2, 4, 6, 7]
         assert [point.loss for point in here[3].curve] == [point.loss for point in there[3].curve]
+        assert (here[3].bytes_sent == 0) == (here[3].way == ALONE)
     assert not torch.equal(batches, second[0][2])  # each process has a share of its own
 
 

@@ -43,7 +43,7 @@ AT_LEAST_ONE = click.IntRange(min=1)
 @click.option("--generate", metavar="TEXT", help="Don't train; let the saved model continue TEXT.")
 @click.option("--length", default=400, type=AT_LEAST_ONE, help="Number of bytes to generate.")
 def demo(generate: str | None, length: int, output: str, seed: int, bandwidth: str, **knobs: Any) -> None:
-    """Train a small GPT on text by DDP, Local SGD, DiLoCo and streaming DiLoCo, and compare them.
+    """Train a small GPT on text by DDP, Local SGD, DiLoCo, streaming DiLoCo and alone, and compare them.
 
     All start from the same weights and see the same data in the same order. What they would take on a slow line is
     computed from what was measured. The output folder receives the results, a picture of the loss against time and
@@ -78,7 +78,7 @@ def _introduce(settings: DemoSettings, text: Text) -> None:
     source = "the standard library's sources" if settings.data is None else settings.data
     size = in_bytes(len(text.train))
     processes, steps = counted(settings.processes, "process"), counted(settings.steps, "step")
-    click.echo(f"{processes} train a tiny byte-level GPT on {size} of {source}, in four ways that take turns:")
+    click.echo(f"{processes} train a tiny byte-level GPT on {size} of {source}, in five ways that take turns:")
     click.echo(f"{steps} each, on the same data, from the same weights.")
     if text.left_out:
         named = ", ".join(text.left_out[:5]) + (" ..." if len(text.left_out) > 5 else "")

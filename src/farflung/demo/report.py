@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,29 +12,38 @@ from rich import box
 from rich.table import Table
 
 from farflung.base.words import in_bytes, in_seconds
-from farflung.demo.settings import Result
+from farflung.demo.settings import ALONE, Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MARKERS = "os^D"
-COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#009E73")  # Okabe and Ito's: told apart with any eyesight
+MARKERS = "os^Dv"
+COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#009E73", "#555555")  # Okabe and Ito's: told apart with any eyesight
 
 
 def table_of(results: Sequence[Result], rate: str) -> Table:
     """Lay out one row for each way, within 80 columns; `rate` is that of the slow line."""
-    table = Table("way", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("loss", "bytes sent", "time here", f"time on {rate}"):
+    table = Table("way", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in ("loss", "gain kept", "bytes sent", "time here", f"time on {rate}"):
         table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
         sent, here, there = in_bytes(result.bytes_sent), in_seconds(result.seconds), in_seconds(result.line_seconds)
-        table.add_row(result.way, f"{result.loss:.3f}", sent, here, there)
+        table.add_row(result.way, f"{result.loss:.3f}", gain_kept(result, results), sent, here, there)
     table.caption = (
-        f"Validation loss in nats a byte; bytes of each process. The time on a line of {rate} is computed, not "
+        "Validation loss in nats a byte; gain kept is the share of DDP's gain over one replica alone; bytes of each "
+        f"process. The time on a line of {rate} is computed, not "
         "measured: it is the CPU time here, and what the bytes sent take on that line beyond the computing that goes "
         "on meanwhile (by the model of `farflung plan`)."
     )
     return table
+
+
+def gain_kept(result: Result, results: Sequence[Result]) -> str:
+    """Return the share of the first way's gain over one replica alone that a way keeps; a dash where there is none."""
+    alone = next((one.loss for one in results if one.way == ALONE), -math.inf)
+    if alone <= results[0].loss:
+        return "-"
+    return f"{(alone - result.loss) / (alone - results[0].loss):.0%}".replace("%", " %")
 
 
 def verdicts(results: Sequence[Result], rate: str) -> list[str]:
@@ -91,6 +101,11 @@ def _draw_axis(
     for result, marker, colour in zip(results, MARKERS, COLOURS, strict=False):
         xs, losses = reach(result), [point.loss for point in result.curve]
         label = f"{result.way}: {losses[-1]:.3f} {after} {write(xs[-1])}"
+        if not xs[-1]:  # which a logarithm can't show
+            axes.axhline(
+                losses[-1], color=colour, linestyle="--", label=f"{result.way}: {losses[-1]:.3f}, sends nothing"
+            )
+            continue
         axes.plot(xs, losses, marker=marker, markersize=5, color=colour, label=label, alpha=0.85)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda amount, _: write(amount))

@@ -26,11 +26,14 @@ SIZES = {
 }
 
 
+ALONE = "A replica alone"  # the way that sends nothing
+
+
 @dataclass(frozen=True)
 class DemoSettings:
     """One run of the demo."""
 
-    steps: int  # of the optimizer, in each of the four ways
+    steps: int  # of the optimizer, in each of the ways
     processes: int
     size: str  # a key of `SIZES`
     data: str | None  # a folder of text; None takes the sources of the standard library

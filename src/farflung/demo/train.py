@@ -24,12 +24,12 @@ from farflung.comm.ddp_hook import average_hook
 from farflung.cost.model import Method, Run, copies, cost_of
 from farflung.cost.recipes import method_of
 from farflung.demo.gpt import GPT, loss_per_sequence
-from farflung.demo.settings import MODEL_FILE, DemoSettings, Point, Result, save_results
+from farflung.demo.settings import ALONE, MODEL_FILE, DemoSettings, Point, Result, save_results
 from farflung.demo.text import load_text
 from farflung.outer import OuterLoop, Recipe, diloco, local_sgd, streaming_diloco
 from farflung.utils import set_seed
 
-WAYS = ("DDP", "Local SGD", "DiLoCo", "Streaming DiLoCo")
+WAYS = ("DDP", "Local SGD", "DiLoCo", "Streaming DiLoCo", ALONE)
 DDP = Method("DDP", during_backward=True, bucket_bytes=25 * 2**20)  # torch's own size of a bucket
 NUM_POINTS = 12  # how often the validation loss is taken, about
 VALIDATION_SEQUENCES = 256
@@ -82,18 +82,22 @@ class Trial:
         set_seed(settings.seed)
         model = GPT(settings.shape)
         optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
-        horizon = settings.steps * accelerator.num_processes  # a prepared scheduler counts the batches of all processes
+        # A prepared scheduler counts the batches of all processes.
+        horizon = settings.steps * (1 if way == ALONE else accelerator.num_processes)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step / horizon))
         self.way = way
         self.accelerator = accelerator
         self.settings = settings
-        self.model, self.optimizer, self.schedule = accelerator.prepare(model, optimizer, schedule)
+        prepared: Any = (
+            (model, optimizer, schedule) if way == ALONE else accelerator.prepare(model, optimizer, schedule)
+        )
+        self.model, self.optimizer, self.schedule = prepared
         self.recipe = recipe_of(way, settings)
         self.step = 0
         self.seconds = self.cpu_seconds = 0.0
         self.curve: list[Point] = []
         self._open = ExitStack()
-        self._meter = GradientMeter(self.model) if self.recipe is None else None
+        self._meter = GradientMeter(self.model) if way == DDP.name else None
         self._loop: OuterLoop | None = None
 
     def __enter__(self) -> Trial:
@@ -133,13 +137,17 @@ class Trial:
         """The bytes that this process sent so far."""
         if self._meter is not None:
             return self._meter.bytes_sent
-        assert self._loop is not None
+        if self._loop is None:
+            return 0
         stats = self._loop.stats()
         return stats.bytes_sent + stats.bytes_voting
 
     @torch.no_grad()
     def judge(self, batches: Iterable[Tensor], *, at_the_end: bool = False) -> None:
-        """Note where the curve stands: the loss of what the processes agree on, on all of their `batches` together."""
+        """Note where the curve stands: the loss of what the processes agree on, on all of their `batches` together.
+
+        Of replicas that are alone each takes the loss on its own batches.
+        """
         bytes_sent = self.bytes_sent
         # What the replicas agree on is the anchor; without one they are equal at the end of a round.
         lends = self._loop is not None and self.recipe is not None and self.recipe.optimizer is not None
@@ -172,7 +180,7 @@ def seconds_on_line(method: Method, run: Run, steps: int, bytes_sent: float) -> 
 
 
 def recipe_of(way: str, settings: DemoSettings) -> Recipe | None:
-    """Return the recipe of one of `WAYS`; None for DDP, which has none."""
+    """Return the recipe of one of `WAYS`; None for those without an outer loop."""
     every = settings.every
     return {
         "Local SGD": local_sgd(every),
