@@ -37,6 +37,7 @@ class Blocks(nn.Module):
         self.blocks = nn.ModuleList([nn.Linear(numel, 1, bias=False) for _ in range(2)])
         for parameter in self.parameters():
             nn.init.constant_(parameter, START)
+        self.register_buffer("unsaved", torch.tensor(os.getpid()), persistent=False)
 
 
 def replica(pipe, port, member, step_s, numel, dies, recipe, saves, options):
@@ -83,7 +84,7 @@ def replica(pipe, port, member, step_s, numel, dies, recipe, saves, options):
                 fault.reach("saving")
                 outer.state_dict()
         stats = outer.stats()
-    say(end=outer.position, weight=weight(), stats=stats.as_dict())
+    say(end=outer.position, weight=weight(), unsaved=int(model.unsaved), stats=stats.as_dict())
 
 
 def figures_of(this):

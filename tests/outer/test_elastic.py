@@ -99,13 +99,16 @@ def test_replicas_come_and_go_beside_rounds_that_overlap_with_training():
         assert len(set(map(str, ends.values()))) == 1
 
 
+@pytest.mark.law("alike-but-unsent")
 def test_a_newcomer_begins_with_the_weights_of_the_others_where_there_is_no_anchor():
     with ElasticRun(recipe=local_sgd(4), expected=1, grace_s=20.0) as run:
         run.start(0)
         run.until(lambda: run.at(9))
         joins = run.start(1)
         run.until(lambda: run.joined(joins))
-        assert not wrong(run.finish())
+        said = run.finish()
+        assert not wrong(said)
+        assert len({one["unsaved"] for one in said if "end" in one}) == 1
 
 
 def test_a_newcomer_goes_on_with_the_momentum_of_the_others():

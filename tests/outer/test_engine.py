@@ -75,10 +75,11 @@ def sent_at_the_end(group, codec):
     return [kind for kind, _, _ in counting.calls[before:]], values(model)
 
 
-def test_where_no_one_has_moved_since_the_last_round_one_message_says_so():
+def test_where_no_one_has_moved_since_the_last_round_two_messages_say_so():
+    """A vote, and the fingerprint of frozen weights."""
     for codec in (Identity(), Cast("bf16")):
         (calls, weights), (others, theirs) = run_replicas(sent_at_the_end, 2, codec)
-        assert calls == others == ["all_gather_small"]
+        assert calls == others == ["all_gather_small"] * 2
         assert same(weights, theirs)
 
 

@@ -169,15 +169,20 @@ class Buckets:
         self._addresses = addresses(tensors)
 
 
-def broadcast_values(tensors: Sequence[Tensor], group: Group) -> None:
-    """Overwrite the local parts of `tensors` with those of rank 0 of `group`: a collective."""
+def broadcast_values(tensors: Sequence[Tensor], group: Group, source: int = 0, takes: bool = True) -> None:
+    """Overwrite the local parts of `tensors` with those of a rank of `group`: a collective.
+
+    Args:
+        takes: False: this rank keeps its own.
+    """
     kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors)
     for dtype, device in kinds:
         buckets = Buckets([one for one in tensors if (one.dtype, one.device) == (dtype, device)], dtype, num_buffers=1)
         with torch.no_grad():
             for k in range(len(buckets)):
-                group.broadcast(buckets.pack(k).view(torch.uint8), 0).wait()  # no backend knows every dtype
-                buckets.unpack(k)
+                group.broadcast(buckets.pack(k).view(torch.uint8), source).wait()  # no backend knows every dtype
+                if takes:
+                    buckets.unpack(k)
 
 
 def _cut(storages: Sequence[Tensor], cap: int) -> list[list[_Piece]]:

@@ -266,6 +266,7 @@ class OuterLoop:
                 self._rounds.average()
                 self._rounds.replica.reset()
             self._rounds.share_buffers()
+            self._rounds.average_moved()
         self._timetable.begin_anew(self._position)
         self._warmup.are_alike |= not self.is_warming  # optimizers of ranks without data stay behind
 

@@ -26,6 +26,7 @@ from farflung.outer.ballot import Voters, digest_of
 from farflung.outer.eager import Eager
 from farflung.outer.fragments import Fragment, Place, without_masks
 from farflung.outer.recipe import Recipe
+from farflung.outer.unexchanged import fingerprint, make_alike, moved
 from farflung.outer.weighting import NormHistory
 
 _kind = attrgetter("requires_grad", "dtype", "shape")
@@ -260,6 +261,16 @@ class Replica:
     def bind(self, group: Group) -> None:
         self._group = group
         self.fragments = [self._bound(fragment, is_new=True) for fragment in self._cut]
+
+    def make_alike(self, giver: int, takes: bool) -> None:
+        """Take over what no round exchanges from a rank, where it differs: a collective."""
+        reshard(self._model.modules())
+        make_alike(self._model, self._group, giver, takes)
+
+    def moved(self) -> list[Tensor]:
+        """Return the frozen weights that are not the same on all ranks any more: a collective."""
+        reshard(self._model.modules())
+        return moved(self._model, self._group)
 
     def _bound(self, fragment: Fragment, is_new: bool) -> BoundFragment:
         return BoundFragment(fragment, self._recipe, self._group, self._cap_bytes, self._num_buffers, is_new)

@@ -32,6 +32,8 @@ from farflung.outer.replica import BoundFragment, Change, Replica
 from farflung.outer.round import OpenRound
 from farflung.outer.schedule import Launch
 from farflung.outer.stats import Meter, Round
+from farflung.outer.twins import Twins
+from farflung.outer.unexchanged import FINGERPRINT_BYTES
 from farflung.outer.weighting import Decision, in_proportion
 
 
@@ -111,6 +113,8 @@ class Rounds:
                 self.replica.enter(epoch.group, before.ids if had_state else epoch.ids, epoch.ids)
                 if epoch.newcomers:
                     self._hand_over()
+                elif not had_state:
+                    self._make_alike(giver=0, takes=True)
                 self._has_state = True
                 return
             except RankFailure as failure:
@@ -140,8 +144,14 @@ class Rounds:
             self._meter.add("steps_lost", fragments[0].pending_weight[0])
             self.place, self.has_joined, self.given = given["place"], True, given["fragments"]
             self.join()
+        self._make_alike(giver, takes=epoch.joins)
         for fragment in fragments:
             fragment.note_agreement(self._recipe.has_anchor)
+
+    def _make_alike(self, giver: int, takes: bool) -> None:
+        """Take over what no round exchanges from a rank, where it differs: a collective."""
+        self.replica.make_alike(giver, takes)
+        self._meter.add("bytes_voting", (self.group.size - 1) * FINGERPRINT_BYTES)
 
     def join(self) -> None:
         for fragment, replicated in zip(self.replica.fragments, self.given or (), strict=True):
@@ -317,6 +327,13 @@ class Rounds:
         if counters:
             everyone = Decision((1.0,) * self.group.size, float(self.group.size))
             self._meter.add_exchanged(take_largest(counters, self.group, everyone, self._cap_bytes))
+
+    def average_moved(self) -> None:
+        """Give frozen weights that the script has moved by itself their mean: a collective, outside of rounds."""
+        moved = self.replica.moved()
+        self._meter.add("bytes_voting", (self.group.size - 1) * FINGERPRINT_BYTES)
+        if any(count for (count,) in self.epoch.island.gathered(len(moved))):
+            self._average(moved)
 
     def share_buffers(self) -> None:
         """Give all ranks of the island the buffers of its first one: each has averaged its own with its column."""

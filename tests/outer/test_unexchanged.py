@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen weights and unsaved buffers: alike at the start, for newcomers, and after a flush."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from farflung.outer import OuterLoop, diloco, local_sgd
+from farflung.outer.unexchanged import fingerprint
+from farflung.testing.sim import run_replicas
+
+SIZES = [1, 3, 8, 5000, 40_000]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+
+
+class Student(nn.Module):
+    """A layer that is trained, one that is not, a teacher that follows the first, and buffers that nobody saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.frozen, self.teacher = nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(4, 3)
+        for one in (self.frozen, self.teacher):
+            one.requires_grad_(False)
+        self.register_buffer("order", torch.randperm(64), persistent=False)
+        self.eighths = nn.Parameter(torch.randn(5).to(torch.float8_e4m3fn), requires_grad=False)
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf")])[torch.randint(0, 2, (9,))], persistent=False)
+
+    def forward(self, x):
+        return self.frozen(self.layer(x))
+
+    def follow(self):
+        for mine, theirs in zip(self.teacher.parameters(), self.layer.parameters(), strict=True):
+            mine.data = mine.data * 0.5 + theirs.data * 0.5  # as momentum encoders do
+
+
+def values(model):
+    """All of it, the tensors that are in no state dict too."""
+    return {name: one.clone() for name, one in (*model.named_parameters(), *model.named_buffers())}
+
+
+def equal(one, other):
+    return all(torch.equal(value.view(torch.uint8), other[name].view(torch.uint8)) for name, value in one.items())
+
+
+def trained(group, recipe, cap):
+    torch.manual_seed(group.rank)
+    model = Student()
+    own = values(model)
+    outer = OuterLoop(model, recipe, group, bucket_bytes=cap)
+    begun = values(model)
+    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    for _ in range(5):
+        model(torch.randn(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.follow()
+        outer.step()
+    apart = values(model)
+    outer.flush()
+    flushed = values(model)
+    outer.close()
+    return own, begun, apart, flushed, outer.stats()
+
+
+@pytest.mark.law("alike-but-unsent")
+@pytest.mark.parametrize("recipe", [diloco(every=2), local_sgd(2)], ids=["diloco", "local_sgd"])
+def test_what_no_round_exchanges_is_alike_at_the_start_and_after_a_flush(recipe):
+    ranks = run_replicas(trained, 3, recipe, 64)
+    own, begun, apart, flushed, _ = zip(*ranks, strict=True)
+    assert not equal(own[0], own[1])
+    assert all(equal(own[0], each) for each in begun)
+    assert not torch.equal(apart[0]["teacher.weight"], apart[1]["teacher.weight"])
+    assert all(equal(flushed[0], each) for each in flushed)
+    for name in ("teacher.weight", "teacher.bias"):
+        mean = torch.stack([each[name] for each in apart]).mean(0)
+        assert torch.allclose(flushed[0][name], mean, atol=1e-6)
+    assert equal({name: flushed[0][name] for name in ("order", "mask", "frozen.weight")}, own[0])
+
+
+def bytes_of_rounds(group, is_larger):
+    torch.manual_seed(0)
+    model = Student()
+    if is_larger:
+        model.frozen.extra = nn.Parameter(torch.zeros(10_000), requires_grad=False)
+    with OuterLoop(model, diloco(every=1), group) as outer:
+        for _ in range(3):
+            outer.step()
+    return outer.stats().bytes_sent, outer.stats().bytes_voting
+
+
+def test_what_is_alike_costs_the_bytes_of_a_fingerprint():
+    assert run_replicas(bytes_of_rounds, 2, False) == run_replicas(bytes_of_rounds, 2, True)
+
+
+def with_caches_of_other_lengths(group):
+    """What ranks have grown differently, or have alone, stays theirs."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("cache", torch.full((3 + group.rank,), float(group.rank)), persistent=False)
+    if group.rank == 1:
+        model.register_buffer("own", torch.ones(2), persistent=False)
+    with OuterLoop(model, diloco(every=1), group):
+        return model.cache.tolist()
+
+
+def test_buffers_of_other_shapes_stay():
+    assert run_replicas(with_caches_of_other_lengths, 2) == [[0.0] * 3, [1.0] * 4]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_fingerprint_tells_values_and_places_apart(dtype, size):
+    torch.manual_seed(0)
+    whole = torch.randint(0, 2, (size + 1,)).to(dtype)
+    x = whole[1:]
+    assert fingerprint(x) == fingerprint(x.clone()) == fingerprint(x.reshape(1, -1).t())
+    others = [copy.deepcopy(x) for _ in range(2)]
+    others[0][-1] = 1 - others[0][-1].to(torch.float32) if dtype != torch.bool else ~others[0][-1]
+    if 0 < int((x != 0).sum()) < size:
+        one, zero = int((x != 0).nonzero()[0]), int((x == 0).nonzero()[0])
+        others[1][[one, zero]] = others[1][[zero, one]]
+    else:
+        others.pop()
+    assert all(fingerprint(other) != fingerprint(x) for other in others)
