@@ -677,6 +677,7 @@ RECIPES = [
     ("replaced(merge=0.5)", "merge", "0.5", "Blend("),
     ("replaced(fragments=2)", "fragments", "2"),
     ('replaced(anchor_on_cpu="yes")', "anchor_on_cpu", "'yes'"),
+    ('replaced(same_data="yes")', "same_data", "'yes'"),
     ("replaced(inner=5)", "inner", "5", "AverageState()"),
     ("replaced(inner=k.optimizer)", "inner", "SGD"),
     ("Recipe(o.Streaming(4, 1, 1))", "delay", "1"),

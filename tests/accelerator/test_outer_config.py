@@ -57,6 +57,7 @@ VALUES = {
     "anchor_on_cpu": st.booleans(),
     "inner": st.sampled_from(["keep", "average", "reset"]),
     "bucket_bytes": st.integers(1, 2**30),
+    "same_data": st.booleans(),
     "steps": st.integers(10_000, 10**6),
     "log": st.sampled_from(["rounds.jsonl", "logs/{rank}.jsonl"]),
     "report": st.sampled_from(["auto", "round", "off", "30"]),
@@ -106,6 +107,7 @@ def test_what_can_be_said_makes_a_recipe_with_and_without_an_anchor(said):
     assert recipe.anchor_on_cpu is bool(said.get("anchor_on_cpu"))
     assert recipe.weigh_by == said.get("weigh_by", "steps")
     assert recipe.bucket_bytes == said.get("bucket_bytes")
+    assert recipe.same_data is bool(said.get("same_data"))
 
 
 @settings(deadline=None, max_examples=60)

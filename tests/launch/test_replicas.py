@@ -57,6 +57,7 @@ backward = accelerator.backward
 """,
 }
 STEPS = """
+torch.seed()  # each replica draws batches of its own
 for _ in range(16):
     backward(model(torch.randn(8, 4)).sum())
     optimizer.step()
@@ -88,6 +89,7 @@ RANKS = """
 import os, torch, torch.distributed as dist
 from pathlib import Path
 dist.init_process_group("gloo")
+torch.seed()
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 Path(f"rank{dist.get_rank()}_{os.getpid()}").touch()

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 
@@ -61,7 +62,7 @@ def replica(pipe, port, member, step_s, numel, dies, recipe, saves, options):
         values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         return float(values[0]) if bool((values == values[0]).all()) else values.unique().tolist()
 
-    recipe = recipe or diloco(EVERY, lr=1.0, momentum=0.0)
+    recipe = replace(recipe or diloco(EVERY, lr=1.0, momentum=0.0), same_data=True)
     with OuterLoop(Blocks(numel), recipe, bucket_bytes=4 * numel) as another:
         checkpoint = another.state_dict()
     among = membership

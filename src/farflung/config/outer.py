@@ -45,6 +45,12 @@ COMMON = (
         int,
         "Bucket size: bytes sent at a time. [an eighth of the trainable parameters, 4 to 12.5 MiB]",
     ),
+    Option(
+        "same_data",
+        bool,
+        "Replicas may see the same batches: else changes that are equal to the last bit in the first rounds stop the "
+        "run.",
+    ),
     Option("log", str, "Append one line of JSON per round to this file; with {rank} in the name, one file per rank."),
     Option(
         "report",

@@ -57,6 +57,8 @@ class OuterConfig(OuterSettings):
         anchor_on_cpu: keep the anchor and the outer optimizer's state in host memory.
         inner: what a round does with the inner optimizer's state: `keep` (each rank its own), `reset`, `average`.
         bucket_bytes: bucket size; see `OuterLoop`. Larger buckets pay off on fast links with high latency.
+        same_data: replicas may see the same batches. Otherwise changes that are equal to the last bit in their first
+            rounds stop the run.
         steps: optimizer steps of the whole run, if known: fewer than one round are refused, and fewer than ten rounds
             get a warning.
         log: a file to which the main process appends a line of JSON for each round; with `{rank}` in its name, one
@@ -110,7 +112,7 @@ def recipe_of(config: OuterSettings, local_size: int) -> Recipe:
         # A machine with one rank has no level of its own.
         levels = {every: size for every, size in options["levels"].items() if (size, local_size) != (MACHINE, 1)}
         options["levels"] = {every: local_size if size == MACHINE else size for every, size in levels.items()}
-    names = ("weigh_by", "anchor_on_cpu", "inner", "bucket_bytes")
+    names = ("weigh_by", "anchor_on_cpu", "inner", "bucket_bytes", "same_data")
     parts = {name: options.pop(name) for name in names if name in options}
     if "inner" in parts:
         parts["inner"] = _INNER[parts["inner"]]()

@@ -40,10 +40,11 @@ class Ballot:
     position: int = 0  # how many steps it has attempted
     digest: int = -1  # of what was last agreed on, or -1
     awaited: bool = False  # a newcomer is known to wait
+    mark: int = 0  # a fingerprint of this rank's weights, or 0
 
 
 _LARGEST = 3e38  # stands for a norm that is finite, but not in fp32
-BALLOT_BYTES = 8 * 10  # on the wire: so many numbers of fp64
+BALLOT_BYTES = 8 * 11  # on the wire: so many numbers of fp64
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Tally:
     position: int  # the furthest
     digests: tuple[int, ...]
     awaited: bool = False  # some of them say so
+    marks: tuple[int, ...] = ()
 
     def too_large(self, factors: Sequence[float], limit: float) -> tuple[int, ...]:
         """Name the ranks whose values would not be finite once summed under a codec's `limit`."""
@@ -100,7 +102,7 @@ class Voters:
             CollectiveMismatch: the ranks differ in their descriptions, or in the number of the vote.
         """
         flags = ballot.sound, ballot.finished, ballot.awaited
-        whole = self._fingerprint, ballot.number, ballot.position, ballot.digest, *map(float, flags)
+        whole = self._fingerprint, ballot.number, ballot.position, ballot.digest, *map(float, flags), ballot.mark
         norm = ballot.norm if not math.isfinite(ballot.norm) else min(ballot.norm, _LARGEST)
         rounded = torch.tensor([ballot.weight, norm, ballot.largest], dtype=torch.float32)
         row = torch.cat([torch.tensor(whole, dtype=torch.float64), rounded.double()])
@@ -109,7 +111,7 @@ class Voters:
 
     def _count(self, rows: Tensor, ballot: Ballot) -> Tally:
         columns = list(zip(*rows.tolist(), strict=True))
-        fingerprints, numbers, positions, digests, sound, finished, awaited, weights, norms, largest = columns
+        fingerprints, numbers, positions, digests, sound, finished, awaited, marks, weights, norms, largest = columns
         if set(fingerprints) != {self._fingerprint} or set(numbers) != {ballot.number}:
             self._explain(ballot.number)
         return Tally(
@@ -121,6 +123,7 @@ class Voters:
             position=int(max(positions)),
             digests=tuple(map(int, digests)),
             awaited=any(awaited),
+            marks=tuple(map(int, marks)),
         )
 
     def _explain(self, number: int) -> None:
@@ -169,7 +172,8 @@ class Island:
         weight = torch.tensor(math.fsum(tally.weights) / self.size, dtype=torch.float32).item()
         norm = math.sqrt(self._of_all([norm * norm for norm in tally.norms]))
         said = replace(mine, weight=weight, norm=norm, largest=max(tally.largest), sound=all(tally.sound))
-        return replace(said, finished=tally.finished, position=tally.position, awaited=tally.awaited)
+        mark = digest_of(str(tally.marks)) if all(tally.marks) else 0
+        return replace(said, finished=tally.finished, position=tally.position, awaited=tally.awaited, mark=mark)
 
     def squares(self, mine: Sequence[float]) -> list[float]:
         """Return the squares of several norms: one collective, of the same number on all ranks."""

@@ -50,6 +50,8 @@ class Recipe:
         anchor_on_cpu: keep the anchor and the outer optimizer's state in host memory.
         inner: what a round does with the inner optimizer's state.
         bucket_bytes: bucket size, unless the `OuterLoop` is given one; see there.
+        same_data: replicas may see the same batches. Otherwise changes that are equal to the last bit in their first
+            three rounds raise a ConfigError.
 
     Raises:
         ConfigError: the parts do not go together.
@@ -68,6 +70,7 @@ class Recipe:
     anchor_on_cpu: bool = False
     inner: Inner = field(default_factory=KeepState)
     bucket_bytes: int | None = None
+    same_data: bool = False
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -111,6 +114,7 @@ class Recipe:
         check_callable("fragments", self.fragments, "farflung.outer.strided")
         check_flag("anchor_on_cpu", self.anchor_on_cpu)
         check_flag("eager", self.eager)
+        check_flag("same_data", self.same_data)
         if self.bucket_bytes is not None:
             check_whole("bucket_bytes", self.bucket_bytes, least=1)
         check_protocol("inner", self.inner, ("needs_optimizer",), "one of KeepState(), ResetState() and AverageState()")

@@ -120,6 +120,10 @@ class BoundFragment:
             self.counters.load()
         return norm, largest, sound
 
+    def fingerprint(self) -> int:
+        """Return a number in which weights differ that have other bits."""
+        return digest_of(str([fingerprint(local(one)) for one in self.parameters()]))
+
     def count(self, amount: float) -> None:
         self.pending_weight = [done + amount for done in self.pending_weight]
 

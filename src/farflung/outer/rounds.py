@@ -79,6 +79,7 @@ class Rounds:
         self._joined: tuple[int, ...] = ()
         self._has_state = False  # what all members have in common
         self._worker: BackgroundWorker | None = None
+        self._twins = Twins(are_allowed=recipe.same_data)
         self.place = {"position": 0, "began": 0}
         self.has_joined = False
         self.given: list[dict[str, Any]] | None = None
@@ -228,17 +229,19 @@ class Rounds:
         """Open a round; an empty one brings nothing but a ballot."""
         number, level = action.fragment, action.level
         fragment, epoch = self.replica.fragments[number], self.epoch
-        norm, largest, sound, claimed = 0.0, 0.0, True, [0.0] * len(fragment.pending_weight)
+        norm, largest, sound, mark, claimed = 0.0, 0.0, True, 0, [0.0] * len(fragment.pending_weight)
         if not is_empty:
             with self._meter.timed("encoding"):
                 fragment.rebind()
                 must_look = fragment.is_whole or not self._recipe.aggregator.agrees
                 norm, largest, sound = fragment.load(fragment.pending_weight[level] > 0 or must_look)
+                if level == 0 and fragment.pending_weight[0] and self._twins.are_looked_for(epoch.ids):
+                    mark = fragment.fingerprint()
             claimed = fragment.claim(level)
         weight = torch.tensor(claimed[level] / action.steps, dtype=torch.float32).item()  # as it goes on the wire
         digest = fragment.digest if level == 0 and not is_empty else -1
         is_awaited = self.membership.is_awaited()
-        ballot = Ballot(self._num_votes, weight, norm, largest, sound, finished, position, digest, is_awaited)
+        ballot = Ballot(self._num_votes, weight, norm, largest, sound, finished, position, digest, is_awaited, mark)
         self._num_votes += 1
         this = self._open[number] = OpenRound(fragment, epoch, self._recipe, ballot, position, level, claimed)
         this.start_again = partial(self._start, action, position, finished, is_empty)
@@ -425,6 +428,8 @@ class Rounds:
         fragment, group = self.replica.fragments[number], this.group
         if this.level == 0:
             fragment.note_round(self._recipe.agrees and self.group.size > 1)
+            assert this.tally is not None
+            self._twins.look(number, self.epoch.ids, this.tally.marks)
         if self._recipe.inner != KeepState():
             parameters = fragment.parameters()
             with self.surviving():  # not tried again, as others may be done with it

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas that see the same batches: their weights are equal to the last bit, round after round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+from farflung.base.errors import ConfigError
+from farflung.base.words import numbered
+
+_ROUNDS = 3  # in which two replicas bring the same
+
+
+class Twins:
+    """Compares what replicas bring in the first rounds in which they move, by the fingerprints in their ballots.
+
+    Args:
+        are_allowed: nothing is compared.
+    """
+
+    def __init__(self, are_allowed: bool) -> None:
+        self._are_allowed = are_allowed
+        self._latest: dict[tuple[int, int], int] = {}  # fingerprints, by fragment and replica
+        self._alike: dict[
+            tuple[int, int], int
+        ] = {}  # in how many rounds two replicas were alike, -1 once they were not
+
+    def are_looked_for(self, ids: Sequence[int]) -> bool:
+        """Whether some of these replicas were not different yet."""
+        return not self._are_allowed and any(self._alike.get(pair, 0) >= 0 for pair in combinations(ids, 2))
+
+    def look(self, fragment: int, ids: Sequence[int], marks: Sequence[int]) -> None:
+        """Compare what replicas have brought in a round: fingerprints of their weights, 0 for one that has no steps.
+
+        Raises:
+            ConfigError: some have brought the same in as many rounds as it takes.
+        """
+        if not self.are_looked_for(ids) or len(marks) != len(ids):  # a round of an older checkpoint has no marks
+            return
+        brought = {one: mark for one, mark in zip(ids, marks, strict=True) if mark}
+        moved = [one for one, mark in brought.items() if mark != self._latest.get((fragment, one))]
+        self._latest |= {(fragment, one): mark for one, mark in brought.items()}
+        for pair in combinations(moved, 2):
+            seen = self._alike.get(pair, 0)
+            if seen >= 0:
+                self._alike[pair] = seen + 1 if brought[pair[0]] == brought[pair[1]] else -1
+        found = {one for pair in combinations(ids, 2) if self._alike.get(pair, 0) >= _ROUNDS for one in pair}
+        if found:
+            twins = [rank for rank, one in enumerate(ids) if one in found]
+            raise ConfigError(
+                f"{numbered('replica', twins).capitalize()} see the same batches: their weights were equal to the last "
+                f"bit in each of their first {_ROUNDS} rounds. Give each its own part of the data, by a "
+                "DistributedSampler, a prepared loader, or its place (under --elastic farflung.elastic.place()). If "
+                "this is meant, say same_data=True (--outer-same-data)."
+            )

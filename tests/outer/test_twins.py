@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas that see the same batches are found out in their first rounds, by the last bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from farflung.base.errors import ConfigError
+from farflung.outer import OuterLoop, diloco, eager_diloco, local_sgd, streaming_diloco
+from farflung.testing.sim import run_replicas
+
+RECIPES = {
+    "diloco": diloco(every=2),
+    "local_sgd": local_sgd(2),
+    "streaming_diloco": streaming_diloco(every=4, fragments=2, delay=1),
+    "eager_diloco": eager_diloco(every=2),
+    "int8": diloco(every=2, codec="int8"),
+}
+
+
+def trained(group, recipe, seeds, rounds=6, lr=0.1):
+    """Train on batches drawn from a seed for each replica; return the rounds that there were."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    draws = torch.Generator().manual_seed(seeds[group.rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    with OuterLoop(model, recipe, group) as outer:
+        for _ in range(4 * rounds):
+            model(torch.randn(4, 4, generator=draws)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outer.step()
+    return outer.stats().rounds
+
+
+@pytest.mark.law("twins-are-found")
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_replicas_that_see_the_same_batches_stop_the_run(recipe):
+    with pytest.raises(ConfigError, match=r"Replicas 0 and 2 see the same batches.*same_data=True"):
+        run_replicas(trained, 3, recipe, [1, 2, 1])
+    assert run_replicas(trained, 3, replace(recipe, same_data=True), [1, 2, 1])[0] > 3
+
+
+@pytest.mark.law("twins-are-found")
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_others_do_not(recipe):
+    assert run_replicas(trained, 3, recipe, [1, 2, 3])[0] > 3
+    assert run_replicas(trained, 2, recipe, [1, 1], 6, 0.0)[0] > 3  # nobody moves
+    assert run_replicas(trained, 1, recipe, [1])
+
+
+def by_signs(group):
+    """All steps of all replicas have one length, though not one direction."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4, bias=False)
+    draws = torch.Generator().manual_seed(group.rank)
+    with OuterLoop(model, diloco(every=1), group) as outer:
+        for step in range(8):
+            with torch.no_grad():
+                model.weight -= torch.randn(4, 16, generator=draws).sign() / 2**step
+            outer.step()
+    return outer.stats().rounds
+
+
+@pytest.mark.law("twins-are-found")
+def test_changes_of_one_length_are_not_equal():
+    assert run_replicas(by_signs, 3) == [8] * 3
