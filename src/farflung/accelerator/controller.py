@@ -78,6 +78,7 @@ class OuterController:
             leave_note(OUTER_ATTACHED)
             self._outputs.listen(attached.loop, len(self._epochs), attached.loss)
             attached.epochs = EpochTracker(attached.loop)
+            attached.loop.open_end.is_silent = True  # `exit_report` has a line of its own
 
     def outer(
         self, model: nn.Module, recipe: Recipe, each_step: bool

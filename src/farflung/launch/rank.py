@@ -59,6 +59,7 @@ def run(arguments: list[str]) -> None:
 
 def _report(error: BaseException) -> None:
     """Do what the interpreter does with an error that nobody catches, and leave a report for the launcher."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     printed = io.StringIO()
     with redirect_stderr(printed):
         sys.excepthook(type(error), error, error.__traceback__)

@@ -27,6 +27,7 @@ from farflung.outer.arguments import OuterConfig, bucket_bytes_of, check_attache
 from farflung.outer.gradients import GradientWarmup, kept_local
 from farflung.outer.inner import hooks_of
 from farflung.outer.membership import Membership, fixed_membership
+from farflung.outer.open_end import OpenEnd
 from farflung.outer.recipe import Recipe
 from farflung.outer.rounds import Rounds
 from farflung.outer.schedule import Launch
@@ -74,6 +75,7 @@ class OuterLoop:
 
     Attributes:
         listeners: functions that are called with each `Round` when it ends.
+        open_end: prints a line where the process ends, or the loop is dropped, and nobody has ended the loop.
 
     Raises:
         ConfigError: the model has no shapes yet, its group can't send from its device, or the recipe does not fit it.
@@ -110,6 +112,8 @@ class OuterLoop:
             self._rounds = Rounds(model, recipe, membership, cap_bytes, self._meter, self.listeners)
             self._warmup = GradientWarmup(recipe.warmup, model, self._rounds, self._meter, self._ddp is not None)
         self._timetable = Timetable(recipe, self._rounds, clock, inner)
+        self.open_end = OpenEnd()
+        self._finalizer = weakref.finalize(self, self.open_end.report)
         self._take_place()
 
     def count(self, done: bool = True, items: float = 0) -> None:
@@ -135,6 +139,7 @@ class OuterLoop:
             if not is_shared:
                 self._rounds.replica.count(self._recipe.work_of(items))
             self._meter.add("steps")
+        self.open_end.steps += not is_shared and self._rounds.group.size > 1
         if self._position == self._warmup.steps and self._warmup.are_alike:
             self.reset_anchor()
 
@@ -147,6 +152,8 @@ class OuterLoop:
             with self._meter.timed("exposed"), torch.no_grad():
                 self._timetable.run(due, self._position)
             self._take_place()
+            if self._recipe.leaves_alike and any(isinstance(action, Launch) and action.level == 0 for action in due):
+                self.open_end.steps = 0
             if any(isinstance(action, Launch) for action in due):
                 self._timetable.begin_round()  # not before the wait for slower ranks, which would grow with each round
 
@@ -268,6 +275,7 @@ class OuterLoop:
             self._rounds.share_buffers()
             self._rounds.average_moved()
         self._timetable.begin_anew(self._position)
+        self.open_end.steps = 0
         self._warmup.are_alike |= not self.is_warming  # optimizers of ranks without data stay behind
 
     @property
@@ -393,6 +401,7 @@ class OuterLoop:
 
     def _end(self, is_in_step: bool) -> None:
         self._open = False
+        self._finalizer.detach()
         if self._ddp is not None:
             self._ddp.end()
         self._rounds.free(reusable=is_in_step)

@@ -173,6 +173,13 @@ class Recipe:
         return self.aggregator.agrees and not self.eager
 
     @property
+    def leaves_alike(self) -> bool:
+        """Whether replicas that have made equally many steps have the same weights right after a round."""
+        inside = after_warmup(self.schedule)
+        is_whole = getattr(inside, "fragments", 1) == 1 and not self.schedule.delay
+        return self.agrees and is_whole and isinstance(self.merge, Replace)
+
+    @property
     def has_anchor(self) -> bool:
         """Whether that anchor is kept between rounds, beside the weights that are trained."""
         return self.agrees and self.optimizer is not None
