@@ -204,6 +204,7 @@ class PresenceStore:
         if self._store.add(self._key("mismatches"), 1) == 1:
             self._store.set(self._key("mismatch"), text)
             self._store.set(self._key("alarm"), "")
+            self.ask()
 
     # ---- being late
 

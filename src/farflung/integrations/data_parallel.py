@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -53,6 +54,7 @@ from farflung.outer.gradients import LocalDDP
 from farflung.process import world as slot
 from farflung.process.failure import OUTER_ATTACHED, leave_note
 from farflung.process.mesh import Mesh, make_mesh, replicas_here, require_replicas, stated_island_size
+from farflung.process.watchdog import Watchdog
 
 
 class FollowedModel:
@@ -95,10 +97,7 @@ class DDPTakeover:
         self._outputs = RoundOutputs(config, environ.integer("RANK") or 0)
         self._followed: list[FollowedModel] = []
         self._driven: weakref.WeakKeyDictionary[Optimizer, list[FollowedModel]] = weakref.WeakKeyDictionary()
-        self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()  # as they were made
-        self._schedulers: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
-        self._joins: weakref.WeakSet[Join] = weakref.WeakSet()  # that hand over to the rounds
-        self._data = TrainedSamplers(lambda: any(one.local.module.training for one in self._followed))
+        self._watchdog: Watchdog | None = None
         self._has_ended = False  # what a script trains after its process group is gone is its own business
         self._is_in_round = False  # then it is the outer optimizer that steps
 
@@ -171,6 +170,16 @@ class DDPTakeover:
             mesh = make_mesh(everyone, size, device.type)
             require_replicas(mesh)
             self._mesh = mesh
+            if everyone.size > 1:
+                self._watchdog = Watchdog(everyone)  # ends waits in a round and in a call of the script for each other
+                self._watchdog.start(math.inf)
+            if environ.is_elastic() and self._make_slots is not None and self._data.slots is None:
+                board, member, said = launched_run()
+                bounds = {name: said[name] for name in ("most", "expected")}
+                self._data.num_parts = everyone.size
+                self._data.slots = self._make_slots(
+                    board, member, Exchange(everyone), **bounds, is_training=self._data.is_training
+                )
         return self._mesh
 
     def _about_to_step(self, optimizer: Optimizer) -> None:
@@ -334,6 +343,8 @@ class DDPTakeover:
     def _destroy_group(self, destroy: Callable[..., None], group: dist.ProcessGroup | None = None) -> None:
         if group is None or group == dist.group.WORLD:
             self.close()
+            if self._watchdog is not None:
+                self._watchdog.stop()
         destroy(group)
 
     def _scaler_step(self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:

@@ -7,6 +7,8 @@ entered it are named to all that wait, with their stacks, and the waits end in a
 that they wait for are named instead. Where all have entered it, it is slow but not stuck, and the wait goes on. As long
 as nobody asks, this costs one look into the store a tick.
 
+Much earlier it asks whether this wait and those of other ranks are for each other: then none of them can end.
+
 The store lives on the main machine. Where that is lost, or the line to it, questions are not answered any more, and
 the ranks that ask wait for ever. A second thread, which never touches the store, notices that and ends the process.
 """
@@ -20,7 +22,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
@@ -29,6 +33,7 @@ from typing import Any
 import torch.distributed as dist
 
 from farflung.base.errors import ConfigError, RankFailure, StateError
+from farflung.comm.mismatch import waits_differ
 from farflung.comm.presence import ENDED, PresenceStore
 from farflung.comm.torch_group import TORCHS, TorchGroup
 from farflung.comm.waits import TORCH, Wait, describe_call
@@ -39,11 +44,14 @@ from farflung.process.sockets import address_on_route_to
 _TICK_S = 0.5  # how often a watchdog looks
 _ANSWER_S = 5.0  # how long it waits for answers
 _TURN_S = 2.0  # how long the others leave it to a rank that asks: it has its answers by then, unless a rank is gone
+_CYCLE_S = 5.0  # after which a rank asks for the first time whether it waits for ranks that wait for it
 _MAX_FRAMES = 12  # of a late rank's stack, the innermost ones
 _STARTERS = (str(Path(__file__).parents[1] / "launch"), f"{TORCH}/distributed/elastic")  # whose calls start a script
 
 # Where a thread is when it waits in a collective of torch's own: called by its name, by DDP's forward or in a backward.
 _WAITS_IN = tuple(f"{TORCH}/{part}/" for part in ("distributed", "nn/parallel", "autograd"))
+
+_Tell = Callable[[dict[str, int], dict[int, Any], list[int]], None]  # what a wait needs, answers by rank, silent ranks
 
 
 class Watchdog:
@@ -88,7 +96,7 @@ class Watchdog:
         self._beat = time.monotonic()  # when the store last answered
         self._heard_at = -float("inf")  # when any rank last asked
         self._wait: Wait | None = None
-        self._since = 0.0
+        self._since, self._look_s = 0.0, _CYCLE_S
         self._halt.clear()
         self._is_over = False
         self._waits.is_watched = True
@@ -126,13 +134,18 @@ class Watchdog:
             wait, is_my_turn = self._current_wait(), now - self._heard_at > _TURN_S
             overdue = self._waits.overdue
             if overdue is not None and is_my_turn:
-                self._ask_all(*overdue, is_overdue=True)
+                self._ask_all(overdue[0], partial(self._tell_late, overdue[1], True), is_overdue=True)
                 self._waits.overdue = None
             elif wait != self._wait:
-                self._wait, self._since = wait, now
-            elif wait is not None and now - self._since > self._timeout_s and is_my_turn:
-                self._ask_all(wait, self._timeout_s)
-                self._since = time.monotonic()
+                self._wait, self._since, self._look_s = wait, now, _CYCLE_S
+            elif wait is None or not is_my_turn:
+                continue
+            elif now - self._since > self._timeout_s:
+                self._ask_all(wait, partial(self._tell_late, self._timeout_s, False))
+                self._since, self._look_s = time.monotonic(), _CYCLE_S
+            elif now - self._since > self._look_s:
+                self._ask_all(wait, self._tell_cycle)
+                self._look_s *= 2
 
     def _answer(self) -> None:
         """Answer what was asked since the last look; obey a report, after which there is nothing more to watch."""
@@ -140,7 +153,7 @@ class Watchdog:
         if asked == self._seen:
             return
         self._seen, self._heard_at = asked, time.monotonic()
-        report = self._presence.published("hang")
+        report = self._presence.published("hang") or self._presence.published("mismatch")
         if not report:
             wait = self._current_wait()
             answer = {
@@ -205,12 +218,11 @@ class Watchdog:
     def _frame(self) -> FrameType | None:
         return sys._current_frames().get(self._watched)
 
-    def _ask_all(self, wait: Wait, seconds: float, is_overdue: bool = False) -> None:
-        """Find out who has not entered the collective that this rank waits in, and tell all.
+    def _ask_all(self, wait: Wait, tell: _Tell, is_overdue: bool = False) -> None:
+        """Find out where all ranks are, and `tell` that, with what this wait needs and the ranks that are silent.
 
         Args:
-            seconds: how long it has waited.
-            is_overdue: it waits no longer; a collective of torch's own may have been what ran out of time.
+            is_overdue: this rank waits no longer; a collective of torch's own may have been what ran out of time.
         """
         needs = self._needs(wait) | (self._entered_torchs() if is_overdue else {})
         question = self._presence.ask()
@@ -224,13 +236,30 @@ class Watchdog:
             answers |= {rank: answer for rank, answer in came.items() if answer["question"] >= question}
             missing -= answers.keys()
             self._beat = time.monotonic()
+        if (is_overdue or self._current_wait() == wait) and not self._halt.is_set():
+            tell(needs, answers, sorted(missing))
+
+    def _tell_late(
+        self, seconds: float, is_overdue: bool, needs: dict[str, int], answers: dict[int, Any], silent: list[int]
+    ) -> None:
+        """Publish who has not entered the collective that this rank waits in, or did, and where they are.
+
+        Args:
+            seconds: how long it has waited.
+        """
         found = _find_late(needs, answers)
         if is_overdue and not found:  # DDP's first passes have collectives that torch does not count
             found = {rank for rank, one in answers.items() if not one["needs"] and not one["is_overdue"]}
         late = {rank: answers[rank]["stack"] for rank in sorted(found)}
-        is_stuck = is_overdue or self._current_wait() == wait
-        if (late or missing) and is_stuck and not self._halt.is_set():
-            self._presence.publish_hang(self._hang_report(late, sorted(missing), seconds, is_overdue))
+        if late or silent:
+            self._presence.publish_hang(self._hang_report(late, silent, seconds, is_overdue))
+
+    def _tell_cycle(self, needs: dict[str, int], answers: dict[int, Any], silent: list[int]) -> None:
+        """Publish where the ranks are, if all that hold up this wait do themselves wait for one of them."""
+        ranks = _holding_up(needs, answers)
+        if ranks and not silent and all(_behind(answers[rank]["needs"], answers) for rank in ranks):
+            ranks.add(self._group.rank)
+            self._presence.publish_mismatch(waits_differ({rank: answers[rank]["doing"] for rank in ranks}))
 
     def _is_machine(self, ranks: list[int]) -> bool:
         """Say whether `ranks` are all those of other machines."""
@@ -261,12 +290,17 @@ class Watchdog:
 
 def _find_late(needs: dict[str, int], answers: dict[int, Any]) -> set[int]:
     """Return the ranks that hold up a wait in the end and wait for nobody; where there are none, those it waits for."""
-    waited_for = new = _behind(needs, answers)
-    late = set(waited_for)
+    ranks = _holding_up(needs, answers)
+    return {rank for rank in ranks if not answers[rank]["needs"]} or _behind(needs, answers)
+
+
+def _holding_up(needs: dict[str, int], answers: dict[int, Any]) -> set[int]:
+    """Return the ranks that a wait is for, and those that these wait for, and so on."""
+    found = new = _behind(needs, answers)
     while new:
-        new = {other for rank in new for other in _behind(answers[rank]["needs"], answers)} - late
-        late |= new
-    return {rank for rank in late if not answers[rank]["needs"]} or waited_for
+        new = {other for rank in new for other in _behind(answers[rank]["needs"], answers)} - found
+        found = found | new
+    return found
 
 
 def _behind(needs: dict[str, int], answers: dict[int, Any]) -> set[int]:
