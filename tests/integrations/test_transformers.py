@@ -4,12 +4,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from farflung.integrations.transformers import OuterCallback
+from farflung.outer import OuterLoop
 from farflung.testing.patience import patience
+from farflung.testing.sim import run_replicas
 
 PROGRAM = Path(__file__).with_name("outer_training.py")
 ROUNDS = [3, 6, 7, 9, 12, 14]  # each third step, and the last one of each epoch of seven
@@ -88,3 +94,73 @@ def test_the_trainers_log_has_the_rounds(seen):
     rounds = [(entry["step"], entry["outer/round"]) for entry in seen["callback"]["logged"] if "outer/round" in entry]
     # The round at the end of an epoch comes after the log of its last step, except in the last epoch.
     assert rounds == [(8 if step == 7 else step, number) for number, step in enumerate(ROUNDS, 1)]
+
+
+class Stub:
+    """What the callback asks of a Trainer and of its Accelerator, for one replica."""
+
+    def __init__(self, group):
+        torch.manual_seed(0)
+        self.accelerator, self.group = self, group
+        self.model = self.model_wrapped = torch.nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.num_processes, self.process_index = group.size, group.rank
+
+    def outer(self, model, recipe):
+        return OuterLoop(model, recipe, self.group, inner=self.optimizer).attach(self.optimizer)
+
+    def train(self, steps):
+        for step in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.full((2, 3), float(step + self.group.rank))).square().mean().backward()
+            self.optimizer.step()
+
+    def weights(self):
+        return self.model.weight.flatten().tolist()
+
+
+def begun(group, folder, global_step, resumes):
+    trainer = Stub(group)
+    callback = OuterCallback(trainer, "diloco", every=3)
+    if resumes:  # as the Trainer does before
+        trainer.model.load_state_dict(torch.load(folder / "model.pt"))
+    args = SimpleNamespace(
+        output_dir=folder, save_only_model=False, resume_from_checkpoint=None, load_best_model_at_end=False
+    )
+    state = SimpleNamespace(global_step=global_step, max_steps=60)
+    callback.on_train_begin(args, state, None)
+    return trainer, callback, args, state
+
+
+def saved(group, folder):
+    trainer, callback, args, state = begun(group, folder, 0, False)
+    trainer.train(4)
+    state.global_step, own = 4, trainer.weights()
+    saves = SimpleNamespace(should_training_stop=False, should_evaluate=False, should_save=True)
+    callback.on_step_end(args, state, saves)
+    if group.rank == 0:
+        (folder / "checkpoint-4").mkdir()
+        torch.save(trainer.model.state_dict(), folder / "model.pt")
+    group.barrier()
+    callback.on_save(args, state, saves)
+    callback.on_train_end(args, state, None)
+    return own
+
+
+def resumed(group, folder):
+    trainer, callback, args, state = begun(group, folder, 4, True)
+    own = trainer.weights()
+    trainer.train(3)
+    callback.on_train_end(args, state, None)
+    return own, trainer.weights()
+
+
+def test_a_checkpoint_of_two_replicas_goes_on_with_three(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("farflung.integrations.transformers.get_logger", logging.getLogger)  # for replicas of no world
+    before = torch.tensor(run_replicas(saved, 2, tmp_path))
+    owns, ends = zip(*run_replicas(resumed, 3, tmp_path), strict=True)
+    assert torch.allclose(torch.tensor(owns), before.mean(0).expand(3, 3))
+    assert ends == (ends[0],) * 3
+    assert "was written by 2 processes, and here are 3: all continue from the mean" in caplog.text
+    same_again = [own for own, _ in run_replicas(resumed, 2, tmp_path)]
+    assert torch.equal(torch.tensor(same_again), before)

@@ -20,6 +20,7 @@ from farflung.checkpoint.reader import read_torch
 from farflung.integrations.rounds import RoundFigures
 from farflung.outer.arguments import OuterConfig, chosen_recipe
 from farflung.outer.engine import OuterLoop
+from farflung.outer.merge_states import merge_states
 from farflung.outer.recipe import Recipe
 from farflung.process.log import get_logger
 
@@ -152,19 +153,34 @@ class OuterCallback(TrainerCallback):
         if not path.parent.is_dir():
             get_logger(__name__).warning(f"{folder} was written without an outer loop: it starts from its weights.")
             return
-        saved = read_torch(path)
-        if saved["world_size"] != accelerator.num_processes:
-            raise CheckpointError(
-                f"{path} was written by {saved['world_size']} processes, and here are {accelerator.num_processes}. "
-                "Resume with as many."
-            )
+        first = folder / paths.outer_state(0)  # which new ranks have none of their own
+        saved = read_torch(path if path.exists() else first)
         if saved["agreed"] != _checksum(self._trainer.model):
             raise CheckpointError(
                 f"{path} does not belong to the weights that the Trainer resumes from. Say where the checkpoint is: "
                 "TrainingArguments(resume_from_checkpoint=...)."
             )
-        self._trainer.optimizer.load_state_dict(saved["optimizer"])
-        self.loop.load_state_dict(saved["loop"])
+        before, here = saved["world_size"], accelerator.num_processes
+        if before == here:
+            self._load(saved["optimizer"], saved["loop"])
+            return
+        everyone = [read_torch(folder / paths.outer_state(rank)) for rank in range(before)]
+        merged = merge_states([one["loop"] for one in everyone])
+        if merged.state is None:
+            raise CheckpointError(
+                f"{folder} was written by {before} processes, and here are {here}. A loop with eager updates continues "
+                "on as many only, as each of its replicas has an anchor of its own."
+            )
+        get_logger(__name__).warning(
+            f"{folder} was written by {before} processes, and here are {here}: all continue from the mean of their "
+            "weights, with the anchor that they had agreed on."
+        )
+        self._load(everyone[accelerator.process_index % before]["optimizer"], merged.state)
+
+    def _load(self, optimizer: dict[str, Any], loop: dict[str, Any]) -> None:
+        assert self.loop is not None
+        self._trainer.optimizer.load_state_dict(optimizer)
+        self.loop.load_state_dict(loop)
 
 
 def _folder(args: Any, state: Any) -> Path:
