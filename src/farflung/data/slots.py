@@ -59,11 +59,12 @@ class Slots:
         self.num_given = self.num_steps = 0  # batches that the training of this rank got, steps that it made of them
         self.is_gone = False  # the store can't be reached any more
 
-    def shared(self, loader: DataLoader[Any], per_round: int) -> DataLoader[Any]:
+    def shared(self, loader: DataLoader[Any], per_round: int, num_parts: int = 1) -> DataLoader[Any]:
         """Return a copy of a loader whose batches are this replica's share.
 
         Args:
             per_round: how many batches the ranks of the replica consume together.
+            num_parts: among how many of its ranks the loader's sampler shares out the data by itself.
 
         Raises:
             ConfigError: it can't be cut into slots.
@@ -76,7 +77,7 @@ class Slots:
             )
         source: Any = index_source(loader)
         sampler = getattr(source, "sampler", source)
-        if getattr(sampler, "num_replicas", 1) > 1:
+        if getattr(sampler, "num_replicas", 1) > num_parts:
             raise ConfigError(
                 f"This loader's {type(sampler).__name__} hands out fixed shares, but the replicas of this run come and "
                 "go. Prepare the loader without it (with shuffle=True, if it shuffles)."
