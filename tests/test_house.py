@@ -55,6 +55,7 @@ LAZY_TABLES = (
     "resume/lazy.py",
     "strategy/choose.py",
     "integrations/as_accelerate.py",
+    "integrations/spawned.py",
 )
 FILES = sorted(SOURCE.rglob("*.py"))
 NAMES = [path.relative_to(SOURCE).as_posix() for path in FILES]

@@ -3,6 +3,7 @@
 
 import copy
 import sys
+import time
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -18,12 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from farflung import Accelerator
-from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.errors import CollectiveMismatch, ConfigError, Unsupported
 from farflung.comm.ddp_hook import average_hook
 from farflung.config import environ
 from farflung.integrations.data_parallel import DDPTakeover
 from farflung.outer import OuterLoop
 from farflung.outer.arguments import OuterConfig, recipe_of
+from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from tests.outer.islands import Grid
 from tests.outer.replicas import same
@@ -430,8 +432,8 @@ REFUSED = {
     without_ddp: "trains 6 parameters which no DDP model has",
     other_parameters: "trains 2 parameters which none of the 1 DDP models has",
     sharded: "sharded by FSDP over all 2 ranks",
-    flat: "sharded by FSDP over all 2 ranks",
-    views_of_flat: "sharded by FSDP over all 2 ranks",
+    flat: "with NO_SHARD gradients, over all 2 ranks in each step. Use DDP in place of NO_SHARD",
+    views_of_flat: "with NO_SHARD gradients, over all 2 ranks in each step",
     zero: "ZeroRedundancyOptimizer sends all parameters in each step",
     bf16_hook: "bf16_compress_hook would have nothing to compress",
     power_sgd: "powerSGD_hook would have nothing to compress",
@@ -486,10 +488,25 @@ def test_items_are_counted_by_an_accelerator_alone():
 # ---- ranks that do not make the same steps
 
 
-def ends_alike(takeover, script, **options):
+class Taught(nn.Module):
+    """A model with a teacher in it that follows the weights that are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = net(), net().requires_grad_(False)
+
+    def forward(self, x):
+        return self.student(x)
+
+    def follow(self):
+        for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            slow.data = slow.data * 0.9 + fast.data * 0.1
+
+
+def ends_alike(takeover, script, make=net, **options):
     """Run `script(model, optimizer)` under a takeover; return whether all ranks end alike."""
-    model = DistributedDataParallel(net(), **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = DistributedDataParallel(make(), **options)
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
     torch.manual_seed(dist.get_rank())
     script(model, optimizer)
     takeover.close()
@@ -569,24 +586,99 @@ def windows_of_other_lengths(model, optimizer):
         optimizer.step()
 
 
-UNEVEN = (
-    uneven_by_join,
-    rank_1_skips_its_first_step,
-    rank_1_has_one_batch,
-    rank_1_has_no_batch,
-    rank_1_leaves_its_epochs_early,
-    rank_0_evaluates,
-    windows_of_other_lengths,
-)
+def a_teacher_follows(model, optimizer):
+    for _ in range(5):
+        one_step(model, optimizer)
+        model.module.follow()
+    everyone = [None, None]
+    dist.all_gather_object(everyone, model.module.teacher[0].weight.tolist())
+    assert everyone[0] != everyone[1]
+
+
+UNEVEN = {
+    uneven_by_join: net,
+    rank_1_skips_its_first_step: net,
+    rank_1_has_one_batch: net,
+    rank_1_has_no_batch: net,
+    rank_1_leaves_its_epochs_early: net,
+    rank_0_evaluates: net,
+    windows_of_other_lengths: net,
+    a_teacher_follows: Taught,
+}
 
 
 def uneven(options):
     takeover = DDPTakeover(RECIPES["diloco"])
     takeover.install()
-    return [ends_alike(takeover, script, **options) for script in UNEVEN]
+    return [ends_alike(takeover, script, make, **options) for script, make in UNEVEN.items()]
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["plain", "static"])
 def test_ranks_that_make_other_steps_end_alike(options):
     assert run_ranks(uneven, 2, options) == [[True] * len(UNEVEN)] * 2
+
+
+def refused_joins():
+    model = DistributedDataParallel(net())
+    outer = OuterLoop(model, "diloco")
+    with pytest.raises(ConfigError, match=r"join\(\) asks all ranks in each pass\. Leave it out"), model.join():
+        model(torch.ones(2, 4))
+    outer.detach()
+    takeover = DDPTakeover(RECIPES["diloco"])
+    takeover.install()
+    model = DistributedDataParallel(net())
+    with pytest.raises(ConfigError, match="throw_on_early_termination asks all ranks in each step"):
+        model.join(throw_on_early_termination=True)
+    takeover.close()
+
+
+def test_a_join_that_asks_in_each_step_is_refused():
+    run_ranks(refused_joins, 2)
+
+
+def waiting_for_each_other():
+    """Rank 1 skips a step, so rank 0 is in a round and waits for it, while it waits for rank 0 in a call of its own."""
+    takeover = DDPTakeover(OuterConfig("diloco", every=2))
+    takeover.install()
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for step in range(4):
+            dist.all_reduce(torch.ones(1))
+            one_step(model, optimizer, float("nan") if step == 1 and dist.get_rank() == 1 else 1.0)
+    except (CollectiveMismatch, RuntimeError) as error:
+        takeover.leave(error)
+        return str(error)
+
+
+def test_a_round_and_a_call_of_the_script_that_wait_for_each_other_end_at_once():
+    began = time.monotonic()
+    first, second = run_ranks(waiting_for_each_other, 2)
+    assert time.monotonic() - began < patience(30)
+    assert "Ranks wait for each other, rank 0 in " in first
+    assert "`optimizer.step()`), rank 1 in `all_reduce`" in first
+    assert second
+
+
+def parts_of_compiled():
+    """What a checkpoint of the model inside of a compiled one has, in the middle of a round."""
+    takeover = DDPTakeover(RECIPES["diloco"])
+    takeover.install()
+    model = DistributedDataParallel(torch.compile(net(), backend="eager"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(5):
+        one_step(model, optimizer)
+    inner = model.module._orig_mod
+    saved = {f"module._orig_mod.{name}": one for name, one in inner.state_dict().items()}
+    whole, live = model.state_dict(), inner[0].weight.detach().clone()
+    assert same(saved, whole)
+    assert not torch.equal(whole["module._orig_mod.0.weight"], live)
+    inner.load_state_dict(inner.state_dict())
+    assert torch.equal(inner[0].weight, whole["module._orig_mod.0.weight"])
+    takeover.close()
+
+
+def test_the_model_in_a_compiled_one_is_saved_as_the_whole_is():
+    run_ranks(parts_of_compiled, 2)

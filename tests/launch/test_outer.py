@@ -14,6 +14,7 @@ import torch
 
 from farflung.config import environ
 from farflung.launch import main as command
+from farflung.launch.network import get_free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -249,3 +250,56 @@ def test_the_end_of_a_script_flushes_and_an_error_in_it_is_told_to_the_other_ran
     assert done.returncode == 1
     assert "rank 1 failed" in done.stderr
     assert "bad sample" in done.stderr
+
+
+# As torch's tutorials and hifi-gan start their ranks; `destroy` flushes before the weights are written.
+SPAWNS = """
+import multiprocessing, os, sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch.distributed import destroy_process_group, init_process_group
+from torch.nn.parallel import DistributedDataParallel
+
+def worker(rank, url, name):
+    if url == "env://":
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", sys.argv[2]
+    init_process_group("gloo", init_method=url, rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(7):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    destroy_process_group()
+    open(f"{name}{rank}.txt", "w").write(repr(model.module.weight.tolist()))
+
+if __name__ == "__main__":
+    mp.spawn(worker, args=(f"tcp://127.0.0.1:{sys.argv[1]}", "spawned"), nprocs=2)
+    started = [multiprocessing.get_context("fork").Process(target=worker, args=(r, "env://", "forked")) for r in (0, 1)]
+    for one in started:
+        one.start()
+    for one in started:
+        one.join()
+"""
+
+
+@pytest.mark.usefixtures("warm")
+def test_processes_that_a_script_starts_by_itself_are_followed(farflung, home):
+    (home / "train.py").write_text(SPAWNS)
+    flags = ("--outer", "diloco", "--outer-every", "3", "--outer-log", "rounds.jsonl")
+    ports = map(str, (get_free_port(), get_free_port()))
+    done = farflung("launch", "--cpu", "--num_processes", "1", *flags, "train.py", *ports)
+    assert done.returncode == 0, done.stderr
+    for name in ("spawned", "forked"):
+        assert (home / f"{name}0.txt").read_text() == (home / f"{name}1.txt").read_text()
+    rounds = [json.loads(line) for line in (home / "rounds.jsonl").read_text().splitlines()]
+    assert [len(one["weights"]) for one in rounds] == [2] * 6
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_script_that_starts_its_processes_is_launched_once(farflung, home):
+    (home / "train.py").write_text(SPAWNS)
+    ports = map(str, (get_free_port(), get_free_port()))
+    done = farflung("launch", "--cpu", "--num_processes", "2", "--outer", "diloco", "train.py", *ports)
+    assert done.returncode == 1
+    assert "is launched with --num_processes 1 (for each machine)" in done.stderr

@@ -101,6 +101,31 @@ while not last:
     optimizer.step()
     optimizer.zero_grad()
 """
+SAMPLED = """
+import os, torch, torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+x = torch.randn(96, 4)
+data = TensorDataset(torch.arange(96), x)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+sampler, among_all = DistributedSampler(data, seed=1), DistributedSampler(data, shuffle=False)
+loader, evaluation = DataLoader(data, 2, sampler=sampler), DataLoader(data, 8, sampler=among_all)
+assert (len(loader), len(evaluation)) == (24, 12)
+seen = open(f"seen{os.getpid()}", "w")
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    model.train()
+    for indices, inputs in loader:
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(epoch, *indices.tolist(), file=seen)
+    model.eval()
+    assert sum(len(inputs) for _, inputs in evaluation) == 96
+seen.close()
+"""
 WAITS = """
 import time
 open("up", "w").close()
@@ -206,6 +231,20 @@ def test_scripts_that_know_nothing_of_it_train_with_the_others(farflung, home, k
         (m, step) for m in (1, 2) for step in (4, 8, 12, 16)
     ]
     assert all(sorted(one["members"]) == [1, 2] for one in rounds)
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_sampler_of_an_unchanged_ddp_script_hands_out_each_epoch_once(farflung, home):
+    (home / "train.py").write_text(SAMPLED)
+    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "--outer-log", "rounds.jsonl", "train.py")
+    assert done.returncode == 0, done.stderr
+    files = [file.read_text().splitlines() for file in home.glob("seen*")]
+    assert "ended with exit code" not in done.stderr
+    assert len(files) == 2
+    assert all(files)
+    for epoch in "01":
+        indices = [number for lines in files for line in lines if line[0] == epoch for number in line.split()[1:]]
+        assert sorted(map(int, indices)) == list(range(96))
 
 
 def test_one_that_is_killed_again_and_again_waits_longer_and_is_given_up(home):

@@ -7,6 +7,7 @@
     optimizer step           counts, also one that a GradScaler skips, and runs the rounds that are due
     sampler.set_epoch()      one flush for each epoch of a sampler that was trained from
     leaving DDP.join()       a flush: ranks without data stay in the rounds until all have come
+    torch.multiprocessing    processes that the script starts are followed, as ranks
     destroy_process_group()  the last flush; or the end of the script
     model.state_dict()       the weights that all ranks last agreed on, if the recipe keeps them; nothing is sent
 
@@ -33,20 +34,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.torch_internals import compiled_from, is_flattened
 from farflung.base.words import counted
 from farflung.comm.bucket import broadcast_values
+from farflung.comm.exchange import Exchange
 from farflung.comm.shards import is_sharded
 from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.launch import launched_outer
-from farflung.integrations.elastic import launched_membership
+from farflung.integrations.elastic import launched_membership, launched_run
+from farflung.integrations.patching import around
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
-from farflung.integrations.training_data import TrainedSamplers
+from farflung.integrations.spawned import follow_processes
+from farflung.integrations.training_data import TrainingData
 from farflung.loop.scheduler import planned_updates
 from farflung.outer.arguments import OuterConfig, recipe_of
 from farflung.outer.engine import OuterLoop
@@ -67,6 +70,7 @@ class FollowedModel:
         self._averages_without_loop = has_warmup
         self.mesh = mesh
         self.loop: OuterLoop | None = None
+        self.followed: Any = None  # what the loop's rounds bring into the common weights, of a replica's data
         self.attempts = 0
         self.local = LocalDDP(ddp, self._averages, mesh.island)
         ddp.register_comm_hook = _no_second_hook  # type: ignore[method-assign]
@@ -86,15 +90,31 @@ class FollowedModel:
 
 
 class DDPTakeover:
-    """Follows every DDP model and optimizer of this process, for the outer loop that `config` asks for."""
+    """Follows every DDP model and optimizer of this process, for the outer loop that `config` asks for.
 
-    def __init__(self, config: OuterConfig) -> None:
-        self._config = config
+    Args:
+        slots: makes the shares of the data, where replicas come and go: `farflung.data.slots.Slots`.
+    """
+
+    def __init__(self, config: OuterConfig, slots: Callable[..., Any] | None = None) -> None:
+        self._config, self._make_slots = config, slots
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()  # as they were made
+        self._schedulers: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
+        self._joins: weakref.WeakSet[Join] = weakref.WeakSet()  # that hand over to the rounds
+        self._data = TrainingData(lambda: any(one.local.module.training for one in self._followed))
+        self.take_place()
+        self.forget()
+
+    def take_place(self) -> None:
+        """Find out where this process is among the others, by the launcher's variables."""
         self._local_size = environ.integer("LOCAL_WORLD_SIZE") or 1
         here = replicas_here(self._local_size, stated_island_size(self._local_size) or 1)
-        self._recipe = recipe_of(config, here)
+        self._recipe = recipe_of(self._config, here)
+        self._outputs = RoundOutputs(self._config, environ.integer("RANK") or 0)
+
+    def forget(self) -> None:
+        """Follow nothing as yet, as in a process that was forked from another one."""
         self._mesh: Mesh | None = None
-        self._outputs = RoundOutputs(config, environ.integer("RANK") or 0)
         self._followed: list[FollowedModel] = []
         self._driven: weakref.WeakKeyDictionary[Optimizer, list[FollowedModel]] = weakref.WeakKeyDictionary()
         self._watchdog: Watchdog | None = None
@@ -105,37 +125,44 @@ class DDPTakeover:
         """Begin: before the script is loaded, as it may import the functions that are wrapped."""
         register_optimizer_step_pre_hook(lambda optimizer, args, options: self._about_to_step(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, args, options: self._stepped(optimizer))
-        _around(LRScheduler, "__init__", self._make_scheduler)
-        _around(Optimizer, "__init__", self._make_optimizer)
-        _around(DistributedSampler, "__iter__", self._draw)
-        _around(DataLoader, "__iter__", self._iterate)
-        _around(DistributedSampler, "set_epoch", self._set_epoch)
-        _around(Join, "__init__", self._make_join)
-        _around(Join, "__exit__", self._leave_join)
-        _around(dist, "destroy_process_group", self._destroy_group)
-        _around(DistributedDataParallel, "__init__", self._make_ddp)
-        _around(torch.amp.GradScaler, "step", self._scaler_step)
+        around(LRScheduler, "__init__", self._make_scheduler)
+        around(Optimizer, "__init__", self._make_optimizer)
+        self._data.install()
+        around(DistributedSampler, "set_epoch", self._set_epoch)
+        around(Join, "__init__", self._make_join)
+        around(Join, "__exit__", self._leave_join)
+        around(dist, "destroy_process_group", self._destroy_group)
+        around(DistributedDataParallel, "__init__", self._make_ddp)
+        around(torch.amp.GradScaler, "step", self._scaler_step)
 
     def close(self) -> None:
         """End all loops with a last flush: a collective of all ranks."""
         self._open_all()
-        for loop in self._ended():
-            with self._in_round():
-                loop.close()
-            self._say(loop.advice())
+        with self._ending() as loops:
+            for loop in loops:
+                with self._in_round():
+                    loop.close()
+                self._say(loop.advice())
 
     def leave(self, error: BaseException) -> None:
         """End all loops because of an error; the other ranks hear of it. Nothing is exchanged."""
-        for loop in self._ended():
-            loop.__exit__(type(error), error, error.__traceback__)
+        with self._ending() as loops:
+            for loop in loops:
+                loop.__exit__(type(error), error, error.__traceback__)
 
-    def _ended(self) -> list[OuterLoop]:
-        """Restore the gradient synchronization of all DDP models, and return their loops."""
+    @contextmanager
+    def _ending(self) -> Iterator[list[OuterLoop]]:
+        """Restore the gradient synchronization of all DDP models; their loops are to be ended in the block."""
         followed, self._followed, self._has_ended = self._followed, [], True
         self._driven.clear()
         self._mesh = None
         loops = [one.end() for one in followed]
-        return [loop for loop in loops if loop is not None and dist.is_initialized()]
+        try:
+            yield [loop for loop in loops if loop is not None and dist.is_initialized()]
+        finally:
+            for one in followed:
+                if one.followed is not None:
+                    self._data.slots.leave(one.followed)
 
     @contextmanager
     def _in_round(self) -> Iterator[None]:
@@ -210,7 +237,13 @@ class DDPTakeover:
                 f"{asked}: this process trains alone, so there are no replicas to average. Start at least two with "
                 "--num_processes, and let the script call torch.distributed.init_process_group."
             )
-        if any(is_sharded(one) or is_flattened(one) for one in trained):
+        if any(map(is_flattened, trained)):
+            raise ConfigError(
+                f"{asked}: FullyShardedDataParallel sends parameters, or with NO_SHARD gradients, over all "
+                f"{dist.get_world_size()} ranks in each step. Use DDP in place of NO_SHARD; or shard over some of the "
+                "ranks with an Accelerator (docs/islands.md)."
+            )
+        if any(map(is_sharded, trained)):
             raise ConfigError(
                 f"{asked}: the parameters are sharded by FSDP over all {dist.get_world_size()} ranks, so there are no "
                 "replicas to average. Shard over some of the ranks with an Accelerator (docs/islands.md), or use DDP."
@@ -233,6 +266,9 @@ class DDPTakeover:
         group, island = (None, None) if membership else (mesh.replicas, mesh.island)
         with self._in_round():
             one.loop = OuterLoop(module, self._recipe, group, island=island, membership=membership, inner=optimizer)
+        if membership is not None and self._data.slots is not None:
+            one.followed = self._data.slots.follow(membership, self._recipe.schedule.fragments)
+            one.loop.listeners.append(one.followed.round_ended)
         self._outputs.listen(one.loop, self._followed.index(one))
         self._show_trainer(RoundFigures(one.loop, self._followed.index(one)))
         for whole in filter(None, (module, compiled_from(module))):
@@ -260,7 +296,7 @@ class DDPTakeover:
         """Add the figures of rounds to what transformers' Trainer logs, if the script has loaded it."""
         trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
         if trainer is not None:
-            _around(trainer, "log", functools.partial(_log_with, figures))
+            around(trainer, "log", functools.partial(_log_with, figures))
 
     def _stepped(self, optimizer: Optimizer, done: bool = True) -> None:
         if not self._is_in_round and optimizer in self._driven:
@@ -270,6 +306,8 @@ class DDPTakeover:
             one.attempts += 1
             with self._in_round():
                 one.loop.count(done)
+                if one.followed is not None:
+                    one.followed.step_attempted(one.loop.position)
                 one.loop.sync_if_due()
             if one.attempts == 2:  # schedulers have followed the first step by now
                 self._say_if_short(optimizer)
@@ -288,29 +326,22 @@ class DDPTakeover:
         if not self._is_in_round:
             self._optimizers[optimizer] = None
 
-    def _draw(self, draw: Callable[..., Iterator[int]], sampler: DistributedSampler[Any]) -> Iterator[int]:
-        self._data.begins(sampler)
-        return draw(sampler)
-
-    def _iterate(self, iterate: Callable[..., Iterator[Any]], loader: DataLoader[Any]) -> Iterator[Any]:
-        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        if isinstance(sampler, DistributedSampler):  # whose class may draw in a function of its own
-            self._data.begins(sampler)
-        return iterate(loader)
-
     def _set_epoch(
         self, set_epoch: Callable[..., None], sampler: DistributedSampler[Any], *args: Any, **options: Any
     ) -> None:
-        if sampler in self._data:
+        if sampler in self._data and not self._data.is_inside:
             self._flush()
         set_epoch(sampler, *args, **options)
 
     def _flush(self) -> None:
         """Stay in the rounds of all loops until all ranks have come here: a collective."""
+        if self._data.is_past():
+            return
         self._open_all()
         for loop in [one.loop for one in self._followed if one.loop is not None]:
             with self._in_round():
                 loop.flush()
+        self._data.synchronized()
 
     def _make_join(self, make: Callable[..., None], join: Join, joinables: Any, *args: Any, **options: Any) -> None:
         """Let torch's `join()` send nothing: in rounds ranks without data are waited for anyway."""
@@ -369,23 +400,22 @@ def _no_second_hook(state: object, hook: Callable[..., object]) -> None:
     )
 
 
-def take_over() -> DDPTakeover:
-    """Take over the DDP models of the script that comes next, with the outer loop that the launcher asks for."""
+def take_over(slots: Callable[..., Any]) -> DDPTakeover:
+    """Take over the DDP models of the script that comes next, with the outer loop that the launcher asks for.
+
+    Args:
+        slots: see `DDPTakeover`.
+    """
     config = launched_outer(OuterConfig)
     assert config is not None
-    takeover = DDPTakeover(config)
+    takeover = DDPTakeover(config, slots)
     takeover.install()
+    follow_processes(takeover)
     return takeover
 
 
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _around(owner: Any, name: str, act: Callable[..., Any]) -> None:
-    """Let `act` stand for a function of torch's: it gets that function, and then its arguments."""
-    function = getattr(owner, name)
-    setattr(owner, name, functools.update_wrapper(lambda *args, **options: act(function, *args, **options), function))
 
 
 def _log_with(figures: RoundFigures, log: Callable[..., Any], trainer: Any, logs: Any, *args: Any, **more: Any) -> Any:

@@ -31,7 +31,8 @@ def run(arguments: list[str]) -> None:
     outer = None
     try:
         if environ.text("FARFLUNG_OUTER_RECIPE"):
-            outer = import_module("farflung.integrations.data_parallel").take_over()
+            slots = import_module("farflung.data.slots").Slots
+            outer = import_module("farflung.integrations.data_parallel").take_over(slots)
         code, main = _loaded_module(arguments[1:]) if arguments[0] == "-m" else _loaded_script(arguments)
         own = sys.modules["__main__"]  # kept alive: this very code lives in it
         sys.modules["__main__"] = main

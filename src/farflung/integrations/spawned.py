@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that a script starts by itself (`torch.multiprocessing.spawn`, `Process`): each that joins a group is
+followed as a rank of the launcher's is.
+
+A script is started once, with `--num_processes 1`, and its processes meet at an address of the script's own. They have
+the launcher's variables too, by which torch would look for its store there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from inspect import signature
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
+
+from farflung.base.errors import ConfigError
+from farflung.config import environ
+from farflung.integrations.patching import around
+
+if TYPE_CHECKING:
+    from farflung.integrations.data_parallel import DDPTakeover
+
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
+_HELPERS = ("torch.utils.data.", "multiprocessing.")  # whose processes train nothing
+
+
+class Spawned:
+    """Stands for the function that a process calls: takes over its DDP models, and ends their outer loops after it.
+
+    Args:
+        takeover: the one of the process that starts it, which a forked process has inherited.
+        launched: what the launcher's variables say of that process: where ranks meet, and how many are on its machine.
+    """
+
+    def __init__(self, target: Callable[..., Any], takeover: DDPTakeover | None, launched: list[str | None]) -> None:
+        self._target, self._takeover, self._launched = target, takeover, launched
+
+    def __reduce__(self) -> Any:
+        return Spawned, (self._target, None, self._launched)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        takeover = self._takeover
+        if takeover is None:
+            slots = import_module("farflung.data.slots").Slots
+            takeover = import_module("farflung.integrations.data_parallel").take_over(slots)
+        else:
+            takeover.forget()
+        around(sys.modules["torch.distributed"], "init_process_group", partial(self._join, takeover))
+        try:
+            result = self._target(*args, **options)
+            takeover.close()
+            return result
+        except BaseException as error:
+            takeover.leave(error) if not isinstance(error, SystemExit) or error.code else takeover.close()
+            raise
+
+    def _join(self, takeover: DDPTakeover, join: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Let the process join its group where the script says, and take its place in it for the launcher's."""
+        given = signature(join).bind(*args, **options).arguments
+        url = given.get("init_method") or "env://"
+        *meeting, local_size = self._launched
+        if local_size not in (None, "1"):
+            raise ConfigError(
+                f"This process was started by one of {local_size} that the launcher has started here. A script that "
+                "starts its processes by itself is launched with --num_processes 1 (for each machine)."
+            )
+        if given.get("store") or not url.startswith("env://") or [*map(environ.text, _MEETING)] != meeting:
+            environ.remove(_AGENT_STORE)
+        join(*args, **options)
+        dist: Any = sys.modules["torch.distributed"]
+        rank, size = dist.get_rank(), dist.get_world_size()
+        here = max(1, size // (environ.integer("GROUP_WORLD_SIZE") or 1))
+        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % here, "LOCAL_WORLD_SIZE": here}
+        environ.export({name: str(number) for name, number in place.items()})
+        takeover.take_place()
+
+
+def follow_processes(takeover: DDPTakeover) -> None:
+    """Follow the processes that this one starts from now on."""
+
+    def make(init: Callable[..., None], process: BaseProcess, *args: Any, **options: Any) -> None:
+        given = signature(init).bind(process, *args, **options)
+        target = given.arguments.get("target")
+        if target is not None and not f"{getattr(target, '__module__', None)}.".startswith(_HELPERS):
+            given.arguments["target"] = Spawned(target, takeover, [*map(environ.text, (*_MEETING, "LOCAL_WORLD_SIZE"))])
+        init(*given.args, **given.kwargs)
+
+    around(BaseProcess, "__init__", make)
