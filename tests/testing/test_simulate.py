@@ -183,7 +183,7 @@ def test_seconds_are_those_of_the_cost_model(recipe):
     def steps(number):
         found = simulate(
             Wide,
-            lambda rank: [torch.ones(2, 50)],
+            lambda rank: [torch.full((2, 50), rank + 1.0)],
             recipe,
             replicas=RUN.replicas,
             steps=number,

@@ -14,14 +14,11 @@ from functools import partial
 from importlib import import_module
 from inspect import signature
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.integrations.patching import around
-
-if TYPE_CHECKING:
-    from farflung.integrations.data_parallel import DDPTakeover
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
@@ -32,11 +29,11 @@ class Spawned:
     """Stands for the function that a process calls: takes over its DDP models, and ends their outer loops after it.
 
     Args:
-        takeover: the one of the process that starts it, which a forked process has inherited.
+        takeover: the `DDPTakeover` of the process that starts it, which a forked process has inherited.
         launched: what the launcher's variables say of that process: where ranks meet, and how many are on its machine.
     """
 
-    def __init__(self, target: Callable[..., Any], takeover: DDPTakeover | None, launched: list[str | None]) -> None:
+    def __init__(self, target: Callable[..., Any], takeover: Any, launched: list[str | None]) -> None:
         self._target, self._takeover, self._launched = target, takeover, launched
 
     def __reduce__(self) -> Any:
@@ -58,7 +55,7 @@ class Spawned:
             takeover.leave(error) if not isinstance(error, SystemExit) or error.code else takeover.close()
             raise
 
-    def _join(self, takeover: DDPTakeover, join: Callable[..., None], *args: Any, **options: Any) -> None:
+    def _join(self, takeover: Any, join: Callable[..., None], *args: Any, **options: Any) -> None:
         """Let the process join its group where the script says, and take its place in it for the launcher's."""
         given = signature(join).bind(*args, **options).arguments
         url = given.get("init_method") or "env://"
@@ -79,8 +76,8 @@ class Spawned:
         takeover.take_place()
 
 
-def follow_processes(takeover: DDPTakeover) -> None:
-    """Follow the processes that this one starts from now on."""
+def follow_processes(takeover: Any) -> None:
+    """Follow the processes that this one starts from now on; `takeover` is its own."""
 
     def make(init: Callable[..., None], process: BaseProcess, *args: Any, **options: Any) -> None:
         given = signature(init).bind(process, *args, **options)
