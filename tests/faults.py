@@ -43,6 +43,11 @@ def kill(group: Any = None) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stop(group: Any = None) -> None:
+    """Stop this process, until somebody lets it go on."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 @dataclass
 class Fault:
     """A failure that is still to come; see `fail_at`.

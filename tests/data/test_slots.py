@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from farflung.base.errors import ConfigError, StateError
+from farflung.base.errors import ConfigError, StateError, Unreachable
 from farflung.comm.board import Board
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
@@ -388,7 +388,7 @@ class Store:
 
     def __getattr__(self, name):
         if self.is_lost:
-            raise dist.DistNetworkError("connection reset")
+            raise Unreachable("The store of this run is gone.")
         return getattr(self.store, name)
 
 
@@ -398,8 +398,8 @@ def test_without_the_store_the_epoch_ends_and_later_ones_are_shared_by_places():
     stores = []
     for one in run.live:
         board = one.loaders[0].share.board
-        board._store = Store(board._store)  # c10d takes no store of Python's
-        stores.append(board._store)
+        board._board = Store(board._board)
+        stores.append(board._board)
         one.take()
     run.round()
     for store in stores:

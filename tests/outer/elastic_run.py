@@ -41,7 +41,7 @@ class Blocks(nn.Module):
         self.register_buffer("unsaved", torch.tensor(os.getpid()), persistent=False)
 
 
-def replica(pipe, port, member, step_s, numel, dies, recipe, saves, options):
+def replica(pipe, port, member, step_s, numel, dies, recipe, saves, damages, options):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
@@ -72,6 +72,8 @@ def replica(pipe, port, member, step_s, numel, dies, recipe, saves, options):
         outer.listeners.append(lambda one: say(**figures_of(one)))
         if outer.is_newcomer:  # a script that begins with its newest checkpoint does not know that it is one
             outer.load_state_dict(checkpoint)
+        if damages:
+            outer._rounds.replica.fragments[0].weights.rows()["anchor"][0].add_(1)
         say(joined=outer.position, weight=weight())
         while outer.position < last():
             time.sleep(step_s)
@@ -133,12 +135,17 @@ class ElasticRun:
             process.kill()
             process.join()
 
-    def start(self, name, dies=None, saves=0):
-        """Start a replica; return its id."""
+    def start(self, name, dies=None, saves=0, recipe=None, damages=False):
+        """Start a replica; return its id.
+
+        Args:
+            dies: a phase, the how-manieth time and maybe what happens then, as of `fail_at`.
+            damages: what it has got is changed once.
+        """
         member = self.notes.count("ids", 1)
         self.notes.note("name", member, f"replica {name}")
         here, there = self._context.Pipe(duplex=False)
-        row = (there, self.store.port, member, *self._row, dies, self._recipe, saves, self._options)
+        row = (there, self.store.port, member, *self._row, dies, recipe or self._recipe, saves, damages, self._options)
         process = self._context.Process(target=replica, args=row)
         process.start()
         there.close()

@@ -6,10 +6,11 @@ import time
 import pytest
 
 from farflung.base.errors import RankFailure
+from farflung.comm import member_store
 from farflung.comm.epoch_group import Entered
 from farflung.comm.member_store import Record
-from farflung.outer import elastic
 from farflung.outer.elastic import Elastic
+from farflung.outer.epoch_watch import EpochWatch
 from farflung.process.sockets import serve_store
 
 
@@ -23,13 +24,13 @@ def waiting():
     record = Record(1, 1, (1, 2))
     assert membership.members.replace(None, record)
     membership.record = record
-    watch, place = elastic._EpochWatch(membership, record, 1.0), Entered("c0#7", 125_000)
+    watch, place = EpochWatch(membership, record, 1.0), Entered("c0#7", 125_000)
     watch.look(place, 2.0)
     return membership, watch, lambda waited_s: watch.look(place, waited_s)
 
 
 def test_who_waits_for_a_machine_that_is_gone_hears_of_it_even_if_its_member_had_come(waiting, monkeypatch):
-    monkeypatch.setattr(elastic, "_BEAT_LOST_S", 0.2)
+    monkeypatch.setattr(member_store, "_BEAT_LOST_S", 0.2)
     membership, _, look = waiting
     membership.members.say(1, "wait0", 2, "c0#7")
     time.sleep(0.3)

@@ -5,6 +5,7 @@ Replica i moves its weights by -(i + 1) in each step, so that a reference needs 
 """
 
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -100,10 +101,10 @@ class ChangingMembership:
             self.epoch = open_epoch(self.number, group.members, group, self.island, needs, newcomers)
         return self.epoch
 
-    def is_awaited(self):
+    def is_awaited(self, needs):
         return bool(door_of(self.group).waiting)
 
-    def agree(self, num_votes, complete):
+    def agree(self, num_votes, complete, odd):
         return dict(complete)
 
     def lost(self, failure):
@@ -202,6 +203,58 @@ def test_replicas_come_between_rounds_with_the_anchor_and_count_from_the_next_on
     anchors = anchors_of(members)
     for rank, (path, _) in enumerate(run_replicas(train, 4, first, DILOCO, None, 0, STEPS)):
         assert seen_of(path) == pytest.approx(anchors if rank in first else anchors[1:])
+
+
+def flush_and_load(group, first):
+    """Train, or as a newcomer wait in a flush before the first step; then load what was there before, and train."""
+    model, is_new = Two(), group.rank not in first
+    outer = OuterLoop(model, DILOCO, membership=ChangingMembership(group, first))
+    saved = outer.state_dict()
+
+    def train(steps):
+        for _ in range(steps):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= group.rank + 1
+            outer.step()
+
+    train(0 if is_new else 3 * EVERY + 1)
+    outer.flush()
+    if is_new:
+        outer.load_state_dict(saved)
+    common = model.weight.item()
+    train(2 * EVERY)
+    outer.close()
+    return common, model.weight.item()
+
+
+@pytest.mark.law("nothing-given-outlives-the-next-round")
+def test_a_newcomer_that_waits_in_a_flush_and_then_loads_has_what_all_have_in_common_now():
+    found = run_replicas(flush_and_load, 3, [0, 1])
+    assert found == found[:1] * 3
+
+
+class MayLose(ChangingMembership):
+    """A membership that goes on without those that are late."""
+
+    def enter(self, needs):
+        self.epoch = replace(super().enter(needs), may_lose=True)
+        return self.epoch
+
+
+@pytest.mark.law("no-two-different-rounds-of-a-number")
+def test_of_two_that_may_go_on_without_each_other_none_applies_what_the_other_may_not_have():
+    def train(group):
+        model, fault = Two(), fail_at(None, 0)
+        outer = OuterLoop(model, fault.recipe(DILOCO), membership=fault.membership(MayLose(group, [0, 1])))
+        for _ in range(EVERY):
+            with torch.no_grad():
+                model.weight -= 1
+            outer.step()
+        return fault.seen
+
+    for seen in run_replicas(train, 2):
+        assert seen.index("landing") > seen.index("confirmed")
 
 
 def test_what_a_newcomer_got_is_compared_in_its_first_vote(monkeypatch):

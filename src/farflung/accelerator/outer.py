@@ -59,6 +59,8 @@ class AttachedLoop:
         whole = run.strategy.unwrap(model)
         membership = lazy.launched_membership(mesh.island)
         group, island = (None, None) if membership else (mesh.replicas, mesh.island)
+        if run.slots is not None and membership is not None:
+            membership.data = run.slots.described()
         self.loop = lazy.OuterLoop(whole, recipe, group, island=island, membership=membership, inner=bare)
         self.epochs: EpochTracker | None = None
         self._followed: FollowedLoop | None = None

@@ -222,6 +222,13 @@ def _address_of(store: Any) -> tuple[str, int] | None:
     return (store.host, store.port) if hasattr(store, "host") and hasattr(store, "port") else None
 
 
+class _Handle(socket.socket):
+    """A second descriptor of a socket that torch has opened; it is closed with the last reference."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class _OtherRun(OSError):
     """The store is that of another run."""
 
@@ -240,7 +247,7 @@ def _connect(host: str, port: int, found: Future[tuple[Any, socket.socket | None
             with socket.socket(fileno=os.dup(one)) as handle:
                 limit = struct.pack("ll", int(ANSWER_S), int(ANSWER_S % 1 * 1e6))
                 handle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        found.set_result((store, socket.socket(fileno=os.dup(new[0])) if len(new) == 1 else None))
+        found.set_result((store, _Handle(fileno=os.dup(new[0])) if len(new) == 1 else None))
     except BaseException as error:
         found.set_exception(error)
 

@@ -7,13 +7,17 @@ The store alone decides who takes part: one key holds the current epoch, and it 
 from __future__ import annotations
 
 import re
+import time
 from ast import literal_eval
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
+from farflung.base.words import in_seconds
 from farflung.comm.board import Board
 
+DONE = "done"  # why a member has left whose work is done
+_BEAT_LOST_S = 2.5  # without a sign from a launcher, which gives one every half second
 _OF_EPOCH = re.compile(r"e(\d+)/")
 
 
@@ -28,6 +32,8 @@ class Record:
     common: Mapping[int, int] = field(default_factory=dict)  # buckets that all apply of open rounds, by vote
     past: int = 0  # the number of the first vote that no member has had yet
     lost: Mapping[int, str] = field(default_factory=dict)  # why members of the epoch before are not in it, by id
+    odd: tuple[int, ...] = ()  # those of them whose state was not that of the others
+    is_fresh: bool = False  # nobody had anything that was trained, so all begin alike
 
     def encode(self) -> str:
         return repr(astuple(self))
@@ -44,6 +50,7 @@ class Applicant:
     member: int
     last: int  # the number of the epoch that it was in before, 0 for none
     has_state: bool  # it has what members have in common, as they had it then
+    description: str = "{}"  # of itself, as JSON
 
 
 Note: TypeAlias = Literal["name", "machine", "gone", "stopped", "in", "left"]
@@ -56,6 +63,7 @@ class LauncherNotes:
         gone, stopped      how its process has ended; there while it is stopped
         in, left           there once it has been in an epoch; why it takes no part any more, `done` if its work is
         beat               how often the launcher of a machine has given a sign
+        lates              how often it was left out as it was late
         ids, ends          how many there have been, of all members; of these how many processes have ended
         launchers          how many are at work
         events             lines that the first launcher has yet to print
@@ -74,7 +82,7 @@ class LauncherNotes:
         return self.board.get(f"{what}/{member}")
 
     def forget(self, member: int, *what: Note) -> None:
-        for key in what or [*get_args(Note), "loops"]:
+        for key in what or [*get_args(Note), "loops", "lates"]:
             self.board.delete(f"{key}/{member}")
 
     def count(self, what: str, change: int = 0) -> int:
@@ -99,11 +107,48 @@ class LauncherNotes:
         return [line for line in text.split("\n") if line]
 
 
+class Signs:
+    """Whether members live, as their launchers say: asked here and nowhere else."""
+
+    def __init__(self, notes: LauncherNotes) -> None:
+        self._notes = notes
+        self._beats: dict[str, tuple[int, float]] = {}  # by machine: how many there were, and since when
+
+    def ended(self, member: int) -> str:
+        """Return how a member has ended or left; empty while nobody has said that it has."""
+        left = self._notes.noted("left", member)
+        return self._notes.noted("gone", member) or ("its work is done" if left == DONE else left)
+
+    def silent_s(self, member: int) -> float:
+        """Return for how long the launcher of a member has given no sign, if that is too long; else 0."""
+        machine = self._notes.noted("machine", member)
+        if not machine:
+            return 0.0
+        count, now = self._notes.count(f"beat/{machine}"), time.monotonic()
+        before, since = self._beats.get(machine, (-1, now))
+        self._beats[machine] = (count, since if count == before else now)
+        silent = now - self._beats[machine][1]
+        return silent if silent > _BEAT_LOST_S else 0.0
+
+    def unheard(self, member: int) -> str:
+        """Return why a member can do nothing now, though it may live; empty if nothing of that is known."""
+        if silent_s := self.silent_s(member):
+            return f"its machine gave no sign for {in_seconds(silent_s)}"
+        return "its process is stopped" if self._notes.noted("stopped", member) else ""
+
+    def missing(self, member: int) -> str:
+        """Return why a member that has not ended may never come; empty if its launcher says that it runs."""
+        if not self._notes.noted("machine", member):
+            return "no launcher looks after it, so nobody knows whether it lives"
+        return self.unheard(member)
+
+
 class MemberStore:
     """What the members of one outer loop tell each other.
 
         epoch                        the current `Record`
-        applicant                    those who ask to be let in, by the number of their question
+        applicant, tensors           those who ask to be let in, and what they train, by the number of their question
+        refused, differs             why one is not let in, which ends it alone; in what it differs that is let in
         e<epoch>/<what>/<member>     what a member has said last in an epoch
         e<epoch>/broken              why the epoch is over, as a collective in it can't end; the first reason stays
 
@@ -123,8 +168,21 @@ class MemberStore:
         text = by.encode()
         return self.board.swap("epoch", "" if now is None else now.encode(), text) == text
 
-    def apply(self, asks: Applicant) -> None:
-        self.board.put(f"applicant/{self.board.add('applicants', 1)}", repr(astuple(asks)))
+    def apply(self, asks: Applicant, tensors: Iterable[str] = ()) -> int:
+        """Ask to be let in; return the number of the question."""
+        number = self.board.add("applicants", 1)
+        self.board.put(f"tensors/{number}", "\n".join(tensors) or "\n")
+        self.board.put(f"applicant/{number}", repr(astuple(asks)))
+        return number
+
+    def tensors(self, number: int) -> list[str]:
+        return [line for line in self.board.get(f"tensors/{number}").split("\n") if line]
+
+    def answer(self, what: Literal["refused", "differs"], number: int, why: str) -> None:
+        self.board.put(f"{what}/{number}", why)
+
+    def answered(self, what: Literal["refused", "differs"], number: int) -> str:
+        return self.board.get(f"{what}/{number}")
 
     def num_applied(self) -> int:
         return self.board.add("applicants", 0)
@@ -137,6 +195,7 @@ class MemberStore:
     def forget_applicants(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self.board.delete(f"applicant/{number}")
+            self.board.delete(f"tensors/{number}")
 
     def say(self, epoch: int, what: str, member: int, text: str) -> None:
         self.board.put(f"e{epoch}/{what}/{member}", text)

@@ -148,8 +148,10 @@ class LaunchSettings(LayoutSettings):
     )
     replicas: int | None = setting(None, "Replicas to start on this machine, with --elastic or --join. [the least; 1]")
     ranks_per_replica: int = setting(1, "Processes that train one replica together, with --elastic or --join.")
-    grace_s: float = setting(
-        30.0, "Seconds that replicas wait for one that is late before they go on without it, with --elastic."
+    grace_s: float | None = setting(
+        None,
+        "Seconds that replicas wait for one that is late before they go on without it, with --elastic. [30, or twice "
+        "the time between two rounds]",
     )
     join: str | None = setting(
         None, "Start replicas that join a run: host:port, as its first launcher has printed it.", in_file=False

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from farflung.base.errors import ConfigError, StateError, Unreachable
+from farflung.base.words import counted
 from farflung.comm.board import Board
 from farflung.comm.collectives import from_first
 from farflung.comm.exchange import Exchange
@@ -93,6 +94,10 @@ class Slots:
         made = SlotSampler(source, loader, self, board, per_round)
         self._samplers.append(made)
         return with_indices(loader, made)
+
+    def described(self) -> str:
+        """Return what must be the same on all replicas: how many batches the loaders have that were prepared so far."""
+        return ", ".join(counted(one.num_batches, "batch") for one in self._samplers)
 
     def follow(self, membership: Elastic, num_fragments: int) -> FollowedLoop:
         """Record from now on what the rounds of an outer loop bring into the common weights."""
@@ -258,8 +263,13 @@ class SlotSampler(SamplerView):
     def _whole(self) -> Any:
         return self.batch_sampler if hasattr(self.batch_sampler, "sampler") else self.sampler
 
+    @property
+    def num_batches(self) -> int:
+        """Of all replicas together."""
+        return len(self._whole)
+
     def __len__(self) -> int:
-        whole = len(self._whole)
+        whole = self.num_batches
         return -(-whole // self._slots.expected) if self.is_shared else whole
 
     def __iter__(self) -> Iterator[Any]:

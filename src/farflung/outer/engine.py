@@ -235,8 +235,8 @@ class OuterLoop:
         """Take the current weights as the new anchor, for example after loading weights. No collective.
 
         Exchanges in flight are waited for and discarded, and so is what error feedback has kept back. All ranks must
-        call it, and with the same weights: nothing compares them. Before the first step of a newcomer the weights of
-        the others take the place of its own instead.
+        call it, and with the same weights: nothing compares them. Before the first step of a newcomer the weights that
+        all share now take the place of its own instead.
         """
         self._check_open()
         with torch.no_grad():
@@ -272,6 +272,8 @@ class OuterLoop:
             if any(are_dropped) or not self._recipe.agrees:
                 self._rounds.average()
                 self._rounds.replica.reset()
+                for number in range(len(self._rounds.replica.fragments)):
+                    self._rounds.note_landing(number)
             self._rounds.share_buffers()
             self._rounds.average_moved()
         self._timetable.begin_anew(self._position)

@@ -15,6 +15,15 @@ from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
 from farflung.outer.ballot import Ballot, Island, Voters
 
+
+class OddMembers(RankFailure):
+    """Members whose state is not that of the others; `why` says so of each, by its id."""
+
+    def __init__(self, why: Mapping[int, str]) -> None:
+        super().__init__("; ".join(why.values()))
+        self.why = dict(why)
+
+
 _BESIDE = "an average beside rounds of "
 
 
@@ -45,6 +54,7 @@ class Epoch:
     num_votes: int  # the number of the members' next vote
     newcomers: tuple[int, ...] = ()  # ranks that were not there before; they get what all others have in common
     lost: Mapping[int, str] = field(default_factory=dict)  # why members of the epoch before are not in it, by id
+    may_lose: bool = False  # the others go on without a member that is late, though it lives
 
     @property
     def joins(self) -> bool:
@@ -124,16 +134,17 @@ class Membership(Protocol):
     def enter(self, needs: Needs) -> Epoch:
         """Return the epoch of now: a collective of its members where it is a new one. Called between rounds."""
 
-    def is_awaited(self) -> bool:
-        """Whether somebody is known to wait to be let in, without asking anyone."""
+    def is_awaited(self, needs: Needs) -> bool:
+        """Whether somebody is known to wait to be let in who has what the others need."""
         return False
 
-    def agree(self, num_votes: int, complete: Mapping[int, int]) -> dict[int, int]:
+    def agree(self, num_votes: int, complete: Mapping[int, int], odd: Mapping[int, str]) -> dict[int, int]:
         """Agree, after a loss, on the buckets of open rounds to apply.
 
         Args:
             num_votes: the number of this rank's next vote; what is not open of those before it has ended here.
             complete: how many buckets of each open round this rank could apply, by the number of its vote.
+            odd: members to exclude, as their state is not that of the others: why, by id.
 
         Returns:
             the same for all that are left, by vote: as many as all of them could apply; `ALL` where one has applied all
@@ -171,7 +182,7 @@ class FixedMembership(Membership):
             self._epoch = open_epoch(0, range(self.most), self._group, self.island, needs)
         return self._epoch
 
-    def agree(self, num_votes: int, complete: Mapping[int, int]) -> dict[int, int]:
+    def agree(self, num_votes: int, complete: Mapping[int, int], odd: Mapping[int, str]) -> dict[int, int]:
         group = self._group if self._epoch is None else self._epoch.group
         return {vote: group.agree_min(number, f"round {vote}") for vote, number in complete.items()}
 

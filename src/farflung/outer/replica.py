@@ -30,7 +30,8 @@ from farflung.outer.unexchanged import fingerprint, make_alike, moved
 from farflung.outer.weighting import NormHistory
 
 _kind = attrgetter("requires_grad", "dtype", "shape")
-_DIGEST_EVERY = 50  # rounds of a fragment between two checks that the ranks still agree
+_DIGEST_EVERY = 50  # rounds of a fragment between two checks that the ranks still agree,
+_WATCHED = 8  # and in how many after newcomers have come each one is checked
 
 
 class BoundFragment:
@@ -63,6 +64,7 @@ class BoundFragment:
         self.history: NormHistory = {}
         self.pending_weight = [0.0] * (1 + len(recipe.levels))
         self.num_rounds, self.digest, self.num_landed = 0, -1, 0
+        self._num_watched = 0  # rounds that are still to be checked, as newcomers have come
         self.is_whole = num_buffers is None
         parameters = _buckets(fragment.parameters, cap_bytes, num_buffers)
         counters = _buckets(fragment.counters, cap_bytes, num_buffers)
@@ -141,7 +143,14 @@ class BoundFragment:
     def note_round(self, is_common: bool) -> None:
         """Count a round that was applied, and note what it left now and then, if that is the same on all ranks."""
         self.num_rounds += 1
-        self.note_agreement(is_common and self.num_rounds % _DIGEST_EVERY == 1)
+        is_due = self.num_rounds % _DIGEST_EVERY == 1 or self._num_watched > 0
+        self._num_watched = max(0, self._num_watched - 1)
+        self.note_agreement(is_common and is_due)
+
+    def note_newcomers(self, is_common: bool) -> None:
+        """Compare what is agreed on in the first rounds, and in the next vote if it `is_common` between rounds."""
+        self._num_watched = _WATCHED
+        self.note_agreement(is_common)
 
     def note_agreement(self, is_compared: bool) -> None:
         """Note what is agreed on, if it is to be compared in the next vote."""
@@ -197,7 +206,7 @@ class BoundFragment:
     def continue_from(self, other: BoundFragment, kept: Mapping[str, Mapping[int, Tensor]]) -> None:
         """Take the place of another fragment, with what was kept of parameters that this one has too."""
         self.pending_weight, self.history = other.pending_weight, other.history
-        self.num_rounds, self.digest = other.num_rounds, other.digest
+        self.num_rounds, self.digest, self._num_watched = other.num_rounds, other.digest, other._num_watched
         self.weights.continue_from(other.weights)
         for name, flats in self.weights.rows().items():
             rows = kept.get(name, {})

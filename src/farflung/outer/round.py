@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.base.errors import StateError
+from farflung.base.errors import CollectiveMismatch, StateError
 from farflung.outer.aggregate import Lengths
 from farflung.outer.agreement import Payload, Pending
 from farflung.outer.background import Job
-from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
-from farflung.outer.membership import ALL, Epoch
+from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally, odd_among
+from farflung.outer.membership import ALL, Epoch, OddMembers
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment
 from farflung.outer.stats import Meter, Round
@@ -66,7 +66,7 @@ class OpenRound:
         self.decision = self._of_buffers = Decision((), 0.0)
         self._fragment = fragment
         self._voters, self._members = epoch.levels[level], epoch.ids
-        self._island = epoch.in_round
+        self._island, self._may_lose = epoch.in_round, epoch.may_lose
         self.group = self._voters.group
         self._lengths: Lengths | None = None  # and none again once they were used
         if recipe.is_radial and self.group.size > 1:
@@ -126,7 +126,17 @@ class OpenRound:
         elif not self._is_sent:
             rank = self.group.rank
             self._send(self.decision.factors[rank], self._of_buffers.factors[rank])
-        self._fragment.check_agreement(self.tally.digests, self._voters)
+        self._check_agreement(self.tally.digests)
+
+    def _check_agreement(self, digests: tuple[int, ...]) -> None:
+        """Compare what all have agreed on before; where others can go on without the odd ones, say who these are."""
+        try:
+            self._fragment.check_agreement(digests, self._voters)
+        except CollectiveMismatch as error:
+            if not self._may_lose:
+                raise
+            why = str(error).partition(". ")[0]
+            raise OddMembers({self._members[rank]: why for rank in odd_among(digests)}) from None
 
     def wait(self) -> None:
         """Wait for all buckets, and for every rank to have all of them. The model is not touched.
@@ -142,7 +152,7 @@ class OpenRound:
         self._lengthen()
         if self._changes_norm:  # whoever has to apply it without the others must know the norm before anyone applies
             (self._square,) = self._island.squares([self._square_here()])
-        if self._arrived and self.group.size > (2 if self._island.size == 1 else 1):
+        if self._arrived and self.group.size > (1 if self._may_lose or self._island.size > 1 else 2):
             mark = torch.zeros(1)
             self.group.all_gather_small(mark)
             self.meter.add("bytes_voting", (self.group.size - 1) * mark.nbytes)
@@ -155,8 +165,8 @@ class OpenRound:
         with self.meter.timed("landing"):
             while self._under_way and not self._fragment.is_whole:
                 self._receive()
-                # Where one of two ranks dies the other one has nobody to differ from.
-                if self.group.size == 2 or len(self._arrived) > _LAG:
+                # Where one of two ranks dies the other one has nobody to differ from; one that is late lives.
+                if (self.group.size == 2 and not self._may_lose) or len(self._arrived) > _LAG:
                     self._apply_one()
                 self._fill()
             self.wait()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from farflung.outer.background import BackgroundWorker
 from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
 from farflung.outer.eager import Eager
 from farflung.outer.inner import KeepState
-from farflung.outer.membership import Membership, Needs, open_epoch
+from farflung.outer.membership import Membership, Needs, OddMembers, open_epoch
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment, Change, Replica
 from farflung.outer.round import OpenRound
@@ -48,7 +48,7 @@ class Rounds:
     Attributes:
         place: the loop's in its schedule, as the engine says it, or as the members told a newcomer.
         has_joined: this rank came in as a newcomer, and has not taken that place yet.
-        given: what a newcomer got of the others, until its first step.
+        given: what a newcomer got of the others, and what rounds have made of it since, until its first step.
     """
 
     def __init__(
@@ -147,7 +147,17 @@ class Rounds:
             self.join()
         self._make_alike(giver, takes=epoch.joins)
         for fragment in fragments:
-            fragment.note_agreement(self._recipe.has_anchor)
+            fragment.note_newcomers(self._recipe.has_anchor)
+
+    def note_landing(self, number: int, *kinds: str) -> None:
+        """Keep what all share now of a fragment, if this is a newcomer: nothing that it was given outlives a round.
+
+        Args:
+            kinds: of values that have landed, as in `BoundFragment.agreements`; none: all of them.
+        """
+        if self.given is not None:
+            now, before = self.replica.fragments[number].replicated(), self.given[number]["agreed"]
+            self.given[number] = {**now, "agreed": before | {k: now["agreed"][k] for k in kinds or now["agreed"]}}
 
     def _make_alike(self, giver: int, takes: bool) -> None:
         """Take over what no round exchanges from a rank, where it differs: a collective."""
@@ -174,28 +184,33 @@ class Rounds:
             yield
         except RankFailure as failure:
             if self.membership.is_fixed:
-                self._end_all()
+                self._end_all({})
                 raise
             self.epoch.leave(f"it goes on without lost ranks: {failure}")  # which ends others' waits, and jobs here
             with self._meter.timed("recovering"):
-                again = self._end_all()
+                again = self._end_all(failure.why if isinstance(failure, OddMembers) else {})
                 self._lose(failure)
                 self._meet(admits=False)
             for start in again if not self.epoch.joins else ():
                 start()
 
-    def _end_all(self) -> list[Callable[[], None]]:
-        """End all that is under way in the same state on all ranks that are left; return what starts the rest again."""
+    def _end_all(self, odd: Mapping[int, str]) -> list[Callable[[], None]]:
+        """End all that is under way in the same state on all ranks that are left; return what starts the rest again.
+
+        Args:
+            odd: members to exclude, and why.
+        """
         for this in self._open.values():
             if this.job is not None:
                 with suppress(RankFailure, CollectiveMismatch):
                     this.job.wait()
         complete = {this.ballot.number: this.num_complete for this in self._open.values() if this.level == 0}
-        common, again = self.membership.agree(self._num_votes, complete), []
+        common, again = self.membership.agree(self._num_votes, complete, odd), []
         for number, this in list(self._open.items()):
             if this.abort(common.get(this.ballot.number, 0)):
                 if this.level == 0 and not this.is_dropped and not this.is_empty:
                     self.replica.fragments[number].note_round(self._recipe.agrees and self.group.size > 1)
+                    self.note_landing(number)
                 self._close(number, this, None)
             else:
                 again.append(this.start_again)
@@ -240,7 +255,7 @@ class Rounds:
             claimed = fragment.claim(level)
         weight = torch.tensor(claimed[level] / action.steps, dtype=torch.float32).item()  # as it goes on the wire
         digest = fragment.digest if level == 0 and not is_empty else -1
-        is_awaited = self.membership.is_awaited()
+        is_awaited = self.membership.is_awaited(self._needs(admits=False))
         ballot = Ballot(self._num_votes, weight, norm, largest, sound, finished, position, digest, is_awaited, mark)
         self._num_votes += 1
         this = self._open[number] = OpenRound(fragment, epoch, self._recipe, ballot, position, level, claimed)
@@ -282,6 +297,7 @@ class Rounds:
                 self._after(number, this)
             elif this.tally is not None and this.tally.finished and this.level == 0:
                 self.retry_after_losses(lambda: self._average_buffers(fragment))
+                self.note_landing(number, "buffers", "counters")
         if isinstance(fragment.weights, Eager):
             self.replica.rebind(number)
             has_arrived = this is not None and not this.is_dropped and not this.is_empty
@@ -430,6 +446,7 @@ class Rounds:
             fragment.note_round(self._recipe.agrees and self.group.size > 1)
             assert this.tally is not None
             self._twins.look(number, self.epoch.ids, this.tally.marks)
+            self.note_landing(number)
         if self._recipe.inner != KeepState():
             parameters = fragment.parameters()
             with self.surviving():  # not tried again, as others may be done with it

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What members decide in one store, without processes: who may give state, who is let in, and how each wait ends."""
+
+import signal
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from farflung.base.errors import ConfigError, RankFailure
+from farflung.comm.board import Board
+from farflung.comm.member_store import Applicant, LauncherNotes, MemberStore, Record
+from farflung.outer import diloco
+from farflung.outer.ballot import odd_among
+from farflung.outer.elastic import Elastic
+from farflung.outer.membership import Needs
+from tests.faults import stop
+from tests.outer.elastic_run import EVERY, ElasticRun, wrong
+
+GRACE_S = 0.1
+TENSORS = ("weight float32 [2, 3]",)
+
+
+def needs(has_state=False, description="Every(every=4), Identity(), 1 fragment", tensors=TENSORS, admits=False):
+    return Needs((), False, False, description, tensors, 1, admits, has_state)
+
+
+class Members:
+    """Members of a run, as objects on threads over one store; those of `record` have come to it."""
+
+    def __init__(self, record=None, ready=()):
+        self.store = dist.HashStore()
+        self.notes = LauncherNotes(self.store)
+        self.board = MemberStore(Board.of(self.store).part("loop1"))
+        self.record, self._running = record, []
+        if record is not None:
+            assert self.board.replace(None, record)
+            for one in ready:
+                self.board.say(record.number, "ready", one, "1")
+
+    def member(self, number, **options):
+        made = Elastic(self.store, number, grace_s=GRACE_S, **options)
+        if self.record is not None and number in self.record.ids:
+            made.record = self.record
+        return made
+
+    def runs(self, act):
+        """Call `act` on a thread; return a function that waits for it and returns its result."""
+        found = []
+
+        def run():
+            try:
+                found.append(act())
+            except Exception as error:
+                found.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+
+        def result():
+            thread.join(60)
+            (one,) = found
+            if isinstance(one, Exception):
+                raise one
+            return one
+
+        return result
+
+    def told(self, words):
+        """Wait until a line was told."""
+        deadline, lines = time.monotonic() + 60, []
+        while not any(words in line for line in lines):
+            assert time.monotonic() < deadline, lines
+            lines += self.notes.take_told()
+            time.sleep(0.01)
+
+
+def settled(member, has_state):
+    return member._settled({"votes": 1, "complete": {}, "has_state": has_state, "odd": {}})
+
+
+@pytest.mark.law("no-member-without-state-gives-state")
+@pytest.mark.law("every-wait-has-an-end-and-a-line")
+@pytest.mark.parametrize("end", ["it comes", "it has ended", "nobody hears of it"])
+def test_newcomers_wait_for_the_one_that_alone_has_state(end):
+    members = Members(Record(2, 1, (1, 2, 3), newcomers=(2, 3)), ready=(1, 2, 3))
+    results = [members.runs(lambda one=one: settled(members.member(one), False)) for one in (2, 3)]
+    members.told("member 2, member 3 can't begin: nobody else has what was trained (member 1: it did not come within")
+    if end == "it comes":
+        assert settled(members.member(1), True).ids == (1,)
+        assert [result().ids for result in results] == [(1,), (1,)]
+    elif end == "it has ended":
+        members.notes.note_end(1, "was killed by SIGKILL")
+        assert [(result().ids, result().is_fresh) for result in results] == [((2, 3), True)] * 2
+        members.told("training begins again with 2 replicas")
+    else:
+        for result in results:
+            with pytest.raises(RankFailure, match="To train from the beginning would lose it"):
+                result()
+
+
+@pytest.mark.law("no-member-without-state-gives-state")
+def test_members_of_a_first_epoch_that_never_came_are_not_waited_for():
+    members = Members(Record(1, 1, (1, 2), is_fresh=True), ready=(2,))
+    assert settled(members.member(2), False).ids == (2,)
+
+
+@pytest.mark.law("every-wait-has-an-end-and-a-line")
+@pytest.mark.parametrize("launcher", ["none", "dead"])
+def test_who_asks_members_of_whom_nothing_is_heard_ends_with_a_sentence(launcher):
+    members = Members(Record(1, 1, (1,)))
+    why = "no launcher looks after it, so nobody knows whether it lives"
+    if launcher == "dead":
+        members.notes.note("machine", 1, "node1:7")
+        why = "its machine gave no sign for"
+    result = members.runs(lambda: members.member(2)._ask(needs(), False))
+    members.told(f"member 2 waits: nobody else has what was trained (member 1: {why}")
+    with pytest.raises(RankFailure, match=f"Nobody is there who has what was trained, for .*: {why}"):
+        result()
+
+
+@pytest.mark.law("no-member-without-state-gives-state")
+def test_of_those_that_begin_without_the_members_the_one_with_the_newest_state_gives_it():
+    members = Members(Record(7, 1, (1,)))
+    members.notes.note_end(1, "was killed by SIGKILL")
+    for one, last, has_state in ((2, 3, True), (3, 0, False), (4, 6, True)):
+        members.board.apply(Applicant(one, last, has_state, members.member(one)._description(needs())))
+    record = members.member(5)._ask(needs(), False)
+    assert (record.ids[0], set(record.newcomers)) == (4, {2, 3, 5})
+
+
+@pytest.mark.law("a-newcomer-stops-nobody")
+def test_one_that_is_not_like_the_members_is_not_let_in_and_one_with_other_versions_is():
+    members = Members(Record(1, 1, (1,)), ready=(1,))
+    member = members.member(1)
+    wrong_one = needs(description="Every(every=8), Identity(), 1 fragment", tensors=("weight float32 [2, 4]",))
+    results = [members.runs(lambda: members.member(2)._ask(wrong_one, False))]
+    other = members.member(3)
+    other._versions = {**other._versions, "torch": "2.6.0"}
+    results.append(members.runs(lambda: other._ask(needs(), False)))
+    while members.board.num_applied() < 2:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert member.is_awaited(needs(True))
+    assert member._next(needs(True, admits=True)).ids == (1, 3)
+    why = (
+        r"its outer loop is Every\(every=8\); the run's is Every\(every=4\); it alone has weight float32 \[2, 4\]; the "
+        r"run alone has weight float32 \[2, 3\]"
+    )
+    with pytest.raises(ConfigError, match=why):
+        results[0]()
+    with pytest.raises(RuntimeWarning, match=r"torch 2\.6\.0 \(here "):  # warnings are errors in tests
+        results[1]()
+    members.told("member 2 is not let in: its outer loop is Every(every=8)")
+
+
+def test_one_that_is_late_again_and_again_hears_what_helps_and_waits_longer():
+    members = Members(Record(1, 1, (1, 2)))
+    member = members.member(1)
+    assert [bool(member._late_again(2)) for _ in range(3)] == [False, True, True]
+    assert "late 4 times by now: rounds by time, as in edit(seconds=...)" in member._late_again(2)
+    assert member._pause_s(2) == 16.0
+    assert member._pause_s(1) == 0.0
+
+
+def test_without_a_grace_given_it_follows_from_the_rounds():
+    member = Elastic(dist.HashStore(), 1)
+    assert member.grace_s == 30.0
+    member._gap_s = 100.0
+    assert member.grace_s == 200.0
+
+
+def test_the_odd_one_is_the_one_that_differs_from_most_and_of_two_the_later():
+    assert [odd_among(digests) for digests in ([1, 1], [1, 2], [1, 2, 2], [3, 1, 1, 2])] == [[], [1], [0], [0, 3]]
+
+
+# ---- on real ranks
+
+
+@pytest.mark.ranks
+@pytest.mark.law("a-newcomer-stops-nobody")
+@pytest.mark.law("nothing-given-outlives-the-next-round")
+def test_a_wrong_newcomer_a_damaged_one_and_one_that_hangs_cost_the_others_no_step():
+    with ElasticRun(expected=2, grace_s=20.0) as run:
+        there = [run.start(name) for name in range(2)]
+        run.until(lambda: run.joined(*there))
+        unlike = run.start(2, recipe=diloco(2 * EVERY, lr=1.0, momentum=0.0))
+        run.until(lambda: run.has_ended(unlike))
+        assert any("replica 2 is not let in: its outer loop is" in event for event in run.events)
+        hangs = run.start(3, dies=("admission", 1, stop))
+        run.until(lambda: any("replica 3 is out: " in event and " 5 s" in event for event in run.events))
+        damaged = run.start(4, damages=True)
+        run.until(lambda: any("replica 4 is out: The replicas no longer agree on" in event for event in run.events))
+        run.until(lambda: sum("replica 4 joined" in event for event in run.events) == 2)
+        run.processes[hangs].kill()
+        said = run.finish()
+        assert not wrong([one for one in said if one["member"] in there])
+        ends = {one["member"]: one["weight"] for one in said if "end" in one}
+        assert ends.keys() == {*there, damaged}
+        assert len(set(ends.values())) == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.law("no-member-without-state-gives-state")
+def test_a_newcomer_waits_for_a_stopped_member_that_alone_has_what_was_trained():
+    with ElasticRun(expected=1, grace_s=1.0) as run:
+        first = run.start(0)
+        run.until(lambda: run.at(9))
+        run.signal(first, signal.SIGSTOP)
+        second = run.start(1)
+        run.until(lambda: any("nobody else has what was trained" in event for event in run.events))
+        run.signal(first, signal.SIGCONT)
+        run.until(lambda: run.joined(second))
+        assert not wrong(run.finish())
+
+
+@pytest.mark.ranks
+@pytest.mark.law("no-two-different-rounds-of-a-number")
+@pytest.mark.parametrize("phase", ["confirmation", "landing"])
+def test_of_two_replicas_one_that_stops_in_a_round_has_closed_no_other_one_than_its_peer(phase):
+    with ElasticRun(expected=2, grace_s=0.5) as run:
+        first, second = run.start(0), run.start(1, dies=(phase, 5, stop))
+        run.until(lambda: any("replica 1 is out" in event for event in run.events))
+        run.signal(second, signal.SIGCONT)
+        run.until(lambda: any("replica 1 joined" in event for event in run.events))
+        said = run.finish()
+        rounds = [
+            {one["round"]: one["ranks"] for one in said if one["member"] == me and "round" in one}
+            for me in (first, second)
+        ]
+        assert all(rounds[0][number] == ranks for number, ranks in rounds[1].items())
+        assert not wrong([one for one in said if one["member"] == first])
