@@ -3,14 +3,24 @@
 
 `python benchmarks/soak_elastic.py --events 200` prints a line for each event and a summary: how long the others
 waited, whether any step was lost or counted twice, and what has grown (memory, descriptors, threads, keys).
+
+    --storm admission    newcomers are killed and stopped on their way in, at each phase and at any moment
+    --storm alternate    of two replicas each is killed as soon as the other one is back
+    --storm launcher     two launchers, of which the one that joined is killed, and started again
+    --storm recipes      kills under each of twelve recipes
+
+with `--minutes` in place of `--events`. A run whose weights begin anew counts as `fresh_weights`.
 """
 
 import argparse
 import itertools
 import random
+import re
 import signal
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,11 +29,29 @@ from _measure import report
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.faults import PHASES
+from farflung import outer
+from tests.faults import PHASES, kill, stop
 from tests.outer.elastic_run import ElasticRun, wrong
 
 REPLICAS = 4
 DYING = [one for one in PHASES if one not in ("local step", "saving")]
+ON_THE_WAY = ["admission", "vote", "after the vote", "exchange", "arrival"]
+KINDS = {None: ["kill", "die", "die", "stop", "two", "late join"], "admission": ["admission kill", "admission stop"]}
+EXACT = {"lr": 1.0, "momentum": 0.0}
+RECIPES = {
+    "diloco": outer.diloco(4, **EXACT),
+    "diloco with momentum": outer.diloco(4),
+    "local_sgd": outer.local_sgd(4),
+    "post_local_sgd": outer.post_local_sgd(4, warmup=0),
+    "slowmo": outer.slowmo(4),
+    "streaming_diloco": outer.streaming_diloco(8, 2, delay=2),
+    "eager_diloco": outer.eager_diloco(4),
+    "sparse_loco": outer.sparse_loco(4),
+    "edit": outer.edit(4),
+    "quadratic": outer.quadratic(2, alpha=0.5),
+    "gossip": outer.gossip(4),
+    "noloco": outer.noloco(4),
+}
 
 
 def held(run, members):
@@ -51,11 +79,16 @@ def waited(run, members, since):
     return max(gaps) - statistics.median(gaps) if len(gaps) > 2 else 0.0
 
 
+def fresh(run):
+    """Return how many replicas have begun with weights that nobody has trained, after the first ones."""
+    return sum(one.get("joined") == 0 for one in list(run.said))
+
+
 class Soak:
     """One run, and what its events have cost so far."""
 
-    def __init__(self, run, draw, grace_s):
-        self.run, self.draw, self.grace_s = run, draw, grace_s
+    def __init__(self, run, draw, grace_s, kinds):
+        self.run, self.draw, self.grace_s, self.kinds = run, draw, grace_s, kinds
         self.there = {run.start(name): name for name in range(REPLICAS)}  # names by member
         self.keeper = min(self.there)  # it is never lost, so what it holds can be watched
         self.crashes, self.stops, self.mistakes = [], [], 0
@@ -63,11 +96,13 @@ class Soak:
 
     def event(self):
         """Let something happen, and wait until all are there again; return what it was, and how long others waited."""
-        kind = self.draw.choice(["kill", "die", "die", "stop", "two", "late join"])
+        kind = self.draw.choice(self.kinds)
         others = [one for one in self.there if one != self.keeper]
         victims = self.draw.sample(others, 2 if kind == "two" else 1)
         if kind == "stop":
             self.stop(victims[0])
+        elif kind.startswith("admission"):
+            self.admission(victims[0], kind)
         else:
             self.crash(victims, kind)
         self.mistakes += len(wrong([one for one in list(self.run.said) if one["member"] == self.keeper]))
@@ -94,6 +129,31 @@ class Soak:
         newest = max(one["epoch"] for one in list(run.said)[-100:])
         run.until(lambda: any(one["member"] == victim and one["epoch"] > newest for one in list(run.said)[-100:]))
 
+    def admission(self, victim, kind):
+        """Kill a replica; kill or stop the one that comes in its place on its way in; then let it come."""
+        run, since, act = self.run, time.time(), stop if kind.endswith("stop") else kill
+        run.signal(victim, signal.SIGKILL)
+        name = self.there.pop(victim)
+        if self.draw.random() < 0.5:
+            coming = run.start(name, dies=(self.draw.choice(ON_THE_WAY), 1, act))
+            until = time.monotonic() + self.draw.uniform(1.0, 3.0)
+        else:
+            coming = run.start(name)
+            until = time.monotonic() + self.draw.uniform(0.0, 1.0)
+        run.until(lambda: run.has_ended(coming) or time.monotonic() > until)
+        if act is stop and not run.has_ended(coming):
+            run.signal(coming, signal.SIGSTOP)
+            time.sleep(self.draw.uniform(0.0, 2 * self.grace_s))
+            run.signal(coming, signal.SIGCONT)
+            time.sleep(0.5)
+        elif not run.has_ended(coming):
+            run.signal(coming, signal.SIGKILL)
+        self.crashes.append(waited(run, self.there, since))
+        if run.has_ended(coming):
+            coming = run.start(name)
+        self.there[coming] = name
+        run.until(lambda: run.joined(coming), 60.0)
+
     def crash(self, victims, kind):
         """Kill replicas, or one at some phase of its first rounds, and start them again."""
         run, since = self.run, time.time()
@@ -112,37 +172,183 @@ class Soak:
         run.until(lambda: run.joined(*back), 30.0)
 
 
+def going_on(asked):
+    """Yield the numbers of events, until there were enough or the time is over."""
+    end = time.monotonic() + 60 * asked.minutes
+    for number in itertools.count(1):
+        if number > asked.events if not asked.minutes else time.monotonic() > end:
+            return
+        yield number
+
+
+def soak(asked):
+    """Let events happen to one of four replicas after the other."""
+    growth, last = [], 0
+    with ElasticRun(step_s=0.01, numel=4096, expected=REPLICAS, grace_s=asked.grace_s) as run:
+        soak = Soak(run, random.Random(asked.seed), asked.grace_s, KINDS[asked.storm])
+        for last in going_on(asked):
+            kind, seconds = soak.event()
+            print(f"{last:4d} {kind:15} the others waited {seconds:.3f} s", flush=True)
+            if last == 20:
+                growth.append(held(run, [soak.keeper]))
+        growth.append(held(run, [soak.keeper]))
+        num_fresh = fresh(run)
+        run.finish()
+    waits = {"crash": soak.crashes, "stop": soak.stops}
+    return {
+        "events": last,
+        "steps_lost_or_counted_twice": soak.mistakes,
+        "fresh_weights": num_fresh,
+        "waited_s": {
+            kind: [round(statistics.median(all_), 3), round(max(all_), 3)] for kind, all_ in waits.items() if all_
+        },
+        "held_at_event_20_and_last": growth,
+    }
+
+
+def alternate(asked):
+    """Kill one of two replicas, then the other one as soon as the first is back."""
+    mistakes = num_fresh = last = 0
+    with ElasticRun(step_s=0.01, numel=4096, expected=2, grace_s=asked.grace_s) as run:
+        there = [run.start(name) for name in range(2)]
+        run.until(lambda: run.joined(*there))
+        run.said.clear()
+        for last in going_on(asked):
+            lost, kept = there
+            run.signal(lost, signal.SIGKILL)
+            run.until(lambda lost=lost: run.has_ended(lost))
+            there = [kept, run.start(last % 2)]
+            run.until(lambda back=there[1]: run.joined(back), 60.0)
+            mistakes, num_fresh = mistakes + len(wrong(list(run.said))), num_fresh + fresh(run)
+            del run.said[:], run.events[:]
+            run.notes.forget(lost)
+            print(f"{last:4d} replica {(last - 1) % 2} is back", flush=True)
+        run.until(lambda: len(run.said) > 20)
+        run.finish()
+    return {"events": last, "steps_lost_or_counted_twice": mistakes, "fresh_weights": num_fresh}
+
+
+def recipes(asked):
+    """Kill replicas under each recipe; those that are there at the end have the same weights."""
+    unlike, num_fresh, last = {}, 0, 0
+    for name, recipe in RECIPES.items():
+        with ElasticRun(step_s=0.01, numel=256, recipe=recipe, expected=3, grace_s=asked.grace_s) as run:
+            there = [run.start(name) for name in range(3)]
+            run.until(lambda there=there, run=run: run.joined(*there))
+            run.said.clear()
+            draw = random.Random(asked.seed)
+            for last in going_on(asked):
+                victim = draw.choice(there)
+                run.signal(victim, signal.SIGKILL)
+                run.until(lambda victim=victim, run=run: run.has_ended(victim))
+                there = [*(one for one in there if one != victim), run.start(last % 3)]
+                run.until(lambda back=there[-1], run=run: run.joined(back), 60.0)
+            num_fresh += fresh(run)
+            ends = [one["weight"] for one in run.finish(40) if "end" in one]
+            unlike[name] = len(set(map(str, ends))) != 1 or len(ends) != 3
+            print(
+                f"{name}: {'other weights at the end' if unlike[name] else 'the same weights at the end'}", flush=True
+            )
+    return {"kills_each": last, "fresh_weights": num_fresh, "unlike_at_the_end": [one for one in unlike if unlike[one]]}
+
+
+TRAINS = """
+import os, pathlib, time
+import torch
+from farflung.elastic import launched_membership
+from farflung.outer import OuterLoop, diloco
+model = torch.nn.Linear(64, 1, bias=False)
+torch.nn.init.constant_(model.weight, 2.0 ** 20)
+with OuterLoop(model, diloco(4, lr=1.0, momentum=0.0), membership=launched_membership()) as loop:
+    print("joined at", loop.position, flush=True)
+    while not pathlib.Path("last").exists():
+        time.sleep(0.01)
+        with torch.no_grad():
+            model.weight -= 1
+        loop.step()
+        right = bool((model.weight == 2.0 ** 20 - loop.position).all())
+        if not right or loop.position % 100 == 0:
+            print("step", loop.position, "right" if right else "WRONG", flush=True)
+"""
+
+
+def launcher(asked):
+    """Kill the launcher that joined, whose replicas go on for a while; then start one again."""
+    last = 0
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "train.py").write_text(TRAINS)
+
+        def launch(name, *flags):
+            command = [
+                sys.executable,
+                "-m",
+                "farflung",
+                "launch",
+                "--cpu",
+                "--grace_s",
+                str(asked.grace_s),
+                *flags,
+                "train.py",
+            ]
+            screen = (Path(folder) / name).open("w")
+            return subprocess.Popen(
+                command, cwd=folder, stdout=screen, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+        def said(words):
+            deadline = time.monotonic() + 120
+            while not (found := re.findall(words, (Path(folder) / "first").read_text())):
+                assert time.monotonic() < deadline, (Path(folder) / "first").read_text()[-2000:]
+                time.sleep(0.1)
+            return found
+
+        first = launch("first", "--elastic", "1:4", "--replicas", "2")
+        (where,) = said(r"--join (\S+)`")
+        said("training begins with 2 replicas")
+        for last in going_on(asked):
+            before = len(re.findall(" joined; ", (Path(folder) / "first").read_text()))
+            second = launch("second", "--join", where, "--replicas", "1")
+            said(rf"(?s)(?:.*? joined; ){{{before + 1}}}")
+            orphans = psutil.Process(second.pid).children(recursive=True)
+            second.kill()
+            second.wait()
+            time.sleep(5.0)
+            for one in orphans:
+                if one.is_running():
+                    one.kill()
+            print(f"{last:4d} the second launcher was killed", flush=True)
+        (Path(folder) / "last").touch()
+        code = first.wait(120)
+        screen = (Path(folder) / "first").read_text()
+    return {
+        "events": last,
+        "exit_code": code,
+        "steps_lost_or_counted_twice": screen.count("WRONG"),
+        "fresh_weights": screen.count("joined at 0") - 2,
+    }
+
+
+STORMS = {None: soak, "admission": soak, "alternate": alternate, "launcher": launcher, "recipes": recipes}
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--storm", choices=[one for one in STORMS if one])
     parser.add_argument("--events", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--grace-s", type=float, default=1.0)
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
-    begun, growth = time.time(), []
-    with ElasticRun(step_s=0.01, numel=4096, expected=REPLICAS, grace_s=asked.grace_s) as run:
-        soak = Soak(run, random.Random(asked.seed), asked.grace_s)
-        for number in range(1, asked.events + 1):
-            kind, seconds = soak.event()
-            print(f"{number:4d} {kind:9} the others waited {seconds:.3f} s", flush=True)
-            if number in (20, asked.events):
-                growth.append(held(run, [soak.keeper]))
-        run.finish()
-    waits = {"crash": soak.crashes, "stop": soak.stops}
+    begun = time.time()
+    figures = STORMS[asked.storm](asked)
     report(
         "Do replicas that are killed, stopped and started lose steps, and what do the others wait and hold?",
-        {
-            "minutes": round((time.time() - begun) / 60, 1),
-            "steps_lost_or_counted_twice": soak.mistakes,
-            "waited_s": {
-                kind: [round(statistics.median(all_), 3), round(max(all_), 3)] for kind, all_ in waits.items()
-            },
-            "held_at_event_20_and_last": growth,
-        },
+        {"minutes": round((time.time() - begun) / 60, 1), **figures},
         seed=asked.seed,
-        write_to="elastic_soak.jsonl" if asked.write else None,
-        events=asked.events,
+        write_to=("elastic_storms.jsonl" if asked.storm else "elastic_soak.jsonl") if asked.write else None,
         grace_s=asked.grace_s,
+        **({"storm": asked.storm} if asked.storm else {"events": figures.pop("events")}),
     )
 
 

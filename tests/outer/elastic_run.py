@@ -73,7 +73,10 @@ def replica(pipe, port, member, step_s, numel, dies, recipe, saves, damages, opt
         if outer.is_newcomer:  # a script that begins with its newest checkpoint does not know that it is one
             outer.load_state_dict(checkpoint)
         if damages:
-            outer._rounds.replica.fragments[0].weights.rows()["anchor"][0].add_(1)
+            anchors = [one.weights.rows()["anchor"] for one in outer._rounds.replica.fragments]
+            with torch.no_grad():  # its moves are right, where it begins is not
+                for tensor in (*model.parameters(), *(chunk for chunks in anchors for chunk in chunks)):
+                    tensor += 1
         say(joined=outer.position, weight=weight())
         while outer.position < last():
             time.sleep(step_s)
