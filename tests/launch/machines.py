@@ -73,6 +73,17 @@ class Machines:
         """Mend the cable."""
         _ip("-n", self._spaces[1], "link", "set", DEVICE, "up")
 
+    def lose_sent(self, machine: int) -> None:
+        """Lose what a machine sends, and let the other direction be: it calls the other one by a wrong number."""
+        self._call(machine, "replace", "lladdr", "02:00:00:00:00:99", "nud", "permanent")
+
+    def carry_sent(self, machine: int) -> None:
+        """Carry what a machine sends again."""
+        self._call(machine, "del")
+
+    def _call(self, machine: int, verb: str, *by: str) -> None:
+        _ip("-n", self._spaces[machine], "neigh", verb, ADDRESSES[1 - machine], *by, "dev", DEVICE)
+
     def kill(self, machine: int) -> None:
         """Kill all that runs on a machine."""
         found = subprocess.run(["ip", "netns", "pids", self._spaces[machine]], capture_output=True, text=True)
