@@ -459,7 +459,7 @@ def said_at_the_end(how):
         one_step(accelerator, *run[:2], batch)
         if number == 6:
             break
-    accelerator.outer_loops[0].advice = lambda: "Exchange less often."
+    accelerator.outer_loops[0].advice = lambda by_flags: "Exchange less often."
     if how == "nothing more":
         (controller,) = session.opened().controllers
         controller.exit_report()  # what the end of the process does

@@ -26,6 +26,7 @@ from farflung.outer import (
     streaming_diloco,
 )
 from farflung.outer.schedule import Every, Warmup
+from farflung.outer.stats import Meter
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import RECIPES, Run, kept_of, linear, net, no_statistics, same, train, values
 
@@ -386,10 +387,23 @@ def test_advice_is_given_where_there_is_something_to_say():
     growing = [[[1.0] * 4], [[2.0] * 4], [[9.0] * 4]]
     (_, _, advice), *_ = run_replicas(recorded, 2, [[way[0] for way in growing]] * 2, diloco(1, lr=1.0, momentum=0.0))
     assert "9.0 times as far" in advice
-    assert "synchronize less often" in advice  # nothing but rounds has happened
     calm = OuterLoop(linear(), diloco(2), SoloGroup())
     calm.step()
     assert calm.advice() == ""
+
+
+def test_advice_is_by_cause_and_names_what_can_be_set():
+    meter = Meter()
+    for name, amount in {"rounds": 10, "seconds_exposed": 90.0, "seconds_total": 100.0, "seconds_voting": 10.0}.items():
+        meter.add(name, amount)
+    assert "(every=), send fewer bits (codec=), or let rounds overlap" in meter.advice(by_flags=False)
+    assert "(--outer-every), send fewer bits (--outer-codec), or let rounds overlap" in meter.advice(by_flags=True)
+    meter.add("seconds_voting", 70.0)
+    for by_flags, by_time in (False, "(edit(seconds=10))"), (True, "(--outer edit --outer-seconds 10)"):
+        advice = meter.advice(by_flags)
+        assert "89% of that for slower ranks: let rounds begin by time" in advice
+        assert by_time in advice
+        assert "bits" not in advice
 
 
 # anchor_on_cpu

@@ -260,7 +260,7 @@ def _share(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _advise(attached: AttachedLoop) -> None:
-    advice = attached.loop.advice()
+    advice = attached.loop.advice(by_flags=bool(environ.text("FARFLUNG_OUTER_RECIPE")))
     if advice:
         get_logger(__name__).warning(advice)
 

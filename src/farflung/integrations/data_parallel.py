@@ -142,7 +142,7 @@ class DDPTakeover:
             for loop in loops:
                 with self._in_round():
                     loop.close()
-                self._say(loop.advice())
+                self._say(loop.advice(by_flags=True))
 
     def leave(self, error: BaseException) -> None:
         """End all loops because of an error; the other ranks hear of it. Nothing is exchanged."""

@@ -327,9 +327,9 @@ class OuterLoop:
         """Return what the rounds have cost so far: bytes, seconds, and how many there were."""
         return self._meter.stats()
 
-    def advice(self) -> str:
-        """Return what the statistics so far suggest to change; empty if nothing."""
-        return self._meter.advice()
+    def advice(self, by_flags: bool = False) -> str:
+        """Return what the statistics so far suggest to change, in `--outer-` flags or in keywords; empty if nothing."""
+        return self._meter.advice(by_flags)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to resume bitwise, also in the middle of a round or of an exchange.

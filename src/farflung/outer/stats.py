@@ -139,18 +139,30 @@ class Meter:
         self._figures = {each.name: stats.get(each.name, each.default) for each in fields(Stats)}
         self._began = time.perf_counter()
 
-    def advice(self) -> str:
-        """Say in a sentence or two what this run should change; empty when all is well."""
+    def advice(self, by_flags: bool) -> str:
+        """Say in a sentence or two what this run should change, in flags or in keywords; empty when all is well."""
+
+        def option(name: str, value: str = "") -> str:
+            return f"--outer-{name}{value and ' '}{value}" if by_flags else f"{name}={value}"
+
         now, said = self.stats(), []
         if now.rounds and now.seconds_exposed > 0.1 * now.seconds_total:
-            said.append(
-                f"Training spent {now.seconds_exposed / now.seconds_total:.0%} of the time waiting for rounds, "
-                f"{now.seconds_voting / max(now.seconds_exposed, 1e-9):.0%} of that for slower ranks: synchronize less "
-                "often, send fewer bits (codec=), or let rounds overlap with training (streaming_diloco)."
-            )
+            voting = min(1.0, now.seconds_voting / max(now.seconds_exposed, 1e-9))
+            share = f"Training spent {now.seconds_exposed / now.seconds_total:.0%} of the time waiting for rounds, "
+            share += f"{voting:.0%} of that for slower ranks: "
+            if voting > 0.5:  # fewer bytes or rounds would leave the slow ones as slow as they are
+                seconds = option("seconds", f"{now.seconds_total / now.rounds:.2g}")
+                by_time = f"--outer edit {seconds}" if by_flags else f"edit({seconds})"
+                share += f"let rounds begin by time ({by_time}), so that each rank makes the steps that it has time "
+                said.append(f"{share}for, or give slower ranks less work per step.")
+            else:
+                overlaps = "--outer streaming_diloco" if by_flags else "streaming_diloco"
+                share += f"synchronize less often ({option('every')}), send fewer bits ({option('codec')}), or let "
+                said.append(f"{share}rounds overlap with training ({overlaps}).")
         if now.first_drift_norm and now.drift_norm > 4 * now.first_drift_norm:
             said.append(
                 f"Replicas moved {now.drift_norm / now.first_drift_norm:.1f} times as far from the anchor in the "
-                "latest round as in the first one: synchronize more often, or lower the learning rate."
+                f"latest round as in the first one: synchronize more often ({option('every')}), or lower the learning "
+                "rate."
             )
         return " ".join(said)
