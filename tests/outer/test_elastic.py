@@ -148,3 +148,25 @@ def test_without_the_store_training_goes_on_until_the_next_one_is_lost():
         run.until(lambda: run.has_ended(*members))
         assert not wrong(run.said)
         assert run.processes[members[0]].exitcode == 1
+
+
+def test_one_that_is_told_to_end_takes_part_in_a_round_before_but_does_not_wait_for_it_long():
+    with ElasticRun(recipe=diloco(50, lr=1.0, momentum=0.0), expected=3, grace_s=4.0) as run:
+        members = [run.start(name) for name in range(3)]
+        run.until(lambda: run.at(60))
+        for _ in range(2):  # as a scheduler, and a launcher that the scheduler tells too
+            run.signal(members[2], signal.SIGTERM)
+        run.until(lambda: run.has_ended(members[2]))
+        run.until(lambda: any("replica 2 is out" in event for event in run.events))
+        mine = [one for one in list(run.said) if one["member"] == members[2]]
+        assert mine[-1]["ranks"] == 3, mine[-3:]  # a round, and nothing after it
+        assert mine[-2]["position"] < 150
+        assert run.processes[members[2]].exitcode == -signal.SIGTERM
+        run.signal(members[1], signal.SIGSTOP)
+        run.signal(members[0], signal.SIGTERM)
+        run.until(lambda: run.has_ended(members[0]))
+        run.signal(members[1], signal.SIGCONT)
+        run.until(lambda: any("training goes on with 1 replica" in event for event in run.events))
+        said = run.finish()
+        assert {one["member"] for one in said if "end" in one} == {members[1]}
+        assert not any("replica 1 is out" in event for event in run.events)

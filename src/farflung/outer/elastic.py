@@ -105,6 +105,9 @@ class Elastic:
         self.slowest_bps = float(_SLOWEST_BPS)
         self._num_failed = 0  # epochs that did not come about, one after the other
         self.is_admitting = False  # newcomers of this epoch may still be on their way into it
+        # It comes before its time, and those that are not there by then are not late. The ranks of an island would hear
+        # of a signal at different steps.
+        self.last_round_s = self.grace_s / 2 if self.island.size == 1 else 0.0
 
     @property
     def grace_s(self) -> float:

@@ -26,6 +26,7 @@ from farflung.comm.torch_group import explained
 from farflung.outer.arguments import OuterConfig, bucket_bytes_of, check_attached, check_state, checked, checked_items
 from farflung.outer.gradients import GradientWarmup, kept_local
 from farflung.outer.inner import hooks_of
+from farflung.outer.leaving import Leaving
 from farflung.outer.membership import Membership, fixed_membership
 from farflung.outer.open_end import OpenEnd
 from farflung.outer.recipe import Recipe
@@ -114,6 +115,8 @@ class OuterLoop:
         self._timetable = Timetable(recipe, self._rounds, clock, inner)
         self.open_end = OpenEnd()
         self._finalizer = weakref.finalize(self, self.open_end.report)
+        last_round_s = getattr(membership, "last_round_s", 0.0)
+        self._leaving = Leaving(last_round_s) if last_round_s else None
         self._take_place()
 
     def count(self, done: bool = True, items: float = 0) -> None:
@@ -156,6 +159,17 @@ class OuterLoop:
                 self.open_end.steps = 0
             if any(isinstance(action, Launch) for action in due):
                 self._timetable.begin_round()  # not before the wait for slower ranks, which would grow with each round
+        if self._leaving is not None and self._leaving.is_asked:
+            self._leave_after_a_round(self._leaving)
+
+    def _leave_after_a_round(self, leaving: Leaving) -> None:
+        """Bring the steps since the last round into the next one, and end this process."""
+        with torch.no_grad():
+            if self._position > self._timetable.began and not self.is_warming:  # else all have the same already
+                self._timetable.run_next(self._position)
+            self._rounds.apply_all()
+        self._end(is_in_step=False, reason="it was told to end, and did so after a round")
+        leaving.leave()
 
     def _take_place(self) -> None:
         """Begin where the members are, if this rank came in as a newcomer."""
@@ -401,12 +415,14 @@ class OuterLoop:
         self._rounds.epoch.leave(f"{type(error).__name__}: {error}"[:500])
         self._end(is_in_step=False)
 
-    def _end(self, is_in_step: bool) -> None:
+    def _end(self, is_in_step: bool, reason: str = "its loop has ended") -> None:
         self._open = False
         self._finalizer.detach()
+        if self._leaving is not None:
+            self._leaving.stop()
         if self._ddp is not None:
             self._ddp.end()
         self._rounds.free(reusable=is_in_step)
-        self._rounds.membership.end("" if is_in_step else "its loop has ended")
+        self._rounds.membership.end("" if is_in_step else reason)
         for hook in self._hooks:
             hook.remove()

@@ -125,11 +125,13 @@ class Membership(Protocol):
         is_fixed: a lost rank ends the loop.
         most: how many there will be at most.
         island: the ranks that train this replica.
+        last_round_s: how many seconds a replica that gets SIGTERM has for one more round; 0: it ends at once.
     """
 
     is_fixed: bool
     most: int
     island: Group
+    last_round_s: float = 0.0
 
     def enter(self, needs: Needs) -> Epoch:
         """Return the epoch of now: a collective of its members where it is a new one. Called between rounds."""

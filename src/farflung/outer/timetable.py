@@ -61,6 +61,15 @@ class Timetable:
                 break
         self._rounds.admit()
 
+    def run_next(self, position: int) -> None:
+        """Go on along the schedule without training until it launches a round, and run that."""
+        for step in itertools.count(self.synced + 1):
+            due = self._due(step, math.inf)
+            self.synced = step
+            self.run(due, position)
+            if any(isinstance(action, Launch) for action in due):
+                return
+
     def walk_on(self, position: int) -> tuple[int, int]:
         """Go on along the schedule without training until all ranks do so.
 

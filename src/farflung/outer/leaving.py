@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SIGTERM does to a replica that comes and goes: it takes part in one more round, and ends then.
+
+A scheduler that wants its machine back, or a launcher that is told to end, leaves a process some seconds. A handler of
+signals can't run a round, so it notes that it was called, and the loop looks at that after each step.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+_WITHIN_S = 20.0  # launchers wait for 30 s
+_SAME_S = 1.0  # a scheduler tells launcher and replica, and the launcher tells the replica again: that is one request
+
+
+class Leaving:
+    """Takes the place of SIGTERM's default action, where the script has no handler of its own. A second one ends.
+
+    Args:
+        within_s: seconds after which the process ends, however far the round is.
+
+    Attributes:
+        is_asked: this replica was told to end.
+    """
+
+    def __init__(self, within_s: float) -> None:
+        self.is_asked = False
+        self._asked_at = 0.0
+        self._within_s, self._process = min(within_s, _WITHIN_S), os.getpid()
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if os.getpid() != self._process:  # a worker that was forked from it
+            self.leave()
+        elif not self.is_asked:
+            self.is_asked, self._asked_at = True, now
+            _thread.start_new_thread(self._end, ())  # without threading's locks, which the main thread may hold
+        elif now > self._asked_at + _SAME_S:
+            self.leave()
+
+    def _end(self) -> None:
+        """End this process after a while, also one whose main thread waits where no handler is called."""
+        time.sleep(self._within_s)
+        os._exit(128 + signal.SIGTERM)
+
+    def leave(self) -> None:
+        """End this process as SIGTERM would have ended it; in the main thread."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Let SIGTERM end this process at once again."""
+        if signal.getsignal(signal.SIGTERM) == self._note and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
