@@ -7,8 +7,9 @@ import click
 import pytest
 
 from farflung.base.errors import Unsupported
-from farflung.config.launch import FIELDS
+from farflung.config.launch import FIELDS, LaunchSettings, flags_for
 from farflung.config.recipes import RECIPES
+from farflung.config.resolve import resolve
 from farflung.launch.options import given
 from farflung.launch.run import launch
 
@@ -60,6 +61,16 @@ def test_each_flag_of_accelerate_is_done_or_refused_by_name():
     assert {flag for _, flag in flags if flag.startswith(("--dynamo", "--fsdp_", "--use_fsdp"))} <= done
     assert {f"--parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")} <= done
     assert not any("deepspeed" in flag or "fp8" in flag or "tpu" in flag for flag in done)
+
+
+@pytest.mark.usefixtures("home")
+def test_settings_are_written_as_the_flags_that_give_them():
+    said = {"elastic": "2:4", "outer_recipe": "diloco", "outer_every": 4, "dynamo_use_fullgraph": False, "quiet": True}
+    settings = LaunchSettings.of({**said, "use_cpu": True, "module": True, "log_dir": "a b"})
+    words = flags_for(settings)
+    assert {"--cpu", "--outer", "--outer-every", "-m", "--no_dynamo_use_fullgraph"} <= {*words}
+    assert resolve(given(parse(*words, "x.py"))).settings == settings
+    assert "--elastic" not in flags_for(settings, without=["elastic"])
 
 
 def test_a_flag_that_nobody_knows_gets_a_suggestion():

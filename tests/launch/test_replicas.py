@@ -12,14 +12,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from datetime import timedelta
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
-import farflung.launch.replicas as replicas
 from farflung.base.errors import ConfigError
 from farflung.config.launch import LaunchSettings
+from farflung.launch import replicas
 from farflung.launch.network import get_free_port
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES, two_machines, why_impossible
@@ -200,7 +200,7 @@ def until_further(home):
 def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(home):
     (home / "train.py").write_text(TRAINS)
     with Launcher("--elastic", "2:3", "--replicas", "2", "train.py") as first:
-        where = first.printed(r"more join with `farflung launch --join (\S+)`")[1]
+        where = first.printed(r"more join with `farflung launch --join (\S+) --cpu train.py`$")[1]
         first.printed("epoch 1: training begins with 2 replicas")
         mine = until(lambda: len(found := list(home.glob("in*"))) == 2 and found)
         os.kill(int(mine[0].name[2:]), signal.SIGKILL)
@@ -217,7 +217,8 @@ def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(h
             (home / "last.tmp").write_text(str(int((home / "at").read_text() or 0) + 40))
             (home / "last.tmp").rename(home / "last")
             assert (first.ended(), second.ended()) == (0, 0)
-        assert len(second.lines) == 1, second.lines
+            assert re.fullmatch(r"farflung: replica 0 of \S+ was let in; 3 replicas train\n", second.lines[1])
+        assert len(second.lines) == 2, second.lines
 
 
 @pytest.mark.parametrize("kind", UNCHANGED)
@@ -319,6 +320,21 @@ def test_a_script_that_ends_well_without_an_outer_loop_gets_a_warning(farflung, 
     assert "no outer loop of it ever met the others" in done.stderr
 
 
+@pytest.mark.usefixtures("warm")
+def test_a_run_that_ends_well_ends_well_for_replicas_too_that_wait_to_be_let_in(home):
+    (home / "train.py").write_text(TRAINS)
+    with Launcher("--elastic", "1:1", "train.py") as first:
+        where = first.printed(r"--join (\S+)")[1]
+        first.printed("training begins with 1 replica")
+        with Launcher("--join", where, "train.py", "1.5") as second:
+            store = TCPStore(*where.split(":")[:1], int(where.split(":")[1]), is_master=False)
+            until(lambda: store.check(["loop1/applicant/2"]))
+            (home / "last").write_text("1")
+            assert (first.ended(), second.ended()) == (0, 0)
+    assert re.search(r"replica 0 of \S+ was not let in: the others have done the work", "".join(second.lines))
+    assert len(second.lines) == 2, second.lines
+
+
 def test_ctrl_c_ends_the_replicas(home):
     (home / "train.py").write_text(WAITS)
     with Launcher("--elastic", "1:2", "train.py") as run:
@@ -328,7 +344,7 @@ def test_ctrl_c_ends_the_replicas(home):
 
 
 def test_a_run_that_nobody_serves_is_not_joined(monkeypatch):
-    monkeypatch.setattr(replicas, "_FIND_WITHIN", timedelta(seconds=1))
+    monkeypatch.setattr(replicas, "_FIND_WITHIN_S", 1.0)
     settings = LaunchSettings(use_cpu=True, join=f"127.0.0.1:{get_free_port()}")
     with pytest.raises(ConfigError, match="no run can be reached there"):
         replicas.run_replicas(settings, __file__, [])
@@ -361,7 +377,7 @@ def test_without_the_first_launcher_training_goes_on_until_the_next_loss_ends_it
     machines, first, second = far
     until_further(home)  # the last one that joined needed the store
     psutil.Process(first.process.pid).kill()
-    second.wait_for("is gone; replicas go on, but none is started again")
+    second.wait_for("is gone; replicas train on, but none is started again")
     until_further(home)
     machines.kill(0)
     said = second.end()

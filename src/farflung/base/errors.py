@@ -24,6 +24,7 @@ from difflib import get_close_matches
 from farflung.base.words import shortened
 
 GLOO_TIMED_OUT = "Timed out waiting"
+RUN_ENDED = "The run has ended: the others have done their work. Nothing is left to join."  # no failure of the run
 # How a rank fails because another one is gone: gloo's words, NCCL's, ours.
 PEER_LOST = (
     "Connection closed by peer",
@@ -79,7 +80,15 @@ class RankFailure(FarflungError, RuntimeError):
 
 
 class Unreachable(FarflungError, RuntimeError):
-    """The store that the replicas of a run share gives no answer."""
+    """The store that the replicas of a run share gives no answer.
+
+    Attributes:
+        is_gone: it will give none: nobody listens at its address, or another run is served there.
+    """
+
+    def __init__(self, message: str, is_gone: bool = False) -> None:
+        super().__init__(message)
+        self.is_gone = is_gone
 
 
 class CheckpointError(FarflungError, RuntimeError):

@@ -164,7 +164,7 @@ class _Line:
                     if is_old and silent_s < ANSWER_S and self._at is not None:
                         continue  # it was this connection alone, or else the next one tells
                     if self._at is None or isinstance(error, _OVER) or silent_s >= patience_s:
-                        raise Unreachable(self._why(error, silent_s)) from None
+                        raise Unreachable(self._why(error, silent_s), isinstance(error, _OVER)) from None
             time.sleep(_PAUSE_S)
 
     def another(self) -> Any:

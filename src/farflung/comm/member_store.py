@@ -61,12 +61,14 @@ class LauncherNotes:
 
         name, machine      how a member is called; which launcher looks after it, if any does
         gone, stopped      how its process has ended; there while it is stopped
-        in, left           there once it has been in an epoch; why it takes no part any more, `done` if its work is
+        in, left           there once it has been in an epoch; why it takes no part any more, `done` if its work is,
+                           `too late` if it has asked to be let in when the run had ended
         beat               how often the launcher of a machine has given a sign
         lates              how often it was left out as it was late
         ids, ends          how many there have been, of all members; of these how many processes have ended
         launchers          how many are at work
-        events             lines that the first launcher has yet to print
+        events             lines that the first launcher has yet to print, or that of a machine
+        first              the machine of the first launcher
 
     Args:
         store: a c10d store that all of them share, or a board over it.
@@ -99,10 +101,17 @@ class LauncherNotes:
     def tell(self, event: str) -> None:
         self.board.append("events", f"{event}\n")
 
-    def take_told(self) -> list[str]:
-        """Return the lines that were told since the last call."""
-        text = self.board.get("events")
-        while (now := self.board.swap("events", text, "\n")) != "\n":
+    def tell_launcher(self, member: int, event: str) -> None:
+        """Have a line printed by the launcher of a member, where it is not the first one, which prints all events."""
+        machine = self.noted("machine", member)
+        if machine and machine != self.board.get("first"):
+            self.board.append(f"events/{machine}", f"{event}\n")
+
+    def take_told(self, machine: str = "") -> list[str]:
+        """Return the lines that were told since the last call, to the first launcher or to that of a machine."""
+        key = f"events/{machine}" if machine else "events"
+        text = self.board.get(key)
+        while text and (now := self.board.swap(key, text, "\n")) != "\n":
             text = now  # another line came meanwhile
         return [line for line in text.split("\n") if line]
 

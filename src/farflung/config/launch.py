@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from math import inf
@@ -372,6 +372,23 @@ FIELDS: tuple[Field, ...] = tuple(_listed())
 def field_named(name: str) -> Field:
     """Return the setting called `name`."""
     return next(entry for entry in FIELDS if entry.name == name)
+
+
+def flags_for(settings: LaunchSettings, without: Collection[str] = ()) -> list[str]:
+    """Return the words of a command line that ask for what `settings` have other than by default."""
+    words: list[str] = []
+    for entry in FIELDS:
+        value = settings.value(entry.name)
+        if value in (None, entry.default) or entry.name in without:
+            continue
+        flag = min(entry.flags, key=len)
+        if entry.name.startswith("outer_"):
+            flag = flag.replace("_", "-")
+        if not entry.is_switch:
+            words += [flag, entry.text(value)]
+        else:
+            words.append(flag if value else f"--no_{entry.flags[-1].lstrip('-')}")
+    return words
 
 
 def check_variables() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import psutil  # type: ignore[import-untyped]
@@ -30,7 +31,7 @@ import psutil  # type: ignore[import-untyped]
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.words import counted
 from farflung.config import environ
-from farflung.config.launch import LaunchSettings
+from farflung.config.launch import LaunchSettings, flags_for
 from farflung.launch.agent import newest_checkpoint, read_report
 from farflung.launch.network import choose_interface, is_loopback, resolve_host
 from farflung.launch.plan import (
@@ -45,22 +46,30 @@ from farflung.launch.report import Failure, in_short, show
 from farflung.process.failure import ERROR_FILE
 from farflung.process.sockets import serve_store
 
+if TYPE_CHECKING:
+    from farflung.comm.member_store import LauncherNotes
+
 _LOOK_S = 0.05
 _BEAT_S = 0.5
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0  # before a replica is started again
 _HOUR_S = 3600.0
 _END_WITHIN_S = 30.0
 _PART_WITHIN_S = 10.0
-_FIND_WITHIN = timedelta(seconds=60)  # torch loads, where all launchers start together
+_FIND_WITHIN_S = 60.0  # torch loads, where all launchers start together
 _MEET_WITHIN = timedelta(minutes=5)
 _RESTARTS = 3
+# What only the launcher that serves the store is asked for, or this machine alone.
+_OF_THE_FIRST = (
+    *("elastic", "replicas", "grace_s", "join", "main_process_ip", "main_process_port", "network_interface"),
+    "config_file",
+)
 
 
 def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]) -> int:
     """Start this machine's replicas, look after them until all have ended, and return the exit code.
 
-    It is 0 if one has finished and none was given up; otherwise that of the last one that was given up, 128 + k for
-    signal k.
+    It is 0 if one has finished, here or on another machine, and none was given up; otherwise that of the last one that
+    was given up, 128 + k for signal k.
 
     Raises:
         ConfigError: the settings can't work on this machine, or there is no run to join.
@@ -83,36 +92,58 @@ def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]
     meeting = dataclasses.replace(one_machine(host), interface=interface)
     variables = {**plan.variables, **network_variables(meeting, settings)}
     count = settings.replicas or settings.bounds[0]
-    store = _store(settings, host, int(port or settings.main_process_port or 0), count, variables)
-    where = f"{host}:{store.port}"
+    if not settings.debug:
+        variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone is our line, not torch's stacks
+    board, port_served = _board(settings, host, int(port or settings.main_process_port or 0), count, variables)
+    where = f"{host}:{port_served}"
     if not settings.quiet:
-        said = "" if settings.join else f"; more join with `farflung launch --join {where}`"
+        said = "" if settings.join else f"; more join with `{_join_command(settings, where, script, arguments)}`"
         click.echo(f"farflung: {counted(count, 'replica')} of a run at {where}{said}", err=True)
     command = command_line(own, script, arguments, reported=True)
     if settings.ranks_per_replica > 1:
         stated = json.dumps(dataclasses.asdict(own))  # whatever files and variables say
         command = (sys.executable, "-m", "farflung", "launch", "--stated", stated, script, *arguments)
-    return _Launcher(settings, command, variables, store, where, count).run()
+    return _Launcher(settings, command, variables, board, where, count).run()
 
 
-def _store(settings: LaunchSettings, host: str, port: int, count: int, variables: Mapping[str, str]) -> Any:
-    """Serve the store of a run, or find that of the run to join."""
+def _join_command(settings: LaunchSettings, where: str, script: str, arguments: Sequence[str]) -> str:
+    """Return the command that starts replicas like these on another machine, as a shell reads it."""
+    flags = flags_for(settings, without=_OF_THE_FIRST)
+    return shlex.join(["farflung", "launch", "--join", where, *flags, script, *arguments])
+
+
+def _board(settings: LaunchSettings, host: str, port: int, count: int, variables: Mapping[str, str]) -> tuple[Any, int]:
+    """Serve the store of a run, or find that of the run to join; return a board over it, and its port."""
     with torch_is_loaded(variables):
-        from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+        board = import_module("farflung.comm.board").Board
     if settings.join is not None:
-        try:
-            store = TCPStore(host, port, is_master=False, timeout=_FIND_WITHIN)
-            store.set_timeout(_MEET_WITHIN)
-            return store
-        except DistError as error:
-            raise ConfigError(f"join is {settings.join}, but no run can be reached there: {error}") from None
+        return _found(board.at(host, port, patience_s=_FIND_WITHIN_S), settings.join), port
     try:
         store = serve_store(host, port, timeout=_MEET_WITHIN, wait_for_workers=False)
     except OSError as error:
         raise ConfigError(f"This machine can't listen at {host}:{port}: {error.strerror}.") from None
     least, most = settings.bounds
+    store.set("first", _machine())
     store.set("run", json.dumps({"expected": count, "least": least, "most": most, "grace_s": settings.grace_s}))
-    return store
+    return board.of(store), store.port
+
+
+def _found(board: Any, where: str) -> Any:
+    """Wait a while for the run to join, whose launcher may be about to start."""
+    deadline = time.monotonic() + _FIND_WITHIN_S
+    while True:
+        try:
+            board.get("run")
+            return board
+        except Unreachable as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"join is {where}, but no run can be reached there: {error}") from None
+        time.sleep(_BEAT_S)
+
+
+def _machine() -> str:
+    """Return what this launcher is called in the store."""
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 class _Launcher:
@@ -123,14 +154,13 @@ class _Launcher:
         settings: LaunchSettings,
         command: Sequence[str],
         variables: Mapping[str, str],
-        store: Any,
+        board: Any,
         where: str,
         count: int,
     ) -> None:
-        board = import_module("farflung.comm.board").Board.of(store, patience_s=0)
-        self._notes = import_module("farflung.comm.member_store").LauncherNotes(board)
+        self._store = import_module("farflung.launch.run_store").RunStore(board, where, self._say)
         self._command, self._variables, self._where = command, variables, where
-        self._machine = f"{socket.gethostname()}:{os.getpid()}"
+        self._machine = _machine()
         self._max_restarts = _RESTARTS if settings.max_restarts is None else settings.max_restarts
         self._is_quiet, self._tells = settings.quiet, settings.join is None
         where = "" if self._tells else f" of {self._machine}"
@@ -141,13 +171,13 @@ class _Launcher:
         self._has_own_launchers = settings.ranks_per_replica > 1
         self._shown: set[str] = set()  # errors
         self._asked_to_end = 0  # by this signal
-        self._code, self._has_finished, self._has_store = 0, False, True
+        self._code, self._has_finished, self._is_over = 0, False, False
+        self._untold: dict[int, tuple[int, str]] = {}  # how members' processes have ended, while the store is away
         self._beat_at = 0.0
 
     def run(self) -> int:
         """Return the exit code once all have ended."""
-        with self._reaching_store():
-            self._notes.count("launchers", 1)
+        self._store.ask(lambda notes: notes.count("launchers", 1), 0)
         with self._signals(), tempfile.TemporaryDirectory(prefix="farflung_") as folder:
             self._reports = Path(folder)
             while self._lives:
@@ -157,21 +187,20 @@ class _Launcher:
                     self._beat()
                 time.sleep(_LOOK_S)
             self._beat()
-            with self._reaching_store():
-                self._part()
+            self._part()
         if self._asked_to_end:
             return 128 + self._asked_to_end
-        return self._code if self._code or self._has_finished else 1
+        return self._code if self._code or self._has_finished or self._is_over else 1
 
     def _part(self) -> None:
         """Leave; the launcher that serves the store waits a while for others, whose replicas end at the same step."""
         deadline = time.monotonic() + _PART_WITHIN_S
-        others = self._notes.count("launchers", -1)
+        others = self._store.ask(lambda notes: notes.count("launchers", -1), 0)
         waits = self._tells and self._has_finished
         while waits and others and not self._asked_to_end and time.monotonic() < deadline:
             time.sleep(_BEAT_S)
             self._beat()
-            others = self._notes.count("launchers")
+            others = self._store.ask(lambda notes: notes.count("launchers"), 0)
 
     def _live(self, name: str) -> Iterator[bool]:
         """Start a replica, and again after a while that grows if it is lost, but not if it never met others.
@@ -181,20 +210,29 @@ class _Launcher:
         restarts: list[float] = []  # of the last hour
         members: list[int] = []  # of its last two processes: others may have yet to read how the last one ended
         while not self._asked_to_end:
-            process, report = self._start(name, members)
+            while (member := self._store.ask(lambda notes: self._enroll(notes, name, members), None)) is None:
+                if self._store.is_gone:
+                    self._give_up(f"{name} is not started again", 1)
+                    return
+                yield True
+            members.append(member)
+            process, report = self._start(member)
             while (code := process.poll()) is None:
                 yield True
             del self._running[process]
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            was_in = self._note_end(members[-1], code, how)
+            was_in, is_late = self._note_end(member, code, how)
             if code == 0:
                 self._has_finished = True
-                if not was_in and self._has_store:
+                if not was_in:
                     self._say(
                         f"warning: {name} has ended well, but no outer loop of it ever met the others. Pass "
                         "membership=launched_membership() to an OuterLoop of your own"
                     )
-            if code == 0 or self._asked_to_end:
+            if is_late:
+                self._is_over = True
+                self._say(f"{name} was not let in: the others have done the work")
+            if code == 0 or is_late or self._asked_to_end:
                 return
             how += self._said(name, report, code)
             if self._has_finished:  # the others have done the work
@@ -203,9 +241,8 @@ class _Launcher:
             now = time.monotonic()
             restarts = [at for at in restarts if now - at < _HOUR_S]
             was_killed = code < 0 or code > 128  # so that a launcher under this one says it, too
-            if not (was_in or was_killed) or len(restarts) >= self._max_restarts or not self._has_store:
-                self._code = 128 - code if code < 0 else code
-                self._say(f"{name} {how}; it is not started again")
+            if not (was_in or was_killed) or len(restarts) >= self._max_restarts or self._store.is_gone:
+                self._give_up(f"{name} {how}; it is not started again", 128 - code if code < 0 else code)
                 return
             wait_s = min(_FIRST_WAIT_S * 2 ** len(restarts), _LONGEST_WAIT_S)
             restarts.append(now)
@@ -214,16 +251,36 @@ class _Launcher:
             while time.monotonic() < now + wait_s and not self._asked_to_end:
                 yield True
 
-    def _note_end(self, member: int, code: int, how: str) -> bool:
-        """Tell how a member's process has ended; return whether it has met others."""
-        was_in: bool = False
-        with self._reaching_store():
-            was_in = bool(self._notes.noted("in", member))
+    def _give_up(self, line: str, code: int) -> None:
+        self._code = code
+        self._say(line)
+
+    def _enroll(self, notes: LauncherNotes, name: str, members: list[int]) -> int:
+        """Give a process that is about to start an id of its own, and forget what the last but one of its kind was."""
+        member = notes.count("ids", 1)
+        notes.note("name", member, name)
+        notes.note("machine", member, self._machine)
+        while len(members) > 1:
+            notes.forget(members.pop(0))
+        return member
+
+    def _note_end(self, member: int, code: int, how: str) -> tuple[bool, bool]:
+        """Tell how a member's process has ended; return whether it has met others, and whether it came too late."""
+        self._untold[member] = code, how
+        found: tuple[bool, bool] = self._store.ask(lambda notes: self._tell_ends(notes)[member], (True, False))
+        return found
+
+    def _tell_ends(self, notes: LauncherNotes) -> dict[int, tuple[bool, bool]]:
+        """Tell how members' processes have ended that nobody was told of yet."""
+        told = {}
+        for member, (code, how) in list(self._untold.items()):
+            told[member] = bool(notes.noted("in", member)), notes.noted("left", member) == "too late"
             if code:
-                self._notes.note_end(member, how)
+                notes.note_end(member, how)
             else:
-                self._notes.note("left", member, "done")
-        return was_in
+                notes.note("left", member, "done")
+            del self._untold[member]
+        return told
 
     def _said(self, name: str, report: Path | None, code: int) -> str:
         """Return in brackets the error that a replica has reported; show all of it, once if several report the same."""
@@ -236,16 +293,9 @@ class _Launcher:
             show([failure], checkpoint=newest_checkpoint(self._reports), name=name)
         return f" ({line})" if failure.traceback else ""
 
-    def _start(self, name: str, members: list[int]) -> tuple[subprocess.Popen[bytes], Path | None]:
+    def _start(self, member: int) -> tuple[subprocess.Popen[bytes], Path | None]:
         """Start a process; return it, and where it leaves its error, which a launcher of its own would show."""
-        member, report = 0, None
-        with self._reaching_store():
-            member = self._notes.count("ids", 1)
-            self._notes.note("name", member, name)
-            self._notes.note("machine", member, self._machine)
-            if len(members) == 2:
-                self._notes.forget(members.pop(0))
-        members.append(member)
+        report = None
         told = dict(zip(environ.MEMBER_VARIABLES, (self._where, str(member)), strict=True))
         if not self._has_own_launchers:
             self._num_started += 1
@@ -257,29 +307,22 @@ class _Launcher:
         return process, report
 
     def _beat(self) -> None:
-        with self._reaching_store():
-            self._notes.count(f"beat/{self._machine}", 1)
-            for process, member in self._running.items():
-                is_stopped = _is_stopped(process.pid)
-                if is_stopped != (member in self._stopped):
-                    self._stopped ^= {member}
-                    if is_stopped:
-                        self._notes.note("stopped", member)
-                    else:
-                        self._notes.forget(member, "stopped")
-            if self._tells:
-                for line in self._notes.take_told():
-                    self._say(line)
+        for line in self._store.ask(self._signs, []):
+            self._say(line)
 
-    @contextmanager
-    def _reaching_store(self) -> Iterator[None]:
-        """Go on without the store where it is gone, and say so once."""
-        try:
-            yield
-        except Unreachable:
-            if self._has_store:
-                self._has_store = False
-                self._say(f"the store at {self._where} is gone; replicas go on, but none is started again")
+    def _signs(self, notes: LauncherNotes) -> list[str]:
+        """Tell that this launcher is alive, and how its replicas are; return what it was told."""
+        notes.count(f"beat/{self._machine}", 1)
+        self._tell_ends(notes)
+        for process, member in self._running.items():
+            is_stopped = _is_stopped(process.pid)
+            if is_stopped != (member in self._stopped):
+                self._stopped ^= {member}
+                if is_stopped:
+                    notes.note("stopped", member)
+                else:
+                    notes.forget(member, "stopped")
+        return notes.take_told("" if self._tells else self._machine)
 
     def _say(self, line: str) -> None:
         if not self._is_quiet:

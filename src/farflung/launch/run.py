@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from farflung.base.errors import ConfigError
+from farflung.base.errors import RUN_ENDED, ConfigError
 from farflung.base.files import FORMER_NAME
 from farflung.config.files import former_files
 from farflung.config.launch import LaunchSettings
@@ -22,7 +22,7 @@ from farflung.integrations.as_accelerate import path_variables
 from farflung.launch.agent import run_agent
 from farflung.launch.options import SettingsCommand, given, launch_options
 from farflung.launch.plan import Plan, lone_environment, make_plan, torch_is_loaded
-from farflung.launch.report import show
+from farflung.launch.report import in_order, show
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND
 
 _HELP = """Run SCRIPT in one or several distributed processes.
@@ -96,6 +96,9 @@ def start(settings: LaunchSettings, plan: Plan) -> int:
     """
     outcome = run_agent(plan, settings)
     if outcome.failures:
+        cause = in_order(outcome.failures)[0][0]
+        if RUN_ENDED in (cause.message or ""):  # under a launcher of replicas, which says so itself
+            return cause.shell_code
         interface = plan.meeting.interface
         others_at = None if settings.num_machines == 1 else interface.address if interface else ""
         said = {"finished": outcome.finished, "others_at": others_at, "checkpoint": outcome.checkpoint}

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from farflung.base.errors import ConfigError, RankFailure, Unreachable
+from farflung.base.errors import RUN_ENDED, ConfigError, RankFailure, Unreachable
 from farflung.base.words import counted, in_seconds
 from farflung.comm.board import Board
 from farflung.comm.collectives import from_first, gather_object
@@ -188,7 +188,7 @@ class Elastic:
         if self._retired:
             time.sleep(_RELEASE_S)
             self._retired.clear()
-        if self.island.rank == 0:
+        if self.island.rank == 0 and not self._is_over:
             with suppress(Unreachable):
                 self.notes.note("left", self.member, reason or DONE)
 
@@ -240,7 +240,8 @@ class Elastic:
         came_back = {one.member for one in asked if one.last >= record.number} | {self.member}
         if any(self.notes.noted("left", one) == DONE for one in record.ids):
             self._is_over = True
-            raise RankFailure("The run has ended: the others have done their work. Nothing is left to join.")
+            self.notes.note("left", self.member, "too late")
+            raise RankFailure(RUN_ENDED)
         there = [one for one in record.ids if one not in came_back and self._may_hold(record, one)]
         holders = {one: self.signs.missing(one) for one in there if not self.signs.ended(one)}
         for one in asked:  # it has state, and can't begin with us
@@ -342,6 +343,8 @@ class Elastic:
         names = ", ".join(map(self.notes.name_of, newcomers))
         if newcomers:
             self.notes.tell(f"epoch {new.number}: {names} joined; {counted(len(new.ids), 'replica')} train")
+        for one in newcomers:
+            self.notes.tell_launcher(one, f"{self.notes.name_of(one)} was let in; {len(new.ids)} replicas train")
         return new
 
     def _settled(self, post: Mapping[str, Any]) -> Record:
@@ -411,6 +414,8 @@ class Elastic:
             for one, why in lost.items():
                 name = self.notes.name_of(one)
                 self.notes.tell(f"epoch {new.number}: {name} is out: {why}; {goes_on}{self._late_again(one)}")
+                if not self.notes.noted("gone", one):  # else its launcher knows better
+                    self.notes.tell_launcher(one, f"{name} was left out: {why}; it asks to be let in again")
             if not lost:
                 why = self.members.broken(record.number)
                 self.notes.tell(f"epoch {new.number}: {left} connected anew ({why})")

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A launcher that is cut off from its run's store says so once, and again when it is back or gone."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from farflung.base.errors import Unreachable
+from farflung.comm.board import Board
+from farflung.launch import run_store
+from farflung.launch.run_store import RunStore
+from farflung.process.sockets import serve_store
+
+
+def fails(notes):
+    raise Unreachable("no answer")
+
+
+def is_reached(notes):
+    return notes.count("ids", 1) > 0
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """A store that a launcher is cut off from, and what the launcher said."""
+    monkeypatch.setattr(run_store, "_ASK_AGAIN_S", 0.0)
+    server, said = serve_store("127.0.0.1", 0, wait_for_workers=False), []
+    where = f"127.0.0.1:{server.port}"
+    store = RunStore(Board.at("127.0.0.1", server.port), where, said.append)
+    assert store.ask(is_reached, False)
+    for _ in range(2):
+        assert store.ask(fails, "nothing") == "nothing"
+    assert re.fullmatch(rf"cut off from the run's store at {where} since [\d:]{{8}}; replicas train on", said[0])
+    return server, store, said
+
+
+def test_it_is_found_again_when_the_line_is_back(cut):
+    server, store, said = cut
+    for _ in range(2):
+        assert store.ask(is_reached, False)
+    assert re.fullmatch(rf"reaches the run's store at 127.0.0.1:{server.port} again, after .*", said[1])
+    assert (len(said), store.is_gone) == (2, False)
+
+
+def test_it_is_not_looked_for_without_end(cut, monkeypatch):
+    _, store, said = cut
+    monkeypatch.setattr(run_store, "_CUT_OFF_S", -1.0)
+    store.ask(fails, 0)
+    assert store.is_gone
+    store.ask(lambda notes: pytest.fail("it is gone"), 0)
+    assert len(said) == 2
+
+
+def test_where_nobody_listens_any_more_it_is_gone_and_nothing_else_is_printed(capfd):
+    server, said = serve_store("127.0.0.1", 0, wait_for_workers=False), []
+    store = RunStore(Board.at("127.0.0.1", server.port), "here", said.append)
+    assert store.ask(is_reached, False)
+    del server
+    for _ in range(3):
+        assert not store.ask(is_reached, False)
+    assert said == ["the run's store at here is gone; replicas train on, but none is started again"]
+    assert "Exception raised from" not in capfd.readouterr().err
