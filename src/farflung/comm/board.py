@@ -208,6 +208,10 @@ class _Line:
             self._store = self._socket = None
         self._num_written = 0
 
+    def __del__(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
     def _why(self, error: BaseException, silent_s: float) -> str:
         at = "" if self._at is None else f" at {self._at[0]}:{self._at[1]}"
         if isinstance(error, _OtherRun):
