@@ -220,7 +220,7 @@ def play(event: str) -> dict[str, object]:
             time.sleep(0.5)
         until = time.time()
         alive = {name: screen.process.poll() is None for name, screen in left}
-        ended = {name: at for name, screen in left if not alive[name] for at, _ in screen.lines[-1:]}
+        ended = {name: at for name, screen in left if not alive[name] for at, _ in screen.lines[-1:] if at > run.began}
         silence = {name: round(silence_s(run, name, ended.get(name, until)), 1) for name in looked_at}
         return {
             "silence_s": max(silence.values()),
@@ -239,10 +239,12 @@ def newest() -> dict[str, dict[str, object]]:
 
 def table() -> list[str]:
     """Return the rows of the page's table."""
-    rows = ["| event | the others stand still for | the first machine prints | the other one prints |"]
+    rows = ["| event | longest standstill | the first machine prints | the other one prints |"]
     rows.append("|---|---|---|---|")
     found = newest()
     for event, (what, _, _) in EVENTS.items():
+        if event not in found:
+            continue
         figures = found[event]
         printed = figures["said"]
         assert isinstance(printed, dict)
@@ -255,8 +257,11 @@ NODES = ("node0", "node1")
 
 
 def _cell(lines: Sequence[tuple[float, str]]) -> str:
-    """Return the first lines that were printed, with the seconds before them."""
-    return "<br>".join(f"{at:.0f} s: `{text}`" for at, text in lines[:3]) or "-"
+    """Return what was printed, with the seconds before it; of lines that differ in the replica alone the first."""
+    kept: dict[str, str] = {}
+    for at, text in lines:
+        kept.setdefault(re.sub(r"replica \d of", "replica of", text), f"{at:.0f} s: `{text}`")
+    return "<br>".join(kept.values()) or "-"
 
 
 def main() -> None:

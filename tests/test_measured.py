@@ -264,3 +264,13 @@ def row(name, one):
     cells.append(None if name == "alone" else one.get("fewer_bytes_than_ddp"))
     cells.append(one.get("of_throughput_alone"))
     return "| " + " | ".join("-" if cell is None else str(cell) for cell in cells) + " |"
+
+
+def test_the_page_of_elastic_runs_has_what_each_machine_printed_after_an_event(monkeypatch):
+    page = (ROOT / "docs" / "elastic.md").read_text(encoding="utf-8")
+    drill = benchmark("drill_elastic", monkeypatch)
+    rows = drill.table()
+    assert len(rows) > 2
+    for row in rows:
+        assert row in page, row
+    assert all(one["silence_s"] < 60 for one in drill.newest().values())
