@@ -315,7 +315,7 @@ def surprised(group, recipe, ways):
 @pytest.mark.law("outliers-are-left-out")
 def test_where_all_are_unusual_nothing_happens_until_that_is_what_is_usual():
     policy = WithoutOutliers(patience=3, max_norm=math.inf)
-    recipe = replace(edit(1, lr=1.0, momentum=0.0), policy=policy)
+    recipe = replace(edit(1, lr=1.0, momentum=0.0), policy=policy, same_data=True)
     with pytest.warns(RuntimeWarning, match="unusual"):
         outcomes = run_replicas(surprised, 2, recipe, (1, 1, 1, 1, 50, 50, 50, 50))
     # Dropped rounds keep local steps. After three of them what was unusual is what is expected.
@@ -343,7 +343,8 @@ def test_what_was_refused_leaves_no_trace_in_the_statistics():
 
 def kept_back(group):
     """Error feedback of a replica that is refused once: nothing of that round may stay in its residual."""
-    recipe = replace(edit(1, lr=1.0, momentum=0.0, codec=ErrorFeedback(TopK(1, 4))), aggregator=GatherMean())
+    recipe = edit(1, lr=1.0, momentum=0.0, codec=ErrorFeedback(TopK(1, 4)))
+    recipe = replace(recipe, aggregator=GatherMean(), same_data=True)
     model = nn.ParameterList([torch.zeros(8)])
     outer = OuterLoop(model, recipe, group)
     for step in range(4):

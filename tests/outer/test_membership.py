@@ -283,7 +283,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_replicas_come_and_go_under_other_recipes(name):
     """One comes, another one is lost at each phase; those that stay end with the same weights."""
-    for at in range(21, 45, 3):  # after the other one was let in; a round has 7 or 8 phases
+    for at in range(24, 48, 3):  # after the other one was let in; a round has 7 or 8 phases
         found = run_replicas(train, 4, [0, 1, 2], OTHERS[name], at, 1, 2 * STEPS)
         ends = [path[-1] for rank, (path, _) in enumerate(found) if rank != 1]
         assert len(set(ends)) == 1, (at, ends)

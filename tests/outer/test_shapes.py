@@ -105,7 +105,8 @@ def rounds(group, recipe, parts, steps, bucket_bytes):
         state = outer.state_dict()
         again = OuterLoop(model, recipe, group, bucket_bytes=bucket_bytes)
         again.load_state_dict(state)
-        assert same(tensors(model), seen[-1][1])
+        frozen = {name for name, one in model.named_parameters() if not one.requires_grad}  # which begin alike
+        assert same(*({k: one for k, one in each.items() if k not in frozen} for each in (tensors(model), seen[-1][1])))
         outer.detach()
     again.close()
     assert places(model) == kept
@@ -135,11 +136,8 @@ def test_all_that_is_trained_becomes_its_mean_and_counters_their_maximum(parts, 
 
 @settings(max_examples=25, deadline=None)
 @given(models(), st.sampled_from(OTHERS), st.integers(2, 3), st.integers(4, 200))
-def test_in_the_end_all_have_the_same_and_frozen_weights_their_own(parts, recipe, size, bucket_bytes):
+def test_in_the_end_all_have_the_same_also_of_frozen_weights_that_were_moved(parts, recipe, size, bucket_bytes):
     outcomes = run_replicas(rounds, size, recipe, parts, 3, bucket_bytes)
     for name in outcomes[0][1]:
         rows = [weights[name] for _, weights in outcomes]
-        if parts[int(name[1:])][2] == "frozen":
-            assert all(torch.equal(row, seen[2][0][name]) for row, (seen, _) in zip(rows, outcomes, strict=True))
-        else:
-            assert all(torch.equal(rows[0], row) for row in rows), name
+        assert all(torch.equal(rows[0], row) for row in rows), name

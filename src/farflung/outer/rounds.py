@@ -137,6 +137,7 @@ class Rounds:
         """Give newcomers what all have in common between rounds: a collective."""
         epoch, fragments = self.epoch, self.replica.fragments
         giver = next(rank for rank in range(epoch.group.size) if rank not in epoch.newcomers)
+        self._make_alike(giver, takes=epoch.joins)
         said: list[Any] = [None]
         if not epoch.joins:
             said = [{"place": self.place, "fragments": [one.replicated() for one in fragments]}]
@@ -145,7 +146,6 @@ class Rounds:
             self._meter.add("steps_lost", fragments[0].pending_weight[0])
             self.place, self.has_joined, self.given = given["place"], True, given["fragments"]
             self.join()
-        self._make_alike(giver, takes=epoch.joins)
         for fragment in fragments:
             fragment.note_newcomers(self._recipe.has_anchor)
 

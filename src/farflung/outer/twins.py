@@ -39,7 +39,8 @@ class Twins:
         if not self.are_looked_for(ids) or len(marks) != len(ids):  # a round of an older checkpoint has no marks
             return
         brought = {one: mark for one, mark in zip(ids, marks, strict=True) if mark}
-        moved = [one for one, mark in brought.items() if mark != self._latest.get((fragment, one))]
+        latest = {one: self._latest.get((fragment, one), mark) for one, mark in brought.items()}
+        moved = [one for one, mark in brought.items() if mark != latest[one]]  # never in the first round
         self._latest |= {(fragment, one): mark for one, mark in brought.items()}
         for pair in combinations(moved, 2):
             seen = self._alike.get(pair, 0)
@@ -50,7 +51,7 @@ class Twins:
             twins = [rank for rank, one in enumerate(ids) if one in found]
             raise ConfigError(
                 f"{numbered('replica', twins).capitalize()} see the same batches: their weights were equal to the last "
-                f"bit in each of their first {_ROUNDS} rounds. Give each its own part of the data, by a "
+                f"bit in each of {_ROUNDS} rounds. Give each its own part of the data, by a "
                 "DistributedSampler, a prepared loader, or its place (under --elastic farflung.elastic.place()). If "
                 "this is meant, say same_data=True (--outer-same-data)."
             )
