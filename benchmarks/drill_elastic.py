@@ -149,13 +149,18 @@ def _stops(times: Sequence[float], since: float, limit_s: float = STOPPED_S) -> 
     return [after - before for before, after in itertools.pairwise(times) if after > since and after - before > limit_s]
 
 
-def silence_s(drill: Drill, name: str, until: float) -> float:
-    """Return the longest time for which a replica of a machine, that was there at the event, made no step after it."""
+def longest_gap_s(drill: Drill, name: str, until: float, lines: Sequence[float] = ()) -> float:
+    """Return the longest time for which a replica of a machine, that was there at the event, made no step after it.
+
+    Args:
+        lines: when its machine printed a line, which ends a gap too.
+    """
     longest = 0.0
-    for times in drill.steps(name).values():
-        if not times or times[0] > drill.began or times[-1] < drill.began - 30.0:
+    for steps in drill.steps(name).values():
+        if not steps or steps[0] > drill.began or steps[-1] < drill.began - 30.0:
             continue
-        around = [one for one in times if one > drill.began - 1.0] or times[-1:]
+        times = sorted([*steps, *lines])
+        around = [one for one in times if drill.began - 1.0 < one <= until] or times[-1:]
         longest = max([longest, until - around[-1], *(b - a for a, b in itertools.pairwise(around))])
     return longest
 
@@ -221,10 +226,13 @@ def play(event: str) -> dict[str, object]:
         until = time.time()
         alive = {name: screen.process.poll() is None for name, screen in left}
         ended = {name: at for name, screen in left if not alive[name] for at, _ in screen.lines[-1:] if at > run.began}
-        silence = {name: round(silence_s(run, name, ended.get(name, until)), 1) for name in looked_at}
+        ends = {name: ended.get(name, until) for name in looked_at}
+        lines = {name: [at for at, _ in screens[name].lines] for name in looked_at}
+        standstill = {name: round(longest_gap_s(run, name, ends[name]), 1) for name in looked_at}
         return {
-            "silence_s": max(silence.values()),
-            "by_machine_s": silence,
+            "standstill_s": max(standstill.values()),
+            "silence_s": max(round(longest_gap_s(run, name, ends[name], lines[name]), 1) for name in looked_at),
+            "by_machine_s": standstill,
             "ended_after_s": {name: round(at - run.began, 1) for name, at in ended.items()},
             "watched_s": round(until - run.began),
             "said": {name: said(screen, run.began) for name, screen in screens.items()},
@@ -239,8 +247,8 @@ def newest() -> dict[str, dict[str, object]]:
 
 def table() -> list[str]:
     """Return the rows of the page's table."""
-    rows = ["| event | longest standstill | the first machine prints | the other one prints |"]
-    rows.append("|---|---|---|---|")
+    rows = ["| event | longest standstill | longest silence | the first machine prints | the other one prints |"]
+    rows.append("|---|---|---|---|---|")
     found = newest()
     for event, (what, _, _) in EVENTS.items():
         if event not in found:
@@ -249,7 +257,8 @@ def table() -> list[str]:
         printed = figures["said"]
         assert isinstance(printed, dict)
         cells = [_cell(printed[name] + (printed.get("third", []) if name == "node1" else [])) for name in NODES]
-        rows.append(f"| {what} | {figures['silence_s']} s | {' | '.join(cells)} |")
+        seconds = f"{figures['standstill_s']} s | {figures['silence_s']} s"
+        rows.append(f"| {what} | {seconds} | {' | '.join(cells)} |")
     return rows
 
 
@@ -257,10 +266,10 @@ NODES = ("node0", "node1")
 
 
 def _cell(lines: Sequence[tuple[float, str]]) -> str:
-    """Return what was printed, with the seconds before it; of lines that differ in the replica alone the first."""
+    """Return what was printed, with the seconds before it; of lines that differ in the replica or in seconds alone the first."""
     kept: dict[str, str] = {}
     for at, text in lines:
-        kept.setdefault(re.sub(r"replica \d of", "replica of", text), f"{at:.0f} s: `{text}`")
+        kept.setdefault(re.sub(r"replica \d of|[\d.]+ s", "", text), f"{at:.0f} s: `{text}`")
     return "<br>".join(kept.values()) or "-"
 
 

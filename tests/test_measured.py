@@ -273,4 +273,5 @@ def test_the_page_of_elastic_runs_has_what_each_machine_printed_after_an_event(m
     assert len(rows) > 2
     for row in rows:
         assert row in page, row
+    assert drill.newest().keys() == drill.EVENTS.keys()
     assert all(one["silence_s"] < 60 for one in drill.newest().values())

@@ -16,6 +16,7 @@ _Answer = TypeVar("_Answer")
 
 _ASK_AGAIN_S = 1.0
 _CUT_OFF_S = 600.0  # after which a launcher no longer asks
+_SAY_AGAIN_S = 30.0  # that it is cut off still
 
 
 class RunStore:
@@ -34,6 +35,7 @@ class RunStore:
         self._notes = LauncherNotes(board.patient(0))
         self._where, self._say = where, say
         self._cut_at = self._ask_at = 0.0  # since when it can't be reached, in seconds since 1970; 0: it can
+        self._say_at = 0.0
 
     def ask(self, act: Callable[[LauncherNotes], _Answer], otherwise: _Answer) -> _Answer:
         """Return what `act` finds in the store, or `otherwise` where the store can't be reached."""
@@ -59,4 +61,9 @@ class RunStore:
         elif not self._cut_at:
             self._cut_at = since
             clock = time.strftime("%H:%M:%S", time.localtime(since))
+            self._say_at = now + _SAY_AGAIN_S
             self._say(f"cut off from the run's store at {self._where} since {clock}; replicas train on")
+        elif now >= self._say_at:
+            self._say_at = now + _SAY_AGAIN_S
+            cut_s, limit_s = in_seconds(now - self._cut_at), in_seconds(_CUT_OFF_S)
+            self._say(f"still cut off from the run's store at {self._where}, for {cut_s}; it gives up after {limit_s}")
