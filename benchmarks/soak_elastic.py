@@ -42,7 +42,7 @@ RECIPES = {
     "diloco": outer.diloco(4, **EXACT),
     "diloco with momentum": outer.diloco(4),
     "local_sgd": outer.local_sgd(4),
-    "post_local_sgd": outer.post_local_sgd(4, warmup=0),
+    "diloco int8": outer.diloco(4, codec="int8"),
     "slowmo": outer.slowmo(4),
     "streaming_diloco": outer.streaming_diloco(8, 2, delay=2),
     "eager_diloco": outer.eager_diloco(4),

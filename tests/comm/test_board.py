@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -49,6 +50,8 @@ def test_a_store_that_is_stopped_killed_or_of_another_run_ends_no_request_late_o
     assert (board.get("said"), board.get("nothing"), board.add("count", 2)) == ("1", "", 2)
 
     os.kill(process.pid, signal.SIGSTOP)  # as if its line were cut: connections stay open, and nothing comes
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
     began = time.monotonic()
     board.patient(0).put("said", "2")
     for _ in range(2):

@@ -62,7 +62,8 @@ def unlike_tensors(theirs: Sequence[str], mine: Sequence[str]) -> str:
 
 def other_versions(theirs: str, mine: str) -> str:
     """Return what else differs, and does no harm by itself."""
-    return ", ".join(f"{name} {value} (here {own})" for name, value, own in _differing(theirs, mine, of_settings=False))
+    differing = _differing(theirs, mine, of_settings=False)
+    return "; ".join(f"{name}: {value!r} instead of {own!r}" for name, value, own in differing)
 
 
 def _own_version() -> str:

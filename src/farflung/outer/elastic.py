@@ -9,8 +9,8 @@ know of them at the same point.
 
 from __future__ import annotations
 
+import logging
 import time
-import warnings
 from ast import literal_eval
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +30,8 @@ from farflung.comm.member_store import DONE, Applicant, LauncherNotes, MemberSto
 from farflung.outer.admission import description_of, other_versions, unlike, unlike_tensors, versions
 from farflung.outer.epoch_watch import EpochWatch
 from farflung.outer.membership import ALL, Epoch, Needs, open_epoch
+
+_logger = logging.getLogger(__name__)
 
 _POLL_S = 0.005  # how often those that meet look whether all have come
 _CAUSES_S = 0.02  # and why some have not
@@ -282,7 +284,7 @@ class Elastic:
                 f"This replica can't join the run: {why}. Start it with the settings and model of the run."
             )
         if number and (why := self.members.answered("differs", number)):
-            warnings.warn(f"This replica has joined a run of others: {why}.", RuntimeWarning, stacklevel=2)
+            _logger.warning(f"This replica differs from those that it has joined: {why}")
 
     def _tell_wait(self, holders: Mapping[int, str], told: str) -> str:
         """Say what this replica waits for, unless it has `told` so before; return what in a word."""
