@@ -148,6 +148,7 @@ class Soak:
             time.sleep(0.5)
         elif not run.has_ended(coming):
             run.signal(coming, signal.SIGKILL)
+            run.until(lambda: run.has_ended(coming))
         self.crashes.append(waited(run, self.there, since))
         if run.has_ended(coming):
             coming = run.start(name)
