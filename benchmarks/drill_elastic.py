@@ -266,7 +266,7 @@ NODES = ("node0", "node1")
 
 
 def _cell(lines: Sequence[tuple[float, str]]) -> str:
-    """Return what was printed, with the seconds before it; of lines that differ in the replica or in seconds alone the first."""
+    """Return what was printed, with the seconds before it; of lines that differ in a number alone the first."""
     kept: dict[str, str] = {}
     for at, text in lines:
         kept.setdefault(re.sub(r"replica \d of|[\d.]+ s", "", text), f"{at:.0f} s: `{text}`")
