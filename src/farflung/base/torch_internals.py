@@ -166,6 +166,10 @@ def expect_batches(loader: DataLoader[Any], number: int) -> None:
     loader._IterableDataset_len_called = number  # type: ignore[assignment]  # torch says None
 
 
+# Methods of a tensor that ask what it is, and read no values.
+ASK_OF_KIND = ("_has_compatible_shallow_copy_type", "_is_view")
+
+
 def is_exhausted(iterator: Any) -> bool:
     """Say whether an iterator of a loader over a stream has come to the stream's end. Others never say so."""
     return bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))

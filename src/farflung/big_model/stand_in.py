@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.base.errors import StateError
-from farflung.base.torch_internals import without_overrides
+from farflung.base.torch_internals import ASK_OF_KIND, without_overrides
 from farflung.base.tree import recursively_apply
 
 # What describes or marks a tensor and needs no values. Whatever is not listed here gets them.
@@ -27,7 +27,7 @@ _DESCRIBES = (
     *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "get_device"),
     *("is_floating_point", "is_complex", "is_contiguous", "is_inference", "is_shared", "is_pinned", "is_signed"),
     *("is_set_to", "is_same_size", "untyped_storage", "data_ptr", "has_names", "requires_grad_", "retain_grad"),
-    *("register_hook", "register_post_accumulate_grad_hook", "_has_compatible_shallow_copy_type", "_is_view"),
+    *("register_hook", "register_post_accumulate_grad_hook", *ASK_OF_KIND),
     *("__hash__", "__len__", "__repr__", "__format__", "__set__"),
 )
 # What has the same values in another form: a stand-in too, as long as it stays on the meta device.

@@ -193,7 +193,7 @@ class DataLoaderShard(PreparedLoader):
         agree = None if not rng_types else partial(synchronize_rng_states, rng_types, synchronized_generator)
         self._count: Callable[[Any], int] | None = None
         self._marked = False
-        self._shard: BatchSamplerShard | None = None
+        self._sharding: BatchSamplerShard | None = None
         super().__init__(
             base,
             state=None,
@@ -224,7 +224,7 @@ class DataLoaderShard(PreparedLoader):
             shard: what takes this rank's share of an order that must be the same on all ranks.
         """
         made = cls.__new__(cls)
-        made._count, made._marked, made._shard = count, marked, shard
+        made._count, made._marked, made._sharding = count, marked, shard
         PreparedLoader.__init__(made, base, **common)
         return made
 
@@ -232,7 +232,7 @@ class DataLoaderShard(PreparedLoader):
         return max(0, num_batches_of(self.base_dataloader) - self.skip_batches)
 
     def _stream(self, one: Iteration) -> Iterator[tuple[Any, bool, int]]:
-        move, marked, shard = self._move, self._marked, self._shard
+        move, marked, shard = self._move, self._marked, self._sharding
         held, held_real, real = NOTHING, 0, 0
         for batch in batches_of(one, self._progress.workers):
             if marked:
