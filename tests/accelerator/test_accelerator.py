@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import farflung
 from farflung import Accelerator, PartialState
-from farflung.base.errors import ConfigError, StateError, Unsupported
+from farflung.base.errors import ConfigError, StateError, StateReset, Unsupported
 from farflung.config import environ
 from farflung.config.handlers import AORecipeKwargs
 from farflung.state import AcceleratorState, GradientState
@@ -78,13 +78,19 @@ def test_each_accelerator_keeps_its_own_accumulation_and_registry():
     assert second._models == []
 
 
-def test_an_accelerator_made_before_a_reset_keeps_what_it_was_made_with():
+def test_an_accelerator_made_before_a_reset_can_end_and_goes_on_with_the_next():
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     AcceleratorState._reset_state()
+    with pytest.raises(StateReset, match=r"AcceleratorState._reset_state\(\)` was called"):
+        accelerator.gather(torch.ones(1))
+    assert "rank 0 of 1, cpu, bf16" in repr(accelerator)
+    Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(1, 1))
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, 1)).sum())
-    assert (accelerator.mixed_precision, accelerator.sync_gradients) == ("bf16", False)
+    assert (accelerator.mixed_precision, accelerator.sync_gradients, accelerator.num_processes) == ("bf16", False, 1)
+    AcceleratorState._reset_state()
+    accelerator.end_training()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from accelerate.test_utils import testing as their_testing
 from torch.utils.data import DataLoader
 
 import farflung
-from farflung.commands import launch as our_launch
+from farflung.commands import launch as our_launch, to_fsdp2 as door
 from farflung.commands.config import config_args as our_config
+from farflung.launch import to_fsdp2 as definition
 from farflung.state import AcceleratorState
 from farflung.test_utils import testing as our_testing
 
@@ -38,6 +39,44 @@ def test_a_state_that_was_reset_has_no_attributes(library):
     state.something = 1
     assert state.something == 1
     del state.something
+
+
+def test_an_accelerator_whose_state_was_reset_says_so(library):
+    accelerator = library.Accelerator(cpu=True)
+    accelerator.state._reset_state()
+    text = r"`AcceleratorState` object has no attribute.*This happens if `AcceleratorState._reset_state\(\)`"
+    for use in (
+        lambda: accelerator.num_processes,
+        lambda: accelerator.distributed_type,
+        lambda: accelerator.state.device,
+        lambda: accelerator.prepare(torch.nn.Linear(1, 1)),
+    ):
+        with pytest.raises(AttributeError, match=text):
+            use()
+    accelerator.state.something = 1
+    assert accelerator.state.something == 1
+    del accelerator.state.something
+
+
+def test_states_answer_after_the_training_has_ended(library):
+    accelerator = library.Accelerator(cpu=True)
+    accelerator.end_training()
+    state = accelerator.state
+    assert (accelerator.is_main_process, state.num_processes, state.mixed_precision) == (True, 1, "no")
+    assert library.Accelerator(cpu=True).state.num_processes == 1
+
+
+def test_a_name_is_patched_where_it_is_defined(tmp_path, monkeypatch):
+    file = tmp_path / "config.yaml"
+    file.write_text("fsdp_config: {fsdp_version: 1}", encoding="utf-8")
+    args = door.to_fsdp2_command_parser().parse_args(["--config_file", str(file), "--overwrite"])
+    monkeypatch.setattr(door, "load_config", lambda path: {"debug": True})
+    door.to_fsdp2_command(args)
+    assert "fsdp_version: 2" in file.read_text(encoding="utf-8")
+    monkeypatch.setattr(definition, "load_config", lambda path: {"debug": True})
+    door.to_fsdp2_command(args)
+    assert file.read_text(encoding="utf-8") == "debug: true\n"
+    assert not hasattr(farflung.accelerator, "is_xpu_available")
 
 
 def test_one_process_dispatches_where_it_is_asked_to(library):

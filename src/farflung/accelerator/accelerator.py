@@ -23,7 +23,7 @@ from farflung.accelerator.operations import extract_model_from_parallel, gather_
 from farflung.accelerator.prepare import Preparer
 from farflung.accelerator.properties import AcceleratorProperties
 from farflung.accelerator.trackers import TrackerMethods
-from farflung.accelerator.views import AcceleratorState
+from farflung.accelerator.views import AcceleratorState, GradientState
 from farflung.base.checks import check_optional, check_type
 from farflung.base.enums import DynamoBackend
 from farflung.base.errors import StateError
@@ -39,7 +39,7 @@ from farflung.loop import clip
 from farflung.loop.accumulation import Accumulate, explain_loss, weighed
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks
-from farflung.process.bootstrap import join_world
+from farflung.process.bootstrap import join_world, leave_world
 from farflung.process.mesh import IslandSize
 from farflung.resume.run import Run
 from farflung.strategy.choose import choose_strategy
@@ -122,22 +122,23 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             self.project_configuration.set_directories(os.fspath(project_dir))
         self._tracking = None if log_with is None else lazy.Tracking(log_with, self.logging_dir)
         self.dataloader_config = settings.resolve_data(dataloader_config, split_batches)
-        self._world = join_world(cpu, self.init_handler, given.get(handlers.WatchdogKwargs))
-        session = slot.open_or_join(self._world, mixed_precision, accumulation, compiling)
+        world = join_world(cpu, self.init_handler, given.get(handlers.WatchdogKwargs))
+        session = slot.open_or_join(world, mixed_precision, accumulation, compiling)
         with slot.settling(session):
-            self._precision = settings.resolve_precision(session.mixed_precision, self._world.device, given)
+            self._precision = settings.resolve_precision(session.mixed_precision, world.device, given)
             self._layout = layout = slot.resolve_layout(
                 session, fsdp_plugin, parallelism_config, island_size, asked is not None
             )
         self._loop = session.loop
         ddp = given.get(handlers.DistributedDataParallelKwargs)
-        self._strategy = choose_strategy(self._world, layout.mesh, ddp, layout.fsdp, self._precision.dtype)
-        self._distributed = self._world.size > 1
-        self._run = run = Run(self._world, self._loop, self._precision, self._strategy, layout.fsdp)
+        self._strategy = choose_strategy(world, layout.mesh, ddp, layout.fsdp, self._precision.dtype)
+        self._distributed = world.size > 1
+        self._run = run = Run(world, self._loop, self._precision, self._strategy, layout.fsdp)
         if environ.is_elastic():
             run.slots = launched_slots(run)
         self._controller = OuterController(asked, run)
         session.controllers[self._controller] = None
+        self.state, self.gradient_state = AcceleratorState(), GradientState()
         self._preparer = Preparer(
             run=run,
             compiling=compiling,
@@ -159,6 +160,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         Args:
             device_placement: for each argument, whether it is moved to the device; None: the Accelerator's setting.
         """
+        slot.in_use()  # after a reset nothing would flush the outer loops of what is prepared
         prepared = self._preparer.prepare(args, device_placement)
         self._controller.attach()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -254,10 +256,10 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             if self._loop.keeps_loss:
                 self._loop.loss = given.detach(), 1 if num_items is None else num_items
         except (RuntimeError, AttributeError, TypeError) as error:
-            known = explained(error, self._world.group)  # which names the rank, where torch speaks of a connection
+            known = explained(error, self._run.world.group)  # which names the rank, where torch speaks of a connection
             if known is not error:
                 raise known from error
-            self._world.group.raise_if_broken()
+            self._run.world.group.raise_if_broken()
             explain_loss(given, kwargs, error)
             raise
 
@@ -416,7 +418,9 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             self._settle_checkpoints()
         finally:
             self._finish_trackers()
-        AcceleratorState._reset_state(reset_partial_state=True)
+        slot.withdraw()
+        leave_world()
 
     def __repr__(self) -> str:
-        return f"Accelerator(rank {self.process_index} of {self.num_processes}, {self.device}, {self.mixed_precision})"
+        world = self._run.world
+        return f"Accelerator(rank {world.rank} of {world.size}, {world.device}, {self.mixed_precision})"

@@ -28,11 +28,17 @@ from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler
 from farflung.loop.state import LoopState
 from farflung.precision.base import Precision
+from farflung.process.world import World
 from farflung.resume.run import Run
 from farflung.strategy.base import Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+def _joined(run: Run) -> World:
+    slot.in_use()
+    return run.world
 
 
 class AcceleratorProperties(Engines):
@@ -46,16 +52,14 @@ class AcceleratorProperties(Engines):
     _run: Run
     _strategy: Strategy
 
-    state = Forward[AcceleratorState](
-        lambda self: AcceleratorState(), "A view of the process, its world and the session."
-    )
-    gradient_state = Forward[GradientState](lambda self: GradientState(), "A view of where the training loop stands.")
+    state: AcceleratorState  # views, which scripts may set attributes of
+    gradient_state: GradientState
+    _world = Forward[World](lambda self: _joined(self._run))
 
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes work together, or what a script has set `state.distributed_type` to."""
-        session = slot.current()  # none where the state was reset: an Accelerator keeps what it was made with
-        return (None if session is None else session.named_kind) or self._strategy.kind
+        return slot.in_use().named_kind or self._strategy.kind
 
     mixed_precision = Forward[str]("_precision.name", "`no`, `bf16`, `fp16` or `fp8`.")
     scaler = Forward[Any]("_precision.scaler", "The loss scaler of fp16, else None.")

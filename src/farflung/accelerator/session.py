@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from farflung.accelerator import lazy
 from farflung.base.checks import check_type, check_whole, shown
 from farflung.base.enums import DistributedType
-from farflung.base.errors import ConfigError, StateError, Unsupported
+from farflung.base.errors import ConfigError, StateError, StateReset, Unsupported
 from farflung.comm.exchange import Exchange
 from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
@@ -93,6 +93,7 @@ def open_or_join(
     """Open the session with these settings, or join the open one, which must have the same precision (None: any)."""
     global _slot
     if _slot is None or _slot.world is not world:  # a session does not outlive its world
+        withdraw()
         chosen = plugin or GradientAccumulationPlugin(num_steps=1)
         precision = mixed_precision or environ.text("ACCELERATE_MIXED_PRECISION") or "no"
         _slot = Session(world, precision, chosen, new_loop(chosen, world), compiling)
@@ -223,9 +224,30 @@ def new_loop(plugin: GradientAccumulationPlugin, world: World) -> LoopState:
     return loop
 
 
-def close() -> None:
-    """Empty the slot."""
-    global _slot
+def require_open(kind: str, is_open: bool) -> None:
+    """Raise StateReset, in the name of the state class `kind`, where its state is not open."""
+    if not is_open:
+        raise StateReset(
+            f"`{kind}` object has no attribute that describes this process, as its state was reset. This happens "
+            f"if `{kind}._reset_state()` was called and no {kind} was made since. Make one."
+        )
+
+
+def in_use() -> Session:
+    """Return the open session for an Accelerator or a view made before; raise StateReset if it was closed since."""
+    require_open("AcceleratorState", _slot is not None)
+    return opened()
+
+
+def withdraw() -> None:
+    """Unset the variables that tell transformers of the session."""
     if _slot is not None:
         environ.remove(*_slot.announced)
+        _slot.announced = ()
+
+
+def close() -> None:
+    """Empty the slot. What was made before has no attributes that describe this process, until the next is made."""
+    global _slot
+    withdraw()
     _slot = None

@@ -13,7 +13,7 @@ from farflung.accelerator.session import Layout, check_layout, resolve_layout
 from farflung.accelerator.settings import check_init, refuse_engines, resolve_compile
 from farflung.base.checks import check_flag, check_type, check_word
 from farflung.base.enums import DistributedType, PrecisionType
-from farflung.base.errors import StateReset, Unsupported
+from farflung.base.errors import Unsupported
 from farflung.base.forward import Forward
 from farflung.base.torch_internals import current_accelerator
 from farflung.config import environ
@@ -41,11 +41,8 @@ class _SharedState:
 
 def _joined(kind: str) -> World:
     world = world_slot.current()
-    if world is None:
-        raise StateReset(
-            f"`{kind}` object has no attribute that describes this process, as its state was reset. This happens "
-            f"if `{kind}._reset_state()` was called and no {kind} was made since. Make one."
-        )
+    slot.require_open(kind, world is not None)
+    assert world is not None
     return world
 
 
@@ -191,10 +188,11 @@ class AcceleratorState(Engines, PartialState):
             check_word("mixed_precision", mixed_precision, PrecisionType.list())
         super().__init__(cpu, **kwargs)
         compiling = None if dynamo_plugin is None else resolve_compile(None, dynamo_plugin)
-        session = slot.open_or_join(self._world, mixed_precision, None, compiling)
+        session = slot.open_or_join(world_slot.joined(), mixed_precision, None, compiling)
         if fsdp_plugin is not None or parallelism_config is not None:
             resolve_layout(session, fsdp_plugin, parallelism_config)
 
+    _world = Forward[World](lambda self: slot.in_use().world)
     initialized = Forward[bool](
         lambda self: slot.current() is not None, "Whether an `Accelerator` has settled things in this process."
     )
@@ -202,16 +200,15 @@ class AcceleratorState(Engines, PartialState):
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes work together, or what a script has set this to; that changes nothing of how they train."""
-        named = None if slot.current() is None else slot.opened().named_kind
-        return named or (DistributedType.FSDP if self.is_fsdp2 else self._world.kind)
+        return slot.in_use().named_kind or (DistributedType.FSDP if self.is_fsdp2 else self._world.kind)
 
     @distributed_type.setter
     def distributed_type(self, kind: DistributedType) -> None:
-        slot.opened().named_kind = DistributedType(kind)
+        slot.in_use().named_kind = DistributedType(kind)
 
     _layout = Forward["Layout | None"](lambda self: getattr(slot.current(), "layout", None))
 
-    mixed_precision = Forward[str](lambda self: slot.opened().mixed_precision, "`no`, `bf16` or `fp16`.")
+    mixed_precision = Forward[str](lambda self: slot.in_use().mixed_precision, "`no`, `bf16` or `fp16`.")
 
     dynamo_plugin = Forward[TorchDynamoPlugin](
         lambda self: slot.opened().compiling or TorchDynamoPlugin(), "How the latest `Accelerator` compiles models."
