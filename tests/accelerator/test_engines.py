@@ -34,8 +34,9 @@ def answers(**said):
     shape = None if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
     if mesh is not None:
         assert mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)].size() == 4
+    kind = str(accelerator.distributed_type).split(".")[1]
     AcceleratorState._reset_state()
-    return str(accelerator.distributed_type).split(".")[1], shape, place
+    return kind, shape, place
 
 
 def four_ranks():

@@ -22,12 +22,7 @@ PROGRAMS: dict[str, dict[str, str]] = {
             "(a row of docs/migrating.md)"
         ),
     },
-    "test_script": {
-        "test_reinstantiated_state": (
-            "wants an error from an Accelerator after `AcceleratorState._reset_state()`; here it keeps what it was "
-            "made with (a row of docs/migrating.md)"
-        ),
-    },
+    "test_script": {},
     "test_distributed_data_loop": {
         "test_join_raises_warning_for_non_ddp_distributed": (
             "`join_uneven_inputs` joins on CPUs too, and warns of nothing (a row of docs/migrating.md)"
