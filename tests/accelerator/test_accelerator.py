@@ -82,7 +82,9 @@ def test_an_accelerator_made_before_a_reset_can_end_and_goes_on_with_the_next():
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     AcceleratorState._reset_state()
     with pytest.raises(StateReset, match=r"AcceleratorState._reset_state\(\)` was called"):
-        accelerator.gather(torch.ones(1))
+        accelerator.num_processes  # noqa: B018
+    assert (accelerator.is_main_process, accelerator.state.is_main_process) == (True, True)
+    assert accelerator.gather(torch.ones(1)).tolist() == [1]
     assert "rank 0 of 1, cpu, bf16" in repr(accelerator)
     Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(1, 1))

@@ -26,11 +26,12 @@ class ProcessControl:
     """A process's place in its world, under Accelerate's names, for `PartialState` and `Accelerator`."""
 
     _world: Forward[World]
+    _described = Forward[World]("_world")  # by the attributes that a reset takes away
 
-    device = Forward[torch.device]("_world.device", "Where this process's models and batches go.")
-    num_processes = Forward[int]("_world.size", "How many processes the run has.")
-    process_index = Forward[int]("_world.rank", "This process's rank among all.")
-    local_process_index = Forward[int]("_world.local_rank", "This process's rank on its machine.")
+    device = Forward[torch.device]("_described.device", "Where this process's models and batches go.")
+    num_processes = Forward[int]("_described.size", "How many processes the run has.")
+    process_index = Forward[int]("_described.rank", "This process's rank among all.")
+    local_process_index = Forward[int]("_described.local_rank", "This process's rank on its machine.")
     is_main_process = Forward[bool]("_world.is_main", "Whether this is the first process of all.")
     is_local_main_process = Forward[bool]("_world.is_local_main", "Whether this is the first process of its machine.")
     is_last_process = Forward[bool]("_world.is_last", "Whether this is the last process of all.")

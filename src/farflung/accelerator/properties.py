@@ -54,7 +54,8 @@ class AcceleratorProperties(Engines):
 
     state: AcceleratorState  # views, which scripts may set attributes of
     gradient_state: GradientState
-    _world = Forward[World](lambda self: _joined(self._run))
+    _world = Forward[World]("_run.world")
+    _described = Forward[World](lambda self: _joined(self._run))
 
     @property
     def distributed_type(self) -> DistributedType:

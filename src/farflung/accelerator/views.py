@@ -192,7 +192,8 @@ class AcceleratorState(Engines, PartialState):
         if fsdp_plugin is not None or parallelism_config is not None:
             resolve_layout(session, fsdp_plugin, parallelism_config)
 
-    _world = Forward[World](lambda self: slot.in_use().world)
+    _world = Forward[World](lambda self: getattr(slot.current(), "world", None) or _joined("AcceleratorState"))
+    _described = Forward[World](lambda self: slot.in_use().world)
     initialized = Forward[bool](
         lambda self: slot.current() is not None, "Whether an `Accelerator` has settled things in this process."
     )
