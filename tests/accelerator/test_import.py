@@ -40,7 +40,7 @@ def test_an_accelerator_loads_neither_the_outer_loop_nor_heavy_parts_of_torch():
     assert not [
         name for name in loaded if name.startswith(("farflung.outer", "farflung.config.launch", "farflung.launch"))
     ]
-    assert objects < 10_500  # beyond, Python collects the garbage of all of torch's objects too, which takes 0.08 s
+    assert objects < 10_900  # beyond, Python collects the garbage of all of torch's objects too, which takes 0.08 s
     assert not without_loop
     assert with_loop
 

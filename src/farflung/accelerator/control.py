@@ -54,17 +54,20 @@ class ProcessControl:
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         """Let the first process run the block before the others do."""
-        with self._first(self._world.is_main, "main_process_first"):
+        with self._first(self._world.is_main):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """Let the first process of each machine run the block before that machine's others do."""
-        with self._first(self._world.is_local_main, "local_main_process_first"):
+        with self._first(self._world.is_local_main):
             yield
 
     @contextmanager
-    def _first(self, mine: bool, name: str) -> Iterator[None]:
+    def _first(self, mine: bool) -> Iterator[None]:
+        name = (
+            "main_process_first or local_main_process_first"  # which nest, and wait in another order
+        )
         if not mine:
             collectives.wait_for_everyone(slot.flushed(self._world.exchange), name)
         yield  # an exception here passes the barrier by: this process ends, and the others see it gone
