@@ -203,7 +203,7 @@ def uses_of(tree, names):
                     yield node.lineno, alias.name
 
 
-OURS = {"_drop_last", "_reset_state", "_T"}  # attributes of our own classes, too, and a type variable
+OURS = {"_drop_last", "_reset_state", "_world", "_T"}  # attributes of our own classes, too, and a type variable
 
 
 @pytest.fixture(scope="module")
