@@ -35,7 +35,7 @@ def make_alike(model: nn.Module, group: Group, giver: int, takes: bool) -> None:
     """
     differing = [one.detach() for one in _differing(_unexchanged(model), group)]
     # Bytes, as not every dtype can be copied into a bucket.
-    as_bytes = [one.reshape(-1).view(torch.uint8) if one.is_contiguous() else one for one in differing]
+    as_bytes = [_bytes_of(one) if one.is_contiguous() else one for one in differing]
     broadcast_values(as_bytes, group, giver, takes)
 
 
@@ -77,13 +77,18 @@ def _differing(tensors: dict[str, Tensor], group: Group) -> list[Tensor]:
     return [local(by_kind[kind]) for kind in kinds if kind in differ]
 
 
+def _bytes_of(x: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor, whose dimensions of one element may have any stride."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
 @torch.no_grad()
 def fingerprint(x: Tensor) -> int:
     """Return a whole number of 48 bits in which tensors differ that have other bits, or the same ones in other places.
 
     The bits are added up along rows and along columns: on a device, in one look at its memory for each.
     """
-    flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = _bytes_of(x.detach().resolve_conj().resolve_neg().contiguous())
     if flat.storage_offset() % 8 or len(flat) % 8:
         flat = pad(flat, (0, -len(flat) % 8)).clone()
     words = flat.view(torch.int64)
