@@ -384,5 +384,5 @@ class OpenRound:
 
 
 def _kept(said: Ballot | Tally) -> dict[str, Any]:
-    """Return the fields that a checkpoint keeps: all but `awaited`, which is of this run alone."""
-    return {name: value for name, value in asdict(said).items() if name != "awaited"}
+    """Return the fields that a checkpoint keeps: all but those that are of this run alone."""
+    return {name: value for name, value in asdict(said).items() if name not in ("awaited", "mark", "marks")}

@@ -36,7 +36,7 @@ class Twins:
         Raises:
             ConfigError: some have brought the same in as many rounds as it takes.
         """
-        if not self.are_looked_for(ids) or len(marks) != len(ids):  # a round of an older checkpoint has no marks
+        if not self.are_looked_for(ids) or len(marks) != len(ids):  # a round out of a checkpoint has no marks
             return
         brought = {one: mark for one, mark in zip(ids, marks, strict=True) if mark}
         latest = {one: self._latest.get((fragment, one), mark) for one, mark in brought.items()}
