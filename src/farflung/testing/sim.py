@@ -313,11 +313,11 @@ class TimedGroup(SimGroup):
     @contextmanager
     def for_free(self) -> Iterator[None]:
         """Let what all replicas do within this block cost nothing but waiting for each other."""
-        self._is_free = True
+        before, self._is_free = self._is_free, True
         try:
             yield
         finally:
-            self._is_free = False
+            self._is_free = before
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
         sent = copies("reduced", self.size) * x.nbytes
