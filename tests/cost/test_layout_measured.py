@@ -62,6 +62,7 @@ def measure(layout, recipe):
         accelerator = accelerator_of(layout, recipe)
         model = GPT(SHAPE)
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        torch.manual_seed(accelerator.process_index)  # for data of its own
         tokens = torch.randint(256, (1, SHAPE.context))
 
         def train_rounds(count):

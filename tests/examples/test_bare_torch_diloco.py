@@ -16,7 +16,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
 @pytest.mark.usefixtures("warm")
 def test_the_task_is_learnt_and_the_bytes_are_those_of_twenty_rounds(launch, sent):
     ended = run_python(*launch, FILE)
-    accuracy, rounds, found = re.search(r"([\d.]+)% .* (\d+) rounds, (\d+) bytes", ended.stdout).groups()
+    accuracy, rounds, found = re.search(r"([\d.]+)% of .*\n(\d+) rounds, (\d+) bytes", ended.stdout).groups()
     assert float(accuracy) > 90
     assert int(rounds) == 20
     assert int(found) == pytest.approx(sent, abs=4 * 129)  # the last round, of nothing, may cost a bucket
