@@ -65,9 +65,7 @@ class ProcessControl:
 
     @contextmanager
     def _first(self, mine: bool) -> Iterator[None]:
-        name = (
-            "main_process_first or local_main_process_first"  # which nest, and wait in another order
-        )
+        name = "main_process_first or local_main_process_first"  # which nest, and wait in another order
         if not mine:
             collectives.wait_for_everyone(slot.flushed(self._world.exchange), name)
         yield  # an exception here passes the barrier by: this process ends, and the others see it gone
