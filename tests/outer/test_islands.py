@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
 from farflung.comm.shards import local
+from farflung.comm.torch_group import TorchGroup
 from farflung.outer import (
     GatherMean,
     OuterLoop,
@@ -23,6 +24,8 @@ from farflung.outer import (
     merge_states,
     streaming_diloco,
 )
+from farflung.outer.elastic import Elastic
+from farflung.outer.replica import Replica
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.faults import fail_at
@@ -269,3 +272,24 @@ def test_a_rank_that_is_lost_in_one_island_is_named_on_all_others_within_seconds
         message, stayed = torch.load(tmp_path / str(rank))
         assert "rank 3 left (StopIteration" in message if way == "raises" else "rank 3 gave no sign" in message
         assert stayed  # what not all islands have got is not applied
+
+
+def meet_where_one_rank_alone_hears_of_a_loss():
+    store, model, losses = dist.distributed_c10d._get_default_store(), torch.nn.Linear(4, 1), [1] * dist.get_rank()
+    make_alike = Replica.make_alike
+
+    def losing(self, giver, takes):
+        make_alike(self, giver, takes)
+        if losses:
+            losses.pop()
+            raise RankFailure("its column has lost a rank")
+
+    Replica.make_alike = losing
+    with OuterLoop(model, diloco(2), membership=Elastic(store, 1, island=TorchGroup())) as outer:
+        for _ in range(4):
+            outer.step()
+        return outer.position, outer.stats().rounds, outer._rounds.epoch.number
+
+
+def test_a_loss_that_one_rank_of_an_island_hears_of_while_it_meets_others_is_one_to_all_of_them():
+    assert run_ranks(meet_where_one_rank_alone_hears_of_a_loss, 2) == [(4, 2, 2)] * 2

@@ -150,7 +150,7 @@ class TorchGroup(C10dGroup):
         return [group for group in (self, *self.shared.parts.values()) if not group.is_destroyed]
 
     def free(self, reusable: bool = True) -> None:
-        if self._spare is None:
+        if self._spare is None or self.is_destroyed:
             return
         if reusable:
             self._spare.append(self)

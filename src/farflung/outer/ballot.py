@@ -181,6 +181,10 @@ class Island:
         mark = digest_of(str(tally.marks)) if all(tally.marks) else 0
         return replace(said, finished=tally.finished, position=tally.position, awaited=tally.awaited, mark=mark)
 
+    def meet(self) -> None:
+        """Return once all ranks have come here: a collective."""
+        self.gathered(0.0)
+
     def squares(self, mine: Sequence[float]) -> list[float]:
         """Return the squares of several norms: one collective, of the same number on all ranks."""
         return [self._of_all(column) for column in zip(*self.gathered(*mine), strict=True)]

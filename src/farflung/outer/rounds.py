@@ -112,10 +112,15 @@ class Rounds:
                 if not self.replica.fragments:
                     self.replica.bind(SoloGroup() if epoch.joins else epoch.group)
                 self.replica.enter(epoch.group, before.ids if had_state else epoch.ids, epoch.ids)
+                given = None
                 if epoch.newcomers:
-                    self._hand_over()
+                    given = self._hand_over()
                 elif not had_state:
                     self._make_alike(giver=0, takes=True)
+                if epoch.may_lose:  # each rank of an island has met a column of its own, and may have lost it alone
+                    epoch.island.meet()
+                if given is not None:
+                    self._take(given)
                 self._has_state = True
                 return
             except RankFailure as failure:
@@ -133,8 +138,8 @@ class Rounds:
             self._is_awaited = False
             self._meet(admits=True)
 
-    def _hand_over(self) -> None:
-        """Give newcomers what all have in common between rounds: a collective."""
+    def _hand_over(self) -> dict[str, Any]:
+        """Give newcomers what all have in common between rounds, and return it: a collective."""
         epoch, fragments = self.epoch, self.replica.fragments
         giver = next(rank for rank in range(epoch.group.size) if rank not in epoch.newcomers)
         self._make_alike(giver, takes=epoch.joins)
@@ -142,11 +147,15 @@ class Rounds:
         if not epoch.joins:
             said = [{"place": self.place, "fragments": [one.replicated() for one in fragments]}]
         (given,) = broadcast_object_list(Exchange(epoch.group), said, giver, "outer loop")
-        if epoch.joins:
-            self._meter.add("steps_lost", fragments[0].pending_weight[0])
+        return given  # type: ignore[no-any-return]
+
+    def _take(self, given: dict[str, Any]) -> None:
+        """Go on from what newcomers were given, if this is one."""
+        if self.epoch.joins:
+            self._meter.add("steps_lost", self.replica.fragments[0].pending_weight[0])
             self.place, self.has_joined, self.given = given["place"], True, given["fragments"]
             self.join()
-        for fragment in fragments:
+        for fragment in self.replica.fragments:
             fragment.note_newcomers(self._recipe.has_anchor)
 
     def note_landing(self, number: int, *kinds: str) -> None:
@@ -171,8 +180,10 @@ class Rounds:
     def _lose(self, failure: RankFailure) -> None:
         """Leave an epoch in which ranks were lost."""
         self.epoch.leave(f"it goes on without lost ranks: {failure}")
-        self.free(reusable=False)
-        self.membership.lost(failure)
+        try:
+            self.membership.lost(failure)
+        finally:  # not before the other ranks of an island know why its connections close
+            self.free(reusable=False)
 
     @contextmanager
     def surviving(self) -> Iterator[None]:
