@@ -161,6 +161,25 @@ def test_a_rank_counts_the_groups_that_it_is_in():
     assert run_ranks(in_a_group_of_some_ranks, 2) == [(1, 2), (1, 1)]
 
 
+def after_a_group_of_some_ranks():
+    dist.new_group([0])
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    before = internals.group_serial()
+    internals.raise_group_serial(5)
+    internals.raise_group_serial(4)
+    pair = dist.new_group([0, 1], use_local_synchronization=True)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=pair)
+    return before, total.item(), internals.group_serial()
+
+
+def test_ranks_that_were_in_different_groups_meet_once_their_next_has_the_same_number():
+    (first, *rest), (second, *others) = run_ranks(after_a_group_of_some_ranks, 2)
+    assert first > second
+    assert rest == others == [2, 6]
+
+
 # ---- nothing else in the package uses a private name of torch's
 
 

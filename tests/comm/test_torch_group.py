@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups made of the ranks of a process group, beside those that the script makes itself."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -8,8 +9,11 @@ from farflung.comm.torch_group import TorchGroup
 from farflung.testing.ranks import run_ranks
 
 
-def makes_groups_after_the_script():
-    own = dist.new_group([0])  # all ranks call it, as torch asks, and one of them is in it
+def makes_groups_after_the_script(by_all):
+    if by_all or dist.get_rank() == 0:  # one of them is in it
+        own = dist.new_group([0], use_local_synchronization=not by_all)
+    else:
+        own = dist.GroupMember.NON_GROUP_MEMBER
     everyone = TorchGroup()
     made = [everyone.duplicate(), everyone.split(2), everyone.split(2).duplicate()]
     sums = []
@@ -20,8 +24,9 @@ def makes_groups_after_the_script():
     return sums, own is not dist.GroupMember.NON_GROUP_MEMBER
 
 
-def test_a_scripts_own_group_of_some_ranks_keeps_nobody_waiting():
-    first, second, third, last = run_ranks(makes_groups_after_the_script, 4, timeout_s=20)
+@pytest.mark.parametrize("by_all", [True, False], ids=["called by all", "called by its members"])
+def test_a_scripts_own_group_of_some_ranks_keeps_nobody_waiting(by_all):
+    first, second, third, last = run_ranks(makes_groups_after_the_script, 4, by_all, timeout_s=20)
     assert [has_own for _, has_own in (first, second, third, last)] == [True, False, False, False]
     assert first[0] == second[0] == [6, 1, 1]
     assert third[0] == last[0] == [6, 5, 5]

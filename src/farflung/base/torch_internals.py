@@ -277,10 +277,40 @@ def free_static_graph(ddp: nn.parallel.DistributedDataParallel) -> None:
     setattr(ddp, _SENT_FIRST, False)
 
 
+_GROUPS = "make groups of ranks"
+
+
 def num_groups() -> int:
-    """Return how many process groups this rank is in: torch names groups by it, so ranks that differ never meet."""
-    use = "make groups of ranks"
-    return len(taken(taken(dist.distributed_c10d, "_world", use), "pg_names", use))
+    """Return how many process groups this rank is in."""
+    return len(taken(taken(dist.distributed_c10d, "_world", _GROUPS), "pg_names", _GROUPS))
+
+
+def _names_count_what_was_made() -> bool:
+    """Say whether groups that some ranks make are named by how many were made, not by `num_groups` (until 2.13)."""
+    world = taken(dist.distributed_c10d, "_world", _GROUPS)
+    named = taken(dist.distributed_c10d, "_hash_ranks_to_str", _GROUPS)
+    made = taken(world, "group_count", _GROUPS)
+    before = named([])
+    world.group_count = made + 1
+    try:
+        return bool(named([]) != before)
+    finally:
+        world.group_count = made
+
+
+def group_serial() -> int:
+    """Return the number in the name of the next group that some ranks make: those that differ in it never meet."""
+    return int(dist.distributed_c10d._world.group_count) if _names_count_what_was_made() else num_groups()
+
+
+def raise_group_serial(serial: int) -> None:
+    """Let `group_serial` be `serial` on this rank, if it is less."""
+    if _names_count_what_was_made():
+        world = dist.distributed_c10d._world
+        world.group_count = max(world.group_count, serial)
+        return
+    while num_groups() < serial:  # one that nobody uses
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def is_flattened(parameter: Tensor) -> bool:

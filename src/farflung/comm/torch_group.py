@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from farflung.base.errors import GLOO_TIMED_OUT, PEER_LOST, CollectiveMismatch, FarflungError, RankFailure, StateError
-from farflung.base.torch_internals import num_collectives, num_groups
+from farflung.base.torch_internals import group_serial, num_collectives, raise_group_serial
 from farflung.comm.c10d_group import WATCH_S, C10dGroup, transport_said
 from farflung.comm.group import Group
 from farflung.comm.presence import PresenceStore
@@ -188,9 +188,8 @@ class TorchGroup(C10dGroup):
         self.barrier()  # of a kind of its own, so that ranks which are elsewhere hear of it
         self.presence.forget(_closed_groups())
         _closed_groups().clear()
-        most = int(self.all_gather_small(torch.tensor([num_groups()])).max())
-        while num_groups() < most:  # one that nobody uses, on ranks that a script's own group left out
-            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        # A script's own group of some ranks may have left them with different ones.
+        raise_group_serial(int(self.all_gather_small(torch.tensor([group_serial()])).max()))
         pg = dist.new_group(members, backend=self._backend, use_local_synchronization=True)
         made = TorchGroup(pg, shared, in_background)
         made._spare, made._serial = spare, next(self.shared.serials)
