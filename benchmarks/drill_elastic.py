@@ -81,7 +81,7 @@ class Drill:
         self.machines, self.folder = machines, folder
         self.step_s, self.every = step_s, every
         (folder / "train.py").write_text(TRAINS)
-        first = ["--elastic", "2:4", "--main_process_ip", ADDRESSES[0], "--main_process_port", "29600"]
+        first = ["--elastic", "2:5", "--main_process_ip", ADDRESSES[0], "--main_process_port", "29600"]
         self.first = self.launch(0, "node0", first)
         self.first.wait_for("training begins with 2 replicas")
         self.second = self.launch(1, "node1", ["--join", WHERE, "--replicas", "2"])
@@ -269,6 +269,8 @@ def _cell(lines: Sequence[tuple[float, str]]) -> str:
     """Return what was printed, with the seconds before it; of lines that differ in a number alone the first."""
     kept: dict[str, str] = {}
     for at, text in lines:
+        if text.startswith("╭"):  # the box of an error, of which a line follows
+            continue
         kept.setdefault(re.sub(r"replica \d of|[\d.]+ s", "", text), f"{at:.0f} s: `{text}`")
     return "<br>".join(kept.values()) or "-"
 
