@@ -99,6 +99,7 @@ def counted(library, folder):
     count("clip_grad_value_", lambda: accelerator.clip_grad_value_(model.parameters(), 1.0))
     count("step", lambda: (optimizer.step(), scheduler.step(), optimizer.zero_grad()))
     count("save_state", lambda: accelerator.save_state(f"{folder}/state"))
+    accelerator.wait_for_everyone()  # Accelerate's rank 1 may be quicker than the files of rank 0
     count("load_state", lambda: accelerator.load_state(f"{folder}/state"))
     count("save_model", lambda: accelerator.save_model(model, f"{folder}/model"))
     count("save", lambda: accelerator.save({"a": 1}, f"{folder}/object"))
