@@ -126,8 +126,8 @@ class Soak:
         time.sleep(0.5)
         self.stops.append(waited(run, [one for one in self.there if one != victim], since))
         run.signal(victim, signal.SIGCONT)
-        newest = max(one["epoch"] for one in list(run.said)[-100:])
-        run.until(lambda: any(one["member"] == victim and one["epoch"] > newest for one in list(run.said)[-100:]))
+        newest = max(one["generation"] for one in list(run.said)[-100:])
+        run.until(lambda: any(one["member"] == victim and one["generation"] > newest for one in list(run.said)[-100:]))
 
     def admission(self, victim, kind):
         """Kill a replica; kill or stop the one that comes in its place on its way in; then let it come."""

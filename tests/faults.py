@@ -25,7 +25,7 @@ from farflung.testing.patience import patience
 PHASES = {
     "local step": "the script trains",
     "saving": "the script asks for a state dict",
-    "admission": "an epoch has newcomers, who have got nothing yet",
+    "admission": "a generation has newcomers, who have got nothing yet",
     "encoding": "a bucket is encoded",
     "vote": "the ballot is on its way",
     "after the vote": "all ballots have come",
@@ -156,15 +156,15 @@ class _Merge(_Faulty):
 
 class _Membership(_Faulty):
     def enter(self, needs: Any) -> Any:
-        epoch = self._inner.enter(needs)
+        generation = self._inner.enter(needs)
         groups: dict[int, _Group] = {}
-        for voters in (epoch.beside, *epoch.levels):
+        for voters in (generation.beside, *generation.levels):
             if not isinstance(voters.group, _Group):
                 groups.setdefault(id(voters.group), _Group(voters.group, self._fault))
                 voters.group = groups[id(voters.group)]
-        if groups and epoch.newcomers:
+        if groups and generation.newcomers:
             self._fault.reach("admission")
-        return epoch
+        return generation
 
 
 class _Group(_Faulty):

@@ -26,13 +26,13 @@ def draw(target: Path = TARGET) -> None:
     axes = figure.add_subplot()
     columns = [[(replica, rank) for replica in range(4)] for rank in range(2)]
     rows = [[(replica, rank) for rank in range(2)] for replica in range(4)]
-    _draw_panel(axes, 0, "vote and exchange", "ranks with the same values:\nEpoch.group", columns, COLUMN)
-    _draw_panel(axes, 1, "agree within a replica", "its island:\nEpoch.in_round", rows, ROW)
+    _draw_panel(axes, 0, "vote and exchange", "ranks with the same values:\nGeneration.group", columns, COLUMN)
+    _draw_panel(axes, 1, "agree within a replica", "its island:\nGeneration.in_round", rows, ROW)
     _draw_panel(
-        axes, 2, "a level of hierarchical()", "blocks of neighbours:\nEpoch.levels[1]", [*_blocks(columns)], COLUMN
+        axes, 2, "a level of hierarchical()", "blocks of neighbours:\nGeneration.levels[1]", [*_blocks(columns)], COLUMN
     )
     left = [[place for place in column if place[0] != 1] for column in columns]
-    _draw_panel(axes, 3, "after a loss", "the next epoch, in which\nthe round goes on", left, COLUMN, lost=1)
+    _draw_panel(axes, 3, "after a loss", "the next generation, in which\nthe round goes on", left, COLUMN, lost=1)
     axes.set_xlim(-1.3, 3 * _APART + 2.0)
     axes.set_ylim(-4.6, 1.3)
     axes.set_aspect("equal")

@@ -179,7 +179,7 @@ def far(home, warm):
     join = ["--join", f"{ADDRESSES[0]}:29600", "--replicas", "2", "train.py"]
     with two_machines() as machines:
         screens = [Screen(machines.start(0, ["farflung", "launch", "--cpu", *first], home))]
-        screens[0].wait_for("epoch 1: training begins with 2 replicas")
+        screens[0].wait_for("generation 1: training begins with 2 replicas")
         screens.append(Screen(machines.start(1, ["farflung", "launch", "--cpu", *join], home)))
         screens[0].wait_for("joined; 4 replicas train")
         yield machines, *screens
@@ -204,19 +204,19 @@ def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(h
     (home / "train.py").write_text(TRAINS)
     with Launcher("--elastic", "2:3", "--replicas", "2", "train.py") as first:
         where = first.printed(r"more join with `farflung launch --join (\S+) --cpu train.py`$")[1]
-        first.printed("epoch 1: training begins with 2 replicas")
+        first.printed("generation 1: training begins with 2 replicas")
         mine = until(lambda: len(found := list(home.glob("in*"))) == 2 and found)
         os.kill(int(mine[0].name[2:]), signal.SIGKILL)
         lost = first.printed(r"(replica \d) was killed by SIGKILL; it starts again in 1 s \(restart 1 of 3 within an")[
             1
         ]
         first.printed(
-            f"epoch 2: {lost} is out: was killed by SIGKILL; training goes on with 1 replica$"
+            f"generation 2: {lost} is out: was killed by SIGKILL; training goes on with 1 replica$"
         )  # fewer than the least go on
-        first.printed(f"epoch 3: {lost} joined; 2 replicas train")
+        first.printed(f"generation 3: {lost} joined; 2 replicas train")
         with Launcher("--join", where, "train.py", "1.5") as second:  # seconds that it takes longer to end
             second.printed(f"1 replica of a run at {where}$")
-            first.printed(r"epoch 4: replica 0 of \S+ joined; 3 replicas train")
+            first.printed(r"generation 4: replica 0 of \S+ joined; 3 replicas train")
             (home / "last.tmp").write_text(str(int((home / "at").read_text() or 0) + 40))
             (home / "last.tmp").rename(home / "last")
             assert (first.ended(), second.ended()) == (0, 0)
@@ -277,8 +277,8 @@ def test_a_replica_of_several_ranks_is_started_again_if_one_of_them_dies(home):
         ranks = until(lambda: len(found := list(home.glob("rank1_*"))) == 2 and found)
         os.kill(int(ranks[0].name[6:]), signal.SIGKILL)
         lost = run.printed(r"farflung: (replica \d) ended with exit code 137; it starts again in 1 s")[1]
-        run.printed(f"epoch 2: {lost} is out: ended with exit code 137; training goes on with 1 replica")
-        run.printed(f"epoch 3: {lost} joined; 2 replicas train")
+        run.printed(f"generation 2: {lost} is out: ended with exit code 137; training goes on with 1 replica")
+        run.printed(f"generation 3: {lost} joined; 2 replicas train")
         (home / "last").touch()
         assert run.ended() == 0
 
@@ -372,7 +372,7 @@ def test_a_machine_that_is_cut_off_comes_back_with_the_line_and_one_that_is_gone
     before = first.text.count("training goes on with 2 replicas")
     machines.kill(1)
     until(lambda: first.text.count("training goes on with 2 replicas") > before)
-    assert "epoch" not in second.end()
+    assert "generation" not in second.end()
 
 
 @pytest.mark.slow

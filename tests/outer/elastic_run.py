@@ -50,7 +50,7 @@ def replica(pipe, port, member, step_s, numel, dies, recipe, saves, damages, opt
     fault = fail_at(*dies or ("local step", 0))
 
     def say(**what):
-        pipe.send({"member": member, "at": time.time(), "epoch": membership.record.number} | what)
+        pipe.send({"member": member, "at": time.time(), "generation": membership.record.number} | what)
 
     def last():
         try:

@@ -77,7 +77,9 @@ def test_one_that_is_stopped_is_left_out_after_the_grace_and_comes_back_as_a_new
         said = run.finish()
         mine = [one for one in said if one["member"] == members[2] and "position" in one]
         assert not wrong([one for one in said if one["member"] != members[2]])
-        assert not wrong([one for one in mine if one["epoch"] == mine[-1]["epoch"]])  # until then it had stood still
+        assert not wrong(
+            [one for one in mine if one["generation"] == mine[-1]["generation"]]
+        )  # until then it had stood still
         stats = {one["member"]: one["stats"] for one in said if "end" in one}
         assert stats.keys() == set(members)
         assert [stats[one]["replicas_lost"] for one in members] == [1, 1, 0]

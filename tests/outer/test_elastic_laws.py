@@ -101,7 +101,7 @@ def test_newcomers_wait_for_the_one_that_alone_has_state(end):
 
 
 @pytest.mark.law("no-member-without-state-gives-state")
-def test_members_of_a_first_epoch_that_never_came_are_not_waited_for():
+def test_members_of_a_first_generation_that_never_came_are_not_waited_for():
     members = Members(Record(1, 1, (1, 2), is_fresh=True), ready=(2,))
     assert settled(members.member(2), False).ids == (2,)
 

@@ -7,16 +7,16 @@ import pytest
 
 from farflung.base.errors import RankFailure
 from farflung.comm import member_store
-from farflung.comm.epoch_group import Entered
+from farflung.comm.generation_group import Entered
 from farflung.comm.member_store import Record
 from farflung.outer.elastic import Elastic
-from farflung.outer.epoch_watch import EpochWatch
+from farflung.outer.generation_watch import GenerationWatch
 from farflung.process.sockets import serve_store
 
 
 @pytest.fixture
 def waiting():
-    """A member that waits in an epoch with another one, whose launcher has given a sign; and its watch."""
+    """A member that waits in a generation with another one, whose launcher has given a sign; and its watch."""
     membership = Elastic(serve_store("127.0.0.1", 0, wait_for_workers=False), 1, grace_s=3.0)
     membership.notes.note("name", 2, "replica 1")
     membership.notes.note("machine", 2, "node1")
@@ -24,7 +24,7 @@ def waiting():
     record = Record(1, 1, (1, 2))
     assert membership.members.replace(None, record)
     membership.record = record
-    watch, place = EpochWatch(membership, record, 1.0), Entered("c0#7", 125_000)
+    watch, place = GenerationWatch(membership, record, 1.0), Entered("c0#7", 125_000)
     watch.look(place, 2.0)
     return membership, watch, lambda waited_s: watch.look(place, waited_s)
 

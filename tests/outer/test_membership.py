@@ -16,7 +16,7 @@ from farflung.base.errors import CollectiveMismatch, ConfigError, RankFailure
 from farflung.comm.group import SoloGroup
 from farflung.outer import OuterLoop, diloco, eager_diloco, edit, gossip, local_sgd, quadratic, streaming_diloco
 from farflung.outer.agreement import Anchored
-from farflung.outer.membership import FixedMembership, open_epoch
+from farflung.outer.membership import FixedMembership, open_generation
 from farflung.testing.sim import SimGroup, run_replicas
 from tests.faults import IN_A_ROUND, fail_at
 
@@ -85,7 +85,7 @@ class ChangingMembership:
     is_fixed, island = False, SoloGroup()
 
     def __init__(self, group, first):
-        self.most, self.number, self.epoch, self.is_new = group.size, 0, None, group.rank not in first
+        self.most, self.number, self.generation, self.is_new = group.size, 0, None, group.rank not in first
         # SimGroup makes no group of some of the replicas otherwise.
         self.group = group if self.is_new else SimGroup(group._stage, group.rank, tuple(first))
 
@@ -94,12 +94,12 @@ class ChangingMembership:
         if self.is_new:
             group, newcomers = join(group)
             self.is_new = False
-        elif self.epoch is not None and needs.admits:
+        elif self.generation is not None and needs.admits:
             group, newcomers = admit(group)
-        if self.epoch is None or newcomers:
+        if self.generation is None or newcomers:
             self.group, self.number = group, self.number + 1
-            self.epoch = open_epoch(self.number, group.members, group, self.island, needs, newcomers)
-        return self.epoch
+            self.generation = open_generation(self.number, group.members, group, self.island, needs, newcomers)
+        return self.generation
 
     def is_awaited(self, needs):
         return bool(door_of(self.group).waiting)
@@ -108,7 +108,7 @@ class ChangingMembership:
         return dict(complete)
 
     def lost(self, failure):
-        self.group, self.epoch = self.group.regroup(), None
+        self.group, self.generation = self.group.regroup(), None
 
     def end(self, reason):
         pass
@@ -238,8 +238,8 @@ class MayLose(ChangingMembership):
     """A membership that goes on without those that are late."""
 
     def enter(self, needs):
-        self.epoch = replace(super().enter(needs), may_lose=True)
-        return self.epoch
+        self.generation = replace(super().enter(needs), may_lose=True)
+        return self.generation
 
 
 @pytest.mark.law("no-two-different-rounds-of-a-number")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the members of an elastic run and their launchers tell each other, on one board.
 
-The store alone decides who takes part: one key holds the current epoch, and it is replaced only by compare-and-set.
+The store alone decides who takes part: one key holds the current generation, which is replaced by compare-and-set.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from farflung.comm.board import Board
 
 DONE = "done"  # why a member has left whose work is done
 _BEAT_LOST_S = 2.5  # without a sign from a launcher, which gives one every half second
-_OF_EPOCH = re.compile(r"e(\d+)/")
+_OF_GENERATION = re.compile(r"g(\d+)/")
 
 
 @dataclass(frozen=True)
 class Record:
-    """An epoch as the store has it."""
+    """A generation as the store has it."""
 
     number: int  # 1 for the first one
     by: int  # who has put it there
@@ -31,7 +31,7 @@ class Record:
     newcomers: tuple[int, ...] = ()  # the ids of those that get what the others have in common
     common: Mapping[int, int] = field(default_factory=dict)  # buckets that all apply of open rounds, by vote
     past: int = 0  # the number of the first vote that no member has had yet
-    lost: Mapping[int, str] = field(default_factory=dict)  # why members of the epoch before are not in it, by id
+    lost: Mapping[int, str] = field(default_factory=dict)  # why members of the generation before are not in it, by id
     odd: tuple[int, ...] = ()  # those of them whose state was not that of the others
     is_fresh: bool = False  # nobody had anything that was trained, so all begin alike
 
@@ -48,7 +48,7 @@ class Applicant:
     """A replica that asks to be let in."""
 
     member: int
-    last: int  # the number of the epoch that it was in before, 0 for none
+    last: int  # the number of the generation that it was in before, 0 for none
     has_state: bool  # it has what members have in common, as they had it then
     description: str = "{}"  # of itself, as JSON
 
@@ -61,7 +61,7 @@ class LauncherNotes:
 
         name, machine      how a member is called; which launcher looks after it, if any does
         gone, stopped      how its process has ended; there while it is stopped
-        in, left           there once it has been in an epoch; why it takes no part any more, `done` if its work is,
+        in, left           there once it has been in a generation; why it takes no part any more, `done` if its work is,
                            `too late` if it has asked to be let in when the run had ended
         beat               how often the launcher of a machine has given a sign
         lates              how often it was left out as it was late
@@ -155,11 +155,11 @@ class Signs:
 class MemberStore:
     """What the members of one outer loop tell each other.
 
-        epoch                        the current `Record`
-        applicant, tensors           those who ask to be let in, and what they train, by the number of their question
-        refused, differs             why one is not let in, which ends it alone; in what it differs that is let in
-        e<epoch>/<what>/<member>     what a member has said last in an epoch
-        e<epoch>/broken              why the epoch is over, as a collective in it can't end; the first reason stays
+        generation               the current `Record`
+        applicant, tensors       those who ask to be let in, and what they train, by the number of their question
+        refused, differs         why one is not let in, which ends it alone; in what it differs that is let in
+        g<number>/<what>/<member>    what a member has said last in a generation
+        g<number>/broken         why a generation is over, as a collective in it can't end; the first reason stays
 
     Args:
         board: for this loop alone.
@@ -169,13 +169,13 @@ class MemberStore:
         self.board = board
 
     def record(self) -> Record | None:
-        text = self.board.get("epoch")
+        text = self.board.get("generation")
         return Record.decode(text) if text else None
 
     def replace(self, now: Record | None, by: Record) -> bool:
-        """Put another epoch in the place of the current one, unless that is not `now` any more."""
+        """Put another generation in the place of the current one, unless that is not `now` any more."""
         text = by.encode()
-        return self.board.swap("epoch", "" if now is None else now.encode(), text) == text
+        return self.board.swap("generation", "" if now is None else now.encode(), text) == text
 
     def apply(self, asks: Applicant, tensors: Iterable[str] = ()) -> int:
         """Ask to be let in; return the number of the question."""
@@ -206,27 +206,27 @@ class MemberStore:
             self.board.delete(f"applicant/{number}")
             self.board.delete(f"tensors/{number}")
 
-    def say(self, epoch: int, what: str, member: int, text: str) -> None:
-        self.board.put(f"e{epoch}/{what}/{member}", text)
+    def say(self, generation: int, what: str, member: int, text: str) -> None:
+        self.board.put(f"g{generation}/{what}/{member}", text)
 
-    def have_said(self, epoch: int, what: str, members: Iterable[int]) -> bool:
-        return self.board.has(f"e{epoch}/{what}/{member}" for member in members)
+    def have_said(self, generation: int, what: str, members: Iterable[int]) -> bool:
+        return self.board.has(f"g{generation}/{what}/{member}" for member in members)
 
-    def said(self, epoch: int, what: str, members: Iterable[int]) -> dict[int, str]:
-        return self._texts({member: f"e{epoch}/{what}/{member}" for member in members})
+    def said(self, generation: int, what: str, members: Iterable[int]) -> dict[int, str]:
+        return self._texts({member: f"g{generation}/{what}/{member}" for member in members})
 
     def _texts(self, keys: Mapping[int, str]) -> dict[int, str]:
         return {number: text for number, key in keys.items() if (text := self.board.get(key))}
 
-    def mark_broken(self, epoch: int, reason: str) -> None:
-        self.board.swap(f"e{epoch}/broken", "", reason)
+    def mark_broken(self, generation: int, reason: str) -> None:
+        self.board.swap(f"g{generation}/broken", "", reason)
 
-    def broken(self, epoch: int) -> str:
-        return self.board.get(f"e{epoch}/broken")
+    def broken(self, generation: int) -> str:
+        return self.board.get(f"g{generation}/broken")
 
-    def forget_before(self, epoch: int) -> None:
-        """Delete the entries of earlier epochs."""
+    def forget_before(self, generation: int) -> None:
+        """Delete the entries of earlier generations."""
         for key in self.board.listed():
-            found = _OF_EPOCH.match(key)
-            if found and int(found[1]) < epoch:
+            found = _OF_GENERATION.match(key)
+            if found and int(found[1]) < generation:
                 self.board.delete(key)

@@ -213,13 +213,13 @@ class SlotBoard:
     # ---- what may be in a round that others have applied, and this replica did not live to note
 
     def say_sent(self, steps: list[tuple[int, int]], done: dict[tuple[int, int], int]) -> None:
-        """Say how far this replica's slots are at these steps of its outer loops, each with its membership's epoch."""
+        """Say how far this replica's slots are at these steps of its outer loops, each with its generation."""
         self._board.put(f"sent/{self._member}", repr((steps, done)))
 
     def note_for(self, lost: int, landed: Iterable[tuple[int, int]]) -> None:
         """Note for a lost replica what has landed of it.
 
-        `landed` says of each outer loop since which epoch it was a member, and up to which step the rounds have landed.
+        `landed` says of each outer loop since which generation it was a member, and up to which step the rounds have landed.
         """
         if text := self._board.get(f"sent/{lost}"):
             steps, done = literal_eval(text)

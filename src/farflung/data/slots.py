@@ -190,15 +190,15 @@ class FollowedLoop:
         self.membership = membership
         self._slots, self._num_fragments = slots, num_fragments
         self.num_landed = 0  # of the batches that were handed out
-        self.number = self.step = 0  # of the membership's epoch, and of the loop's step, at the latest step
-        # Since which epoch of the membership other replicas have been in, and up to which step the rounds have landed
+        self.number = self.step = 0  # of the generation, and of the loop's step, at the latest step
+        # Since which generation other replicas have been in, and up to which step the rounds have landed
         # that they took part in, by their ids.
         self.met: dict[int, tuple[int, int]] = {}
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """Forget what was sent off: this replica has been left out of it."""
-        self.joined = self.membership.joined  # the membership's epoch in which it came in last
+        self.joined = self.membership.joined  # the generation in which it came in last
         self._steps: deque[tuple[int, int]] = deque()  # number of the step, batches handed out by then
         self._landed: dict[int, int] = {}  # step by fragment
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas that come and go: a membership that one c10d store decides on.
 
-A member that is lost, or late for too long, breaks the epoch: each of the others closes its connections, says in the
-store how far its rounds have come, and waits until all that still live have said so. One of them then replaces the
-epoch's record by compare-and-set, and all go by that. Newcomers ask in the store; the votes of a round let all members
-know of them at the same point.
+A member that is lost, or late for too long, breaks the generation: each of the others closes its connections, says in
+the store how far its rounds have come, and waits until all that still live have said so. One of them then replaces the
+generation's record by compare-and-set, and all go by that. Newcomers ask in the store; the votes of a round let all
+members know of them at the same point.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from farflung.base.errors import RUN_ENDED, ConfigError, RankFailure, Unreachabl
 from farflung.base.words import counted, in_seconds
 from farflung.comm.board import Board
 from farflung.comm.collectives import from_first, gather_object
-from farflung.comm.epoch_group import EpochGroup
 from farflung.comm.exchange import Exchange
+from farflung.comm.generation_group import GenerationGroup
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.member_store import DONE, Applicant, LauncherNotes, MemberStore, Record, Signs
 from farflung.outer.admission import description_of, other_versions, unlike, unlike_tensors, versions
-from farflung.outer.epoch_watch import EpochWatch
-from farflung.outer.membership import ALL, Epoch, Needs, open_epoch
+from farflung.outer.generation_watch import GenerationWatch
+from farflung.outer.membership import ALL, Generation, Needs, open_generation
 
 _logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Elastic:
     Args:
         store: a c10d store that all members and launchers share, such as a `TCPStore`, or a board over it.
         member: this replica's id, which no other has had; the launcher gives it.
-        expected: how many replicas the first epoch waits for.
+        expected: how many replicas the first generation waits for.
         least: the number that suffices after `grace_s` seconds.
         most: how many there will be at most.
         grace_s: how many seconds the others wait for a replica that is late before they go on without it. None: 30, or
@@ -61,9 +61,9 @@ class Elastic:
         island: the ranks that train this replica.
 
     Attributes:
-        record: the epoch that this replica is in, or was in last.
+        record: the generation that this replica is in, or was in last.
         data: what is known of the data before the first replica is met, which must be the same on all.
-        joined: the number of the epoch in which it came in as a newcomer; 0 if it was there from the first one on.
+        joined: the number of the generation in which it came in as a newcomer; 0 if it was there from the first one on.
         slowest_bps: values that come more slowly than so many bytes a second count as lost, after `grace_s`.
     """
 
@@ -96,17 +96,17 @@ class Elastic:
         self._board = board.part(f"loop{number}")
         self.members = MemberStore(self._board)
         self.at_once = MemberStore(self._board.patient(0))  # for questions that training must not wait for
-        self._decided: Record | None = None  # the next epoch, where this one is over
-        self._epoch: Epoch | None = None
+        self._decided: Record | None = None  # the next generation, where this one is over
+        self._generation: Generation | None = None
         self._needs: Needs | None = None
         self._num_answered = 0  # questions to join
         self._ask_at = self._last_round_at = time.monotonic()
         self._gap_s = 0.0  # between two rounds
-        self._retired: list[tuple[float, dist.ProcessGroup]] = []  # groups of epochs before, and since when
+        self._retired: list[tuple[float, dist.ProcessGroup]] = []  # groups of generations before, and since when
         self._is_over = False  # the run
         self.slowest_bps = float(_SLOWEST_BPS)
-        self._num_failed = 0  # epochs that did not come about, one after the other
-        self.is_admitting = False  # newcomers of this epoch may still be on their way into it
+        self._num_failed = 0  # generations that did not come about, one after the other
+        self.is_admitting = False  # newcomers of this generation may still be on their way into it
         # It comes before its time, and those that are not there by then are not late. The ranks of an island would hear
         # of a signal at different steps.
         self.last_round_s = self.grace_s / 2 if self.island.size == 1 else 0.0
@@ -118,28 +118,28 @@ class Elastic:
 
     # ---- what an outer loop asks
 
-    def enter(self, needs: Needs) -> Epoch:
+    def enter(self, needs: Needs) -> Generation:
         self._needs = needs
         record = from_first(self._share_group, lambda: self._next(needs))
-        if record == self.record and self._epoch is not None:
-            return self._epoch
-        self.record, self._epoch, self._decided, self.is_admitting = record, None, None, bool(record.newcomers)
+        if record == self.record and self._generation is not None:
+            return self._generation
+        self.record, self._generation, self._decided, self.is_admitting = record, None, None, bool(record.newcomers)
         if self.member in record.newcomers:
             self.joined = record.number
         from_first(self._share_group, lambda: self._await_ready(record))
-        watch = EpochWatch(self, record, min(_CONNECT_S * 2**self._num_failed, self.grace_s))
+        watch = GenerationWatch(self, record, min(_CONNECT_S * 2**self._num_failed, self.grace_s))
         board = self._board.part(f"e{record.number}")
         rank, size = record.ids.index(self.member), len(record.ids)
-        group = EpochGroup(board, f"c{self.island.rank}", rank, size, watch)
+        group = GenerationGroup(board, f"c{self.island.rank}", rank, size, watch)
         newcomers = [record.ids.index(one) for one in record.newcomers]
-        epoch = open_epoch(record.number, record.ids, group, self.island, needs, newcomers)
-        self._epoch = replace(epoch, lost=record.lost, may_lose=True)
+        generation = open_generation(record.number, record.ids, group, self.island, needs, newcomers)
+        self._generation = replace(generation, lost=record.lost, may_lose=True)
         self._num_failed = 0
         if self.island.rank == 0:
             self.notes.note("in", self.member)
             if rank == 0:
                 self.members.forget_before(record.number)
-        return self._epoch
+        return self._generation
 
     def is_awaited(self, needs: Needs) -> bool:
         now = time.monotonic()
@@ -174,13 +174,13 @@ class Elastic:
     def lost(self, failure: RankFailure) -> None:
         if self._is_over or self._needs is None:
             raise failure
-        needs, self._num_failed = self._needs, self._num_failed + (self._epoch is None)
+        needs, self._num_failed = self._needs, self._num_failed + (self._generation is None)
         if self._decided is None and self.record is not None:
             self._end_island_waits()
             has_state = needs.has_state and self.member not in self.record.newcomers
             post = {"votes": needs.num_votes, "complete": {}, "has_state": has_state, "odd": {}}
             self._decided = from_first(self._share_group, lambda: self._settled(post))
-        self._epoch = None
+        self._generation = None
 
     def retire(self, group: dist.ProcessGroup) -> None:
         """Let go of a process group, when no thread of gloo's is busy with it any more."""
@@ -194,7 +194,7 @@ class Elastic:
             with suppress(Unreachable):
                 self.notes.note("left", self.member, reason or DONE)
 
-    # ---- who is in the next epoch; one rank of each replica decides
+    # ---- who is in the next generation; one rank of each replica decides
 
     def _next(self, needs: Needs) -> Record:
         record = self._decided or self.record
@@ -252,7 +252,7 @@ class Elastic:
         return holders
 
     def _begin(self, record: Record | None, asked: Mapping[int, Applicant], waited_s: float) -> None:
-        """Make those that ask an epoch, as soon as there are enough: nobody else has anything that was trained."""
+        """Make those that ask a generation, as soon as there are enough: nobody else has anything that was trained."""
         there = [(number, one) for number, one in asked.items() if not self.signs.ended(one.member)]
         there = [(number, one) for number, one in there if not self.signs.unheard(one.member)]
         there.sort(key=lambda row: (not row[1].has_state, -row[1].last, row[1].member))
@@ -264,7 +264,7 @@ class Elastic:
         new = Record(number, self.member, ids, ids[1:] if has_state else (), is_fresh=not has_state)
         if self.members.replace(record, new):
             self.members.forget_applicants(fit.values())
-            self.notes.tell(f"epoch {number}: training begins with {counted(len(ids), 'replica')}")
+            self.notes.tell(f"generation {number}: training begins with {counted(len(ids), 'replica')}")
 
     def _fits(self, number: int, one: Applicant, mine: str, tensors: Sequence[str] = ()) -> bool:
         """Whether a replica is like the others; else refuse it."""
@@ -326,7 +326,7 @@ class Elastic:
         return {number: one for number, one in there.items() if not self.signs.unheard(one.member)}
 
     def _admitting(self, record: Record, needs: Needs) -> Record:
-        """Return the next epoch, with those that wait, as one of the members decides it: all come here together."""
+        """Return the next generation, with those that wait, as one of the members decides: all come here together."""
         waiting = self._waiting(needs)
         newcomers = tuple(sorted({one.member for one in waiting.values()}))[: self.most - len(record.ids)]
         new = Record(record.number + 1, self.member, record.ids + newcomers, newcomers, past=needs.num_votes)
@@ -344,13 +344,13 @@ class Elastic:
             self.notes.tell(f"{self.notes.name_of(numbers[number].member)} differs from the others: {why}")
         names = ", ".join(map(self.notes.name_of, newcomers))
         if newcomers:
-            self.notes.tell(f"epoch {new.number}: {names} joined; {counted(len(new.ids), 'replica')} train")
+            self.notes.tell(f"generation {new.number}: {names} joined; {counted(len(new.ids), 'replica')} train")
         for one in newcomers:
             self.notes.tell_launcher(one, f"{self.notes.name_of(one)} was let in; {len(new.ids)} replicas train")
         return new
 
     def _settled(self, post: Mapping[str, Any]) -> Record:
-        """Meet those that are left of an epoch, and return the next one; RankFailure without a store to decide it."""
+        """Meet those that are left of a generation, and return the next one; RankFailure without a store to decide."""
         record = self.record
         assert record is not None
         began, asked, was_told = time.monotonic(), 0.0, False
@@ -391,12 +391,12 @@ class Elastic:
         return {one: why for one, why in absent.items() if not self.signs.ended(one) and self._may_hold(record, one)}
 
     def _may_hold(self, record: Record, member: int) -> bool:
-        """Whether a member of an epoch may have what was trained: who had nothing gets it only once all are ready."""
+        """Whether a member may have what was trained: one that had nothing gets it only once all are ready."""
         had_nothing = member in (record.ids if record.is_fresh else record.newcomers)
         return not had_nothing or bool(self.members.said(record.number, "ready", [member]))
 
     def _decide(self, record: Record, posts: Mapping[int, Any], absent: Mapping[int, str]) -> None:
-        """Make those that have come the next epoch, unless another one was quicker."""
+        """Make those that have come the next generation, unless another one was quicker."""
         odd = {one: why for post in posts.values() for one, why in post["odd"].items()}
         have = [one for one in record.ids if one in posts and posts[one]["has_state"]]
         have = [one for one in have if one not in odd] or have
@@ -415,12 +415,12 @@ class Elastic:
             goes_on = f"training goes on with {left}" if have else f"training begins again with {left}"
             for one, why in lost.items():
                 name = self.notes.name_of(one)
-                self.notes.tell(f"epoch {new.number}: {name} is out: {why}; {goes_on}{self._late_again(one)}")
+                self.notes.tell(f"generation {new.number}: {name} is out: {why}; {goes_on}{self._late_again(one)}")
                 if not self.notes.noted("gone", one):  # else its launcher knows better
                     self.notes.tell_launcher(one, f"{name} was left out: {why}; it asks to be let in again")
             if not lost:
                 why = self.members.broken(record.number)
-                self.notes.tell(f"epoch {new.number}: {left} connected anew ({why})")
+                self.notes.tell(f"generation {new.number}: {left} connected anew ({why})")
 
     def _late_again(self, member: int) -> str:
         """Count that a replica was late; from the second time on, return what helps."""
@@ -435,7 +435,7 @@ class Elastic:
         )
 
     def _await_ready(self, record: Record) -> None:
-        """Wait until all members of an epoch have come to it; RankFailure where one was lost."""
+        """Wait until all members of a generation have come to it; RankFailure where one was lost."""
         began = asked = time.monotonic()
         self.members.say(record.number, "ready", self.member, "1")
         while not self.members.have_said(record.number, "ready", record.ids):

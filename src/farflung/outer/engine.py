@@ -361,7 +361,7 @@ class OuterLoop:
         }
 
     def _identity(self) -> dict[str, Any]:
-        return {"description": self._rounds.replica.description, "shard": self._rounds.epoch.island.shard}
+        return {"description": self._rounds.replica.description, "shard": self._rounds.generation.island.shard}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state_dict`'s result, including the model's weights. No collective: each rank loads its own.
@@ -397,7 +397,7 @@ class OuterLoop:
                 self._leave(failure)
                 raise
         elif self._open:
-            cause = error if self._rounds.epoch.island.size == 1 else explained(error, self._rounds.group)
+            cause = error if self._rounds.generation.island.size == 1 else explained(error, self._rounds.group)
             self._leave(cause)
             if cause is not error:
                 raise cause from error
@@ -412,7 +412,7 @@ class OuterLoop:
             raise StateError("This outer loop has ended. Build a new OuterLoop to go on.")
 
     def _leave(self, error: BaseException) -> None:
-        self._rounds.epoch.leave(f"{type(error).__name__}: {error}"[:500])
+        self._rounds.generation.leave(f"{type(error).__name__}: {error}"[:500])
         self._end(is_in_step=False)
 
     def _end(self, is_in_step: bool, reason: str = "its loop has ended") -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part in rounds: epochs, between which replicas may come and go, and the membership that never changes."""
+"""Who takes part in rounds: generations, between which replicas come and go, and the membership that never changes."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Epoch:
-    """Who is there, and all that depends on it. A round keeps the epoch in which it was opened."""
+class Generation:
+    """Who is there, and all that depends on it. A round keeps the generation in which it was opened."""
 
     number: int  # 0 for the first one
     ids: tuple[int, ...]  # of the members, by rank: the same replica keeps its id
@@ -53,7 +53,7 @@ class Epoch:
     in_round: Island  # and in them
     num_votes: int  # the number of the members' next vote
     newcomers: tuple[int, ...] = ()  # ranks that were not there before; they get what all others have in common
-    lost: Mapping[int, str] = field(default_factory=dict)  # why members of the epoch before are not in it, by id
+    lost: Mapping[int, str] = field(default_factory=dict)  # why members of the generation before are not in it, by id
     may_lose: bool = False  # the others go on without a member that is late, though it lives
 
     @property
@@ -85,15 +85,15 @@ class Epoch:
             group.free(reusable)
 
 
-def open_epoch(
+def open_generation(
     number: int, ids: Sequence[int], group: Group, island: Group, needs: Needs, newcomers: Sequence[int] = ()
-) -> Epoch:
-    """Make the groups of an epoch, in orders of their own: a collective of all members.
+) -> Generation:
+    """Make the groups of a generation, in orders of their own: a collective of all members.
 
     Args:
         group: the members that have the same values as this rank; it is not used up.
         island: the ranks that train this replica.
-        newcomers: see `Epoch`.
+        newcomers: see `Generation`.
 
     Raises:
         CollectiveMismatch: they need different things.
@@ -110,16 +110,16 @@ def open_epoch(
     tally = voters.begin(alone.ballot(Ballot(0, 1.0, position=needs.num_votes)))()
     levels = [background, *(group.split(size) for size in needs.levels)]
     by_level = tuple(Voters(one, *said, noun) for one in levels)
-    epoch = Epoch(number, tuple(ids), voters, by_level, alone, in_round, tally.position, tuple(newcomers))
-    epoch.describe(*said)
-    return epoch
+    generation = Generation(number, tuple(ids), voters, by_level, alone, in_round, tally.position, tuple(newcomers))
+    generation.describe(*said)
+    return generation
 
 
 ALL = 2**31  # buckets: a round that some have behind them
 
 
 class Membership(Protocol):
-    """Who takes part, from epoch to epoch.
+    """Who takes part, from generation to generation.
 
     Attributes:
         is_fixed: a lost rank ends the loop.
@@ -133,8 +133,8 @@ class Membership(Protocol):
     island: Group
     last_round_s: float = 0.0
 
-    def enter(self, needs: Needs) -> Epoch:
-        """Return the epoch of now: a collective of its members where it is a new one. Called between rounds."""
+    def enter(self, needs: Needs) -> Generation:
+        """Return the generation of now: a collective of its members where it is a new one. Called between rounds."""
 
     def is_awaited(self, needs: Needs) -> bool:
         """Whether somebody is known to wait to be let in who has what the others need."""
@@ -177,15 +177,15 @@ class FixedMembership(Membership):
     def __init__(self, group: Group, island: Group) -> None:
         self.most, self.island = group.size, island
         self._group = group
-        self._epoch: Epoch | None = None
+        self._generation: Generation | None = None
 
-    def enter(self, needs: Needs) -> Epoch:
-        if self._epoch is None:
-            self._epoch = open_epoch(0, range(self.most), self._group, self.island, needs)
-        return self._epoch
+    def enter(self, needs: Needs) -> Generation:
+        if self._generation is None:
+            self._generation = open_generation(0, range(self.most), self._group, self.island, needs)
+        return self._generation
 
     def agree(self, num_votes: int, complete: Mapping[int, int], odd: Mapping[int, str]) -> dict[int, int]:
-        group = self._group if self._epoch is None else self._epoch.group
+        group = self._group if self._generation is None else self._generation.group
         return {vote: group.agree_min(number, f"round {vote}") for vote, number in complete.items()}
 
     def lost(self, failure: RankFailure) -> None:

@@ -84,7 +84,7 @@ class BoundFragment:
         self.agreements = {"weights": self.weights, "buffers": self.buffers, "counters": self.counters}
 
     def enter(self, before: Sequence[int], ids: Sequence[int]) -> None:
-        """Go on in an epoch of other members: what is remembered of a replica goes with its id."""
+        """Go on in a generation of other members: what is remembered of a replica goes with its id."""
         known = dict(zip(before, range(len(before)), strict=True))
         seen, self.num_ranks = self.history, len(ids)
         ranks = [(rank, known[one]) for rank, one in enumerate(ids) if one in known]

@@ -23,7 +23,7 @@ from farflung.outer.aggregate import Lengths
 from farflung.outer.agreement import Payload, Pending
 from farflung.outer.background import Job
 from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally, odd_among
-from farflung.outer.membership import ALL, Epoch, OddMembers
+from farflung.outer.membership import ALL, Generation, OddMembers
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment
 from farflung.outer.stats import Meter, Round
@@ -37,7 +37,7 @@ class OpenRound:
     """A round of one fragment that has not been applied yet.
 
     Args:
-        epoch: who takes part.
+        generation: who takes part.
         ballot: of this rank; of its island, once that has met.
         step: this rank's, when the fragment was sent off.
         claimed: what was done since the last round, by level.
@@ -50,7 +50,7 @@ class OpenRound:
     def __init__(
         self,
         fragment: BoundFragment,
-        epoch: Epoch,
+        generation: Generation,
         recipe: Recipe,
         ballot: Ballot,
         step: int,
@@ -65,8 +65,8 @@ class OpenRound:
         self.tally: Tally | None = None
         self.decision = self._of_buffers = Decision((), 0.0)
         self._fragment = fragment
-        self._voters, self._members = epoch.levels[level], epoch.ids
-        self._island, self._may_lose = epoch.in_round, epoch.may_lose
+        self._voters, self._members = generation.levels[level], generation.ids
+        self._island, self._may_lose = generation.in_round, generation.may_lose
         self.group = self._voters.group
         self._lengths: Lengths | None = None  # and none again once they were used
         if recipe.is_radial and self.group.size > 1:

@@ -26,7 +26,7 @@ from farflung.outer.background import BackgroundWorker
 from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
 from farflung.outer.eager import Eager
 from farflung.outer.inner import KeepState
-from farflung.outer.membership import Membership, Needs, OddMembers, open_epoch
+from farflung.outer.membership import Membership, Needs, OddMembers, open_generation
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment, Change, Replica
 from farflung.outer.round import OpenRound
@@ -83,7 +83,7 @@ class Rounds:
         self.place = {"position": 0, "began": 0}
         self.has_joined = False
         self.given: list[dict[str, Any]] | None = None
-        self.epoch = open_epoch(-1, (), SoloGroup(), SoloGroup(), self._needs(admits=False))  # nobody yet
+        self.generation = open_generation(-1, (), SoloGroup(), SoloGroup(), self._needs(admits=False))  # nobody yet
         self._meet(admits=True)
 
     def _needs(self, admits: bool) -> Needs:
@@ -95,30 +95,34 @@ class Rounds:
         """Enter the current generation; where it `admits`, between rounds, newcomers may join."""
         while True:
             try:
-                before, had_state = self.epoch, self._has_state
-                epoch = self.membership.enter(self._needs(admits))
-                if epoch is before:
+                before, had_state = self.generation, self._has_state
+                generation = self.membership.enter(self._needs(admits))
+                if generation is before:
                     return
                 if admits and before.ids:
                     self.free(reusable=True)
-                self.epoch, self._num_votes = epoch, epoch.num_votes
+                self.generation, self._num_votes = generation, generation.num_votes
                 if had_state and before.ids:
-                    self._lost |= {one: epoch.lost.get(one, "") for one in before.ids if one not in epoch.ids}
-                    self._joined += () if epoch.joins else tuple(epoch.ids[rank] for rank in epoch.newcomers)
+                    self._lost |= {one: generation.lost.get(one, "") for one in before.ids if one not in generation.ids}
+                    self._joined += (
+                        () if generation.joins else tuple(generation.ids[rank] for rank in generation.newcomers)
+                    )
                 self._meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
                 has_delay = self._recipe.schedule.delay > 0
-                self._worker = BackgroundWorker(self._device, epoch.background) if has_delay else None
-                self._has_state = had_state and not epoch.joins  # which a newcomer gets, also one that comes back
+                self._worker = BackgroundWorker(self._device, generation.background) if has_delay else None
+                self._has_state = had_state and not generation.joins  # which a newcomer gets, also one that comes back
                 if not self.replica.fragments:
-                    self.replica.bind(SoloGroup() if epoch.joins else epoch.group)
-                self.replica.enter(epoch.group, before.ids if had_state else epoch.ids, epoch.ids)
+                    self.replica.bind(SoloGroup() if generation.joins else generation.group)
+                self.replica.enter(generation.group, before.ids if had_state else generation.ids, generation.ids)
                 given = None
-                if epoch.newcomers:
+                if generation.newcomers:
                     given = self._hand_over()
                 elif not had_state:
                     self._make_alike(giver=0, takes=True)
-                if epoch.may_lose:  # each rank of an island has met a column of its own, and may have lost it alone
-                    epoch.island.meet()
+                if (
+                    generation.may_lose
+                ):  # each rank of an island has met a column of its own, and may have lost it alone
+                    generation.island.meet()
                 if given is not None:
                     self._take(given)
                 self._has_state = True
@@ -140,18 +144,18 @@ class Rounds:
 
     def _hand_over(self) -> dict[str, Any]:
         """Give newcomers what all have in common between rounds, and return it: a collective."""
-        epoch, fragments = self.epoch, self.replica.fragments
-        giver = next(rank for rank in range(epoch.group.size) if rank not in epoch.newcomers)
-        self._make_alike(giver, takes=epoch.joins)
+        generation, fragments = self.generation, self.replica.fragments
+        giver = next(rank for rank in range(generation.group.size) if rank not in generation.newcomers)
+        self._make_alike(giver, takes=generation.joins)
         said: list[Any] = [None]
-        if not epoch.joins:
+        if not generation.joins:
             said = [{"place": self.place, "fragments": [one.replicated() for one in fragments]}]
-        (given,) = broadcast_object_list(Exchange(epoch.group), said, giver, "outer loop")
+        (given,) = broadcast_object_list(Exchange(generation.group), said, giver, "outer loop")
         return given  # type: ignore[no-any-return]
 
     def _take(self, given: dict[str, Any]) -> None:
         """Go on from what newcomers were given, if this is one."""
-        if self.epoch.joins:
+        if self.generation.joins:
             self._meter.add("steps_lost", self.replica.fragments[0].pending_weight[0])
             self.place, self.has_joined, self.given = given["place"], True, given["fragments"]
             self.join()
@@ -178,8 +182,8 @@ class Rounds:
             fragment.join(replicated)
 
     def _lose(self, failure: RankFailure) -> None:
-        """Leave an epoch in which ranks were lost."""
-        self.epoch.leave(f"it goes on without lost ranks: {failure}")
+        """Leave a generation in which ranks were lost."""
+        self.generation.leave(f"it goes on without lost ranks: {failure}")
         try:
             self.membership.lost(failure)
         finally:  # not before the other ranks of an island know why its connections close
@@ -197,12 +201,14 @@ class Rounds:
             if self.membership.is_fixed:
                 self._end_all({})
                 raise
-            self.epoch.leave(f"it goes on without lost ranks: {failure}")  # which ends others' waits, and jobs here
+            self.generation.leave(
+                f"it goes on without lost ranks: {failure}"
+            )  # which ends others' waits, and jobs here
             with self._meter.timed("recovering"):
                 again = self._end_all(failure.why if isinstance(failure, OddMembers) else {})
                 self._lose(failure)
                 self._meet(admits=False)
-            for start in again if not self.epoch.joins else ():
+            for start in again if not self.generation.joins else ():
                 start()
 
     def _end_all(self, odd: Mapping[int, str]) -> list[Callable[[], None]]:
@@ -243,7 +249,7 @@ class Rounds:
         if change is not None:
             if change.must_agree:
                 # Ranks whose model has not changed know nothing of this, so it goes the way of any other round.
-                self.epoch.describe(change.vote, change.tensors)
+                self.generation.describe(change.vote, change.tensors)
                 self._start(action, position, finished, is_empty=True)
                 waited = self._wait(number)
                 if number in self._open:
@@ -254,14 +260,14 @@ class Rounds:
     def _start(self, action: Launch, position: int, finished: bool, is_empty: bool = False) -> None:
         """Open a round; an empty one brings nothing but a ballot."""
         number, level = action.fragment, action.level
-        fragment, epoch = self.replica.fragments[number], self.epoch
+        fragment, generation = self.replica.fragments[number], self.generation
         norm, largest, sound, mark, claimed = 0.0, 0.0, True, 0, [0.0] * len(fragment.pending_weight)
         if not is_empty:
             with self._meter.timed("encoding"):
                 fragment.rebind()
                 must_look = fragment.is_whole or not self._recipe.aggregator.agrees
                 norm, largest, sound = fragment.load(fragment.pending_weight[level] > 0 or must_look)
-                if level == 0 and fragment.pending_weight[0] and self._twins.are_looked_for(epoch.ids):
+                if level == 0 and fragment.pending_weight[0] and self._twins.are_looked_for(generation.ids):
                     mark = fragment.fingerprint()
             claimed = fragment.claim(level)
         weight = torch.tensor(claimed[level] / action.steps, dtype=torch.float32).item()  # as it goes on the wire
@@ -269,7 +275,7 @@ class Rounds:
         is_awaited = self.membership.is_awaited(self._needs(admits=False))
         ballot = Ballot(self._num_votes, weight, norm, largest, sound, finished, position, digest, is_awaited, mark)
         self._num_votes += 1
-        this = self._open[number] = OpenRound(fragment, epoch, self._recipe, ballot, position, level, claimed)
+        this = self._open[number] = OpenRound(fragment, generation, self._recipe, ballot, position, level, claimed)
         this.start_again = partial(self._start, action, position, finished, is_empty)
 
         def exchange() -> None:
@@ -312,7 +318,7 @@ class Rounds:
         if isinstance(fragment.weights, Eager):
             self.replica.rebind(number)
             has_arrived = this is not None and not this.is_dropped and not this.is_empty
-            fragment.weights.finish(fragment.pending_weight[0] > 0, has_arrived, self.epoch.island)
+            fragment.weights.finish(fragment.pending_weight[0] > 0, has_arrived, self.generation.island)
         if this is None:
             return False
         self._close(number, this, waited)
@@ -339,7 +345,7 @@ class Rounds:
         change = self.replica.change()
         if change is not None:
             if change.must_agree:
-                self.epoch.describe(change.vote, change.tensors)
+                self.generation.describe(change.vote, change.tensors)
                 self._vote_beside()
             self._follow(change)
 
@@ -362,23 +368,23 @@ class Rounds:
         """Give frozen weights that the script has moved by itself their mean: a collective, outside of rounds."""
         moved = self.replica.moved()
         self._meter.add("bytes_voting", (self.group.size - 1) * FINGERPRINT_BYTES)
-        if any(count for (count,) in self.epoch.island.gathered(len(moved))):
+        if any(count for (count,) in self.generation.island.gathered(len(moved))):
             self._average(moved)
 
     def share_buffers(self) -> None:
         """Give all ranks of the island the buffers of its first one: each has averaged its own with its column."""
-        if self.epoch.island.size > 1:
+        if self.generation.island.size > 1:
             kinds = [kind for fragment in self.replica.fragments for kind in fragment.buffer_tensors()]
-            broadcast_values([tensor for kind in kinds for tensor in kind], self.epoch.island.voters.group)
+            broadcast_values([tensor for kind in kinds for tensor in kind], self.generation.island.voters.group)
 
     def _vote_beside(self, sound: bool = True) -> Tally:
         self._meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
-        return self.epoch.beside.begin(self.epoch.island.ballot(Ballot(0, 1.0, sound=sound)))()
+        return self.generation.beside.begin(self.generation.island.ballot(Ballot(0, 1.0, sound=sound)))()
 
     def _follow(self, change: Change) -> None:
         """Go on with what the model is made of now, on all ranks; what is under way comes in before."""
         self.apply_all()
-        self.epoch.describe(change.description, change.tensors)
+        self.generation.describe(change.description, change.tensors)
         if change.new and self._recipe.optimizer is not None and self.group.size > 1:
             self._average([local(place.get()) for place in change.new])  # so that anchors begin at the same point
         self.replica.follow(change)
@@ -386,7 +392,7 @@ class Rounds:
     def free(self, reusable: bool) -> None:
         if self._worker is not None:
             self._worker.stop()
-        self.epoch.free(reusable)
+        self.generation.free(reusable)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all fragments, and of what is under way, once it has arrived.
@@ -430,7 +436,7 @@ class Rounds:
         for number, saved in state["open"].items():
             fragment, ballot = self.replica.fragments[number], Ballot(**saved["ballot"])
             row = (ballot, saved["step"], saved["level"], saved["claimed_weight"])
-            self._open[number] = OpenRound(fragment, self.epoch, self._recipe, *row)
+            self._open[number] = OpenRound(fragment, self.generation, self._recipe, *row)
             self._open[number].load_state_dict(saved)
 
     def _wait(self, number: int) -> float:
@@ -449,14 +455,14 @@ class Rounds:
     @property
     def group(self) -> Group:
         """All who are there now."""
-        return self.epoch.group
+        return self.generation.group
 
     def _after(self, number: int, this: OpenRound) -> None:
         fragment, group = self.replica.fragments[number], this.group
         if this.level == 0:
             fragment.note_round(self._recipe.agrees and self.group.size > 1)
             assert this.tally is not None
-            self._twins.look(number, self.epoch.ids, this.tally.marks)
+            self._twins.look(number, self.generation.ids, this.tally.marks)
             self.note_landing(number)
         if self._recipe.inner != KeepState():
             parameters = fragment.parameters()
@@ -468,7 +474,7 @@ class Rounds:
     def _warn(self, this: OpenRound) -> None:
         if not self._warned:
             self._warned = True
-            noun = self.epoch.beside.noun
+            noun = self.generation.beside.noun
             where = numbered(noun, this.decision.unfit)
             warnings.warn(
                 f"{noun.capitalize()} {self.group.rank}: a round was dropped, as the weights of {where} "

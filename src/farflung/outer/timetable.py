@@ -45,7 +45,7 @@ class Timetable:
             seconds = self._clock() - self._began_at
             # All ranks of an island take the longest, where the schedule looks at it.
             if getattr(after_warmup(self._recipe.schedule), "reads_clock", False):
-                seconds = max(said for (said,) in self._rounds.epoch.island.gathered(seconds))
+                seconds = max(said for (said,) in self._rounds.generation.island.gathered(seconds))
             due += self._due(step, seconds)
         self.synced = position
         return due

@@ -24,7 +24,7 @@ from farflung.base.words import counted
 from farflung.comm.group import SoloGroup
 from farflung.outer.arguments import OuterConfig, chosen_recipe
 from farflung.outer.engine import OuterLoop
-from farflung.outer.membership import Epoch, FixedMembership, Needs, open_epoch
+from farflung.outer.membership import FixedMembership, Generation, Needs, open_generation
 from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import post_local_sgd
 from farflung.outer.schedule import ByTime
@@ -443,11 +443,11 @@ class _Members(FixedMembership):
     def _meet(self, group: SimGroup) -> None:
         self._plain, self.group = group, TimedGroup(group, self._task.network, self._clock)
 
-    def enter(self, needs: Needs) -> Epoch:
-        if self._epoch is None:
+    def enter(self, needs: Needs) -> Generation:
+        if self._generation is None:
             with self.group.for_free():
-                self._epoch = open_epoch(self._number, self.group.members, self.group, self.island, needs)
-        return self._epoch
+                self._generation = open_generation(self._number, self.group.members, self.group, self.island, needs)
+        return self._generation
 
     def lost(self, failure: RankFailure) -> None:
         """Wait for those that are left; raise the failure if more is wrong than that a replica was lost on purpose."""
@@ -457,7 +457,7 @@ class _Members(FixedMembership):
         if not missing or not missing <= self._task.gone:
             raise failure
         self.failures.append(str(failure))
-        self._number, self._epoch = self._number + 1, None
+        self._number, self._generation = self._number + 1, None
 
 
 def _endless(batches: Iterable[Any]) -> Iterator[Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends a wait in an epoch of elastic replicas: one that is gone or late, values that never come, a lost store."""
+"""What ends a wait in a generation of replicas: one that is gone or late, values that never come, a lost store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.base.words import in_seconds
-from farflung.comm.epoch_group import Entered
+from farflung.comm.generation_group import Entered
 from farflung.comm.group import Group
 from farflung.comm.member_store import LauncherNotes, MemberStore, Record, Signs
 
@@ -38,8 +38,8 @@ class Waits(Protocol):
     def retire(self, group: dist.ProcessGroup) -> None: ...
 
 
-class EpochWatch:
-    """Looks for what ends a wait in an epoch: one that is gone, one that is late, values that never come."""
+class GenerationWatch:
+    """Looks for what ends a wait in a generation: one that is gone, one that is late, values that never come."""
 
     def __init__(self, elastic: Waits, record: Record, connect_s: float) -> None:
         self.connect_s = connect_s
@@ -49,7 +49,7 @@ class EpochWatch:
     def look(self, entered: Entered, waited_s: float) -> None:
         try:
             why = self._why_over(entered, waited_s)
-        except Unreachable as error:  # the epoch goes on as long as all are there
+        except Unreachable as error:  # the generation goes on as long as all are there
             is_late = waited_s > self._longest_s(entered)
             why = f"no values came for {in_seconds(waited_s)}. {error}" if is_late else ""
         if why:
@@ -99,4 +99,4 @@ class EpochWatch:
     def break_off(self, reason: str) -> RankFailure:
         with suppress(Unreachable):
             self._elastic.at_once.mark_broken(self._record.number, reason)
-        return RankFailure(f"The epoch of these replicas is over: {reason}.")
+        return RankFailure(f"The generation of these replicas is over: {reason}.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The members of an epoch as a `Group`: a process group of their own, whose end is nobody else's.
+"""The members of a generation as a `Group`: a process group of their own, whose end is nobody else's.
 
 torch's default world knows nothing of it, so a lost member takes nothing else along. A wait that fails closes this
 rank's connections, which ends the waits of others in turn.
@@ -29,7 +29,7 @@ class Entered(NamedTuple):
 
 
 class Watch(Protocol):
-    """What the groups of an epoch ask while they wait."""
+    """What the groups of a generation ask while they wait."""
 
     connect_s: float  # how long members wait for each other's connections
 
@@ -40,18 +40,18 @@ class Watch(Protocol):
         """Record a completed wait."""
 
     def break_off(self, reason: str) -> RankFailure:
-        """Tell all members that the epoch is over, and return that as an error."""
+        """Tell all members that the generation is over, and return that as an error."""
 
     def retire(self, group: dist.ProcessGroup) -> None:
         """Let go of a process group, later: a thread of gloo's may want Python's lock for what it has just ended."""
 
 
-class EpochGroup(C10dGroup):
-    """Members of an epoch. They connect when they first send something.
+class GenerationGroup(C10dGroup):
+    """Members of a generation. They connect when they first send something.
 
     Args:
-        board: for this epoch alone.
-        name: the same for its members, and for no other group of the epoch.
+        board: for this generation alone.
+        name: the same for its members, and for no other group of the generation.
     """
 
     is_concurrent = True
@@ -94,12 +94,12 @@ class EpochGroup(C10dGroup):
 
     def duplicate(self, in_background: bool = False) -> Group:
         self._num_made += 1
-        return EpochGroup(self._board, f"{self._name}.{self._num_made}", self.rank, self.size, self._watch)
+        return GenerationGroup(self._board, f"{self._name}.{self._num_made}", self.rank, self.size, self._watch)
 
     def _block(self, begin: int, end: int) -> Group:
         self._num_made += 1
         name = f"{self._name}.{self._num_made}-{begin}"
-        return EpochGroup(self._board, name, self.rank - begin, end - begin, self._watch)
+        return GenerationGroup(self._board, name, self.rank - begin, end - begin, self._watch)
 
     def free(self, reusable: bool = True) -> None:
         if not reusable:
