@@ -68,7 +68,8 @@ def replica(pipe, port, member, step_s, numel, dies, recipe, saves, damages, opt
     among = membership
     if dies:  # runs without a failure are measured
         recipe, among = fault.recipe(recipe), fault.membership(membership)
-    with OuterLoop(model, recipe, membership=among, bucket_bytes=4 * numel) as outer:
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)  # it takes no step; some recipes ask for its rate
+    with OuterLoop(model, recipe, membership=among, bucket_bytes=4 * numel, inner=inner) as outer:
         outer.listeners.append(lambda one: say(**figures_of(one)))
         if outer.is_newcomer:  # a script that begins with its newest checkpoint does not know that it is one
             outer.load_state_dict(checkpoint)
