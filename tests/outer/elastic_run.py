@@ -63,12 +63,12 @@ def replica(pipe, port, member, step_s, numel, dies, recipe, saves, damages, opt
         return float(values[0]) if bool((values == values[0]).all()) else values.unique().tolist()
 
     recipe = replace(recipe or diloco(EVERY, lr=1.0, momentum=0.0), same_data=True)
-    with OuterLoop(Blocks(numel), recipe, bucket_bytes=4 * numel) as another:
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)  # it takes no step; some recipes ask for its rate
+    with OuterLoop(Blocks(numel), recipe, bucket_bytes=4 * numel, inner=inner) as another:
         checkpoint = another.state_dict()
     among = membership
     if dies:  # runs without a failure are measured
         recipe, among = fault.recipe(recipe), fault.membership(membership)
-    inner = torch.optim.SGD(model.parameters(), lr=1.0)  # it takes no step; some recipes ask for its rate
     with OuterLoop(model, recipe, membership=among, bucket_bytes=4 * numel, inner=inner) as outer:
         outer.listeners.append(lambda one: say(**figures_of(one)))
         if outer.is_newcomer:  # a script that begins with its newest checkpoint does not know that it is one
