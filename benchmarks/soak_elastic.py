@@ -153,7 +153,12 @@ class Soak:
         if run.has_ended(coming):
             coming = run.start(name)
         self.there[coming] = name
-        run.until(lambda: run.joined(coming), 60.0)
+
+        def is_back():
+            run.signal(coming, signal.SIGCONT)  # on a busy machine it may stop itself only now
+            return run.joined(coming)
+
+        run.until(is_back, 60.0)
 
     def crash(self, victims, kind):
         """Kill replicas, or one at some phase of its first rounds, and start them again."""
@@ -255,12 +260,14 @@ def recipes(asked):
 
 TRAINS = """
 import os, pathlib, time
+from dataclasses import replace
 import torch
 from farflung.elastic import launched_membership
 from farflung.outer import OuterLoop, diloco
 model = torch.nn.Linear(64, 1, bias=False)
 torch.nn.init.constant_(model.weight, 2.0 ** 20)
-with OuterLoop(model, diloco(4, lr=1.0, momentum=0.0), membership=launched_membership()) as loop:
+recipe = replace(diloco(4, lr=1.0, momentum=0.0), same_data=True)
+with OuterLoop(model, recipe, membership=launched_membership()) as loop:
     print("joined at", loop.position, flush=True)
     while not pathlib.Path("last").exists():
         time.sleep(0.01)
