@@ -54,6 +54,7 @@ LAZY_TABLES = (
     "codec/blockwise.py",
     "resume/lazy.py",
     "strategy/choose.py",
+    "tracking/__init__.py",
     "integrations/as_accelerate.py",
     "integrations/spawned.py",
 )

@@ -17,9 +17,6 @@ class Calls:
         self._record.append((self._name, args, kwargs))
         return self._answers.get(self._name, self)
 
-    def __setitem__(self, key, value):
-        self._record.append((f"{self._name}[]", (key, value), {}))
-
 
 def fake_client(name, record, answers=None):
     """A module `name` whose functions and classes all write into `record`; `answers` says what some of them return."""

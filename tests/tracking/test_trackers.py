@@ -16,13 +16,9 @@ from farflung import Accelerator
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.tracking import (
     LOGGER_TYPE_TO_CLASS,
-    AimTracker,
-    ClearMLTracker,
     CometMLTracker,
-    DVCLiveTracker,
     GeneralTracker,
     JSONLTracker,
-    SwanLabTracker,
     TensorBoardTracker,
     TrackioTracker,
     WandBTracker,
@@ -157,85 +153,7 @@ def test_trackio_writes_to_a_local_file(tmp_path, monkeypatch):
     assert [(step, json.loads(metrics)) for step, metrics in rows] == [(1, {"loss": 0.5, "note": "warm"})]
 
 
-def test_comet_is_called_as_its_client_wants(monkeypatch):
-    record = []
-    monkeypatch.setitem(sys.modules, "comet_ml", fake_client("comet_ml", record))
-    tracker = CometMLTracker("project", online=False)
-    run(tracker)
-    tracker.log({"both": {"a": 1.0}}, flush=True)
-    assert record == [
-        ("start", (), {"project_name": "project", "online": False}),
-        ("start.log_parameters", (CONFIG,), {}),
-        ("start.set_step", (1,), {}),
-        ("start.log_metric", ("loss", 0.5), {"step": 1}),
-        ("start.log_other", ("note", "warm"), {}),
-        ("start.end", (), {}),
-        ("start.log_metrics", ({"a": 1.0},), {"step": None, "flush": True}),
-    ]
-
-
-def test_aim_is_called_as_its_client_wants(monkeypatch):
-    record = []
-    monkeypatch.setitem(sys.modules, "aim", fake_client("aim", record))
-    tracker = run(AimTracker("first", "repository", experiment="e"))
-    tracker.log_images({"a": ("pixels", "a cat")}, step=2, kwargs={"track": {"context": {"subset": "val"}}})
-    assert tracker.tracker.name == "first"
-    picture = record[-1][1][0]
-    assert record == [
-        ("Run", (), {"repo": "repository", "experiment": "e"}),
-        ("Run[]", ("hparams", CONFIG), {}),
-        ("Run.track", (0.5,), {"name": "loss", "step": 1}),
-        ("Run.track", ("warm",), {"name": "note", "step": 1}),
-        ("Run.close", (), {}),
-        ("Image", ("pixels",), {"caption": "a cat"}),
-        ("Run.track", (picture,), {"name": "a", "step": 2, "context": {"subset": "val"}}),
-    ]
-
-
-def test_clearml_is_called_as_its_client_wants(monkeypatch):
-    record = []
-    monkeypatch.setitem(sys.modules, "clearml", fake_client("clearml", record, {"Task.current_task": None}))
-    monkeypatch.setenv("CLEARML_TASK", "first")
-    tracker = ClearMLTracker("project")
-    tracker.start()
-    tracker.log({"eval_loss": 0.5, "loss": 1}, step=1)
-    tracker.log({"best": 0.25})
-    with pytest.warns(UserWarning, match="clearml does not record 'note'"):
-        tracker.log({"note": "warm"})
-    tracker.log_table("test_answers", ["q", "a"], [["1+1", 2]], step=3)
-    tracker.finish()
-    with pytest.raises(ConfigError, match="neither data nor a dataframe"):
-        tracker.log_table("answers")
-    called = [(name.removeprefix("Task.init.get_logger."), kwargs) for name, _, kwargs in record if kwargs]
-    assert called == [
-        ("Task.init", {"project_name": "project", "task_name": "first"}),
-        ("report_scalar", {"title": "loss", "series": "eval", "value": 0.5, "iteration": 1}),
-        ("report_scalar", {"title": "loss", "series": "train", "value": 1, "iteration": 1}),
-        ("report_single_value", {"name": "best", "value": 0.25}),
-        (
-            "report_table",
-            {"title": "answers", "series": "test", "table_plot": [["q", "a"], ["1+1", 2]], "iteration": 3},
-        ),
-    ]
-    assert record[-1][0] == "Task.init.close"
-
-
-def test_dvclive_is_called_as_its_client_wants(monkeypatch):
-    record = []
-    monkeypatch.setitem(sys.modules, "dvclive", fake_client("dvclive", record))
-    monkeypatch.setitem(sys.modules, "dvclive.plots", fake_client("plots", [], {"Metric.could_log": True}))
-    run(DVCLiveTracker("ignored", dir="here"))
-    assert [(name, args or kwargs) for name, args, kwargs in record] == [
-        ("Live", {"dir": "here"}),
-        ("Live.log_params", (CONFIG,)),
-        ("Live.log_metric", ("loss", 0.5)),
-        ("Live.log_metric", ("note", "warm")),
-        ("Live.next_step", {}),
-        ("Live.end", {}),
-    ]
-
-
-@pytest.mark.parametrize("kind", [WandBTracker, SwanLabTracker, TrackioTracker])
+@pytest.mark.parametrize("kind", [WandBTracker, TrackioTracker])
 def test_runs_are_called_as_their_clients_want(kind, monkeypatch):
     record = []
     monkeypatch.setitem(sys.modules, kind.name, fake_client(kind.name, record))
@@ -308,6 +226,51 @@ def test_a_class_of_ones_own_can_be_registered_by_name(tmp_path, own_class):
         register_tracker_class(dict)
     with pytest.raises(ConfigError, match="needs a name"):
         register_tracker_class(type("Nameless", (GeneralTracker,), {}))
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch, own_class):
+    """Install a package that brings the trackers `comet_ml`, and `odd`, whose class has another name."""
+    (tmp_path / "farflung_comet.py").write_text(
+        "from farflung.tracking import GeneralTracker\n\n"
+        "class CometTracker(GeneralTracker):\n"
+        "    name, requires_logging_directory, tracker = 'comet_ml', False, property(lambda self: self.values)\n\n"
+        "    def __init__(self, run_name, **kwargs):\n"
+        "        super().__init__()\n"
+        "        self.values = [(run_name, kwargs)]\n\n"
+        "    def log(self, values, step=None, **kwargs):\n"
+        "        self.values.append((step, values))\n"
+    )
+    metadata = tmp_path / "farflung_comet-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: farflung-comet\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[farflung.trackers]\ncomet_ml = farflung_comet:CometTracker\nodd = farflung_comet:CometTracker\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("farflung_comet", None)
+
+
+def test_a_package_brings_a_tracker_by_an_entry_point(plugin):
+    accelerator = Accelerator(cpu=True, log_with="comet_ml")
+    accelerator.init_trackers("project", init_kwargs={"comet_ml": {"online": False}})
+    accelerator.log({"loss": 0.5}, step=1)
+    accelerator.end_training()
+    assert accelerator.get_tracker("comet_ml", unwrap=True) == [("project", {"online": False}), (1, {"loss": 0.5})]
+    assert LoggerType.COMETML in get_available_trackers()
+    with pytest.raises(ConfigError, match=r"plugins bring comet_ml, odd\. Did you mean `comet_ml`\?"):
+        filter_trackers("comet")
+    with pytest.raises(ConfigError, match=r"names farflung_comet:CometTracker\. It must name a subclass .* is 'odd'"):
+        filter_trackers("odd")
+
+
+def test_a_tracker_that_nothing_brings_is_an_error_that_says_how_to_add_it():
+    known = r"Built in or registered are jsonl, mlflow, tensorboard, trackio, wandb; plugins bring none\."
+    with pytest.raises(ConfigError, match=rf"log_with is 'comet_ml'\. {known} A package adds .* of GeneralTracker"):
+        Accelerator(cpu=True, log_with="comet_ml")
+    with pytest.raises(Unsupported, match=r"CometMLTracker belongs to .* entry point in the group `farflung.trackers`"):
+        CometMLTracker("project")
 
 
 def test_a_tracker_class_that_lacks_something_says_what():

@@ -103,6 +103,12 @@ ABSENT: tuple[Absent, ...] = (
         is_engine=False,
     ),
     Absent(
+        "Accelerate's adapters for trackers that are not built in",
+        "Install a package that adds one by an entry point in the group `farflung.trackers`, or pass one of your own.",
+        names="AimTracker ClearMLTracker CometMLTracker DVCLiveTracker SwanLabTracker",
+        is_engine=False,
+    ),
+    Absent(
         "the inside of Accelerate",
         "Use `Accelerator`, whose methods do what it is for.",
         names="ThreadLocalSharedDict chained_operation do_nothing fallback_allocate gather_tensor_shape get_sampler "

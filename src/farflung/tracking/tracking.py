@@ -7,53 +7,73 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from farflung.base.checks import check_word, shown, wrong_type
 from farflung.base.enums import LoggerType
-from farflung.base.errors import ConfigError
-from farflung.base.optional import compare_versions, is_installed
+from farflung.base.errors import ConfigError, did_you_mean
+from farflung.base.optional import is_installed
 from farflung.base.words import counted
 from farflung.tracking.base import GeneralTracker
 from farflung.tracking.clients import (
-    AimTracker,
-    ClearMLTracker,
-    CometMLTracker,
-    DVCLiveTracker,
     MLflowTracker,
-    SwanLabTracker,
     TensorBoardTracker,
     TrackioTracker,
     WandBTracker,
 )
 from farflung.tracking.jsonl import JSONLTracker
 
-_OURS = (
-    *(AimTracker, ClearMLTracker, CometMLTracker, DVCLiveTracker, JSONLTracker, MLflowTracker, SwanLabTracker),
-    *(TensorBoardTracker, TrackioTracker, WandBTracker),
-)
-# By name; `register_tracker_class` adds to it, and so do scripts.
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {kind.name: kind for kind in _OURS}
+_BUILT_IN = {
+    kind.name: kind for kind in (JSONLTracker, MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker)
+}
+# By name; `register_tracker_class` adds to it, and so do plugins and scripts.
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {**_BUILT_IN}
+PLUGINS = "farflung.trackers"  # the group of entry points that bring trackers
 Arguments = Mapping[str, Mapping[str, Any]]
 Tracker = str | LoggerType | GeneralTracker
 
 
 def get_available_trackers() -> list[str]:
-    """Return the names of the trackers whose client is installed, and `jsonl`, which needs none."""
-    return [*(kind for kind in LoggerType if kind is not LoggerType.ALL and has_client(str(kind))), "jsonl"]
+    """Return the names of the trackers whose client is installed, `jsonl`, which needs none, and those of plugins."""
+    built_in = [kind for kind in LoggerType if str(kind) in _BUILT_IN and has_client(str(kind))]
+    return [*built_in, "jsonl", *_plugins()]
 
 
 def has_client(name: str) -> bool:
-    """Say whether the library of the tracker `name` is installed, in a version that the tracker can use."""
+    """Say whether the library of the built-in tracker `name` is installed."""
     if name == "tensorboard":
         return is_installed("tensorboard") or is_installed("tensorboardX")
-    if name == "aim":
-        return is_installed("aim") and compare_versions("aim", "<", "4.0.0")
     return name == "jsonl" or is_installed(name, *(["mlflow", "mlflow-skinny"] if name == "mlflow" else []))
 
 
+def _plugins() -> dict[str, EntryPoint]:
+    return {plugin.name: plugin for plugin in entry_points(group=PLUGINS)}
+
+
+def _class_of(name: Any) -> type[GeneralTracker]:
+    """Return the class of the tracker `name`, built in, registered or from a plugin, which is then registered."""
+    if name not in LOGGER_TYPE_TO_CLASS:
+        plugins = _plugins()
+        if name not in plugins:
+            near = did_you_mean(name, ["all", *LOGGER_TYPE_TO_CLASS, *plugins]) if isinstance(name, str) else ""
+            raise ConfigError(
+                f"log_with is {shown(name)}. Built in or registered are {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}; "
+                f"plugins bring {', '.join(sorted(plugins)) or 'none'}.{near} A package adds a tracker by an entry "
+                f"point in the group `{PLUGINS}` that names a subclass of GeneralTracker."
+            )
+        kind = plugins[name].load()
+        if getattr(kind, "name", None) != name:
+            raise ConfigError(
+                f"The entry point {name} in the group `{PLUGINS}` names {plugins[name].value}. It must name a subclass "
+                f"of GeneralTracker whose `name` is {name!r}."
+            )
+        register_tracker_class(kind)
+    return LOGGER_TYPE_TO_CLASS[name]
+
+
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let `log_with` name a tracker of yours, from the next `Accelerator` on.
+    """Make `log_with` accept the name of a tracker of yours, from the next `Accelerator` on.
 
     The class has a `name` and `requires_logging_directory`. It is made with the name of the project, the logging
     directory where it requires one, and its part of `init_kwargs`.
@@ -77,7 +97,7 @@ def filter_trackers(
     """Return the trackers that `log_with` asks for, each once; raise ConfigError for one that can't be used.
 
     It takes names of trackers, members of `LoggerType`, trackers of your own, or `"all"`: those whose client is
-    installed, and JSON lines where there is a `logging_dir`.
+    installed, those of plugins, and JSON lines where there is a `logging_dir`.
     """
     asked = log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
     wants_all = any(isinstance(each, str) and str(each) == "all" for each in asked)
@@ -98,8 +118,7 @@ def _checked(asked: Any, logging_dir: str | os.PathLike[str] | None) -> Any:
     if isinstance(asked, type) and issubclass(asked, GeneralTracker):
         raise wrong_type("log_with", asked, f"a tracker, such as {asked.__name__}(...)")
     name = str(asked) if isinstance(asked, str) else asked
-    check_word("log_with", name, ["all", *LOGGER_TYPE_TO_CLASS])
-    kind = LOGGER_TYPE_TO_CLASS[name]
+    kind = _class_of(name)
     if kind.__module__.startswith("farflung.") and not has_client(name):
         raise ConfigError(f"log_with={name!r}, but its client is not installed: `pip install {name}`.")
     if kind.requires_logging_directory and logging_dir is None:
@@ -126,7 +145,8 @@ class Tracking:
         """Refuse arguments for a tracker that does not exist. Those for one that is not asked for are left unread."""
         own = [asked.name for asked in self.asked if not isinstance(asked, str)]
         for name in arguments:
-            check_word(called, name, [*LOGGER_TYPE_TO_CLASS, *own])
+            if name == "all" or (name not in LOGGER_TYPE_TO_CLASS and name not in LoggerType):
+                check_word(called, name, [*LOGGER_TYPE_TO_CLASS, *_plugins(), *own])
 
     def start(self, project: str | None, config: Any, arguments: Arguments) -> None:
         """Make the trackers that are named, start all, and have them store `config` where there is one."""
