@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from importlib import import_module
 
 import pytest
 import torch
@@ -13,13 +11,12 @@ from hypothesis import example, given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farflung.base.errors import ConfigError
-from farflung.codec import base, blockwise
+from farflung.codec import base
 from farflung.codec.base import Cast, Identity
 from farflung.codec.blockwise import E3M0, Fp8, Int4, Int8
 from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.sparse import TopK, _pack, _unpack
 from farflung.codec.wire_sizes import packed_bytes
-from tests.codec import fake_triton
 
 BLOCKWISE = [Int8(), Int8(block=6), Fp8(), Fp8(block=10), Int4(), Int4(block=2), Int4(block=6), E3M0(), E3M0(block=14)]
 SPARSE = [TopK(), TopK(k=3, chunk=10), TopK(k=1, chunk=2), TopK(k=7, chunk=7), TopK(k=5, chunk=16, bits=32)]
@@ -310,72 +307,6 @@ def test_feedback_is_its_equation_and_leaves_the_old_residual_alone(x, seed, bet
     assert torch.equal(e, old)
     assert torch.equal(wire, Int4(block=6).encode(accumulated))
     assert torch.equal(x, accumulated - codec.decode(wire, torch.empty_like(x)))
-
-
-KERNELS = [Int8(), Int8(block=8), Fp8(), Fp8(block=16), Int4(), Int4(block=4), E3M0(), E3M0(block=8)]
-
-
-def check_kernels(kernels, codec, x):
-    """Compare kernels with the torch version: wires byte for byte, values bit for bit but for the sign of a zero."""
-    into = torch.linspace(-1, 1, x.numel(), device=x.device)
-
-    def computed(module):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(blockwise, "kernels", lambda x, block: module)
-            wire = codec.encode(x)
-            out = codec.decode(wire, torch.full_like(x, math.nan))
-            return wire, out, *(codec.add(wire, into.clone(), factor) for factor in (1, 0.3))
-
-    assert all(map(torch.equal, computed(kernels), computed(None)))
-
-
-@pytest.fixture(scope="module")
-def imitated():
-    """The kernels, on numpy."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in fake_triton.modules().items():
-            patch.setitem(sys.modules, name, module)
-        patch.delitem(sys.modules, "farflung.codec.kernels", raising=False)
-        yield import_module("farflung.codec.kernels")
-        sys.modules.pop("farflung.codec.kernels", None)
-
-
-@pytest.mark.parametrize("codec", KERNELS, ids=str)
-@settings(max_examples=25, deadline=None)
-@given(x=tensors(300))
-@example(x=HALVES)
-def test_the_kernels_compute_the_same_bits(imitated, codec, x):
-    check_kernels(imitated, codec, x)
-
-
-@pytest.mark.parametrize("codec", KERNELS, ids=str)
-def test_the_kernels_keep_what_is_not_finite_in_its_block(imitated, codec, monkeypatch):
-    monkeypatch.setattr(blockwise, "kernels", lambda x, block: imitated)
-    x = torch.linspace(-1, 1, 3 * codec.block)
-    x[codec.block] = math.nan
-    out = codec.decode(codec.encode(x), torch.empty_like(x))
-    spoilt = ~out.isfinite().view(3, -1)
-    assert spoilt.tolist() == [[block == 1] * codec.block for block in range(3)]
-
-
-def test_kernels_are_for_cuda_and_blocks_of_a_power_of_two():
-    assert blockwise.kernels(torch.zeros(4), 128) is None
-    assert blockwise.kernels(torch.zeros(4, device="meta"), 128) is None
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("codec", KERNELS, ids=str)
-@pytest.mark.parametrize("n", [1, 255, 100_001])
-def test_triton_writes_the_bits_that_the_cpu_writes(codec, n):
-    triton = pytest.importorskip("triton")
-    kernels = blockwise.kernels(torch.zeros(1, device="cuda"), codec.block)
-    assert kernels.triton is triton
-    x = torch.randn(n, generator=torch.Generator().manual_seed(n)) * 1e-3
-    wire, on_gpu = codec.encode(x), codec.encode(x.cuda())
-    assert torch.equal(on_gpu.cpu(), wire)
-    assert torch.equal(codec.decode(on_gpu, torch.empty(n, device="cuda")).cpu(), codec.decode(wire, torch.empty(n)))
-    check_kernels(kernels, codec, x.cuda())
 
 
 @pytest.mark.parametrize("codec", [Cast("fp16"), Int8(), TopK()], ids=str)
