@@ -207,6 +207,16 @@ def test_the_environment_is_touched_in_one_place(name):
             raise AssertionError(f"{name}:{node.lineno} touches the environment")
 
 
+def test_one_file_asks_the_environment_whether_replicas_come_and_go_and_a_place_is_made_where_a_process_starts():
+    names = re.compile(r"FARFLUNG_STORE|FARFLUNG_MEMBER\b|MEMBER_VARIABLES")
+    users = {name for name in NAMES if names.search((SOURCE / name).read_text())}
+    assert users - {"config/environ.py", "config/launch.py", "launch/replicas.py"} == {
+        "process/place.py"
+    }  # who sets them
+    makers = {name for name in NAMES if "Place.launched(" in (SOURCE / name).read_text()}
+    assert makers == {"process/bootstrap.py", "integrations/data_parallel.py", "integrations/elastic.py"}
+
+
 @in_every_file(NAMES)
 def test_module_state_lives_in_two_slots(name):
     if name in ("process/world.py", "accelerator/session.py"):

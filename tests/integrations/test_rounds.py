@@ -43,11 +43,9 @@ def test_a_loss_that_is_not_known_is_left_out(capsys):
 
 
 @pytest.mark.parametrize("member", [None, 7])
-def test_a_line_of_the_log_says_which_replica_has_written_it_where_they_come_and_go(member, tmp_path, monkeypatch):
-    if member is not None:
-        monkeypatch.setenv("FARFLUNG_MEMBER", str(member))
+def test_a_line_of_the_log_says_which_replica_has_written_it_where_they_come_and_go(member, tmp_path):
     loop, file = OuterLoop(nn.Linear(3, 3), local_sgd(2)), tmp_path / "rounds.jsonl"
-    RoundOutputs(OuterConfig("local_sgd", every=2, report="off", log=str(file)), 0).listen(loop, 0)
+    RoundOutputs(OuterConfig("local_sgd", every=2, report="off", log=str(file)), 0, member).listen(loop, 0)
     rounds(loop, 1)
     assert json.loads(file.read_text()).get("member") == member
 

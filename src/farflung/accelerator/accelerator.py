@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from farflung.accelerator import lazy, session as slot, settings
 from farflung.accelerator.checkpoints import Checkpointing
 from farflung.accelerator.control import ProcessControl
-from farflung.accelerator.controller import OuterController, OuterMethods, launched_slots
+from farflung.accelerator.controller import OuterController, OuterMethods
 from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics
 from farflung.accelerator.prepare import Preparer
 from farflung.accelerator.properties import AcceleratorProperties
@@ -31,7 +31,7 @@ from farflung.base.words import counted
 from farflung.comm import collectives
 from farflung.comm.group import Group
 from farflung.comm.torch_group import explained
-from farflung.config import environ, handlers
+from farflung.config import handlers
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.data.loader import PreparedLoader
 from farflung.data.prepare import skip_first_batches
@@ -134,8 +134,8 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         self._strategy = choose_strategy(world, layout.mesh, ddp, layout.fsdp, self._precision.dtype)
         self._distributed = world.size > 1
         self._run = run = Run(world, self._loop, self._precision, self._strategy, layout.fsdp)
-        if environ.is_elastic():
-            run.slots = launched_slots(run)
+        if world.place.member is not None:
+            run.slots = lazy.slots_of(world.place, lazy.Slots, world.exchange, lambda: run.is_training)
         self._controller = OuterController(asked, run)
         session.controllers[self._controller] = None
         self.state, self.gradient_state = AcceleratorState(), GradientState()

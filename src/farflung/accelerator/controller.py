@@ -30,7 +30,6 @@ from farflung.process.mesh import replicas_here
 from farflung.resume.run import Run
 
 if TYPE_CHECKING:
-    from farflung.data.slots import Slots
     from farflung.outer.arguments import OuterConfig
     from farflung.outer.engine import OuterLoop
     from farflung.outer.recipe import Recipe
@@ -53,7 +52,7 @@ class OuterController:
             return
         self._recipe = lazy.recipe_of(config, self.replicas_here)
         leave_note(OUTER_ASKED)
-        self._outputs = RoundOutputs(config, run.world.rank)
+        self._outputs = RoundOutputs(config, run.world.rank, run.world.place.member)
         run.loop.keeps_loss |= self._outputs.reports
         run.loop.observe(self)
         atexit.register(_at_exit, weakref.ref(self))
@@ -144,7 +143,7 @@ class OuterController:
             _advise(attached)
             unsent = attached.loop.steps_since_sync
             steps = "step was" if unsent == 1 else f"{unsent} steps were"
-            if attached.epochs.is_behind and unsent and (self._run.world.size > 1 or environ.is_elastic()):
+            if attached.epochs.is_behind and unsent and (self._run.world.size > 1 or self._run.slots is not None):
                 get_logger(__name__).warning(
                     f"The last {steps} averaged with nobody, as the loop over the data was left early. "
                     "Call accelerator.wait_for_everyone() or accelerator.end_training() after it."
@@ -178,7 +177,7 @@ class OuterController:
     @property
     def leads(self) -> bool:
         """Whether this replica writes what all have in common, as the first one of those that come and go."""
-        return not environ.is_elastic() or self._last is None or self._last.is_first
+        return self._run.slots is None or self._last is None or self._last.is_first
 
     @property
     def can_begin_here(self) -> bool:
@@ -245,13 +244,6 @@ class OuterMethods:
     outer_loops = Forward["list[OuterLoop]"](
         "_controller.live", "The outer loops that are open, in the order of their opening."
     )
-
-
-def launched_slots(run: Run) -> Slots:
-    """Return the shares that this replica of `farflung launch --elastic` has of the data."""
-    board, member, settings = lazy.launched_run()
-    bounds = {name: settings[name] for name in ("most", "expected")}
-    return lazy.Slots(board, member, run.world.exchange, **bounds, is_training=lambda: run.is_training)
 
 
 def _share(one: nn.Module, other: nn.Module) -> bool:

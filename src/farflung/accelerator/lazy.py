@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         fsdp_from_environment as fsdp_from_environment,
     )
     from farflung.data.slots import Slots as Slots
-    from farflung.integrations.elastic import launched_membership as launched_membership, launched_run as launched_run
+    from farflung.integrations.elastic import membership_of as membership_of, slots_of as slots_of
     from farflung.outer.arguments import (
         OuterConfig as OuterConfig,
         check_model as check_model,
@@ -55,7 +55,7 @@ _WHERE = {
         "config.parallelism": "ParallelismConfig parallelism_from_environment",
         "config.sharding": "FullyShardedDataParallelPlugin enable_fsdp_ram_efficient_loading fsdp_from_environment",
         "data.slots": "Slots",
-        "integrations.elastic": "launched_membership launched_run",
+        "integrations.elastic": "membership_of slots_of",
         "outer.engine": "OuterLoop",
         "outer.arguments": "OuterConfig check_model chosen_recipe named_outer recipe_of",
         "outer.recipes": "local_sgd",

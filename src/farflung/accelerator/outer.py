@@ -55,9 +55,9 @@ class AttachedLoop:
         self._backwards = self.optimizer.loop_state.backwards  # at the end of the latest step
         self._alone: ExitStack | None = None
         bare, mesh = self.optimizer.optimizer, run.strategy.mesh
-        require_replicas(mesh)
+        require_replicas(mesh, run.world.place)
         whole = run.strategy.unwrap(model)
-        membership = lazy.launched_membership(mesh.island)
+        membership = lazy.membership_of(run.world.place, mesh.island)
         group, island = (None, None) if membership else (mesh.replicas, mesh.island)
         if run.slots is not None and membership is not None:
             membership.data = run.slots.described()

@@ -149,7 +149,7 @@ def resolve_layout(
                 "call `AcceleratorState._reset_state()` between two runs."
             )
     if has_outer:
-        require_replicas(layout.mesh)
+        require_replicas(layout.mesh, session.world.place)
     if session.layout is None and layout.fsdp is not None and layout.fsdp.cpu_ram_efficient_loading:
         # transformers loads weights on rank 0 alone then; variables that were not set before go with the session.
         names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
@@ -172,14 +172,14 @@ def _resolved(
         parallelism_config = lazy.parallelism_from_environment()
     if fsdp_plugin is None and parallelism_config is not None and parallelism_config.dp_shard_size > 1:
         fsdp_plugin = lazy.FullyShardedDataParallelPlugin()
-    islands = stated_island_size(world.local_size, island_size, world.group)
+    islands = stated_island_size(world.local_size, island_size, world.group, world.place)
     device_mesh = None
     if parallelism_config is not None:
         parallelism_config.check(world.size)
         device_mesh = parallelism_config.get_device_mesh(world.device.type)
     if fsdp_plugin is None:
         return Layout(make_mesh(world.group, islands or 1, world.device.type), None, parallelism_config)
-    if islands is not None and not environ.is_elastic():
+    if islands is not None and world.place.member is None:
         raise ConfigError(
             f"island_size={shown(island_size)} and FSDP were both asked for. The ranks that share one sharded model "
             "are an island: give its size as ParallelismConfig(dp_shard_size=)."

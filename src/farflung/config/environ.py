@@ -52,16 +52,6 @@ def flag(name: str, default: bool = False) -> bool:
     raise ConfigError(f"The environment variable {name} is {value!r}; use one of true, false, 1, 0, yes, no.")
 
 
-def member() -> int | None:
-    """Return the id of this replica, if it comes and goes."""
-    return integer(MEMBER_VARIABLES[1])
-
-
-def is_elastic() -> bool:
-    """Whether this process belongs to a replica that comes and goes."""
-    return bool(text(MEMBER_VARIABLES[0]))
-
-
 def snapshot() -> dict[str, str]:
     """Return a copy of the whole environment."""
     return dict(os.environ)

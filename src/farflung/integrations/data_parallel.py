@@ -45,7 +45,7 @@ from farflung.comm.shards import is_sharded
 from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.launch import launched_outer
-from farflung.integrations.elastic import launched_membership, launched_run
+from farflung.integrations.elastic import membership_of, slots_of
 from farflung.integrations.patching import around
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.integrations.spawned import follow_processes
@@ -57,6 +57,7 @@ from farflung.outer.gradients import LocalDDP
 from farflung.process import world as slot
 from farflung.process.failure import OUTER_ATTACHED, leave_note
 from farflung.process.mesh import Mesh, make_mesh, replicas_here, require_replicas, stated_island_size
+from farflung.process.place import FIXED, Place
 from farflung.process.watchdog import Watchdog
 
 
@@ -94,23 +95,24 @@ class DDPTakeover:
 
     Args:
         slots: makes the shares of the data, where replicas come and go: `farflung.data.slots.Slots`.
+        place: the replica that this process belongs to, if replicas come and go.
     """
 
-    def __init__(self, config: OuterConfig, slots: Callable[..., Any] | None = None) -> None:
-        self._config, self._make_slots = config, slots
+    def __init__(self, config: OuterConfig, slots: Callable[..., Any] | None = None, place: Place = FIXED) -> None:
+        self._config, self._make_slots, self._place = config, slots, place
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()  # as they were made
         self._schedulers: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
         self._joins: weakref.WeakSet[Join] = weakref.WeakSet()  # that hand over to the rounds
         self._data = TrainingData(lambda: any(one.local.module.training for one in self._followed))
-        self.take_place()
+        self.read_ranks()
         self.forget()
 
-    def take_place(self) -> None:
-        """Find out where this process is among the others, by the launcher's variables."""
+    def read_ranks(self) -> None:
+        """Read from the launcher's variables which rank of its world this process is."""
         self._local_size = environ.integer("LOCAL_WORLD_SIZE") or 1
         here = replicas_here(self._local_size, stated_island_size(self._local_size) or 1)
         self._recipe = recipe_of(self._config, here)
-        self._outputs = RoundOutputs(self._config, environ.integer("RANK") or 0)
+        self._outputs = RoundOutputs(self._config, environ.integer("RANK") or 0, self._place.member)
 
     def forget(self) -> None:
         """Follow nothing as yet, as in a process that was forked from another one."""
@@ -192,21 +194,17 @@ class DDPTakeover:
         """Return which ranks train a replica together: at the first call a collective."""
         if self._mesh is None:
             everyone = TorchGroup()
-            size = stated_island_size(self._local_size, everyone=everyone) or 1
+            size = stated_island_size(self._local_size, None, everyone, self._place) or 1
             device = next(module.parameters(), torch.empty(0)).device
             mesh = make_mesh(everyone, size, device.type)
-            require_replicas(mesh)
+            require_replicas(mesh, self._place)
             self._mesh = mesh
             if everyone.size > 1:
                 self._watchdog = Watchdog(everyone)  # ends waits in a round and in a call of the script for each other
                 self._watchdog.start(math.inf)
-            if environ.is_elastic() and self._make_slots is not None and self._data.slots is None:
-                board, member, said = launched_run()
-                bounds = {name: said[name] for name in ("most", "expected")}
+            if self._place.member is not None and self._make_slots is not None and self._data.slots is None:
                 self._data.num_parts = everyone.size
-                self._data.slots = self._make_slots(
-                    board, member, Exchange(everyone), **bounds, is_training=self._data.is_training
-                )
+                self._data.slots = slots_of(self._place, self._make_slots, Exchange(everyone), self._data.is_training)
         return self._mesh
 
     def _about_to_step(self, optimizer: Optimizer) -> None:
@@ -232,7 +230,7 @@ class DDPTakeover:
                 f"{asked}: weigh_by={self._recipe.weigh_by!r} needs an Accelerator, whose backward(num_items=) counts "
                 "them."
             )
-        if not dist.is_initialized() or (dist.get_world_size() == 1 and not environ.is_elastic()):
+        if not dist.is_initialized() or (dist.get_world_size() == 1 and self._place.member is None):
             raise ConfigError(
                 f"{asked}: this process trains alone, so there are no replicas to average. Start at least two with "
                 "--num_processes, and let the script call torch.distributed.init_process_group."
@@ -262,7 +260,7 @@ class DDPTakeover:
 
     def _open(self, one: FollowedModel, optimizer: Optimizer) -> None:
         module, mesh = one.local.module, one.mesh
-        membership = launched_membership(mesh.island)
+        membership = membership_of(self._place, mesh.island)
         group, island = (None, None) if membership else (mesh.replicas, mesh.island)
         with self._in_round():
             one.loop = OuterLoop(module, self._recipe, group, island=island, membership=membership, inner=optimizer)
@@ -408,7 +406,7 @@ def take_over(slots: Callable[..., Any]) -> DDPTakeover:
     """
     config = launched_outer(OuterConfig)
     assert config is not None
-    takeover = DDPTakeover(config, slots)
+    takeover = DDPTakeover(config, slots, Place.launched())
     takeover.install()
     follow_processes(takeover)
     return takeover

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The membership that `farflung launch --elastic` gives its replicas, and their places."""
+"""What a replica of `farflung launch --elastic` needs of the run: its membership, and its share of the data."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from farflung.base.errors import ConfigError
 from farflung.comm.board import Board
+from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
 from farflung.comm.member_store import LauncherNotes
 from farflung.config import environ
 from farflung.outer.elastic import Elastic
+from farflung.process.place import Place
 
 
 def launched_membership(island: Group | None = None) -> Elastic | None:
@@ -30,10 +32,27 @@ def launched_membership(island: Group | None = None) -> Elastic | None:
         ConfigError: the variables of the launcher can't be understood.
         Unreachable: the launcher's store can't be reached.
     """
-    if not environ.is_elastic():
+    return membership_of(Place.launched(), island)
+
+
+def membership_of(here: Place, island: Group | None) -> Elastic | None:
+    """Return the membership of the replica `here`, as `launched_membership` does."""
+    if here.member is None:
         return None
-    board, member, run = launched_run()
-    return Elastic(board, member, island=island, **run)
+    board, settings = _run_of(here)
+    return Elastic(board, here.member, island=island, **settings)
+
+
+def slots_of(here: Place, make: Callable[..., Any], exchange: Exchange, is_training: Callable[[], bool]) -> Any:
+    """Return the data slots of the replica `here`.
+
+    Args:
+        make: `farflung.data.slots.Slots`.
+        exchange, is_training: its fields of these names.
+    """
+    board, settings = _run_of(here)
+    bounds = {name: settings[name] for name in ("most", "expected")}
+    return make(board, here.member, exchange, **bounds, is_training=is_training)
 
 
 def place() -> tuple[int, int]:
@@ -50,28 +69,24 @@ def place() -> tuple[int, int]:
         ConfigError, Unreachable: see `launched_membership`.
     """
     rank, size = environ.integer("RANK") or 0, environ.integer("WORLD_SIZE") or 1
-    if not environ.is_elastic():
+    here = Place.launched()
+    if here.member is None:
         return rank, size
-    board, member, run = launched_run()
+    board, settings = _run_of(here)
     notes = LauncherNotes(board)
     for number in count():
-        key, mine = f"place/{number}", str(member)
+        key, mine = f"place/{number}", str(here.member)
         holder = board.swap(key, "", mine)
         if holder != mine and (notes.noted("gone", int(holder)) or notes.noted("left", int(holder))):
             holder = board.swap(key, holder, mine)
         if holder == mine:
             break
-    parts = run["expected"]
+    parts = settings["expected"]
     return number % parts * size + rank, parts * size
 
 
-def launched_run() -> tuple[Board, int, dict[str, Any]]:
-    """Return the board of the run that `farflung launch --elastic` has started, this replica's id, and the settings."""
-    where, member = (environ.text(name) or "" for name in environ.MEMBER_VARIABLES)
-    host, _, port = where.rpartition(":")
-    if not port.isdecimal() or not member.isdecimal():
-        raise ConfigError(
-            f"{' and '.join(environ.MEMBER_VARIABLES)} are {where!r} and {member!r}; the launcher sets them."
-        )
+def _run_of(here: Place) -> tuple[Board, dict[str, Any]]:
+    """Connect to the run of a replica; return its board, and its settings."""
+    host, _, port = here.address.rpartition(":")
     board = Board.at(host.strip("[]"), int(port))
-    return board, int(member), json.loads(board.get("run"))
+    return board, json.loads(board.get("run"))

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from farflung.base.errors import ConfigError
 from farflung.base.files import open_lines
 from farflung.base.words import in_bytes
-from farflung.config import environ
 from farflung.process.failure import OUTER_ROUND, leave_note
 
 if TYPE_CHECKING:
@@ -31,9 +30,15 @@ _RANK = "{rank}"
 
 
 class RoundOutputs:
-    """Where the rounds of the loops that a setting asks for are written: its `log`, if it can be, and its `report`."""
+    """Where the rounds of the loops that a setting asks for are written: its `log`, if it can be, and its `report`.
 
-    def __init__(self, settings: OuterSettings, rank: int) -> None:
+    Args:
+        rank: of this process.
+        member: id of its replica, if it comes and goes.
+    """
+
+    def __init__(self, settings: OuterSettings, rank: int, member: int | None = None) -> None:
+        self._member = member
         self._log = opened_log(settings.log, rank)
         self._interval = None if rank else settings.report_seconds(sys.stderr.isatty())
 
@@ -43,9 +48,9 @@ class RoundOutputs:
 
     def listen(self, loop: OuterLoop, number: int, loss: Callable[[], float | None] | None = None) -> None:
         """Write about the rounds of a loop, the `number`-th from 0; `loss` returns that of the latest step."""
-        loop.listeners.append(RoundLog(self._log, number))
+        loop.listeners.append(RoundLog(self._log, number, self._member))
         if self._interval is not None:
-            loop.listeners.append(RoundReport(loop, number, self._interval, loss))
+            loop.listeners.append(RoundReport(loop, number, self._interval, self._member, loss))
 
 
 def opened_log(name: str | None, rank: int) -> Path | None:
@@ -70,9 +75,8 @@ class RoundLog:
     Replicas that come and go are rank 0 each, so their lines say which of the `members` has written them.
     """
 
-    def __init__(self, path: Path | None, model: int) -> None:
+    def __init__(self, path: Path | None, model: int, member: int | None) -> None:
         self._path = path
-        member = environ.member()
         self._who = {"model": model} if member is None else {"model": model, "member": member}
 
     def __call__(self, this: Round) -> None:
@@ -135,14 +139,19 @@ class RoundReport:
     """
 
     def __init__(
-        self, loop: OuterLoop, number: int, interval: float, loss: Callable[[], float | None] | None = None
+        self,
+        loop: OuterLoop,
+        number: int,
+        interval: float,
+        member: int | None,
+        loss: Callable[[], float | None] | None = None,
     ) -> None:
         self._figures = RoundFigures(loop)
         self._model = f" of model {number}" if number else ""
         self._interval = interval
         self._printed = -math.inf
         self._loss = loss
-        self._member = environ.member()
+        self._member = member
 
     def __call__(self, this: Round) -> None:
         now = time.perf_counter()

@@ -56,7 +56,7 @@ class Spawned:
             raise
 
     def _join(self, takeover: Any, join: Callable[..., None], *args: Any, **options: Any) -> None:
-        """Let the process join its group where the script says, and take its place in it for the launcher's."""
+        """Let the process join its group where the script says, and set the launcher's variables to its rank there."""
         given = signature(join).bind(*args, **options).arguments
         url = given.get("init_method") or "env://"
         *meeting, local_size = self._launched
@@ -71,9 +71,9 @@ class Spawned:
         dist: Any = sys.modules["torch.distributed"]
         rank, size = dist.get_rank(), dist.get_world_size()
         here = max(1, size // (environ.integer("GROUP_WORLD_SIZE") or 1))
-        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % here, "LOCAL_WORLD_SIZE": here}
-        environ.export({name: str(number) for name, number in place.items()})
-        takeover.take_place()
+        ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % here, "LOCAL_WORLD_SIZE": here}
+        environ.export({name: str(number) for name, number in ranks.items()})
+        takeover.read_ranks()
 
 
 def follow_processes(takeover: Any) -> None:

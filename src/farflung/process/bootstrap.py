@@ -31,6 +31,7 @@ from farflung.config.handlers import InitProcessGroupKwargs, WatchdogKwargs
 from farflung.config.tasks import STARTERS, in_slurm_step
 from farflung.process import world as slot
 from farflung.process.failure import install_failure_report
+from farflung.process.place import Place
 from farflung.process.sockets import serve_store
 from farflung.process.watchdog import Watchdog
 from farflung.process.world import RankInfo, World
@@ -121,7 +122,7 @@ def join_world(
     for variable, engine in _ENGINES.items():
         if environ.flag(variable):
             raise Unsupported(f"{variable} is set. {engine} is not supported. Use DDP, or an outer loop over it.")
-    info = _rank_info_of_group() if dist.is_initialized() else read_rank_info()
+    place, info = Place.launched(), _rank_info_of_group() if dist.is_initialized() else read_rank_info()
     device = choose_device(info, cpu)
     install_failure_report(info.rank, _explained, _leave if info.size > 1 else None)
     owns = info.size > 1 and not dist.is_initialized()
@@ -136,6 +137,7 @@ def join_world(
         device=device,
         group=group,
         exchange=Exchange(group),
+        place=place,
         backend=dist.get_backend() if info.size > 1 else None,
         owns_group=owns,
         watchdog=Watchdog(torch_group) if torch_group else None,

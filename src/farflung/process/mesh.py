@@ -18,6 +18,7 @@ from farflung.base.errors import ConfigError
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
+from farflung.process.place import FIXED, Place
 
 IslandSize = int | Literal["host"]
 AXES = ("dp_replicate", "dp_shard")
@@ -42,15 +43,18 @@ class Mesh:
         return self.device_mesh[AXES[1]]
 
 
-def stated_island_size(local_size: int, asked: IslandSize | None = None, everyone: Group | None = None) -> int | None:
+def stated_island_size(
+    local_size: int, asked: IslandSize | None = None, everyone: Group | None = None, place: Place = FIXED
+) -> int | None:
     """Return how many ranks average their gradients in every step; None where neither script nor launcher says.
 
     Args:
         local_size: number of ranks on this machine.
         asked: what the script says; None: what the launcher says counts.
         everyone: all ranks. With them the number is checked against theirs: for `host`, a collective.
+        place: the replica that `everyone` trains, if replicas come and go.
     """
-    if environ.is_elastic() and asked is None and everyone is not None:
+    if place.member is not None and asked is None and everyone is not None:
         return everyone.size  # a replica is a world of its own
     size: Any = environ.text("FARFLUNG_ISLAND_SIZE") if asked is None else asked
     if size is None or size == "":
@@ -94,9 +98,9 @@ def make_mesh(everyone: Group, island_size: int, device_type: str, device_mesh: 
     return Mesh(everyone, island if rows > 1 else everyone, replicas, device_mesh)
 
 
-def require_replicas(mesh: Mesh) -> None:
+def require_replicas(mesh: Mesh, place: Place) -> None:
     """Raise ConfigError where one island has all ranks, so that an outer loop has nothing to average in this run."""
-    if not environ.is_elastic() and mesh.replicas.size == 1 and mesh.island.size > 1:
+    if place.member is None and mesh.replicas.size == 1 and mesh.island.size > 1:
         raise ConfigError(
             f"An outer loop averages replicas, but all {mesh.island.size} processes share one. Make several: "
             f"ParallelismConfig(dp_replicate_size=2, dp_shard_size={max(1, mesh.island.size // 2)}), or a smaller "

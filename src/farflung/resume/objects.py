@@ -21,7 +21,6 @@ from farflung.base.words import counted
 from farflung.checkpoint import paths, rng
 from farflung.checkpoint.entries import Entry
 from farflung.comm.shards import is_sharded
-from farflung.config import environ
 from farflung.data.loader import PreparedLoader
 from farflung.data.resume.iteration import with_present_keys
 from farflung.resume.part import Loading, Part, Saving, change
@@ -190,7 +189,7 @@ class RNGStates(Part):
         if self._states is None:
             source.notes.append(f"it has no random states for rank {source.rank}, so its random numbers differ")
             return
-        member = environ.member() or 0
+        member = self.run.world.place.member or 0
         if source_rank != source.rank or member:
             self._states = _fresh(self._states, source.rank + 1000 * member)
         rng.check(self._states)
