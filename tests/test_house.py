@@ -218,7 +218,7 @@ def test_one_file_asks_the_environment_whether_replicas_come_and_go_and_a_place_
 
 
 @in_every_file(NAMES)
-def test_module_state_lives_in_two_slots(name):
+def test_module_state_lives_in_two_files(name):
     if name in ("process/world.py", "accelerator/session.py"):
         return
     for node in walk(tree(name)):

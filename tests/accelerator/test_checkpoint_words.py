@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from farflung import Accelerator
-from farflung.accelerator import session
+from farflung.accelerator.session import opened_session
 from farflung.base.errors import CheckpointError, ConfigError, StateError, Unsupported
 from farflung.checkpoint.manifest import Manifest
 from farflung.config import environ
@@ -41,7 +41,7 @@ def picture(training):
         str(training.scheduler.state_dict()),
         str([p.grad for p in training.model.parameters()]),
         str(training.loader.state_dict()),
-        str(session.opened().loop.state_dict([training.model])),
+        str(opened_session().loop.state_dict([training.model])),
         training.counter.epoch,
         torch.get_rng_state().tolist(),
         str(np.random.get_state()),

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import farflung
-from farflung.accelerator import session
+from farflung.accelerator.session import opened_session
 from farflung.base.errors import ConfigError, StateError
 from farflung.config import environ
 from farflung.config.parallelism import ParallelismConfig
@@ -54,7 +54,7 @@ def four_ranks():
         assert [own[axis].size() for axis in ("dp", "dp_cp", "dp_shard_cp")] == [4, 4, 2]
     accelerator = farflung.Accelerator(cpu=True, parallelism_config=grid)
     assert accelerator.torch_device_mesh is own
-    assert session.opened().layout.mesh.row.get_group() is own["dp_shard"].get_group()
+    assert opened_session().layout.mesh.row.get_group() is own["dp_shard"].get_group()
     AcceleratorState._reset_state()
     refused = []
     for said in ({"parallelism_config": ParallelismConfig(2, 1)}, {"parallelism_config": ParallelismConfig(3, 2)}):

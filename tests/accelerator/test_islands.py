@@ -13,8 +13,8 @@ from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.local_sgd import LocalSGD
 from farflung.outer import diloco, post_local_sgd, streaming_diloco
-from farflung.process import world
 from farflung.process.mesh import replicas_here
+from farflung.process.world import joined_world
 from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
 from tests.faults import lives_until
@@ -141,7 +141,7 @@ def left_for_good(told):
         with accelerator.outer(model, diloco(2)):
             for step in range(4):
                 if step == 3 and accelerator.process_index == 3:
-                    world.joined().group.leave("ValueError: bad sample", for_good=True)  # as an uncaught error
+                    joined_world().group.leave("ValueError: bad sample", for_good=True)  # as an uncaught error
                     lives_until(lambda: len(list(told.iterdir())) == 3)
                     raise ValueError("bad sample")
                 began = time.monotonic()
@@ -149,7 +149,7 @@ def left_for_good(told):
                 optimizer.step()
                 optimizer.zero_grad()
     except RankFailure as error:
-        world.joined().group.leave("RankFailure", for_good=True)
+        joined_world().group.leave("RankFailure", for_good=True)
         (told / str(accelerator.process_index)).touch()
         return str(error), time.monotonic() - began
     except ValueError:

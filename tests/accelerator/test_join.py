@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from farflung import Accelerator, ParallelismConfig
-from farflung.accelerator import session
+from farflung.accelerator.session import opened_session
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.base.torch_internals import num_collectives
-from farflung.process import world
+from farflung.process.world import joined_world
 from farflung.state import AcceleratorState
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
@@ -48,7 +48,7 @@ class Share:
     end_of_dataloader = False
 
     def __init__(self, accelerator, sizes):
-        self.loop, self.rank, self.sizes = session.opened().loop, accelerator.process_index, sizes
+        self.loop, self.rank, self.sizes = opened_session().loop, accelerator.process_index, sizes
         self.loader = self
 
     def __iter__(self):
@@ -160,10 +160,10 @@ def epochs(num_steps):
         mine = torch.cat([bare.weight.detach().view(-1), bare.bias.detach(), state["exp_avg"].view(-1), numbers])
         everyone = accelerator.gather(mine.unsqueeze(0))
         drift.append((everyone - everyone[0]).abs().max().item())
-    before = num_collectives(world.joined().group.pg)
+    before = num_collectives(joined_world().group.pg)
     with accelerator.no_sync(model):
         model(tokens(0, 0, 1))
-    after = num_collectives(world.joined().group.pg)
+    after = num_collectives(joined_world().group.pg)
     return drift, state["step"].item(), after - before
 
 

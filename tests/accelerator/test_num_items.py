@@ -11,7 +11,7 @@ from torch import nn
 from farflung import Accelerator
 from farflung.base.errors import ConfigError, StateError
 from farflung.outer import local_sgd
-from farflung.process import world
+from farflung.process.world import joined_world
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import GradScalerKwargs
@@ -60,7 +60,7 @@ def gradients(shares, precision, clip):
     )
     model = accelerator.prepare(network())
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
-    group = world.joined().group
+    group = joined_world().group
     before = entered(group)
     for number, count in enumerate(sizes):
         with accelerator.accumulate(model):

@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from farflung import Accelerator, GradScalerKwargs, OuterConfig, utils
-from farflung.accelerator import session
+from farflung.accelerator.session import opened_session
 from farflung.base.errors import ConfigError, StateError
 from farflung.comm import collectives
 from farflung.local_sgd import LocalSGD
 from farflung.outer.arguments import recipe_of
-from farflung.process import world
+from farflung.process.world import current_world, joined_world
 from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration
@@ -204,7 +204,7 @@ def rounds_at_the_doors(folder):
             one_step(accelerator, model, optimizer, batch)
             break
         counts = [loop.stats().rounds]
-        for step in (lambda: collectives.wait_for_everyone(world.joined().exchange), call):
+        for step in (lambda: collectives.wait_for_everyone(joined_world().exchange), call):
             step()
             counts.append(loop.stats().rounds)
         found[name] = (counts[1] - counts[0], counts[2] - counts[1])
@@ -461,7 +461,7 @@ def said_at_the_end(how):
             break
     accelerator.outer_loops[0].advice = lambda by_flags: "Exchange less often."
     if how == "nothing more":
-        (controller,) = session.opened().controllers
+        (controller,) = opened_session().controllers
         controller.exit_report()  # what the end of the process does
     else:
         accelerator.end_training()
@@ -531,7 +531,7 @@ def local_sgd_inside():
 def test_parts_that_do_not_go_together_are_refused_before_the_world_is_joined():
     with pytest.raises(ConfigError, match="so it can't be used with a delay"):
         Accelerator(cpu=True, outer=OuterConfig("eager_diloco", every=4, inner="reset"))
-    assert world.current() is None
+    assert current_world() is None
 
 
 def test_a_log_that_can_not_be_written_is_refused(tmp_path):

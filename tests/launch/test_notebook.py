@@ -97,7 +97,7 @@ def test_a_process_that_has_joined_a_world_is_not_forked(monkeypatch):
     class Joined:
         rank, size = 0, 1
 
-    monkeypatch.setattr("farflung.process.world.current", lambda: Joined)
+    monkeypatch.setattr("farflung.launch.notebook.current_world", lambda: Joined)
     for start in (notebook_launcher, debug_launcher):
         with pytest.raises(StateError, match="inside the function only"):
             start(print, num_processes=2)

@@ -19,10 +19,10 @@ from farflung.config import environ
 from farflung.config.handlers import InitProcessGroupKwargs
 from farflung.launch.network import get_free_port
 from farflung.launchers import debug_launcher
-from farflung.process import world as slot
 from farflung.process.bootstrap import RankInfo, choose_device, join_world, leave_world, read_rank_info
 from farflung.process.log import get_logger
 from farflung.process.seed import set_seed, synchronize_rng_states
+from farflung.process.world import current_world, joined_world
 from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
 
@@ -70,7 +70,7 @@ def test_a_slurm_batch_script_is_one_process():
 def test_where_several_processes_are_meant_there_is_a_group_or_an_error(variables, message):
     with environ.patched(variables), pytest.raises(ConfigError, match=message):
         join_world()
-    assert slot.current() is None
+    assert current_world() is None
 
 
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"])
@@ -93,7 +93,7 @@ def test_a_process_without_a_device_of_its_own_is_told():
 
 def test_nothing_is_known_before_the_world_is_joined():
     with pytest.raises(StateError, match="Accelerator"):
-        slot.joined()
+        joined_world()
 
 
 def joins_by_itself():

@@ -15,13 +15,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from farflung.accelerator import lazy, session as slot, settings
+from farflung.accelerator import lazy, settings
 from farflung.accelerator.checkpoints import Checkpointing
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController, OuterMethods
 from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics
 from farflung.accelerator.prepare import Preparer
 from farflung.accelerator.properties import AcceleratorProperties
+from farflung.accelerator.session import (
+    check_layout,
+    flushed,
+    open_session,
+    resolve_layout,
+    session_in_use,
+    settling,
+    unset_announced,
+)
 from farflung.accelerator.trackers import TrackerMethods
 from farflung.accelerator.views import AcceleratorState, GradientState
 from farflung.base.checks import check_optional, check_type
@@ -102,7 +111,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
         )
-        slot.check_layout(fsdp_plugin, parallelism_config, island_size)
+        check_layout(fsdp_plugin, parallelism_config, island_size)
         rng_types = settings.resolve_rng_types(rng_types)
         settings.check_arguments(
             device_placement, cpu, step_scheduler_with_optimizer, scheduler_ticks, project_dir, project_config
@@ -123,10 +132,10 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         self._tracking = None if log_with is None else lazy.Tracking(log_with, self.logging_dir)
         self.dataloader_config = settings.resolve_data(dataloader_config, split_batches)
         world = join_world(cpu, self.init_handler, given.get(handlers.WatchdogKwargs))
-        session = slot.open_or_join(world, mixed_precision, accumulation, compiling)
-        with slot.settling(session):
+        session = open_session(world, mixed_precision, accumulation, compiling)
+        with settling(session):
             self._precision = settings.resolve_precision(session.mixed_precision, world.device, given)
-            self._layout = layout = slot.resolve_layout(
+            self._layout = layout = resolve_layout(
                 session, fsdp_plugin, parallelism_config, island_size, asked is not None
             )
         self._loop = session.loop
@@ -160,7 +169,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         Args:
             device_placement: for each argument, whether it is moved to the device; None: the Accelerator's setting.
         """
-        slot.in_use()  # after a reset nothing would flush the outer loops of what is prepared
+        session_in_use()  # after a reset nothing would flush the outer loops of what is prepared
         prepared = self._preparer.prepare(args, device_placement)
         self._controller.attach()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -347,7 +356,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         folder = Path(handler.output_trace_dir)
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"profile_{self._world.rank}.json"))
-        collectives.wait_for_everyone(slot.flushed(self._world.exchange), "profile")
+        collectives.wait_for_everyone(flushed(self._world.exchange), "profile")
 
     # ---- talking to the other processes
 
@@ -357,7 +366,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         Raises:
             CollectiveMismatch: on every rank, when structures, shapes or dtypes differ.
         """
-        return collectives.gather(slot.flushed(self._world.exchange), tensor)
+        return collectives.gather(flushed(self._world.exchange), tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, then drop the padding of the batch that was yielded last.
@@ -369,7 +378,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         Raises:
             StateError: nothing in the last batches says how many samples they have, and some are padding.
         """
-        loop, exchange = self._loop, slot.flushed(self._world.exchange)
+        loop, exchange = self._loop, flushed(self._world.exchange)
         if loop.loaders and loop.remainder < 0:
             raise StateError(
                 "gather_for_metrics: the last round was completed with batches of the first, but nothing in them says "
@@ -380,11 +389,11 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or average each tensor of a tree over all processes, and multiply by `scale`."""
-        return collectives.reduce(slot.flushed(self._world.exchange), tensor, reduction, scale)
+        return collectives.reduce(flushed(self._world.exchange), tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad each tensor of a tree along `dim` to the longest of all processes."""
-        exchange = slot.flushed(self._world.exchange)
+        exchange = flushed(self._world.exchange)
         return collectives.pad_across_processes(exchange, tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
@@ -394,7 +403,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
     def check_trigger(self) -> bool:
         """Whether any process has called `set_trigger` since the last True; every process must ask."""
         mine = self.flag_tensor if self.flag_tensor is not None else torch.zeros(1)
-        if collectives.reduce(slot.flushed(self._world.exchange), mine, "sum", within="check_trigger").item() < 1:
+        if collectives.reduce(flushed(self._world.exchange), mine, "sum", within="check_trigger").item() < 1:
             return False
         self.flag_tensor = None
         return True
@@ -418,7 +427,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             self._settle_checkpoints()
         finally:
             self._finish_trackers()
-        slot.withdraw()
+        unset_announced()
         leave_world()
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from farflung.accelerator import session as slot
+from farflung.accelerator.session import flushed
 from farflung.base.checks import check_callable, check_whole, wrong_type
 from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError
@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ProcessControl:
-    """A process's place in its world, under Accelerate's names, for `PartialState` and `Accelerator`."""
+    """A process's rank in its world, under Accelerate's names, for `PartialState` and `Accelerator`."""
 
     _world: Forward[World]
     _described = Forward[World]("_world")  # by the attributes that a reset takes away
@@ -44,7 +44,7 @@ class ProcessControl:
 
     def wait_for_everyone(self) -> None:
         """Return when every process has come here; raise CollectiveMismatch when one makes another call instead."""
-        collectives.wait_for_everyone(slot.flushed(self._world.exchange))
+        collectives.wait_for_everyone(flushed(self._world.exchange))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the first process of each machine."""
@@ -67,10 +67,10 @@ class ProcessControl:
     def _first(self, mine: bool) -> Iterator[None]:
         name = "main_process_first or local_main_process_first"  # which nest, and wait in another order
         if not mine:
-            collectives.wait_for_everyone(slot.flushed(self._world.exchange), name)
+            collectives.wait_for_everyone(flushed(self._world.exchange), name)
         yield  # an exception here passes the barrier by: this process ends, and the others see it gone
         if mine:
-            collectives.wait_for_everyone(slot.flushed(self._world.exchange), name)
+            collectives.wait_for_everyone(flushed(self._world.exchange), name)
 
     def on_main_process(self, function: Function | None = None) -> Any:
         """Make `function` run on the first process of all and return None on the others."""

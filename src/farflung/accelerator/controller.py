@@ -23,10 +23,10 @@ from farflung.base.forward import Forward
 from farflung.config import environ
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.loop.state import ActiveLoader
-from farflung.process import world as slot
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, leave_note
 from farflung.process.log import get_logger
 from farflung.process.mesh import replicas_here
+from farflung.process.world import current_world
 from farflung.resume.run import Run
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class OuterController:
 
     def exit_report(self) -> None:
         """Say at the end of the process what is left to say."""
-        if slot.current() is None or getattr(sys, "last_value", None) is not None:
+        if current_world() is None or getattr(sys, "last_value", None) is not None:
             return
         for attached in self.attached:
             if attached.epochs is None:

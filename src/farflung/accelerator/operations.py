@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from farflung.accelerator.session import current, flushed
+from farflung.accelerator.session import current_session, flushed
 from farflung.base.checks import check_type
 from farflung.base.errors import Unsupported
 from farflung.base.torch_internals import compiled_again, compiled_from
@@ -101,7 +101,7 @@ def wait_for_everyone() -> None:
 def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
     """Prepare a loader; it reports to the loop of the process's latest Accelerator, if there is one."""
     prepared = loading.prepare_data_loader(*args, **kwargs)
-    session = current()
+    session = current_session()
     if session is not None:
         prepared.report_to(session.loop)
     return prepared

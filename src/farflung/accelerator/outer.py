@@ -104,7 +104,7 @@ class AttachedLoop:
             if self._run.slots is not None and self._followed is not None:
                 self._run.slots.leave(self._followed)
                 self._followed = None
-            self._join()
+            self._average_everywhere()
 
     def step_attempted(self, done: bool) -> None:
         """After an attempted step: count it, run the rounds that are due, and flush on the last batch of the data."""
@@ -171,14 +171,15 @@ class AttachedLoop:
     def _choose_who_averages(self) -> None:
         """Average gradients between islands while the recipe warms up, and within them from then on."""
         if self.loop.is_warming:
-            self._join()
+            self._average_everywhere()
         elif self._alone is None:
             self._alone = ExitStack()
             self._alone.enter_context(self._run.strategy.local(self.model))
             for optimizer in self._owners:
                 optimizer.in_lockstep = optimizer.is_own = True
 
-    def _join(self) -> None:
+    def _average_everywhere(self) -> None:
+        """Let the model's strategy average gradients over all ranks again."""
         if self._alone is not None:
             for optimizer in self._owners:
                 optimizer.in_lockstep = False

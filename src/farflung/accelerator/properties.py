@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from farflung.accelerator import session as slot
 from farflung.accelerator.prepare import Preparer
-from farflung.accelerator.session import Layout
+from farflung.accelerator.session import Layout, session_in_use
 from farflung.accelerator.settings import resolve_rng_types
 from farflung.accelerator.views import AcceleratorState, Engines, GradientState, nothing
 from farflung.base.checks import check_flag, check_optional, check_whole
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def _joined(run: Run) -> World:
-    slot.in_use()
+    session_in_use()
     return run.world
 
 
@@ -60,7 +59,7 @@ class AcceleratorProperties(Engines):
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes work together, or what a script has set `state.distributed_type` to."""
-        return slot.in_use().named_kind or self._strategy.kind
+        return session_in_use().named_kind or self._strategy.kind
 
     mixed_precision = Forward[str]("_precision.name", "`no`, `bf16`, `fp16` or `fp8`.")
     scaler = Forward[Any]("_precision.scaler", "The loss scaler of fp16, else None.")
@@ -182,17 +181,17 @@ class AcceleratorProperties(Engines):
 
     @property
     def data_parallel_rank(self) -> int:
-        """The row of this process, its place among the replicas of a `ParallelismConfig`; StateError without one."""
+        """The row of this process, its index among the replicas of a `ParallelismConfig`; StateError without one."""
         return self._grid("data_parallel_rank").mesh.replicas.rank
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """The column of this process, its place among the shards of a `ParallelismConfig`; StateError without one."""
+        """The column of this process, its index among the shards of a `ParallelismConfig`; StateError without one."""
         return self._grid("data_parallel_shard_rank").mesh.island.rank
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """0: the axis of tensor parallelism has one place; StateError without a `ParallelismConfig`."""
+        """0: the axis of tensor parallelism has one rank; StateError without a `ParallelismConfig`."""
         self._grid("tensor_parallel_rank")
         return 0
 
@@ -205,12 +204,12 @@ class AcceleratorProperties(Engines):
 
     @property
     def context_parallel_rank(self) -> int:
-        """This process's place along the axis of context parallelism, which there is not: Unsupported."""
+        """Raise Unsupported: there is no context parallelism."""
         raise Unsupported("context_parallel_rank: context parallelism is not supported. Use process_index.")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """This process's place along the axis of pipeline parallelism, which there is not: Unsupported."""
+        """Raise Unsupported: there is no pipeline parallelism."""
         raise Unsupported("pipeline_parallel_rank: pipeline parallelism is not supported. Use process_index.")
 
     should_save_model = Forward[bool](

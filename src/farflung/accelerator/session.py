@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the first `Accelerator` of a process settled for all: the second of the two slots where Farflung keeps state."""
+"""What the first `Accelerator` of a process settled for all: with the world, all global state that Farflung keeps."""
 
 from __future__ import annotations
 
@@ -69,45 +69,46 @@ class Session:
     controllers: WeakKeyDictionary[OuterController, None] = field(default_factory=WeakKeyDictionary)
 
 
-_slot: Session | None = None
+_session: Session | None = None
 
 
-def current() -> Session | None:
+def current_session() -> Session | None:
     """Return the open session, or None."""
-    return _slot
+    return _session
 
 
-def opened() -> Session:
+def opened_session() -> Session:
     """Return the open session, or raise StateError."""
-    if _slot is None:
+    if _session is None:
         raise StateError("No Accelerator has been created in this process yet. Create one first: `Accelerator()`.")
-    return _slot
+    return _session
 
 
-def open_or_join(
+def open_session(
     world: World,
     mixed_precision: str | None,
     plugin: GradientAccumulationPlugin | None,
     compiling: TorchDynamoPlugin | None = None,
 ) -> Session:
-    """Open the session with these settings, or join the open one, which must have the same precision (None: any)."""
-    global _slot
-    if _slot is None or _slot.world is not world:  # a session does not outlive its world
-        withdraw()
+    """Open the session with these settings, or return the open one, which must have the same precision (None: any)."""
+    global _session
+    if _session is None or _session.world is not world:  # a session does not outlive its world
+        unset_announced()
         chosen = plugin or GradientAccumulationPlugin(num_steps=1)
         precision = mixed_precision or environ.text("ACCELERATE_MIXED_PRECISION") or "no"
-        _slot = Session(world, precision, chosen, new_loop(chosen, world), compiling)
-        return _slot
-    if mixed_precision is not None and mixed_precision != _slot.mixed_precision:
+        _session = Session(world, precision, chosen, new_loop(chosen, world), compiling)
+        return _session
+    if mixed_precision is not None and mixed_precision != _session.mixed_precision:
         raise ConfigError(
             f"mixed_precision={mixed_precision!r}, but this process's first Accelerator has "
-            f"{_slot.mixed_precision!r}. Make them equal, or call `AcceleratorState._reset_state()` between two runs."
+            f"{_session.mixed_precision!r}. Make them equal, or call `AcceleratorState._reset_state()` between two "
+            "runs."
         )
-    _slot.compiling = compiling or _slot.compiling
-    if plugin is not None and plugin != _slot.plugin:
-        _slot.plugin = plugin
-        _slot.loop = new_loop(plugin, _slot.world)
-    return _slot
+    _session.compiling = compiling or _session.compiling
+    if plugin is not None and plugin != _session.plugin:
+        _session.plugin = plugin
+        _session.loop = new_loop(plugin, _session.world)
+    return _session
 
 
 def check_layout(fsdp_plugin: Any, parallelism_config: Any, island_size: Any) -> None:
@@ -203,14 +204,14 @@ def settling(session: Session) -> Iterator[None]:
         yield
     except (ConfigError, Unsupported):
         if session.layout is None:
-            close()
+            close_session()
         raise
 
 
 def flushed(exchange: Exchange) -> Exchange:
     """Flush the outer loops that are owed it, before a collective of all ranks over `exchange`; return `exchange`."""
-    if exchange.size > 1 and _slot is not None and _slot.world.exchange is exchange:
-        for controller in list(_slot.controllers):
+    if exchange.size > 1 and _session is not None and _session.world.exchange is exchange:
+        for controller in list(_session.controllers):
             controller.flush_owed()
     return exchange
 
@@ -233,21 +234,21 @@ def require_open(kind: str, is_open: bool) -> None:
         )
 
 
-def in_use() -> Session:
+def session_in_use() -> Session:
     """Return the open session for an Accelerator or a view made before; raise StateReset if it was closed since."""
-    require_open("AcceleratorState", _slot is not None)
-    return opened()
+    require_open("AcceleratorState", _session is not None)
+    return opened_session()
 
 
-def withdraw() -> None:
+def unset_announced() -> None:
     """Unset the variables that tell transformers of the session."""
-    if _slot is not None:
-        environ.remove(*_slot.announced)
-        _slot.announced = ()
+    if _session is not None:
+        environ.remove(*_session.announced)
+        _session.announced = ()
 
 
-def close() -> None:
-    """Empty the slot. What was made before has no attributes that describe this process, until the next is made."""
-    global _slot
-    withdraw()
-    _slot = None
+def close_session() -> None:
+    """Forget the session. What was made before has no attributes that describe this process, until the next is made."""
+    global _session
+    unset_announced()
+    _session = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerate's state classes, as views: they own nothing and read the two slots."""
+"""Accelerate's state classes, as views: they own nothing and read the world and the session."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farflung.accelerator import session as slot
 from farflung.accelerator.control import ProcessControl
-from farflung.accelerator.session import Layout, check_layout, resolve_layout
+from farflung.accelerator.session import (
+    Layout,
+    check_layout,
+    close_session,
+    current_session,
+    new_loop,
+    open_session,
+    opened_session,
+    require_open,
+    resolve_layout,
+    session_in_use,
+)
 from farflung.accelerator.settings import check_init, refuse_engines, resolve_compile
 from farflung.base.checks import check_flag, check_type, check_word
 from farflung.base.enums import DistributedType, PrecisionType
@@ -20,9 +30,8 @@ from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
 from farflung.loop.state import LoopState, LoopView
-from farflung.process import world as world_slot
 from farflung.process.bootstrap import join_world, leave_world
-from farflung.process.world import World
+from farflung.process.world import World, current_world, joined_world
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,8 +49,8 @@ class _SharedState:
 
 
 def _joined(kind: str) -> World:
-    world = world_slot.current()
-    slot.require_open(kind, world is not None)
+    world = current_world()
+    require_open(kind, world is not None)
     assert world is not None
     return world
 
@@ -74,9 +83,7 @@ class PartialState(ProcessControl):
         join_world(cpu, check_init(InitProcessGroupKwargs(**{name: kwargs[name] for name in known if name in kwargs})))
 
     _world = Forward[World](lambda self: _joined(type(self).__name__))
-    initialized = Forward[bool](
-        lambda self: world_slot.current() is not None, "Whether this process has joined its world."
-    )
+    initialized = Forward[bool](lambda self: current_world() is not None, "Whether this process has joined its world.")
     backend = Forward[str | None](
         "_world.backend", "How the processes talk: `gloo`, `nccl` ...; None when there is one."
     )
@@ -188,31 +195,31 @@ class AcceleratorState(Engines, PartialState):
             check_word("mixed_precision", mixed_precision, PrecisionType.list())
         super().__init__(cpu, **kwargs)
         compiling = None if dynamo_plugin is None else resolve_compile(None, dynamo_plugin)
-        session = slot.open_or_join(world_slot.joined(), mixed_precision, None, compiling)
+        session = open_session(joined_world(), mixed_precision, None, compiling)
         if fsdp_plugin is not None or parallelism_config is not None:
             resolve_layout(session, fsdp_plugin, parallelism_config)
 
-    _world = Forward[World](lambda self: getattr(slot.current(), "world", None) or _joined("AcceleratorState"))
-    _described = Forward[World](lambda self: slot.in_use().world)
+    _world = Forward[World](lambda self: getattr(current_session(), "world", None) or _joined("AcceleratorState"))
+    _described = Forward[World](lambda self: session_in_use().world)
     initialized = Forward[bool](
-        lambda self: slot.current() is not None, "Whether an `Accelerator` has settled things in this process."
+        lambda self: current_session() is not None, "Whether an `Accelerator` has settled things in this process."
     )
 
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes work together, or what a script has set this to; that changes nothing of how they train."""
-        return slot.in_use().named_kind or (DistributedType.FSDP if self.is_fsdp2 else self._world.kind)
+        return session_in_use().named_kind or (DistributedType.FSDP if self.is_fsdp2 else self._world.kind)
 
     @distributed_type.setter
     def distributed_type(self, kind: DistributedType) -> None:
-        slot.in_use().named_kind = DistributedType(kind)
+        session_in_use().named_kind = DistributedType(kind)
 
-    _layout = Forward["Layout | None"](lambda self: getattr(slot.current(), "layout", None))
+    _layout = Forward["Layout | None"](lambda self: getattr(current_session(), "layout", None))
 
-    mixed_precision = Forward[str](lambda self: slot.in_use().mixed_precision, "`no`, `bf16` or `fp16`.")
+    mixed_precision = Forward[str](lambda self: session_in_use().mixed_precision, "`no`, `bf16` or `fp16`.")
 
     dynamo_plugin = Forward[TorchDynamoPlugin](
-        lambda self: slot.opened().compiling or TorchDynamoPlugin(), "How the latest `Accelerator` compiles models."
+        lambda self: opened_session().compiling or TorchDynamoPlugin(), "How the latest `Accelerator` compiles models."
     )
     deepspeed_plugins = Engines.deepspeed_plugin
 
@@ -231,7 +238,7 @@ class AcceleratorState(Engines, PartialState):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        slot.close()
+        close_session()
         if reset_partial_state:
             leave_world()
 
@@ -246,26 +253,26 @@ class GradientState(LoopView):
         if gradient_accumulation_plugin is not None:
             wanted = "a GradientAccumulationPlugin(num_steps=...)"
             check_type("gradient_accumulation_plugin", gradient_accumulation_plugin, GradientAccumulationPlugin, wanted)
-            slot.open_or_join(world_slot.joined(), None, gradient_accumulation_plugin)
+            open_session(joined_world(), None, gradient_accumulation_plugin)
 
     initialized = Forward[bool](
-        lambda self: slot.current() is not None, "Whether an `Accelerator` has been made in this process."
+        lambda self: current_session() is not None, "Whether an `Accelerator` has been made in this process."
     )
 
-    _loop = Forward[LoopState](lambda self: slot.opened().loop)
+    _loop = Forward[LoopState](lambda self: opened_session().loop)
 
     adjust_scheduler = Forward[bool](
-        lambda self: slot.opened().plugin.adjust_scheduler, "The plugin's field of that name."
+        lambda self: opened_session().plugin.adjust_scheduler, "The plugin's field of that name."
     )
     plugin_kwargs = Forward[dict[str, Any]](
-        lambda self: slot.opened().plugin.to_kwargs(), "The plugin's fields that differ from their defaults."
+        lambda self: opened_session().plugin.to_kwargs(), "The plugin's fields that differ from their defaults."
     )
 
     @staticmethod
     def _reset_state() -> None:
-        session = slot.current()
+        session = current_session()
         if session is not None:
-            session.loop = slot.new_loop(session.plugin, session.world)
+            session.loop = new_loop(session.plugin, session.world)
 
     def __repr__(self) -> str:
         return (
@@ -276,4 +283,4 @@ class GradientState(LoopView):
 
 def is_initialized() -> bool:
     """Say whether an `Accelerator` has settled things in this process."""
-    return slot.current() is not None
+    return current_session() is not None

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farflung.accelerator import session as slot
 from farflung.accelerator.operations import extract_model_from_parallel
+from farflung.accelerator.session import flushed, opened_session
 from farflung.base.checks import check_path, check_whole, wrong_type
 from farflung.base.enums import DistributedType
 from farflung.base.errors import CollectiveMismatch, ConfigError, ShapeMismatch, WrongType
@@ -48,7 +48,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     Raises CollectiveMismatch, on every process, unless exactly one has a tensor.
     """
     world = join_world()
-    exchange, name = slot.flushed(world.exchange), "copy_tensor_to_devices"
+    exchange, name = flushed(world.exchange), "copy_tensor_to_devices"
     forms = collectives.gather_object(exchange, [get_data_structure(tensor)], name=name)
     owners = [rank for rank, form in enumerate(forms) if form is not None]
     if len(owners) != 1:
@@ -91,7 +91,7 @@ def get_mixed_precision_context_manager(
     """Return a block in which the mixed precision that the `Accelerator` was made with computes, if `native_amp`."""
     if not native_amp:
         return nullcontext()
-    session = slot.opened()
+    session = opened_session()
     arguments = (autocast_kwargs or AutocastKwargs()).to_kwargs()
     arguments.pop("outputs_to_fp32", None)
     return torch.autocast(session.world.device.type, dtype=_HALVES.get(session.mixed_precision), **arguments)

@@ -38,8 +38,8 @@ from farflung.data.torch_loaders import (
 )
 from farflung.loop.state import LoopState
 from farflung.loop.uneven import SAY_SHARDED
-from farflung.process import world as slot
 from farflung.process.seed import share_rng_state
+from farflung.process.world import current_world
 
 if TYPE_CHECKING:
     from farflung.data.slots import Slots
@@ -177,7 +177,7 @@ def prepare_data_loader(
         Unsupported: a mesh with axes along which ranks see the same data.
     """
     refuse_mesh(torch_device_mesh)
-    world = slot.current()
+    world = current_world()
     group: Group = SoloGroup() if world is None else world.group
     exchange = Exchange(group) if world is None else world.exchange
     fixed_rank = None

@@ -54,11 +54,11 @@ from farflung.loop.scheduler import planned_updates
 from farflung.outer.arguments import OuterConfig, recipe_of
 from farflung.outer.engine import OuterLoop
 from farflung.outer.gradients import LocalDDP
-from farflung.process import world as slot
 from farflung.process.failure import OUTER_ATTACHED, leave_note
 from farflung.process.mesh import Mesh, make_mesh, replicas_here, require_replicas, stated_island_size
 from farflung.process.place import FIXED, Place
 from farflung.process.watchdog import Watchdog
+from farflung.process.world import current_world
 
 
 class FollowedModel:
@@ -176,7 +176,7 @@ class DDPTakeover:
 
     def _make_ddp(self, make: Callable[..., None], *args: Any, **options: Any) -> None:
         """Follow a DDP model that the script makes; if there are islands, make it over this rank's."""
-        if slot.current() is not None or not dist.is_initialized():
+        if current_world() is not None or not dist.is_initialized():
             make(*args, **options)  # an Accelerator of ours calls, and opens loops itself; or torch raises an error
             return
         given = inspect.signature(make).bind(*args, **options)
@@ -210,7 +210,7 @@ class DDPTakeover:
     def _about_to_step(self, optimizer: Optimizer) -> None:
         """Open the loops over the models that `optimizer` trains, if this is its first step and they can work here."""
         is_afterwards = self._has_ended and not dist.is_initialized()
-        if self._is_in_round or is_afterwards or slot.current() is not None or optimizer in self._driven:
+        if self._is_in_round or is_afterwards or current_world() is not None or optimizer in self._driven:
             return
         models = self._trained_by(optimizer)
         self._check(optimizer, _parameters_of(optimizer), bool(models))

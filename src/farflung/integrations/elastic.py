@@ -62,8 +62,9 @@ def place() -> tuple[int, int]:
         dataset = dataset[part::parts]
 
     Under `farflung launch --elastic` each replica is a world of its own, whose `RANK` says nothing of the others. It
-    gets the first place that no living replica has, so one that is started again takes up what was left; there are as
-    many as the run began with, and replicas beyond these share places. Elsewhere it is `RANK` and `WORLD_SIZE`.
+    gets the first part that no living replica has, so one that is started again takes up what was left. There are as
+    many parts as the run began with replicas; replicas beyond these share parts. Elsewhere the answer is `RANK` and
+    `WORLD_SIZE`.
 
     Raises:
         ConfigError, Unreachable: see `launched_membership`.

@@ -46,7 +46,7 @@ class Spawned:
             takeover = import_module("farflung.integrations.data_parallel").take_over(slots)
         else:
             takeover.forget()
-        around(sys.modules["torch.distributed"], "init_process_group", partial(self._join, takeover))
+        around(sys.modules["torch.distributed"], "init_process_group", partial(self._init_group, takeover))
         try:
             result = self._target(*args, **options)
             takeover.close()
@@ -55,9 +55,9 @@ class Spawned:
             takeover.leave(error) if not isinstance(error, SystemExit) or error.code else takeover.close()
             raise
 
-    def _join(self, takeover: Any, join: Callable[..., None], *args: Any, **options: Any) -> None:
-        """Let the process join its group where the script says, and set the launcher's variables to its rank there."""
-        given = signature(join).bind(*args, **options).arguments
+    def _init_group(self, takeover: Any, init: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Connect to the group that the script asks for, and set the launcher's variables to the rank in it."""
+        given = signature(init).bind(*args, **options).arguments
         url = given.get("init_method") or "env://"
         *meeting, local_size = self._launched
         if local_size not in (None, "1"):
@@ -67,7 +67,7 @@ class Spawned:
             )
         if given.get("store") or not url.startswith("env://") or [*map(environ.text, _MEETING)] != meeting:
             environ.remove(_AGENT_STORE)
-        join(*args, **options)
+        init(*args, **options)
         dist: Any = sys.modules["torch.distributed"]
         rank, size = dist.get_rank(), dist.get_world_size()
         here = max(1, size // (environ.integer("GROUP_WORLD_SIZE") or 1))

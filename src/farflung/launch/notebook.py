@@ -22,7 +22,7 @@ from farflung.launch.agent import run_agent
 from farflung.launch.network import choose_interface
 from farflung.launch.plan import Meeting, Plan, fit_for_cores, meet, network_variables, one_machine, usable_cores
 from farflung.launch.report import explain
-from farflung.process import world
+from farflung.process.world import current_world
 
 
 def notebook_launcher(
@@ -139,7 +139,7 @@ def _fork(
     line_prefix: str | None = None,
 ) -> None:
     check_variables()
-    joined = world.current()
+    joined = current_world()
     if joined is not None:
         raise StateError(
             f"This process is rank {joined.rank} of {joined.size} already, so it can't be forked into others. Restart "

@@ -14,7 +14,7 @@ from farflung.base.forward import Forward, unchecked
 from farflung.base.tree import send_to_device
 from farflung.loop.state import LoopState, Window
 from farflung.precision.base import Closure, GivenScaler, Precision
-from farflung.process import world as slot
+from farflung.process.world import current_world
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -38,7 +38,7 @@ class AcceleratedOptimizer(Optimizer):
         precision: Precision | None = None,
     ) -> None:
         # Not Optimizer.__init__: this one has no parameters of its own, it only passes for an optimizer.
-        world = slot.current()
+        world = current_world()
         state = LoopState() if state is None else state
         self.optimizer = optimizer
         self.loop_state = state

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import (
 from farflung.base.torch_internals import sequence_of
 from farflung.base.words import counted
 from farflung.loop.optimizer import AcceleratedOptimizer
-from farflung.process import world as slot
+from farflung.process.world import current_world
 
 Ticks = Literal["per_process", "per_update"]
 
@@ -56,7 +56,7 @@ class AcceleratedScheduler:
         warns: bool = True,
     ) -> None:
         if ticks is None:
-            world = slot.current()
+            world = current_world()
             ticks = 1 if split_batches or world is None else world.size
         self.scheduler = scheduler
         self.optimizers = [optimizers] if isinstance(optimizers, AcceleratedOptimizer) else list(optimizers)

@@ -29,12 +29,11 @@ from farflung.comm.torch_group import TorchGroup, explained
 from farflung.config import environ
 from farflung.config.handlers import InitProcessGroupKwargs, WatchdogKwargs
 from farflung.config.tasks import STARTERS, in_slurm_step
-from farflung.process import world as slot
 from farflung.process.failure import install_failure_report
 from farflung.process.place import Place
 from farflung.process.sockets import serve_store
 from farflung.process.watchdog import Watchdog
-from farflung.process.world import RankInfo, World
+from farflung.process.world import RankInfo, World, clear_world, current_world, kept_store, num_worlds_left, set_world
 
 # Each launcher's name for a number, torchrun's first.
 _RANK = ("RANK", *(starter.rank for starter in STARTERS))
@@ -110,7 +109,7 @@ def join_world(
     Raises:
         ConfigError: the launcher's variables or the settings cannot work; or the world was joined with another device.
     """
-    here = slot.current()
+    here = current_world()
     if here is not None and isinstance(here.group, TorchGroup) and not here.group.is_default:
         leave_world()  # the script has destroyed its process group
         here = None
@@ -145,12 +144,12 @@ def join_world(
     if owns:
         atexit.register(leave_world)
     _watch(world, watchdog, init)
-    return slot.occupy(world)
+    return set_world(world)
 
 
 def leave_world() -> None:
     """Forget the world; destroy the process group where Farflung made it. Does nothing in no world."""
-    world = slot.vacate()
+    world = clear_world()
     if world is not None and world.watchdog is not None:
         world.watchdog.stop()
     if world is not None and world.owns_group:
@@ -166,7 +165,7 @@ def _leave(error: BaseException) -> None:
     Otherwise they would wait until this process is gone, which may take minutes: it may run `atexit` functions, or wait
     for its threads.
     """
-    world = slot.current()
+    world = current_world()
     if world is not None and dist.is_initialized():
         world.group.leave(f"{type(error).__name__}: {error}"[:500], for_good=True)
 
@@ -193,7 +192,7 @@ def _watch(world: World, asked: WatchdogKwargs | None, init: InitProcessGroupKwa
 
 def _explained(error: BaseException) -> BaseException:
     """Return what is known of the rank that was lost, in place of what the transport says of it; else `error`."""
-    world = slot.current()
+    world = current_world()
     return error if world is None else explained(error, world.group)
 
 
@@ -221,11 +220,11 @@ def _initialize(info: RankInfo, device: torch.device, init: InitProcessGroupKwar
         arguments["device_id"] = device
     where = (init.init_method, environ.text("MASTER_ADDR"), environ.text("MASTER_PORT"))
     timeout = init.timeout or _MEET_WITHIN
-    place = (os.getpid(), where, info)  # a forked process can't use the connection of its parent
-    store = slot.kept_store(place, lambda: _store(info, init.init_method, timeout))
+    key = (os.getpid(), where, info)  # a forked process can't use the connection of its parent
+    store = kept_store(key, lambda: _store(info, init.init_method, timeout))
     store.set_timeout(timeout)
     # The store outlives a group, and still has the addresses where its ranks were to be found.
-    store = PrefixStore(f"world_{slot.num_left()}", store)
+    store = PrefixStore(f"world_{num_worlds_left()}", store)
     allowed_s = environ.number("FARFLUNG_HANG_TIMEOUT_S")
     if allowed_s != 0:
         _await_all(PrefixStore("came", store), info.rank, info.size, allowed_s or timeout.total_seconds())

@@ -10,7 +10,7 @@ from typing import Any
 from farflung.base.checks import check_word
 from farflung.comm.collectives import wait_for_everyone
 from farflung.config import environ
-from farflung.process import world as slot
+from farflung.process.world import joined_world
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # Python 3.10 knows no such arguments
@@ -27,11 +27,11 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # P
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Put the rank in front of the message."""
         kwargs.setdefault("stacklevel", 2)
-        return f"[RANK {slot.joined().rank}] {msg}", kwargs
+        return f"[RANK {joined_world().rank}] {msg}", kwargs
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log `msg % args` on the processes that the arguments choose; StateError before an `Accelerator` is made."""
-        world = slot.joined()
+        world = joined_world()
         main_process_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         enabled = self.isEnabledFor(level)
         message, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]

@@ -16,7 +16,7 @@ from farflung.base.enums import RNGType
 from farflung.base.errors import Unsupported
 from farflung.comm.collectives import broadcast
 from farflung.comm.exchange import Exchange
-from farflung.process import world as slot
+from farflung.process.world import joined_world
 
 _LARGEST = 2**32 - 1  # of numpy's seeds
 
@@ -32,7 +32,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         ConfigError: `seed` is no whole number from 0 to 2**32 - 1.
         StateError: `device_specific` before an `Accelerator` or a `PartialState` has been made.
     """
-    world = slot.joined() if device_specific else None
+    world = joined_world() if device_specific else None
     check_whole("set_seed: seed", seed, least=0, most=_LARGEST - (world.size - 1 if world is not None else 0))
     if world is not None:
         seed += world.rank
@@ -45,7 +45,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
     """Give every rank the first one's state of one kind of random numbers: `torch`, `cuda`, `xpu` or `generator`."""
-    share_rng_state(rng_type, generator, slot.joined().exchange)
+    share_rng_state(rng_type, generator, joined_world().exchange)
 
 
 def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:

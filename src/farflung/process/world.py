@@ -42,7 +42,7 @@ class World(RankInfo):
     watchdog: Watchdog | None = None  # finds ranks that do not come, once it is started; None: there is one process
 
     def __reduce__(self) -> tuple[Callable[[], World], tuple[()]]:
-        return joined, ()
+        return joined_world, ()
 
     @property
     def kind(self) -> DistributedType:
@@ -64,68 +64,68 @@ class World(RankInfo):
         return self.rank == self.size - 1
 
 
-_slot: World | None = None
+_world: World | None = None
 _num_left = 0
-_stores: dict[Any, Any] = {}  # the one that this process meets others in, by where that is
+_stores: dict[Any, Any] = {}  # the one that this process meets others in, by its address and more
 _readers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
-def current() -> World | None:
+def current_world() -> World | None:
     """Return the world that this process has joined, or None."""
-    return _slot
+    return _world
 
 
-def joined() -> World:
+def joined_world() -> World:
     """Return the world that this process has joined, or raise StateError."""
-    if _slot is None:
+    if _world is None:
         raise StateError(
             "The rank of this process is not known yet. Create an `Accelerator()` or a `PartialState()` first."
         )
-    return _slot
+    return _world
 
 
 def _joined_group() -> Any:
-    return joined().group
+    return joined_world().group
 
 
 def _joined_exchange() -> Exchange:
-    return joined().exchange
+    return joined_world().exchange
 
 
-def occupy(world: World) -> World:
-    """Put `world` into the slot, which must be empty."""
-    global _slot
-    if _slot is not None:
-        raise StateError(f"This process is already rank {_slot.rank} of {_slot.size}.")
-    _slot = world
+def set_world(world: World) -> World:
+    """Make `world` that of this process, which must have none."""
+    global _world
+    if _world is not None:
+        raise StateError(f"This process is already rank {_world.rank} of {_world.size}.")
+    _world = world
     if isinstance(world.group, TorchGroup):
         world.group.pickled_as, world.exchange.pickled_as = _joined_group, _joined_exchange
     return world
 
 
-def vacate() -> World | None:
-    """Empty the slot and return what was in it."""
-    global _num_left, _slot
-    world, _slot = _slot, None
+def clear_world() -> World | None:
+    """Forget the world of this process, and return it."""
+    global _num_left, _world
+    world, _world = _world, None
     _num_left += world is not None and world.owns_group
     return world
 
 
-def num_left() -> int:
+def num_worlds_left() -> int:
     """Return how many worlds of several processes this one has made and left, as all ranks of a run do together."""
     return _num_left
 
 
-def kept_store(place: tuple[Any, ...], connect: Callable[[], Any]) -> Any:
-    """Return the store at `place`, connecting to it at the first time, or when the place has changed.
+def kept_store(key: tuple[Any, ...], connect: Callable[[], Any]) -> Any:
+    """Return the store of `key`, connecting to it at the first time, or when the key has changed.
 
     It is kept for the life of the process: a rank that is quick to its next world would find one that is about to go.
     """
-    if place not in _stores:
+    if key not in _stores:
         store = connect()
         _stores.clear()
-        _stores[place] = store
-    return _stores[place]
+        _stores[key] = store
+    return _stores[key]
 
 
 def add_reader(reader: Any) -> None:

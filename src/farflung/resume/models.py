@@ -168,7 +168,8 @@ def gathered_model(model: nn.Module, state: Mapping[str, Any], keep: bool) -> di
 def read_model(model: nn.Module, checkpoint: Checkpoint, index: int, strict: bool, taken: int = 0) -> dict[str, Any]:
     """Read the weights of a model and check that they fit: whole tensors, and the local parts of those sharded here.
 
-    The model was prepared at place `index`. Of those before it hooks have taken `taken`, which whole files don't count.
+    The model is the `index`-th that was prepared. Of those before it hooks have taken `taken`, which whole files don't
+    count.
     """
     path = checkpoint.model_path(index, taken)
     if paths.SHARDS.fullmatch(path.name):
@@ -215,13 +216,13 @@ def fitted(model: nn.Module, weights: dict[str, Any], path: Path, strict: bool) 
     """Return `weights` under the names of `model`, if they fit, whatever wrapper they are from; tied ones twice."""
     own = model.state_dict()
     named = _renamed(weights, {bare_name(name): name for name in own})
-    places: dict[Any, str] = {}
+    names: dict[Any, str] = {}
     ties = _ties(model)
     for name in named:
         if isinstance(own.get(name), Tensor):
-            places.setdefault(_place(own[name], ties.get(bare_name(name))), name)
+            names.setdefault(_identity(own[name], ties.get(bare_name(name))), name)
     for name, value in own.items():
-        twin = places.get(_place(value, ties.get(bare_name(name)))) if isinstance(value, Tensor) else None
+        twin = names.get(_identity(value, ties.get(bare_name(name)))) if isinstance(value, Tensor) else None
         if name not in named and twin is not None:
             named[name] = named[twin]
     hooked = any(changes_what_it_loads(module) for module in model.modules())
@@ -250,13 +251,14 @@ def _renamed(weights: dict[str, Any], own: dict[str, str]) -> dict[str, Any]:
 
 
 def _ties(model: nn.Module) -> dict[str, int]:
-    """Return which parameter each name is, where parts on this rank may be empty and have no place in memory."""
+    """Return which parameter each name is, where parts on this rank may be empty and have no memory."""
     if not model_has_dtensor(model):
         return {}
     return {bare_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _place(tensor: Tensor, tie: int | None) -> Any:
+def _identity(tensor: Tensor, tie: int | None) -> Any:
+    """Return what is the same for two names of one parameter: its tie, where it has one, else its memory."""
     if tie is not None or not tensor.numel():
         return id(tensor) if tie is None else tie
     return memory_of(tensor)

@@ -162,8 +162,8 @@ def _with_keys(node: Any, keys: Mapping[tuple[Any, ...], list[Any]], path: tuple
 
 def by_number(state: Mapping[str, Any], names: Sequence[str], optimizer: Any, path: Path) -> dict[str, Any]:
     """Undo `by_name`, with the parameters' numbers here; CheckpointError where parameters or groups are others."""
-    places = {name: k for k, group in enumerate(state["param_groups"]) for name in group["params"]}
-    missing, odd = set(names) - places.keys(), places.keys() - set(names)
+    group_of = {name: k for k, group in enumerate(state["param_groups"]) for name in group["params"]}
+    missing, odd = set(names) - group_of.keys(), group_of.keys() - set(names)
     if missing or odd:
         raise CheckpointError(
             f"{path} is of an optimizer of other parameters: {counted(len(missing), 'name')} missing "
@@ -174,7 +174,7 @@ def by_number(state: Mapping[str, Any], names: Sequence[str], optimizer: Any, pa
     for group in optimizer.param_groups:
         numbers = list(range(first, first + len(group["params"])))
         first += len(numbers)
-        saved = {places[names[number]] for number in numbers} or {len(groups)}
+        saved = {group_of[names[number]] for number in numbers} or {len(groups)}
         if len(saved) > 1 or max(saved) >= len(state["param_groups"]):
             raise CheckpointError(f"{path} is of an optimizer whose parameters are in other groups than here.")
         groups.append({**state["param_groups"][saved.pop()], "params": numbers})

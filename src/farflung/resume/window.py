@@ -110,7 +110,7 @@ def _without_gradients(own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mean_gradients(owns: Sequence[dict[str, Any]], notes: list[str]) -> list[Any] | None:
-    """Return the mean over the ranks of each optimizer's unfinished gradients; None where they can't be joined."""
+    """Return the mean over the ranks of each optimizer's unfinished gradients; None where they can't be combined."""
     scales = {window["scale"] for own in owns for window in own["loop"]["windows"]}
     if scales != {None}:
         notes.append("the unfinished accumulation window was weighted by num_items: it starts over")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from farflung.base.errors import Unsupported
 from farflung.process.bootstrap import read_rank_info
-from farflung.process.world import current
+from farflung.process.world import current_world
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -23,7 +23,7 @@ def on_main_process(function: Function) -> Function:
     @functools.wraps(function)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, "main_process_only", False):
-            world = current()  # None in a script that makes its tracker before its Accelerator
+            world = current_world()  # None in a script that makes its tracker before its Accelerator
             if not (world.is_main if world is not None else read_rank_info().rank == 0):
                 return None
         return function(self, *args, **kwargs)

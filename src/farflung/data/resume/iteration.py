@@ -26,7 +26,7 @@ from farflung.data.batches import plain_or_none
 from farflung.data.iterable import Marked
 from farflung.data.resume.workers import RecordingCollate, WorkerHistory, WorkerPlan, Workers, can_record
 from farflung.data.torch_loaders import keeper_of, reads_indices, samplers_of, without_first
-from farflung.process import world as slot
+from farflung.process.world import current_world
 
 NOTHING: Any = object()  # where there is no batch
 
@@ -256,7 +256,7 @@ def replay(batches: Iterator[Any], number: int, to_the_end: bool = False) -> Non
 
     With `to_the_end` there may be fewer, in a last round that was not whole; else that is a ConfigError.
     """
-    world = slot.current()
+    world = current_world()
     if number and (world is None or world.is_main):
         read = "all batches" if to_the_end else counted(number, "batch")
         said = f"farflung: reading {read} again to go on behind, as the data set has no state_dict."
