@@ -288,7 +288,7 @@ def meet_where_one_rank_alone_hears_of_a_loss():
     with OuterLoop(model, diloco(2), membership=Elastic(store, 1, island=TorchGroup())) as outer:
         for _ in range(4):
             outer.step()
-        return outer.position, outer.stats().rounds, outer._rounds.generation.number
+        return outer.position, outer.stats().rounds, outer._quorum.generation.number
 
 
 def test_a_loss_that_one_rank_of_an_island_hears_of_while_it_meets_others_is_one_to_all_of_them():

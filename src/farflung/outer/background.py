@@ -21,26 +21,28 @@ class Job:
     Attributes:
         watch: returns when a future is done; a rank that is lost meanwhile ends it with an error.
         seconds: from when it was given until it was done; 0 until then.
+        waited: how many of them a thread has waited for it.
     """
 
     watch: Callable[[Future[None]], None]
     future: Future[None] | None = None
     done: torch.cuda.Event | None = None
     seconds: float = 0.0
+    waited: float = 0.0
 
-    def wait(self) -> float:
-        """Return when it is done; raise what it raised. The value is how many seconds that took."""
+    def wait(self) -> None:
+        """Return when it is done; raise what it raised, once."""
         start = time.perf_counter()
-        assert self.future is not None
-        self.watch(self.future)
         try:
-            self.future.result()
+            if self.future is not None:
+                self.watch(self.future)
+                self.future.result()
         except BaseException:
             self.future = None  # its error knows this frame, and so all that the round holds: its groups' connections
             raise
         if self.done is not None:
             self.done.wait(torch.cuda.current_stream(self.done.device))
-        return time.perf_counter() - start
+        self.waited += time.perf_counter() - start
 
 
 class BackgroundWorker:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from farflung.base.errors import StateError
+from farflung.base.sizes import num_buffers_among
 from farflung.comm.group import Group
 from farflung.comm.shards import reshard
 from farflung.comm.torch_group import explained
@@ -29,10 +30,13 @@ from farflung.outer.inner import hooks_of
 from farflung.outer.leaving import Leaving
 from farflung.outer.membership import Membership, fixed_membership
 from farflung.outer.open_end import OpenEnd
+from farflung.outer.quorum import Quorum
 from farflung.outer.recipe import Recipe
+from farflung.outer.replica import Replica
 from farflung.outer.rounds import Rounds
 from farflung.outer.schedule import Launch
 from farflung.outer.stats import Meter, Round, Stats
+from farflung.outer.sync import Sync
 from farflung.outer.timetable import Timetable
 
 
@@ -103,21 +107,26 @@ class OuterLoop:
         self.listeners: list[Callable[[Round], None]] = []
         self._recipe = recipe
         self._meter = Meter()
-        self._position = 0  # attempts since the loop began
         self._hooks: list[RemovableHandle] = []
         self._open = True
         this = weakref.ref(self)
         self._ddp = kept_local(model, island, lambda: (loop := this()) is None or not loop._open or loop.is_warming)
         self._model = model = model if self._ddp is None else self._ddp.module
+        is_whole = recipe.is_whole or island.size > 1
+        num_buffers = None if is_whole else num_buffers_among(membership.most)
+        replica = Replica(model, recipe, cap_bytes, num_buffers)
+        self._timetable = timetable = Timetable(recipe, clock, inner)
+        self._quorum = quorum = Quorum(membership, recipe, replica, timetable, self._meter)
+        self._rounds = Rounds(recipe, replica, timetable, quorum, self._meter, self.listeners)
+        has_ddp = self._ddp is not None
+        self._warmup = GradientWarmup(recipe.warmup, model, timetable, quorum, self._meter, has_ddp)
+        self._sync = Sync(recipe, replica, timetable, quorum, self._rounds, self._warmup, self._meter)
         with torch.no_grad():
-            self._rounds = Rounds(model, recipe, membership, cap_bytes, self._meter, self.listeners)
-            self._warmup = GradientWarmup(recipe.warmup, model, self._rounds, self._meter, self._ddp is not None)
-        self._timetable = Timetable(recipe, self._rounds, clock, inner)
+            quorum.enter()
         self.open_end = OpenEnd()
         self._finalizer = weakref.finalize(self, self.open_end.report)
         last_round_s = getattr(membership, "last_round_s", 0.0)
         self._leaving = Leaving(last_round_s) if last_round_s else None
-        self._take_place()
 
     def count(self, done: bool = True, items: float = 0) -> None:
         """Count one attempted optimizer step, without communication.
@@ -133,28 +142,26 @@ class OuterLoop:
         self._check_open()
         items = checked_items(items, done, self._recipe)
         if self._hooks and not done:
-            self._warmup.check_averaged(self._position)
-        is_shared = self._warmup.makes_alike(self._position)
-        self._position += 1
-        self._rounds.given = None
+            self._warmup.check_averaged()
+        is_shared = self._warmup.makes_alike()
+        self._timetable.position += 1
+        self._quorum.welcome = None
         self._meter.add("attempts")
         if done:
             if not is_shared:
                 self._rounds.replica.count(self._recipe.work_of(items))
             self._meter.add("steps")
-        self.open_end.steps += not is_shared and self._rounds.group.size > 1
-        if self._position == self._warmup.steps and self._warmup.are_alike:
+        self.open_end.steps += not is_shared and self._quorum.group.size > 1
+        if self._timetable.position == self._warmup.steps and self._warmup.are_alike:
             self.reset_anchor()
 
     def sync_if_due(self) -> None:
         """Run what the schedule has made due since the last call; a round that was due several times runs once."""
         self._check_open()
-        due = self._timetable.until(self._position)
+        due = self._timetable.until_now(self._quorum.generation.island)
         if due:
-            self._rounds.place = {"position": self._position, "began": self._timetable.began}
             with self._meter.timed("exposed"), torch.no_grad():
-                self._timetable.run(due, self._position)
-            self._take_place()
+                self._sync.run(due)
             if self._recipe.leaves_alike and any(isinstance(action, Launch) and action.level == 0 for action in due):
                 self.open_end.steps = 0
             if any(isinstance(action, Launch) for action in due):
@@ -165,19 +172,11 @@ class OuterLoop:
     def _leave_after_a_round(self, leaving: Leaving) -> None:
         """Bring the steps since the last round into the next one, and end this process."""
         with torch.no_grad():
-            if self._position > self._timetable.began and not self.is_warming:  # else all have the same already
-                self._timetable.run_next(self._position)
+            if self.steps_since_sync > 0 and not self.is_warming:  # else all have the same already
+                self._sync.run_next()
             self._rounds.apply_all()
         self._end(is_in_step=False, reason="it was told to end, and did so after a round")
         leaving.leave()
-
-    def _take_place(self) -> None:
-        """Begin where the members are, if this rank came in as a newcomer."""
-        if self._rounds.has_joined:
-            place, self._rounds.has_joined = self._rounds.place, False
-            self._position = place["position"]
-            self._timetable.begin_anew(self._position)
-            self._timetable.began = place["began"]
 
     def step(self, items: float = 0) -> None:
         """Count one completed optimizer step and run what is due; call it after each `optimizer.step()`.
@@ -186,19 +185,19 @@ class OuterLoop:
             StateError: the recipe averages gradients in its first steps, but those of this step were not averaged: call
                 `average_gradients` before `optimizer.step()`, or `attach` the optimizer.
         """
-        self._warmup.check_averaged(self._position)
+        self._warmup.check_averaged()
         self.count(items=items)
         self.sync_if_due()
 
     @property
     def is_warming(self) -> bool:
         """Whether the next step belongs to the warm-up, in which gradients are averaged and weights are not."""
-        return self._position < self._recipe.warmup
+        return self._warmup.is_on
 
     def average_gradients(self) -> None:
         """In a warm-up, average the gradients of all ranks in place (a collective), once a step; later do nothing."""
         self._check_open()
-        self._warmup.average(self._position)
+        self._warmup.average()
 
     def attach(self, optimizer: Optimizer, *others: Optimizer) -> OuterLoop:
         """Call `step` automatically after each step of `optimizer`, until the loop ends. Returns the loop.
@@ -228,22 +227,22 @@ class OuterLoop:
     @property
     def position(self) -> int:
         """Number of attempted steps since the loop began; a replica that came later counts those of the others."""
-        return self._position
+        return self._timetable.position
 
     @property
     def steps_since_sync(self) -> int:
         """Number of attempted steps since the latest round was launched."""
-        return self._position - self._timetable.began
+        return self._timetable.position - self._timetable.began
 
     @property
     def is_newcomer(self) -> bool:
         """Whether this replica came to a run of others, and has made no step since."""
-        return self._rounds.given is not None
+        return self._quorum.welcome is not None
 
     @property
     def is_first(self) -> bool:
         """Whether this is the first one of the replicas that are there: the one to write what they have in common."""
-        return self._rounds.group.rank == 0
+        return self._quorum.group.rank == 0
 
     def reset_anchor(self) -> None:
         """Take the current weights as the new anchor, for example after loading weights. No collective.
@@ -255,9 +254,10 @@ class OuterLoop:
         self._check_open()
         with torch.no_grad():
             if self.is_newcomer:
-                self._rounds.join()
+                self._quorum.return_to_welcome()
             else:
-                self._rounds.reset()
+                self._rounds.forget()
+                self._rounds.replica.reset()
 
     def flush(self) -> None:
         """Stay in the rounds until every rank has called this; afterwards all replicas are bitwise equal.
@@ -267,30 +267,8 @@ class OuterLoop:
         weights. Afterwards the schedule continues on all ranks from the furthest step of any rank.
         """
         self._check_open()
-        self._rounds.retry_after_losses(self._flush)
-        self._take_place()
-
-    def _flush(self) -> None:
-        self._warmup.stay(self._position)
         with self._meter.timed("exposed"), torch.no_grad():
-            if 0 < self._position <= self._warmup.steps and self._warmup.are_alike:
-                self._rounds.replica.reset_anchor()
-            last, self._position = self._timetable.walk_on(self._position)
-            are_dropped = [last in self._rounds.apply_all()]
-            for number in range(len(self._rounds.replica.fragments)):
-                if number != last:
-                    self._rounds.launch(Launch(number), self._position, finished=True)
-                    are_dropped.append(self._rounds.apply(number))
-            if self._recipe.agrees:
-                self._rounds.replica.adopt()
-            if any(are_dropped) or not self._recipe.agrees:
-                self._rounds.average()
-                self._rounds.replica.reset()
-                for number in range(len(self._rounds.replica.fragments)):
-                    self._rounds.note_landing(number)
-            self._rounds.share_buffers()
-            self._rounds.average_moved()
-        self._timetable.begin_anew(self._position)
+            self._quorum.run(self._sync.flush)
         self.open_end.steps = 0
         self._warmup.are_alike |= not self.is_warming  # optimizers of ranks without data stay behind
 
@@ -307,16 +285,16 @@ class OuterLoop:
         an anchor, or with one per replica, average the weights of all ranks for this: a collective.
         """
         self._check_open()
-        is_common = self._warmup.makes_alike(self._position)
-        must_average = not (is_common or self.has_anchor) and self._rounds.group.size > 1
+        is_common = self._warmup.makes_alike()
+        must_average = not (is_common or self.has_anchor) and self._quorum.group.size > 1
         with torch.no_grad():
             if must_average:
-                self._rounds.retry_after_losses(self._rounds.agree_on_changes)
+                self._quorum.run(self._rounds.agree_on_changes)
             kept = self._rounds.replica.copies()
         try:
             with torch.no_grad():
                 if must_average:
-                    self._rounds.retry_after_losses(self._rounds.average)
+                    self._quorum.run(self._rounds.average)
                 elif self.has_anchor and not is_common:
                     self._rounds.replica.adopt()
             yield
@@ -353,7 +331,6 @@ class OuterLoop:
         """
         return {
             **self._identity(),
-            "position": self._position,
             **self._timetable.state_dict(),
             "are_alike": self._warmup.are_alike,
             "stats": self.stats().saved(),
@@ -361,7 +338,7 @@ class OuterLoop:
         }
 
     def _identity(self) -> dict[str, Any]:
-        return {"description": self._rounds.replica.description, "shard": self._rounds.generation.island.shard}
+        return {"description": self._rounds.replica.description, "shard": self._quorum.generation.island.shard}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state_dict`'s result, including the model's weights. No collective: each rank loads its own.
@@ -378,7 +355,6 @@ class OuterLoop:
             self.reset_anchor()
             return
         self._rounds.load_state_dict(state["rounds"])
-        self._position = state["position"]
         self._timetable.load_state_dict(state)
         self._warmup.are_alike = state.get("are_alike", True)
         self._meter.load(state["stats"])
@@ -397,14 +373,14 @@ class OuterLoop:
                 self._leave(failure)
                 raise
         elif self._open:
-            cause = error if self._rounds.generation.island.size == 1 else explained(error, self._rounds.group)
+            cause = error if self._quorum.generation.island.size == 1 else explained(error, self._quorum.group)
             self._leave(cause)
             if cause is not error:
                 raise cause from error
 
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Average the gradients of a warm-up; `arguments` begin with the optimizer."""
-        self._warmup.check_closure(self._position, options.get("closure", *arguments[1:2]))
+        self._warmup.check_closure(options.get("closure", *arguments[1:2]))
         self.average_gradients()
 
     def _check_open(self) -> None:
@@ -412,7 +388,7 @@ class OuterLoop:
             raise StateError("This outer loop has ended. Build a new OuterLoop to go on.")
 
     def _leave(self, error: BaseException) -> None:
-        self._rounds.generation.leave(f"{type(error).__name__}: {error}"[:500])
+        self._quorum.generation.leave(f"{type(error).__name__}: {error}"[:500])
         self._end(is_in_step=False)
 
     def _end(self, is_in_step: bool, reason: str = "its loop has ended") -> None:
@@ -422,7 +398,7 @@ class OuterLoop:
             self._leaving.stop()
         if self._ddp is not None:
             self._ddp.end()
-        self._rounds.free(reusable=is_in_step)
-        self._rounds.membership.end("" if is_in_step else reason)
+        self._quorum.free(reusable=is_in_step)
+        self._quorum.membership.end("" if is_in_step else reason)
         for hook in self._hooks:
             hook.remove()

@@ -19,8 +19,9 @@ from farflung.comm.ddp_hook import average_hook
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
 from farflung.outer.agreement import average
-from farflung.outer.rounds import Rounds
+from farflung.outer.quorum import Quorum
 from farflung.outer.stats import Meter
+from farflung.outer.timetable import Timetable
 from farflung.outer.weighting import in_proportion
 
 
@@ -133,31 +134,40 @@ class GradientWarmup:
 
     Args:
         steps: how many there are.
+        timetable: says which step is next.
         is_done_by_ddp: torch's DDP averages gradients, in the backward pass.
 
     Attributes:
         are_alike: the weights of all replicas; not if one had no more data.
     """
 
-    def __init__(self, steps: int, model: nn.Module, rounds: Rounds, meter: Meter, is_done_by_ddp: bool) -> None:
+    def __init__(
+        self, steps: int, model: nn.Module, timetable: Timetable, quorum: Quorum, meter: Meter, is_done_by_ddp: bool
+    ) -> None:
         self.steps, self.are_alike = steps, True
-        self._model, self._rounds, self._meter = model, rounds, meter
+        self._model, self._timetable, self._quorum, self._meter = model, timetable, quorum, meter
         self._is_done_by_ddp = is_done_by_ddp
         self._averaged = 0  # the position up to which gradients have been averaged
 
-    def makes_alike(self, position: int) -> bool:
+    @property
+    def is_on(self) -> bool:
+        """Whether the next step is one of them."""
+        return self._timetable.position < self.steps
+
+    def makes_alike(self) -> bool:
         """Whether all replicas make the next step, with the same gradients."""
-        return position < self.steps and self.are_alike
+        return self._timetable.position < self.steps and self.are_alike
 
-    def average(self, position: int) -> None:
-        if self._averaged <= position < self.steps:
-            self._averaged = position + 1
-            if not self._is_done_by_ddp:
-                self._rounds.retry_after_losses(lambda: self._meet(finished=False))
+    def average(self) -> None:
+        """Average the gradients of the next step, once."""
+        if self._averaged <= self._timetable.position < self.steps:
+            self._averaged = self._timetable.position + 1
+            if not self._is_done_by_ddp:  # the others may be past these steps, if this rank comes back to them
+                self._quorum.run(lambda: self.is_on and self._meet(finished=False))
 
-    def stay(self, position: int) -> None:
+    def stay(self) -> None:
         """Stay without data until all ranks have done the steps that are left, or have no more data either."""
-        for _ in range(position, self.steps):
+        for _ in range(self._timetable.position, self.steps):
             if not self._meet(finished=True):
                 break
 
@@ -171,7 +181,7 @@ class GradientWarmup:
             CollectiveMismatch: the ranks train different numbers of values.
         """
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        numel, group = sum(parameter.numel() for parameter in trained), self._rounds.group
+        numel, group = sum(parameter.numel() for parameter in trained), self._quorum.group
         with self._meter.timed("exposed"), torch.no_grad():
             mine = torch.tensor([not finished, numel], dtype=torch.float64)
             flags, numels = group.all_gather_small(mine).T.tolist()
@@ -192,18 +202,19 @@ class GradientWarmup:
             self._meter.add_exchanged(average(gradients or [torch.zeros_like(p) for p in trained], group, decision))
         return True
 
-    def check_averaged(self, position: int) -> None:
+    def check_averaged(self) -> None:
         """Raise StateError unless the gradients of the next step have been averaged."""
-        if self._averaged <= position < self.steps and self._rounds.group.size > 1:
+        position = self._timetable.position
+        if self._averaged <= position < self.steps and self._quorum.group.size > 1:
             raise StateError(
                 f"This recipe averages gradients in the first {counted(self.steps, 'step')}, and this is step "
                 f"{position + 1}. Call outer.average_gradients() before optimizer.step(), or attach it; with a "
                 "GradScaler call it before scaler.step(optimizer)."
             )
 
-    def check_closure(self, position: int, closure: object) -> None:
+    def check_closure(self, closure: object) -> None:
         """Raise Unsupported for an optimizer's step with a closure: it computes gradients after they were averaged."""
-        if position < self.steps and closure is not None:
+        if self.is_on and closure is not None:
             raise Unsupported(
                 f"In the warm-up of this recipe ({counted(self.steps, 'step')}) an attached optimizer can't "
                 "take a closure: it computes gradients after they were averaged. Use a recipe without a warm-up."

@@ -19,12 +19,13 @@ from farflung.base.torch_internals import own_buffers, own_parameters, passing_b
 from farflung.base.words import counted, numbered
 from farflung.codec.base import Identity
 from farflung.comm.bucket import Buckets, broadcast_values
-from farflung.comm.group import Group
-from farflung.comm.shards import addresses, local, reshard
+from farflung.comm.group import Group, SoloGroup
+from farflung.comm.shards import addresses, local, model_has_dtensor, reshard
 from farflung.outer.agreement import Anchored, Averaged, Max, Mean
 from farflung.outer.ballot import Voters, digest_of
 from farflung.outer.eager import Eager
 from farflung.outer.fragments import Fragment, Place, without_masks
+from farflung.outer.membership import Generation
 from farflung.outer.recipe import Recipe
 from farflung.outer.unexchanged import fingerprint, make_alike, moved
 from farflung.outer.weighting import NormHistory
@@ -251,7 +252,7 @@ class Change:
 
 
 class Replica:
-    """All fragments of a model. Making one sends nothing; `bind` does.
+    """All fragments of a model. Making one sends nothing; the first generation does.
 
     Args:
         num_buffers: see `BoundFragment`.
@@ -265,15 +266,13 @@ class Replica:
     def __init__(self, model: nn.Module, recipe: Recipe, cap_bytes: int, num_buffers: int | None) -> None:
         self._model = model
         self._recipe = recipe
-        self._cap_bytes, self._num_buffers = cap_bytes, num_buffers
+        self.cap_bytes, self._num_buffers = cap_bytes, num_buffers
+        self.is_sharded = model_has_dtensor(model)
+        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._cut = recipe.fragments(model, recipe.schedule.fragments)
         self._structure = structure_of(model)
         self.description, self.tensors = _described(recipe, self._cut, cap_bytes)
         self.fragments: list[BoundFragment] = []
-
-    def bind(self, group: Group) -> None:
-        self._group = group
-        self.fragments = [self._bound(fragment, is_new=True) for fragment in self._cut]
 
     def make_alike(self, giver: int, takes: bool) -> None:
         """Take over what no round exchanges from a rank, where it differs: a collective."""
@@ -286,12 +285,21 @@ class Replica:
         return moved(self._model, self._group)
 
     def _bound(self, fragment: Fragment, is_new: bool) -> BoundFragment:
-        return BoundFragment(fragment, self._recipe, self._group, self._cap_bytes, self._num_buffers, is_new)
+        return BoundFragment(fragment, self._recipe, self._group, self.cap_bytes, self._num_buffers, is_new)
 
-    def enter(self, group: Group, before: Sequence[int], ids: Sequence[int]) -> None:
-        self._group = group
+    def enter(self, generation: Generation, before: Sequence[int]) -> None:
+        """Go on among the members of a generation, where those of `before` are known: at first a collective."""
+        if not self.fragments:
+            self._group = SoloGroup() if generation.joins else generation.group
+            self.fragments = [self._bound(fragment, is_new=True) for fragment in self._cut]
+        self._group = generation.group
         for fragment in self.fragments:
-            fragment.enter(before, ids)
+            fragment.enter(before, generation.ids)
+
+    def note_newcomers(self) -> None:
+        """Compare what is agreed on in the next vote, if it is the same on all ranks, and in the next rounds."""
+        for fragment in self.fragments:
+            fragment.note_newcomers(self._recipe.has_anchor)
 
     def rebind(self, number: int) -> None:
         """Find a fragment's tensors again, unless the model has changed: the next round follows that."""
@@ -310,7 +318,7 @@ class Replica:
         known = {place.name: place.name in kept for one in self._cut for place in one.averages}
         fragments = self._recipe.fragments(self._model, self._recipe.schedule.fragments)
         fit = [without_masks(fragment, known) for fragment in fragments]
-        description, tensors = _described(self._recipe, fragments, self._cap_bytes)
+        description, tensors = _described(self._recipe, fragments, self.cap_bytes)
         sizes = {id(tensor): tensor.numel() for fragment in self.fragments for tensor in fragment.trained}
         new = [p for one in fit for p in one.parameters if sizes.get(id(p.get())) != p.get().numel()]
         buffers = [place.name for one in fit for place in one.averages if place.name not in known]

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -26,11 +26,23 @@ from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally, odd_among
 from farflung.outer.membership import ALL, Generation, OddMembers
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment
+from farflung.outer.schedule import Launch
 from farflung.outer.stats import Meter, Round
 from farflung.outer.weighting import Decision, in_proportion
 
 _AHEAD = 2  # buckets on the wire at a time
 _LAG = 2  # of two buckets that follow each other so, the second is sent only after the first has arrived
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked of a round: enough to open it again, in another generation."""
+
+    action: Launch
+    position: int  # this rank's, when the fragment was sent off
+    finished: bool = False  # this rank has no more data
+    is_empty: bool = False  # it brings nothing but a ballot
+    is_saved: bool = False  # it comes out of a checkpoint, with all that has arrived
 
 
 class OpenRound:
@@ -39,12 +51,10 @@ class OpenRound:
     Args:
         generation: who takes part.
         ballot: of this rank; of its island, once that has met.
-        step: this rank's, when the fragment was sent off.
         claimed: what was done since the last round, by level.
 
     Attributes:
         group: those who meet in it.
-        start_again: reopens it in the current generation.
     """
 
     def __init__(
@@ -53,19 +63,18 @@ class OpenRound:
         generation: Generation,
         recipe: Recipe,
         ballot: Ballot,
-        step: int,
-        level: int,
+        request: Request,
         claimed: list[float],
     ) -> None:
-        self.ballot, self.step, self.level = ballot, step, level
+        self.ballot, self.request, self.level = ballot, request, request.action.level
         self._claimed = claimed
         self.job: Job | None = None
-        self.start_again: Callable[[], None] = lambda: None
+        self.has_begun = request.is_saved
         self.meter = Meter()
         self.tally: Tally | None = None
         self.decision = self._of_buffers = Decision((), 0.0)
         self._fragment = fragment
-        self._voters, self._members = generation.levels[level], generation.ids
+        self._voters, self._members = generation.levels[self.level], generation.ids
         self._island, self._may_lose = generation.in_round, generation.may_lose
         self.group = self._voters.group
         self._lengths: Lengths | None = None  # and none again once they were used
@@ -225,7 +234,7 @@ class OpenRound:
     def state_dict(self) -> dict[str, Any]:
         return {
             "ballot": _kept(self.ballot),
-            "step": self.step,
+            "step": self.request.position,
             "level": self.level,
             "claimed_weight": list(self._claimed),
             "tally": None if self.tally is None else _kept(self.tally),
@@ -251,22 +260,20 @@ class OpenRound:
             self._take(kind, k, Payload(flat, None, result, weight), result, divisor)
         self._is_confirmed = True
 
-    def record(
-        self, number: int, waited: float | None, hidden: float, lost: Mapping[int, str], joined: tuple[int, ...]
-    ) -> Round:
-        """Say what happened in it.
+    @property
+    def hidden_s(self) -> float:
+        """How many seconds it took beside training."""
+        return 0.0 if self.job is None else max(0.0, self.job.seconds - self.job.waited)
 
-        Args:
-            waited: seconds that training waited for it; None where it was busy with it all the time.
-            hidden: seconds that it took beside training.
-        """
+    def record(self, number: int, lost: Mapping[int, str], joined: tuple[int, ...]) -> Round:
+        """Say what happened in it."""
         assert self.tally is not None
         decision, stats = self.decision, self.meter.stats()
         busy = stats.seconds_voting + stats.seconds_encoding + stats.seconds_landing
         return Round(
             number=self.ballot.number,
             members=self._members,
-            step=self.step,
+            step=self.request.position,
             fragment=number,
             dropped=self.is_dropped,
             weights=tuple(factor / decision.total for factor in decision.factors) if decision.total else (),
@@ -275,8 +282,8 @@ class OpenRound:
             cosine=self._cosine(self.tally.norms),
             bytes_sent=stats.bytes_sent,
             bytes_received=stats.bytes_received,
-            seconds_exposed=busy if waited is None else waited,
-            seconds_hidden=hidden,
+            seconds_exposed=busy if self.job is None else self.job.waited,
+            seconds_hidden=self.hidden_s,
             lost=lost,
             joined=joined,
         )

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The members of a run, and the one place that goes on without those that are lost.
+
+A loss ends what is under way alike on all survivors; they enter the next generation, launch what was due again, and do
+what they were about to do. Where the membership is fixed, a loss ends the loop instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from farflung.base.errors import RankFailure
+from farflung.comm.collectives import broadcast_object_list
+from farflung.comm.exchange import Exchange
+from farflung.comm.group import Group, SoloGroup
+from farflung.outer.agreement import average
+from farflung.outer.background import BackgroundWorker
+from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
+from farflung.outer.membership import Generation, Membership, Needs, OddMembers
+from farflung.outer.recipe import Recipe
+from farflung.outer.replica import Replica
+from farflung.outer.stats import Meter
+from farflung.outer.timetable import Timetable
+from farflung.outer.unexchanged import FINGERPRINT_BYTES
+from farflung.outer.weighting import in_proportion
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What the members give a newcomer: where they are in the schedule, and what replicas share between rounds."""
+
+    position: int
+    began: int  # the step at which the latest round was launched
+    fragments: tuple[dict[str, Any], ...]  # as `BoundFragment.replicated` returns them
+
+    def after_landing(self, number: int, now: dict[str, Any], kinds: tuple[str, ...]) -> Welcome:
+        """Return it with what all share `now` of a fragment: of these kinds of values, or of all of them."""
+        agreed = self.fragments[number]["agreed"] | {kind: now["agreed"][kind] for kind in kinds or now["agreed"]}
+        fragments = (*self.fragments[:number], {**now, "agreed": agreed}, *self.fragments[number + 1 :])
+        return replace(self, fragments=fragments)
+
+
+class UnderWay(Protocol):
+    """What is under way among the members when one is lost. Each of these may be called again after another loss."""
+
+    def settle(self) -> None:
+        """Wait for what runs in the background."""
+
+    def end_alike(self, odd: Mapping[int, str]) -> None:
+        """End everything in the same state on all survivors; `odd` members are excluded, and why."""
+
+    def relaunch(self) -> None:
+        """Launch in the current generation what has come to nothing in the one before."""
+
+
+class _State(Enum):
+    ENTERING = auto()  # the current generation
+    TOGETHER = auto()  # with its members
+    SETTLING = auto()  # after a loss
+    LOST = auto()  # the losses are being agreed on; another one ends the loop
+
+
+class Quorum:
+    """Those that take part now, and how this rank comes to them.
+
+    Args:
+        membership: who takes part.
+        timetable: where this rank is in its schedule; that of a newcomer goes on where the members are.
+        meter: counts what the rounds cost.
+
+    Attributes:
+        generation: this rank's.
+        needs: what it requires of the members, and the number of its next vote.
+        welcome: what this rank was given as a newcomer, updated by each round; None after its first step.
+        joined_in: the number of the latest generation that this rank has entered as a newcomer, or -1.
+        worker: runs rounds beside training, where they overlap with it.
+        under_way: what a loss ends.
+    """
+
+    under_way: UnderWay
+
+    def __init__(
+        self, membership: Membership, recipe: Recipe, replica: Replica, timetable: Timetable, meter: Meter
+    ) -> None:
+        self.membership = membership
+        said = (replica.description, replica.tensors)
+        overlaps = recipe.schedule.delay > 0
+        self.needs = Needs(
+            recipe.levels, overlaps, replica.is_sharded, *said, num_votes=1, admits=True, has_state=False
+        )
+        self.welcome: Welcome | None = None
+        self.joined_in = -1
+        self.worker: BackgroundWorker | None = None
+        self.group: Group = SoloGroup()
+        self._generation: Generation | None = None
+        self._replica, self._timetable, self._meter = replica, timetable, meter
+        self._state = _State.ENTERING
+        self._noticed_at: float | None = None  # the time of a loss
+        self._lost: dict[int, str] = {}  # members, since the latest round
+        self._joined: tuple[int, ...] = ()
+
+    # ---- one after the other, whatever is lost
+
+    def run(self, *actions: Callable[[], object], again: bool = True, raises: bool = True) -> None:
+        """Do one action after the other; after a loss, those that are left from the one that it interrupted on.
+
+        Args:
+            again: do the interrupted action again; else survivors may be done with it.
+            raises: False: a loss that ends the loop is not raised. What was under way has ended all the same.
+
+        Raises:
+            RankFailure: nothing can go on.
+        """
+        left = deque(actions)
+        while left:
+            try:
+                left[0]()
+                left.popleft()
+            except RankFailure as failure:
+                if self._state is _State.LOST:
+                    if raises:
+                        raise
+                    return
+                if self._state is _State.TOGETHER and not again:
+                    left.popleft()
+                left.extendleft(reversed(self._after(failure)))
+
+    def _after(self, failure: RankFailure) -> list[Callable[[], object]]:
+        """Return what comes first after a loss."""
+        before, is_fixed = self._state, self.membership.is_fixed
+        if before is _State.TOGETHER:
+            self._state, self._noticed_at = _State.SETTLING, time.perf_counter()
+            if not is_fixed:
+                self._leave(failure)  # which ends others' waits, and jobs here
+            return [self.under_way.settle, partial(self._end, failure), self._enter, self.under_way.relaunch]
+        if before is _State.ENTERING:
+            self._state = _State.LOST
+            if is_fixed:
+                raise failure
+            if not self.needs.has_state:
+                self._replica.fragments = []  # it may have the values of some, and not of others
+            self._leave(failure)
+            self._lose(failure)
+        return []
+
+    def _end(self, failure: RankFailure) -> None:
+        """End everything under way alike on all survivors, and the generation with it."""
+        self._state = _State.LOST
+        self.under_way.end_alike(failure.why if isinstance(failure, OddMembers) else {})
+        if self.membership.is_fixed:
+            raise failure
+        self._lose(failure)
+
+    def _leave(self, failure: RankFailure) -> None:
+        if self._generation is not None:
+            self._generation.leave(f"it goes on without lost ranks: {failure}")
+
+    def _lose(self, failure: RankFailure) -> None:
+        """Leave a generation in which ranks were lost, for the next one."""
+        try:
+            self.membership.lost(failure)
+        finally:  # not before the other ranks of an island know why its connections close
+            self.free(reusable=False)
+        self._state = _State.ENTERING
+        self.needs = replace(self.needs, admits=not self.needs.has_state)
+
+    # ---- generations
+
+    def enter(self) -> None:
+        """Enter the current generation, into which newcomers may come: a collective, between rounds."""
+        self._state, self.needs = _State.ENTERING, replace(self.needs, admits=True)
+        self.run(self._enter)
+
+    def _enter(self) -> None:
+        before, had_state = self._generation, self.needs.has_state
+        generation = self.membership.enter(self.needs_now())
+        if generation is not before:
+            ids = () if before is None else before.ids
+            if self.needs.admits and before is not None:
+                self.free(reusable=True)
+            self._generation, self.group = generation, generation.group
+            if had_state:
+                self._lost |= {one: generation.lost.get(one, "") for one in ids if one not in generation.ids}
+                newcomers = () if generation.joins else generation.newcomers
+                self._joined += tuple(generation.ids[rank] for rank in newcomers)
+            self._meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
+            self.worker = BackgroundWorker(self._replica.device, generation.background) if self.needs.overlaps else None
+            # A newcomer gets it, also one that comes back.
+            has_state = had_state and not generation.joins
+            self.needs = replace(self.needs, num_votes=generation.num_votes, has_state=has_state)
+            self._replica.enter(generation, ids if had_state else generation.ids)
+            self._share(had_state)
+        self.needs = replace(self.needs, has_state=True)
+        self._state = _State.TOGETHER
+        if self._noticed_at is not None:
+            self._meter.add("seconds_recovering", time.perf_counter() - self._noticed_at)
+            self._noticed_at = None
+
+    def _share(self, had_state: bool) -> None:
+        """Give newcomers what all share between rounds; at the start all get the values of the first member."""
+        generation, shared = self.generation, None
+        if generation.newcomers:
+            shared = self._hand_over()
+        elif not had_state:
+            self._make_alike(giver=0, takes=True)
+        if generation.may_lose:  # each rank of an island has met a column of its own, and may have lost it alone
+            generation.island.meet()
+        if shared is None:
+            return
+        if generation.joins:
+            self._meter.add("steps_lost", self._replica.fragments[0].pending_weight[0])
+            self.welcome, self.joined_in = shared, generation.number
+            self._timetable.take(shared.position, shared.began)
+            self.return_to_welcome()
+        self._replica.note_newcomers()
+
+    def _hand_over(self) -> Welcome:
+        """Give newcomers their welcome, and return it: a collective."""
+        generation, timetable = self.generation, self._timetable
+        giver = next(rank for rank in range(generation.group.size) if rank not in generation.newcomers)
+        self._make_alike(giver, takes=generation.joins)
+        shared: Welcome | None = None
+        if not generation.joins:
+            fragments = tuple(one.replicated() for one in self._replica.fragments)
+            shared = Welcome(timetable.position, timetable.began, fragments)
+        (shared,) = broadcast_object_list(Exchange(generation.group), [shared], giver, "outer loop")
+        assert shared is not None
+        return shared
+
+    def _make_alike(self, giver: int, takes: bool) -> None:
+        """Take over what no round exchanges from a rank, where it differs: a collective."""
+        self._replica.make_alike(giver, takes)
+        self._meter.add("bytes_voting", (self.group.size - 1) * FINGERPRINT_BYTES)
+
+    @property
+    def generation(self) -> Generation:
+        assert self._generation is not None, "nobody has been met yet"
+        return self._generation
+
+    def free(self, reusable: bool) -> None:
+        """Give back the groups of this generation, which are `reusable` if nothing is under way on any rank."""
+        if self.worker is not None:
+            self.worker.stop()
+        if self._generation is not None:
+            self._generation.free(reusable)
+
+    # ---- a newcomer, until its first step
+
+    def note_landing(self, number: int, *kinds: str) -> None:
+        """Keep what all share now of a fragment, if this is a newcomer: nothing that it was given outlives a round.
+
+        Args:
+            kinds: of values that have landed, as in `BoundFragment.agreements`; none: all of them.
+        """
+        if self.welcome is not None:
+            self.welcome = self.welcome.after_landing(number, self._replica.fragments[number].replicated(), kinds)
+
+    def return_to_welcome(self) -> None:
+        """Take the weights that all share in place of this newcomer's own."""
+        assert self.welcome is not None
+        for fragment, shared in zip(self._replica.fragments, self.welcome.fragments, strict=True):
+            fragment.join(shared)
+
+    # ---- what all members do together, outside of rounds
+
+    def needs_now(self) -> Needs:
+        """Return what this rank requires of the others, with its model as it is now."""
+        return replace(self.needs, description=self._replica.description, tensors=self._replica.tensors)
+
+    def next_vote(self) -> int:
+        """Return the number of this rank's next vote, which it casts now."""
+        number = self.needs.num_votes
+        self.needs = replace(self.needs, num_votes=number + 1)
+        return number
+
+    def vote(self, sound: bool = True) -> Tally:
+        """Vote outside of rounds: a collective."""
+        self._meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
+        return self.generation.beside.begin(self.generation.island.ballot(Ballot(0, 1.0, sound=sound)))()
+
+    def average(self, tensors: list[Tensor]) -> None:
+        """Give tensors their mean, of the ranks on which all of them are finite, or nothing: a collective."""
+        sound = all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+        decision = in_proportion(self.vote(sound).sound_weights)
+        if decision.total:
+            self._meter.add_exchanged(average(tensors, self.group, decision, self._replica.cap_bytes))
+
+    def take_changes(self) -> tuple[dict[int, str], tuple[int, ...]]:
+        """Return who was lost, and why, and who has joined since the last call."""
+        changes, self._lost, self._joined = (self._lost, self._joined), {}, ()
+        return changes

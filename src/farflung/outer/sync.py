@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all members do along the schedule: the rounds that are due, and a flush, after which they are equal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from farflung.comm.bucket import broadcast_values
+from farflung.outer.gradients import GradientWarmup
+from farflung.outer.quorum import Quorum
+from farflung.outer.recipe import Recipe
+from farflung.outer.replica import Replica
+from farflung.outer.rounds import Rounds
+from farflung.outer.schedule import Action, Apply, Launch
+from farflung.outer.stats import Meter
+from farflung.outer.timetable import Timetable
+from farflung.outer.unexchanged import FINGERPRINT_BYTES
+
+
+class Sync:
+    """Goes along the schedule, with the other members.
+
+    Args:
+        replica: this rank's model.
+        timetable: where this rank is.
+        warmup: the steps in which gradients are averaged, and no rounds are due.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        replica: Replica,
+        timetable: Timetable,
+        quorum: Quorum,
+        rounds: Rounds,
+        warmup: GradientWarmup,
+        meter: Meter,
+    ) -> None:
+        self._recipe, self._replica, self._timetable = recipe, replica, timetable
+        self._quorum, self._rounds, self._warmup, self._meter = quorum, rounds, warmup, meter
+
+    def run(self, due: Sequence[Action]) -> None:
+        """Launch and apply the rounds that are due, then admit replicas that wait to join."""
+        began_in = self._quorum.generation.number
+        for action in due:
+            if isinstance(action, Launch):
+                self._rounds.launch(action, self._timetable.position, finished=False)
+            else:
+                self._rounds.apply(action.fragment)
+            if self._quorum.joined_in > began_in:  # the others have completed the round of these actions
+                break
+        self._rounds.admit()
+
+    def run_next(self) -> None:
+        """Go on along the schedule without training until it launches a round, and run that."""
+        timetable, due = self._timetable, list[Action]()
+        while not any(isinstance(action, Launch) for action in due):
+            timetable.synced += 1
+            due = timetable.due(timetable.synced, math.inf)
+            self.run(due)
+
+    def flush(self) -> None:
+        """Stay in the rounds until every rank has come here; see `OuterLoop.flush`."""
+        recipe, replica, rounds, timetable = self._recipe, self._replica, self._rounds, self._timetable
+        self._warmup.stay()
+        if 0 < timetable.position <= self._warmup.steps and self._warmup.are_alike:
+            replica.reset_anchor()
+        last, timetable.position = self._walk_on()
+        are_dropped = [last in rounds.apply_all()]
+        for number in range(len(replica.fragments)):
+            if number != last:
+                rounds.launch(Launch(number), timetable.position, finished=True)
+                are_dropped.append(rounds.apply(number))
+        if recipe.agrees:
+            replica.adopt()
+        if any(are_dropped) or not recipe.agrees:
+            rounds.average()
+            replica.reset()
+            for number in range(len(replica.fragments)):
+                self._quorum.note_landing(number)
+        self._share_buffers()
+        self._average_moved()
+        timetable.take(timetable.position, timetable.position)
+
+    def _walk_on(self) -> tuple[int, int]:
+        """Go on along the schedule without training until all ranks do so.
+
+        Ranks vote in the order of the schedule. One that has no more data may not skip what others still come to.
+
+        Returns:
+            The fragment then under way, and the furthest position of any rank.
+        """
+        timetable, rounds, step = self._timetable, self._rounds, self._timetable.synced
+        while True:
+            step += 1
+            for action in timetable.due(step, math.inf):
+                joined_in = self._quorum.joined_in
+                if isinstance(action, Apply):
+                    rounds.apply(action.fragment)
+                else:
+                    rounds.launch(action, timetable.position, finished=True)
+                    tally = rounds.finished_tally(action.fragment)
+                    if tally is not None:
+                        return action.fragment, tally.position
+                if self._quorum.joined_in > joined_in:
+                    step = timetable.synced
+                    break
+
+    def _average_moved(self) -> None:
+        """Give frozen weights that the script has moved by itself their mean: a collective, outside of rounds."""
+        moved = self._replica.moved()
+        self._meter.add("bytes_voting", (self._quorum.group.size - 1) * FINGERPRINT_BYTES)
+        if any(count for (count,) in self._quorum.generation.island.gathered(len(moved))):
+            self._quorum.average(moved)
+
+    def _share_buffers(self) -> None:
+        """Give all ranks of the island the buffers of its first one: each has averaged its own with its column."""
+        island = self._quorum.generation.island
+        if island.size > 1:
+            kinds = [kind for fragment in self._replica.fragments for kind in fragment.buffer_tensors()]
+            broadcast_values([tensor for kind in kinds for tensor in kind], island.voters.group)
