@@ -12,8 +12,8 @@ from torch import nn
 from farflung.base.errors import ConfigError
 from farflung.outer import Cast, Every, Identity, diloco, local_sgd
 from farflung.outer.ballot import Tally
+from farflung.outer.comparison import checksum
 from farflung.outer.fragments import whole, without_masks
-from farflung.outer.replica import checksum
 from farflung.outer.schedule import Apply, Clock, Launch
 from farflung.outer.weighting import ByWork, Decision
 

@@ -154,6 +154,9 @@ class RadialMean(Aggregator):
         """Send what the mean needs; a round lengthens that by `Lengths`."""
         return mean_of(codec).start(payload, codec, group, number)
 
+    def lengths(self, buckets: Buckets, embeddings: Sequence[bool]) -> Lengths:
+        return Lengths(buckets, embeddings)
+
 
 class Lengths:
     """The squared norms of each tensor in one round, by which `RadialMean` lengthens the mean.

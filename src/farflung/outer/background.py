@@ -30,6 +30,11 @@ class Job:
     seconds: float = 0.0
     waited: float = 0.0
 
+    @property
+    def hidden_s(self) -> float:
+        """How many seconds it took beside training."""
+        return max(0.0, self.seconds - self.waited)
+
     def wait(self) -> None:
         """Return when it is done; raise what it raised, once."""
         start = time.perf_counter()

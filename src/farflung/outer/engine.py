@@ -25,6 +25,7 @@ from farflung.comm.group import Group
 from farflung.comm.shards import reshard
 from farflung.comm.torch_group import explained
 from farflung.outer.arguments import OuterConfig, bucket_bytes_of, check_attached, check_state, checked, checked_items
+from farflung.outer.facts import Facts
 from farflung.outer.gradients import GradientWarmup, kept_local
 from farflung.outer.inner import hooks_of
 from farflung.outer.leaving import Leaving
@@ -35,12 +36,12 @@ from farflung.outer.recipe import Recipe
 from farflung.outer.replica import Replica
 from farflung.outer.rounds import Rounds
 from farflung.outer.schedule import Launch
-from farflung.outer.stats import Meter, Round, Stats
+from farflung.outer.stats import Meter, Round
 from farflung.outer.sync import Sync
 from farflung.outer.timetable import Timetable
 
 
-class OuterLoop:
+class OuterLoop(Facts):
     """Trains replicas of a model independently and synchronizes them every H steps, in any torch loop.
 
         with OuterLoop(model, diloco(every=32)) as outer:
@@ -189,11 +190,6 @@ class OuterLoop:
         self.count(items=items)
         self.sync_if_due()
 
-    @property
-    def is_warming(self) -> bool:
-        """Whether the next step belongs to the warm-up, in which gradients are averaged and weights are not."""
-        return self._warmup.is_on
-
     def average_gradients(self) -> None:
         """In a warm-up, average the gradients of all ranks in place (a collective), once a step; later do nothing."""
         self._check_open()
@@ -224,26 +220,6 @@ class OuterLoop:
         self._hooks += hooks_of(optimizers, self._before_step, self.step)
         return self
 
-    @property
-    def position(self) -> int:
-        """Number of attempted steps since the loop began; a replica that came later counts those of the others."""
-        return self._timetable.position
-
-    @property
-    def steps_since_sync(self) -> int:
-        """Number of attempted steps since the latest round was launched."""
-        return self._timetable.position - self._timetable.began
-
-    @property
-    def is_newcomer(self) -> bool:
-        """Whether this replica came to a run of others, and has made no step since."""
-        return self._quorum.welcome is not None
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first one of the replicas that are there: the one to write what they have in common."""
-        return self._quorum.group.rank == 0
-
     def reset_anchor(self) -> None:
         """Take the current weights as the new anchor, for example after loading weights. No collective.
 
@@ -272,11 +248,6 @@ class OuterLoop:
         self.open_end.steps = 0
         self._warmup.are_alike |= not self.is_warming  # optimizers of ranks without data stay behind
 
-    @property
-    def has_anchor(self) -> bool:
-        """Whether the weights that all ranks last agreed on are at hand, beside those that this rank trains."""
-        return self._recipe.has_anchor
-
     @contextmanager
     def synced(self) -> Iterator[None]:
         """Put the last common weights into the model, for an evaluation; afterwards restore the local weights.
@@ -289,12 +260,12 @@ class OuterLoop:
         must_average = not (is_common or self.has_anchor) and self._quorum.group.size > 1
         with torch.no_grad():
             if must_average:
-                self._quorum.run(self._rounds.agree_on_changes)
+                self._quorum.run(self._sync.agree_on_changes)
             kept = self._rounds.replica.copies()
         try:
             with torch.no_grad():
                 if must_average:
-                    self._quorum.run(self._rounds.average)
+                    self._quorum.run(self._sync.average)
                 elif self.has_anchor and not is_common:
                     self._rounds.replica.adopt()
             yield
@@ -315,14 +286,6 @@ class OuterLoop:
         if self._open:
             self._end(is_in_step=False)
 
-    def stats(self) -> Stats:
-        """Return what the rounds have cost so far: bytes, seconds, and how many there were."""
-        return self._meter.stats()
-
-    def advice(self, by_flags: bool = False) -> str:
-        """Return what the statistics so far suggest to change, in `--outer-` flags or in keywords; empty if nothing."""
-        return self._meter.advice(by_flags)
-
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to resume bitwise, also in the middle of a round or of an exchange.
 
@@ -330,15 +293,12 @@ class OuterLoop:
         exchanges in flight (it waits for them), schedule position, weight and counters. Each rank must save its own.
         """
         return {
-            **self._identity(),
+            **_identity(self._rounds.replica, self._quorum),
             **self._timetable.state_dict(),
             "are_alike": self._warmup.are_alike,
             "stats": self.stats().saved(),
             "rounds": self._rounds.state_dict(),
         }
-
-    def _identity(self) -> dict[str, Any]:
-        return {"description": self._rounds.replica.description, "shard": self._quorum.generation.island.shard}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state_dict`'s result, including the model's weights. No collective: each rank loads its own.
@@ -349,7 +309,7 @@ class OuterLoop:
             ConfigError: it is no such state, or of another model or recipe.
         """
         self._check_open()
-        check_state("load_state_dict", state, self._identity())
+        check_state("load_state_dict", state, _identity(self._rounds.replica, self._quorum))
         reshard(self._model.modules())
         if self.is_newcomer:
             self.reset_anchor()
@@ -402,3 +362,8 @@ class OuterLoop:
         self._quorum.membership.end("" if is_in_step else reason)
         for hook in self._hooks:
             hook.remove()
+
+
+def _identity(replica: Replica, quorum: Quorum) -> dict[str, Any]:
+    """Return what a state must have in common with the loop that loads it."""
+    return {"description": replica.description, "shard": quorum.generation.island.shard}

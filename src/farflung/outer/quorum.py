@@ -22,16 +22,16 @@ from farflung.base.errors import RankFailure
 from farflung.comm.collectives import broadcast_object_list
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
-from farflung.outer.agreement import average
+from farflung.outer.agreement import average, take_largest
 from farflung.outer.background import BackgroundWorker
 from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
 from farflung.outer.membership import Generation, Membership, Needs, OddMembers
 from farflung.outer.recipe import Recipe
-from farflung.outer.replica import Replica
+from farflung.outer.replica import BoundFragment, Replica
 from farflung.outer.stats import Meter
 from farflung.outer.timetable import Timetable
 from farflung.outer.unexchanged import FINGERPRINT_BYTES
-from farflung.outer.weighting import in_proportion
+from farflung.outer.weighting import Decision, in_proportion
 
 
 @dataclass(frozen=True)
@@ -293,6 +293,15 @@ class Quorum:
         decision = in_proportion(self.vote(sound).sound_weights)
         if decision.total:
             self._meter.add_exchanged(average(tensors, self.group, decision, self._replica.cap_bytes))
+
+    def average_buffers(self, fragment: BoundFragment) -> None:
+        """Bring a fragment's buffers together though no rank made a step: a forward pass is enough to move them."""
+        floats, counters = fragment.buffer_tensors()
+        if floats:
+            self.average(floats)
+        if counters:
+            everyone = Decision((1.0,) * self.group.size, float(self.group.size))
+            self._meter.add_exchanged(take_largest(counters, self.group, everyone, self._replica.cap_bytes))
 
     def take_changes(self) -> tuple[dict[int, str], tuple[int, ...]]:
         """Return who was lost, and why, and who has joined since the last call."""

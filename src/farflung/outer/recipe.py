@@ -140,8 +140,12 @@ class Recipe:
     @property
     def is_whole(self) -> bool:
         """Whether a fragment must be in its buffers as a whole: it is sent during training, or its norm is changed."""
-        changes_norm = self.policy.norm == "sent" or self.policy.max_norm < math.inf or self.is_radial
-        return bool(self.schedule.delay) or changes_norm
+        return bool(self.schedule.delay) or self.policy.norm == "sent" or self.changes_norm
+
+    @property
+    def changes_norm(self) -> bool:
+        """Whether what replicas agree on is made longer or shorter."""
+        return self.policy.max_norm < math.inf or self.is_radial
 
     @property
     def weighs_items(self) -> bool:

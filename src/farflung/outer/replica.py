@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farflung.base.errors import CollectiveMismatch, ConfigError
+from farflung.base.errors import ConfigError
 from farflung.base.torch_internals import own_buffers, own_parameters, passing_buffers
-from farflung.base.words import counted, numbered
+from farflung.base.words import counted
 from farflung.codec.base import Identity
 from farflung.comm.bucket import Buckets, broadcast_values
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import addresses, local, model_has_dtensor, reshard
 from farflung.outer.agreement import Anchored, Averaged, Max, Mean
-from farflung.outer.ballot import Voters, digest_of
+from farflung.outer.ballot import digest_of
+from farflung.outer.comparison import Comparison
 from farflung.outer.eager import Eager
 from farflung.outer.fragments import Fragment, Place, without_masks
 from farflung.outer.membership import Generation
@@ -31,8 +32,6 @@ from farflung.outer.unexchanged import fingerprint, make_alike, moved
 from farflung.outer.weighting import NormHistory
 
 _kind = attrgetter("requires_grad", "dtype", "shape")
-_DIGEST_EVERY = 50  # rounds of a fragment between two checks that the ranks still agree,
-_WATCHED = 8  # and in how many after newcomers have come each one is checked
 
 
 class BoundFragment:
@@ -49,7 +48,7 @@ class BoundFragment:
         pending_weight: by level, what was done since values were last sent.
         num_rounds: that were applied.
         num_landed: buckets that a round has brought in which goes on, as ranks were lost in it.
-        digest: of what the last round agreed on, where it is to be compared with that of other ranks; else -1.
+        comparison: whether all replicas agree on it.
     """
 
     def __init__(
@@ -64,14 +63,14 @@ class BoundFragment:
         self.num_ranks = group.size
         self.history: NormHistory = {}
         self.pending_weight = [0.0] * (1 + len(recipe.levels))
-        self.num_rounds, self.digest, self.num_landed = 0, -1, 0
-        self._num_watched = 0  # rounds that are still to be checked, as newcomers have come
+        self.num_rounds = self.num_landed = 0
         self.is_whole = num_buffers is None
         parameters = _buckets(fragment.parameters, cap_bytes, num_buffers)
         counters = _buckets(fragment.counters, cap_bytes, num_buffers)
         if group.size > 1 and is_new:
             broadcast_values([local(place.get()) for place in fragment.places], group)
         self.cut = without_masks(fragment) if is_new else fragment
+        self.comparison = Comparison([place.name for place in self.cut.parameters])
         self.trained = self.parameters()  # the objects, which tell when one is replaced
         averages = _buckets(self.cut.averages, cap_bytes, num_buffers)
         kinds = (self.cut.parameters, self.cut.averages, self.cut.counters)
@@ -142,49 +141,9 @@ class BoundFragment:
         self.pending_weight = [done + gone for done, gone in zip(self.pending_weight, claimed, strict=True)]
 
     def note_round(self, is_common: bool) -> None:
-        """Count a round that was applied, and note what it left now and then, if that is the same on all ranks."""
+        """Count a round that was applied; what it left may be compared if it `is_common` to all ranks."""
         self.num_rounds += 1
-        is_due = self.num_rounds % _DIGEST_EVERY == 1 or self._num_watched > 0
-        self._num_watched = max(0, self._num_watched - 1)
-        self.note_agreement(is_common and is_due)
-
-    def note_newcomers(self, is_common: bool) -> None:
-        """Compare what is agreed on in the first rounds, and in the next vote if it `is_common` between rounds."""
-        self._num_watched = _WATCHED
-        self.note_agreement(is_common)
-
-    def note_agreement(self, is_compared: bool) -> None:
-        """Note what is agreed on, if it is to be compared in the next vote."""
-        self.digest = digest_of(" ".join(str(value) for _, value in self._checksums())) if is_compared else -1
-
-    def check_agreement(self, digests: Sequence[int], voters: Voters) -> None:
-        """Compare what all ranks have noted; CollectiveMismatch names the first tensor that differs."""
-        if len(set(digests)) == 1:
-            return
-        names, mine = zip(*self._checksums(), strict=True)
-        everyone = voters.group.all_gather_small(torch.tensor(mine, dtype=torch.float64))
-        for column, name in enumerate(names):
-            values = everyone[:, column].tolist()
-            usual = max(set(values), key=values.count)
-            odd = [rank for rank, value in enumerate(values) if value != usual]
-            if odd:
-                where = numbered(voters.noun, odd)
-                raise CollectiveMismatch(
-                    f"The replicas no longer agree on {name}: its value on {where} is not that of the others. "
-                    "Something has written to it, or their machines compute differently."
-                )
-        raise CollectiveMismatch(
-            f"The replicas no longer agreed at the end of their last round (digests {list(digests)}), though the "
-            "tensors are equal now: something wrote to them in between."
-        )
-
-    def _checksums(self) -> list[tuple[str, int]]:
-        """Return a checksum of what was agreed on of each parameter, by name."""
-        found: dict[int, int] = {}
-        for k in range(len(self.weights.buckets)):
-            for number, piece in zip(self.weights.buckets.owners(k), self.weights.agreed(k), strict=True):
-                found[number] = (31 * found.get(number, 0) + int(checksum(piece))) % 2**48
-        return [(place.name, found.get(number, 0)) for number, place in enumerate(self.cut.parameters)]
+        self.comparison.note_round(self.weights, self.num_rounds, is_common)
 
     def parameters(self) -> list[Tensor]:
         return [place.get() for place in self.cut.parameters]
@@ -207,7 +166,8 @@ class BoundFragment:
     def continue_from(self, other: BoundFragment, kept: Mapping[str, Mapping[int, Tensor]]) -> None:
         """Take the place of another fragment, with what was kept of parameters that this one has too."""
         self.pending_weight, self.history = other.pending_weight, other.history
-        self.num_rounds, self.digest, self._num_watched = other.num_rounds, other.digest, other._num_watched
+        self.num_rounds = other.num_rounds
+        self.comparison.continue_from(other.comparison)
         self.weights.continue_from(other.weights)
         for name, flats in self.weights.rows().items():
             rows = kept.get(name, {})
@@ -220,7 +180,7 @@ class BoundFragment:
             "pending_weight": list(self.pending_weight),
             "history": {"seen": deepcopy(self.history)},
             "num_rounds": self.num_rounds,
-            "digest": self.digest,
+            "digest": self.comparison.digest,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -235,7 +195,7 @@ class BoundFragment:
         self.weights.load_state_dict(state["agreed"])
         self.pending_weight = list(state["pending_weight"])
         self.history = state["history"]["seen"]
-        self.num_rounds, self.digest = state["num_rounds"], state["digest"]
+        self.num_rounds, self.comparison.digest = state["num_rounds"], state["digest"]
 
 
 @dataclass(frozen=True)
@@ -299,7 +259,7 @@ class Replica:
     def note_newcomers(self) -> None:
         """Compare what is agreed on in the next vote, if it is the same on all ranks, and in the next rounds."""
         for fragment in self.fragments:
-            fragment.note_newcomers(self._recipe.has_anchor)
+            fragment.comparison.note_newcomers(fragment.weights, self._recipe.has_anchor)
 
     def rebind(self, number: int) -> None:
         """Find a fragment's tensors again, unless the model has changed: the next round follows that."""
@@ -337,7 +297,8 @@ class Replica:
         for number, one in enumerate(change.fit):
             bound = self._bound(one, is_new=False)
             bound.continue_from(self.fragments[number], kept)
-            bound.digest = -1 if change.must_agree else bound.digest
+            if change.must_agree:
+                bound.comparison.digest = -1
             self.fragments[number] = bound
 
     def adopt(self) -> None:
@@ -415,17 +376,6 @@ def _described(recipe: Recipe, fragments: Sequence[Fragment], cap_bytes: int) ->
         f"(layout {layout.hexdigest()}), buckets of {cap_bytes} bytes"
     )
     return description, tensors
-
-
-def checksum(x: Tensor) -> Tensor:
-    """Sum the bits of all elements as whole numbers, which no order of summing changes."""
-    words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[x.element_size()]
-    together = 8 // x.element_size()  # elements that are one long number: torch would copy what it sums in another type
-    flat = x.reshape(-1)
-    if flat.stride(0) != 1 or flat.storage_offset() % together:
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    whole = flat.numel() // together * together
-    return flat[:whole].view(torch.int64).sum() + flat[whole:].view(words).sum(dtype=torch.int64)
 
 
 def _buckets(places: Sequence[Place], cap_bytes: int, num_buffers: int | None) -> Buckets:

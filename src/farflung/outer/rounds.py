@@ -16,14 +16,14 @@ import torch
 from farflung.base.errors import CollectiveMismatch, StateError
 from farflung.base.words import numbered
 from farflung.comm.shards import local
-from farflung.outer.agreement import take_largest
 from farflung.outer.ballot import Ballot, Tally
 from farflung.outer.eager import Eager
 from farflung.outer.inner import KeepState
+from farflung.outer.membership import Generation
 from farflung.outer.quorum import Quorum
 from farflung.outer.recipe import Recipe
-from farflung.outer.replica import BoundFragment, Change, Replica
-from farflung.outer.round import OpenRound, Request
+from farflung.outer.replica import Change, Replica
+from farflung.outer.round import OpenRound, Phase, Request
 from farflung.outer.schedule import Launch
 from farflung.outer.stats import Meter, Round
 from farflung.outer.timetable import Timetable
@@ -38,6 +38,9 @@ class Rounds:
         quorum: who takes part, and what is done after a loss.
         meter: counts what the rounds cost.
         listeners: called with every round that has ended.
+
+    Attributes:
+        is_awaited: newcomers wait, as the votes have said.
     """
 
     def __init__(
@@ -54,10 +57,10 @@ class Rounds:
         self._recipe, self._timetable = recipe, timetable
         self._meter = meter
         self._listeners = listeners
-        self._warned = False
+        self._has_warned = False
         self._open: dict[int, OpenRound] = {}  # by fragment
         self._lost: list[Request] = []  # rounds that have come to nothing, as ranks were lost in them
-        self._is_awaited = False  # as the votes said
+        self.is_awaited = False
         self._twins = Twins(are_allowed=recipe.same_data)
 
     # ---- launch
@@ -72,10 +75,10 @@ class Rounds:
                 # Ranks whose model has not changed know nothing of this, so it goes the way of any other round.
                 self.quorum.generation.describe(change.vote, change.tensors)
                 self._launch(Request(action, position, finished, is_empty=True))
-                self._wait(number)
+                self.quorum.run(partial(self._wait, number))
                 if number in self._open:
                     self._close(number, self._open.pop(number))
-            self._follow(change)
+            self.follow(change)
         self._launch(Request(action, position, finished))
 
     def _launch(self, request: Request) -> None:
@@ -97,31 +100,19 @@ class Rounds:
             claimed = fragment.claim(level)
         # As it goes on the wire.
         weight = torch.tensor(claimed[level] / request.action.steps, dtype=torch.float32).item()
-        digest = fragment.digest if level == 0 and not request.is_empty else -1
+        digest = fragment.comparison.digest if level == 0 and not request.is_empty else -1
         is_awaited = quorum.membership.is_awaited(quorum.needs_now())
         said = (weight, norm, largest, sound, request.finished, request.position, digest, is_awaited, mark)
         ballot = Ballot(quorum.next_vote(), *said)
         self._open[number] = OpenRound(fragment, quorum.generation, self._recipe, ballot, request, claimed)
 
     def _begin(self, number: int) -> None:
-        """Start the exchange of an open round, unless it has begun."""
-        this = self._open.get(number)
-        if this is None or this.has_begun:
-            return
-        this.has_begun = True
-        if self.quorum.worker is None:
-            this.start()
-            return
-
-        def exchange() -> None:
-            this.start()
-            this.wait()
-
-        this.job = self.quorum.worker.submit(exchange)
+        if number in self._open:
+            self._open[number].begin(self.quorum.worker)
 
     def finished_tally(self, number: int) -> Tally | None:
         """Wait for the vote of an open round; return it if all ranks said in it that they have no more data."""
-        self._wait(number)
+        self.quorum.run(partial(self._wait, number))
         this = self._open.get(number)
         tally = None if this is None or this.level > 0 else this.tally
         return tally if tally is not None and tally.finished else None
@@ -136,11 +127,13 @@ class Rounds:
         if this is not None:
             if this.is_dropped:
                 this.give_back()
-                self._warn(this)
+                if not self._has_warned:
+                    self._has_warned = True
+                    _warn(self.quorum.generation, this.decision, self._recipe)
             elif not this.is_empty:
                 self._after(number, this)
             elif this.tally is not None and this.tally.finished and this.level == 0:
-                self.quorum.run(partial(self._average_buffers, fragment))
+                self.quorum.run(partial(self.quorum.average_buffers, fragment))
                 self.quorum.note_landing(number, "buffers", "counters")
         if isinstance(fragment.weights, Eager):
             self.replica.rebind(number)
@@ -157,7 +150,7 @@ class Rounds:
 
     def _land(self, number: int) -> None:
         """Wait for a round, and bring it into the model, unless it has come to nothing."""
-        self._wait_for_job(number)
+        self._wait(number)
         this = self._open.get(number)
         if this is not None and not (this.is_dropped or this.is_empty):
             if self.quorum.worker is not None:  # weights may have been put elsewhere while it was under way
@@ -166,9 +159,6 @@ class Rounds:
 
     def _wait(self, number: int) -> None:
         """Wait for a round that is under way in the background."""
-        self.quorum.run(partial(self._wait_for_job, number))
-
-    def _wait_for_job(self, number: int) -> None:
         this = self._open.get(number)
         if this is not None and this.job is not None:
             this.job.wait()
@@ -194,47 +184,17 @@ class Rounds:
         self.replica.fragments[number].note_round(self._recipe.agrees and self.quorum.group.size > 1)
         self.quorum.note_landing(number)
 
-    def _average_buffers(self, fragment: BoundFragment) -> None:
-        """Bring a fragment's buffers together though no rank made a step: a forward pass is enough to move them."""
-        floats, counters = fragment.buffer_tensors()
-        group = self.quorum.group
-        if floats:
-            self.quorum.average(floats)
-        if counters:
-            everyone = Decision((1.0,) * group.size, float(group.size))
-            self._meter.add_exchanged(take_largest(counters, group, everyone, self.replica.cap_bytes))
-
-    def _warn(self, this: OpenRound) -> None:
-        if not self._warned:
-            self._warned = True
-            noun = self.quorum.generation.beside.noun
-            where = numbered(noun, this.decision.unfit)
-            warnings.warn(
-                f"{noun.capitalize()} {self.quorum.group.rank}: a round was dropped, as the weights of {where} "
-                f"are not finite, too large for {self._recipe.codec}, or all unusual. All ranks go on with their own "
-                "weights. Further dropped rounds are only counted, in stats().dropped_rounds.",
-                RuntimeWarning,
-                stacklevel=6,
-            )
-
     def _close(self, number: int, this: OpenRound) -> None:
         """Count what a round has cost, and tell the listeners of it."""
-        self._is_awaited |= this.level == 0 and this.tally is not None and this.tally.awaited
+        self.is_awaited |= this.level == 0 and this.tally is not None and this.tally.awaited
         self._meter.absorb(this.meter)
-        self._meter.add("seconds_hidden", this.hidden_s)
+        self._meter.add("seconds_hidden", 0.0 if this.job is None else this.job.hidden_s)
         if this.tally is None or this.is_empty:
             return
         record = this.record(number, *self.quorum.take_changes())
         self._meter.note(record, this.group.rank)
         for listener in self._listeners:
             listener(record)
-
-    def admit(self) -> None:
-        """Let newcomers in who wait, as the votes have said: a collective, between rounds."""
-        if self._is_awaited:
-            self.apply_all()
-            self._is_awaited = False
-            self.quorum.enter()
 
     # ---- after a loss
 
@@ -252,7 +212,7 @@ class Rounds:
                 if this.level == 0 and not this.is_dropped and not this.is_empty:
                     self._note_round(number)
                 self._close(number, this)
-            elif not this.request.is_saved:
+            elif this.phase is not Phase.LOADED:
                 self._lost.append(this.request)
         self._open.clear()
 
@@ -265,28 +225,7 @@ class Rounds:
 
     # ---- changes of the model
 
-    def average(self) -> None:
-        """local <- the mean of all ranks, weights and floating buffers: a collective outside of rounds.
-
-        All ranks count alike, but those with a value that is not finite: these get the mean of the others. Where none
-        is left nothing happens.
-
-        Raises:
-            CollectiveMismatch: the model has changed since the last round, and not on all ranks alike.
-        """
-        self.agree_on_changes()
-        self.quorum.average([tensor for fragment in self.replica.fragments for tensor in fragment.floats()])
-
-    def agree_on_changes(self) -> None:
-        """Go on with what the model is made of now, as a round would: a collective outside of rounds."""
-        change = self.replica.change()
-        if change is not None:
-            if change.must_agree:
-                self.quorum.generation.describe(change.vote, change.tensors)
-                self.quorum.vote()
-            self._follow(change)
-
-    def _follow(self, change: Change) -> None:
+    def follow(self, change: Change) -> None:
         """Go on with what the model is made of now, on all ranks; what is under way comes in before."""
         self.apply_all()
         self.quorum.generation.describe(change.description, change.tensors)
@@ -310,9 +249,9 @@ class Rounds:
                     f"The model has changed since the last round of its outer loop (new: {names}), and the ranks have "
                     "not agreed on that yet. Save after the next round, or call flush() first."
                 )
-            self._follow(change)
+            self.follow(change)
         # What will never arrive, and was sent with it, counts as not sent.
-        waits = [partial(self._wait_for_job, number) for number in self._open]
+        waits = [partial(self._wait, number) for number in self._open]
         self.quorum.run(*waits, raises=False)
         return {
             "num_votes": self.quorum.needs.num_votes,
@@ -322,8 +261,7 @@ class Rounds:
 
     def forget(self) -> None:
         """Wait for everything under way, and discard it."""
-        for number in list(self._open):
-            self._wait(number)
+        self.quorum.run(*(partial(self._wait, number) for number in self._open))
         self._open.clear()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -333,10 +271,22 @@ class Rounds:
             fragment.load_state_dict(saved)
         self.quorum.needs = replace(self.quorum.needs, num_votes=state["num_votes"])
         for number, saved in state["open"].items():
-            request = Request(Launch(number, saved["level"]), saved["step"], is_saved=True)
+            request = Request(Launch(number, saved["level"]), saved["step"])
             fragment, ballot = self.replica.fragments[number], Ballot(**saved["ballot"])
             this = OpenRound(
                 fragment, self.quorum.generation, self._recipe, ballot, request, list(saved["claimed_weight"])
             )
             this.load_state_dict(saved)
             self._open[number] = this
+
+
+def _warn(generation: Generation, decision: Decision, recipe: Recipe) -> None:
+    noun = generation.beside.noun
+    where = numbered(noun, decision.unfit)
+    warnings.warn(
+        f"{noun.capitalize()} {generation.group.rank}: a round was dropped, as the weights of {where} are not finite, "
+        f"too large for {recipe.codec}, or all unusual. All ranks go on with their own weights. Further dropped rounds "
+        "are only counted, in stats().dropped_rounds.",
+        RuntimeWarning,
+        stacklevel=6,
+    )

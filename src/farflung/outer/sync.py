@@ -50,7 +50,10 @@ class Sync:
                 self._rounds.apply(action.fragment)
             if self._quorum.joined_in > began_in:  # the others have completed the round of these actions
                 break
-        self._rounds.admit()
+        if self._rounds.is_awaited:
+            self._rounds.apply_all()
+            self._rounds.is_awaited = False
+            self._quorum.enter()
 
     def run_next(self) -> None:
         """Go on along the schedule without training until it launches a round, and run that."""
@@ -75,7 +78,7 @@ class Sync:
         if recipe.agrees:
             replica.adopt()
         if any(are_dropped) or not recipe.agrees:
-            rounds.average()
+            self.average()
             replica.reset()
             for number in range(len(replica.fragments)):
                 self._quorum.note_landing(number)
@@ -106,6 +109,27 @@ class Sync:
                 if self._quorum.joined_in > joined_in:
                     step = timetable.synced
                     break
+
+    def average(self) -> None:
+        """local <- the mean of all ranks, weights and floating buffers: a collective outside of rounds.
+
+        All ranks count alike, but those with a value that is not finite: these get the mean of the others. Where none
+        is left nothing happens.
+
+        Raises:
+            CollectiveMismatch: the model has changed since the last round, and not on all ranks alike.
+        """
+        self.agree_on_changes()
+        self._quorum.average([tensor for fragment in self._replica.fragments for tensor in fragment.floats()])
+
+    def agree_on_changes(self) -> None:
+        """Go on with what the model is made of now, as a round would: a collective outside of rounds."""
+        change = self._replica.change()
+        if change is not None:
+            if change.must_agree:
+                self._quorum.generation.describe(change.vote, change.tensors)
+                self._quorum.vote()
+            self._rounds.follow(change)
 
     def _average_moved(self) -> None:
         """Give frozen weights that the script has moved by itself their mean: a collective, outside of rounds."""
