@@ -156,8 +156,8 @@ def checked(
     membership: Membership | None,
     bucket_bytes: int | None,
     clock: Callable[[], float],
-) -> Recipe:
-    """Check the arguments of an `OuterLoop`, and return its recipe; ConfigError names an argument that can't work."""
+) -> tuple[Recipe, int]:
+    """Check the arguments of an `OuterLoop`; ConfigError names one that can't work. Returns recipe and bucket size."""
     check_model(model)
     if not model.state_dict():
         raise ConfigError(
@@ -173,14 +173,16 @@ def checked(
         if group is not None or island is not None:
             raise ConfigError("A membership says who takes part, so OuterLoop takes no group and no island beside it.")
         island = membership.island
-    _check_shards_are_of_island(model, island or SoloGroup())
+    island = island or SoloGroup()
+    _check_shards_are_of_island(model, island)
     _check_statistics(model, island)
     if inner is not None:
         check_type("inner", inner, Optimizer, "the torch optimizer that trains the model")
     if bucket_bytes is not None:
         check_whole("bucket_bytes", bucket_bytes, least=1)
     check_callable("clock", clock, "time.perf_counter")
-    return chosen_recipe(recipe)
+    recipe = chosen_recipe(recipe)
+    return recipe, bucket_bytes or recipe.bucket_bytes or _bucket_bytes_of(model, island)
 
 
 def check_attached(optimizers: Sequence[Optimizer], model: nn.Module, recipe: Recipe) -> None:
@@ -239,7 +241,7 @@ def _check_statistics(model: nn.Module, island: Group | None) -> None:
             )
 
 
-def bucket_bytes_of(model: nn.Module, island: Group) -> int:
+def _bucket_bytes_of(model: nn.Module, island: Group) -> int:
     """Return the bucket size where neither the loop nor the recipe says one, from what this rank trains."""
     trained = sum(4 * p.numel() for p in model.parameters() if p.requires_grad and not is_lazy(p))
     return bucket_bytes_for(trained // (island.size if model_has_dtensor(model) else 1))

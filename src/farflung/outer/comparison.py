@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ _DIGEST_EVERY = 50  # rounds of a fragment between two checks that the ranks sti
 _WATCHED = 8  # and in how many after newcomers have come each one is checked
 
 
+@dataclass(eq=False)
 class Comparison:
     """Compares the weights of one fragment.
 
@@ -27,10 +29,9 @@ class Comparison:
         digest: of what the last round agreed on, where it is to be compared with that of other ranks; else -1.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.digest = -1
-        self._names = names
-        self._num_watched = 0  # rounds that are still to be checked, as newcomers have come
+    names: Sequence[str]
+    digest: int = -1
+    _num_watched: int = 0  # rounds that are still to be checked, as newcomers have come
 
     def note_round(self, weights: Averaged, num_rounds: int, is_common: bool) -> None:
         """Note what a round left now and then, if that is the same on all ranks."""
@@ -52,7 +53,7 @@ class Comparison:
             return
         mine = self._checksums(weights)
         everyone = voters.group.all_gather_small(torch.tensor(mine, dtype=torch.float64))
-        for column, name in enumerate(self._names):
+        for column, name in enumerate(self.names):
             values = everyone[:, column].tolist()
             usual = max(set(values), key=values.count)
             odd = [rank for rank, value in enumerate(values) if value != usual]
@@ -76,7 +77,7 @@ class Comparison:
         for k in range(len(weights.buckets)):
             for number, piece in zip(weights.buckets.owners(k), weights.agreed(k), strict=True):
                 found[number] = (31 * found.get(number, 0) + int(checksum(piece))) % 2**48
-        return [found.get(number, 0) for number in range(len(self._names))]
+        return [found.get(number, 0) for number in range(len(self.names))]
 
 
 def checksum(x: Tensor) -> Tensor:

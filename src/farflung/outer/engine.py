@@ -24,7 +24,7 @@ from farflung.base.sizes import num_buffers_among
 from farflung.comm.group import Group
 from farflung.comm.shards import reshard
 from farflung.comm.torch_group import explained
-from farflung.outer.arguments import OuterConfig, bucket_bytes_of, check_attached, check_state, checked, checked_items
+from farflung.outer.arguments import OuterConfig, check_attached, check_state, checked, checked_items
 from farflung.outer.facts import Facts
 from farflung.outer.gradients import GradientWarmup, kept_local
 from farflung.outer.inner import hooks_of
@@ -39,6 +39,7 @@ from farflung.outer.schedule import Launch
 from farflung.outer.stats import Meter, Round
 from farflung.outer.sync import Sync
 from farflung.outer.timetable import Timetable
+from farflung.outer.twins import Twins
 
 
 class OuterLoop(Facts):
@@ -101,10 +102,9 @@ class OuterLoop(Facts):
         bucket_bytes: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        recipe = checked(model, recipe, group, inner, island, membership, bucket_bytes, clock)
+        recipe, cap_bytes = checked(model, recipe, group, inner, island, membership, bucket_bytes, clock)
         membership = membership or fixed_membership(group, island, all(one.is_cpu for one in model.parameters()))
         island = membership.island
-        cap_bytes = bucket_bytes or recipe.bucket_bytes or bucket_bytes_of(model, island)
         self.listeners: list[Callable[[Round], None]] = []
         self._recipe = recipe
         self._meter = Meter()
@@ -118,7 +118,9 @@ class OuterLoop(Facts):
         replica = Replica(model, recipe, cap_bytes, num_buffers)
         self._timetable = timetable = Timetable(recipe, clock, inner)
         self._quorum = quorum = Quorum(membership, recipe, replica, timetable, self._meter)
-        self._rounds = Rounds(recipe, replica, timetable, quorum, self._meter, self.listeners)
+        twins = Twins(are_allowed=recipe.same_data)
+        self._rounds = Rounds(recipe, replica, timetable, quorum, self._meter, self.listeners, twins)
+        quorum.under_way = weakref.proxy(self._rounds)  # or a loop that is dropped would keep its model
         has_ddp = self._ddp is not None
         self._warmup = GradientWarmup(recipe.warmup, model, timetable, quorum, self._meter, has_ddp)
         self._sync = Sync(recipe, replica, timetable, quorum, self._rounds, self._warmup, self._meter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -129,6 +130,7 @@ def check_ranks(ddp: DistributedDataParallel, island: Group) -> None:
         )
 
 
+@dataclass(eq=False)
 class GradientWarmup:
     """The first steps of a recipe, which all replicas make with the same gradients.
 
@@ -139,35 +141,37 @@ class GradientWarmup:
 
     Attributes:
         are_alike: the weights of all replicas; not if one had no more data.
+        averaged: the position up to which gradients have been averaged.
     """
 
-    def __init__(
-        self, steps: int, model: nn.Module, timetable: Timetable, quorum: Quorum, meter: Meter, is_done_by_ddp: bool
-    ) -> None:
-        self.steps, self.are_alike = steps, True
-        self._model, self._timetable, self._quorum, self._meter = model, timetable, quorum, meter
-        self._is_done_by_ddp = is_done_by_ddp
-        self._averaged = 0  # the position up to which gradients have been averaged
+    steps: int
+    model: nn.Module
+    timetable: Timetable
+    quorum: Quorum
+    meter: Meter
+    is_done_by_ddp: bool
+    are_alike: bool = True
+    averaged: int = 0
 
     @property
     def is_on(self) -> bool:
         """Whether the next step is one of them."""
-        return self._timetable.position < self.steps
+        return self.timetable.position < self.steps
 
     def makes_alike(self) -> bool:
         """Whether all replicas make the next step, with the same gradients."""
-        return self._timetable.position < self.steps and self.are_alike
+        return self.timetable.position < self.steps and self.are_alike
 
     def average(self) -> None:
         """Average the gradients of the next step, once."""
-        if self._averaged <= self._timetable.position < self.steps:
-            self._averaged = self._timetable.position + 1
-            if not self._is_done_by_ddp:  # the others may be past these steps, if this rank comes back to them
-                self._quorum.run(lambda: self.is_on and self._meet(finished=False))
+        if self.averaged <= self.timetable.position < self.steps:
+            self.averaged = self.timetable.position + 1
+            if not self.is_done_by_ddp:  # the others may be past these steps, if this rank comes back to them
+                self.quorum.run(lambda: self.is_on and self._meet(finished=False))
 
     def stay(self) -> None:
         """Stay without data until all ranks have done the steps that are left, or have no more data either."""
-        for _ in range(self._timetable.position, self.steps):
+        for _ in range(self.timetable.position, self.steps):
             if not self._meet(finished=True):
                 break
 
@@ -180,12 +184,12 @@ class GradientWarmup:
         Raises:
             CollectiveMismatch: the ranks train different numbers of values.
         """
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        numel, group = sum(parameter.numel() for parameter in trained), self._quorum.group
-        with self._meter.timed("exposed"), torch.no_grad():
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        numel, group = sum(parameter.numel() for parameter in trained), self.quorum.group
+        with self.meter.timed("exposed"), torch.no_grad():
             mine = torch.tensor([not finished, numel], dtype=torch.float64)
             flags, numels = group.all_gather_small(mine).T.tolist()
-            self._meter.add("bytes_voting", (group.size - 1) * mine.nbytes)
+            self.meter.add("bytes_voting", (group.size - 1) * mine.nbytes)
             if len(set(numels)) > 1:
                 raise CollectiveMismatch(
                     f"The ranks have different numbers of trainable values: {[int(one) for one in numels]}. Change the "
@@ -199,13 +203,13 @@ class GradientWarmup:
                 for parameter in trained:
                     parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             gradients = [p.grad for p in trained if p.grad is not None and not finished]
-            self._meter.add_exchanged(average(gradients or [torch.zeros_like(p) for p in trained], group, decision))
+            self.meter.add_exchanged(average(gradients or [torch.zeros_like(p) for p in trained], group, decision))
         return True
 
     def check_averaged(self) -> None:
         """Raise StateError unless the gradients of the next step have been averaged."""
-        position = self._timetable.position
-        if self._averaged <= position < self.steps and self._quorum.group.size > 1:
+        position = self.timetable.position
+        if self.averaged <= position < self.steps and self.quorum.group.size > 1:
             raise StateError(
                 f"This recipe averages gradients in the first {counted(self.steps, 'step')}, and this is step "
                 f"{position + 1}. Call outer.average_gradients() before optimizer.step(), or attach it; with a "

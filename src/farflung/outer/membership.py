@@ -110,9 +110,8 @@ def open_generation(
     tally = voters.begin(alone.ballot(Ballot(0, 1.0, position=needs.num_votes)))()
     levels = [background, *(group.split(size) for size in needs.levels)]
     by_level = tuple(Voters(one, *said, noun) for one in levels)
-    generation = Generation(number, tuple(ids), voters, by_level, alone, in_round, tally.position, tuple(newcomers))
-    generation.describe(*said)
-    return generation
+    voters.describe(_BESIDE + needs.description, needs.tensors)
+    return Generation(number, tuple(ids), voters, by_level, alone, in_round, tally.position, tuple(newcomers))
 
 
 ALL = 2**31  # buckets: a round that some have behind them

@@ -207,39 +207,33 @@ class Quorum:
 
     def _share(self, had_state: bool) -> None:
         """Give newcomers what all share between rounds; at the start all get the values of the first member."""
-        generation, shared = self.generation, None
-        if generation.newcomers:
-            shared = self._hand_over()
-        elif not had_state:
-            self._make_alike(giver=0, takes=True)
+        generation, shared, joins = self.generation, None, self.generation.joins
+        if generation.newcomers or not had_state:
+            giver = next(rank for rank in range(generation.group.size) if rank not in generation.newcomers)
+            self._replica.make_alike(giver, takes=joins or not generation.newcomers)
+            self._meter.add("bytes_voting", (self.group.size - 1) * FINGERPRINT_BYTES)
+            if generation.newcomers:
+                shared = self._hand_over(giver)
         if generation.may_lose:  # each rank of an island has met a column of its own, and may have lost it alone
             generation.island.meet()
         if shared is None:
             return
-        if generation.joins:
+        if joins:
             self._meter.add("steps_lost", self._replica.fragments[0].pending_weight[0])
             self.welcome, self.joined_in = shared, generation.number
             self._timetable.take(shared.position, shared.began)
             self.return_to_welcome()
         self._replica.note_newcomers()
 
-    def _hand_over(self) -> Welcome:
+    def _hand_over(self, giver: int) -> Welcome:
         """Give newcomers their welcome, and return it: a collective."""
-        generation, timetable = self.generation, self._timetable
-        giver = next(rank for rank in range(generation.group.size) if rank not in generation.newcomers)
-        self._make_alike(giver, takes=generation.joins)
         shared: Welcome | None = None
-        if not generation.joins:
+        if not self.generation.joins:
             fragments = tuple(one.replicated() for one in self._replica.fragments)
-            shared = Welcome(timetable.position, timetable.began, fragments)
-        (shared,) = broadcast_object_list(Exchange(generation.group), [shared], giver, "outer loop")
+            shared = Welcome(self._timetable.position, self._timetable.began, fragments)
+        (shared,) = broadcast_object_list(Exchange(self.group), [shared], giver, "outer loop")
         assert shared is not None
         return shared
-
-    def _make_alike(self, giver: int, takes: bool) -> None:
-        """Take over what no round exchanges from a rank, where it differs: a collective."""
-        self._replica.make_alike(giver, takes)
-        self._meter.add("bytes_voting", (self.group.size - 1) * FINGERPRINT_BYTES)
 
     @property
     def generation(self) -> Generation:

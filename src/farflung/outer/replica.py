@@ -71,7 +71,7 @@ class BoundFragment:
             broadcast_values([local(place.get()) for place in fragment.places], group)
         self.cut = without_masks(fragment) if is_new else fragment
         self.comparison = Comparison([place.name for place in self.cut.parameters])
-        self.trained = self.parameters()  # the objects, which tell when one is replaced
+        self.trained = [place.get() for place in self.cut.parameters]  # the objects, which tell when one is replaced
         averages = _buckets(self.cut.averages, cap_bytes, num_buffers)
         kinds = (self.cut.parameters, self.cut.averages, self.cut.counters)
         self._bound = list(zip(kinds, (parameters, averages, counters), strict=True))
@@ -229,9 +229,8 @@ class Replica:
         self.cap_bytes, self._num_buffers = cap_bytes, num_buffers
         self.is_sharded = model_has_dtensor(model)
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._cut = recipe.fragments(model, recipe.schedule.fragments)
         self._structure = structure_of(model)
-        self.description, self.tensors = _described(recipe, self._cut, cap_bytes)
+        self._cut, self.description, self.tensors = _described(recipe, model, cap_bytes)
         self.fragments: list[BoundFragment] = []
 
     def make_alike(self, giver: int, takes: bool) -> None:
@@ -244,16 +243,16 @@ class Replica:
         reshard(self._model.modules())
         return moved(self._model, self._group)
 
-    def _bound(self, fragment: Fragment, is_new: bool) -> BoundFragment:
-        return BoundFragment(fragment, self._recipe, self._group, self.cap_bytes, self._num_buffers, is_new)
+    def _bound(self, fragment: Fragment, group: Group, is_new: bool) -> BoundFragment:
+        return BoundFragment(fragment, self._recipe, group, self.cap_bytes, self._num_buffers, is_new)
 
     def enter(self, generation: Generation, before: Sequence[int]) -> None:
         """Go on among the members of a generation, where those of `before` are known: at first a collective."""
-        if not self.fragments:
-            self._group = SoloGroup() if generation.joins else generation.group
-            self.fragments = [self._bound(fragment, is_new=True) for fragment in self._cut]
-        self._group = generation.group
-        for fragment in self.fragments:
+        has_values, self._group = bool(self.fragments), generation.group
+        if not has_values:
+            group = SoloGroup() if generation.joins else generation.group
+            self.fragments = [self._bound(fragment, group, is_new=True) for fragment in self._cut]
+        for fragment in self.fragments if has_values or generation.joins else ():
             fragment.enter(before, generation.ids)
 
     def note_newcomers(self) -> None:
@@ -276,9 +275,8 @@ class Replica:
             return None
         kept = {place.name for fragment in self.fragments for place in fragment.cut.places}
         known = {place.name: place.name in kept for one in self._cut for place in one.averages}
-        fragments = self._recipe.fragments(self._model, self._recipe.schedule.fragments)
+        fragments, description, tensors = _described(self._recipe, self._model, self.cap_bytes)
         fit = [without_masks(fragment, known) for fragment in fragments]
-        description, tensors = _described(self._recipe, fragments, self.cap_bytes)
         sizes = {id(tensor): tensor.numel() for fragment in self.fragments for tensor in fragment.trained}
         new = [p for one in fit for p in one.parameters if sizes.get(id(p.get())) != p.get().numel()]
         buffers = [place.name for one in fit for place in one.averages if place.name not in known]
@@ -295,7 +293,7 @@ class Replica:
                 kept.setdefault(name, {}).update(rows)
         self.description, self.tensors, self._cut = change.description, change.tensors, change.fragments
         for number, one in enumerate(change.fit):
-            bound = self._bound(one, is_new=False)
+            bound = self._bound(one, self._group, is_new=False)
             bound.continue_from(self.fragments[number], kept)
             if change.must_agree:
                 bound.comparison.digest = -1
@@ -354,8 +352,9 @@ def structure_of(model: nn.Module) -> tuple[list[Any], list[Any]]:
     return [*seen, ties], [parameters, modules]
 
 
-def _described(recipe: Recipe, fragments: Sequence[Fragment], cap_bytes: int) -> tuple[str, list[str]]:
-    """Write down all that must be the same on every rank, short enough to be read in an error; and each tensor."""
+def _described(recipe: Recipe, model: nn.Module, cap_bytes: int) -> tuple[list[Fragment], str, list[str]]:
+    """Cut a model into fragments, and write down what must be the same on all ranks, for an error; and each tensor."""
+    fragments = recipe.fragments(model, recipe.schedule.fragments)
     outer = "none"
     if recipe.optimizer is not None:
         probe = recipe.optimizer([torch.nn.Parameter(torch.zeros(1))])
@@ -375,7 +374,7 @@ def _described(recipe: Recipe, fragments: Sequence[Fragment], cap_bytes: int) ->
         f"with {counted(numel, 'trainable value')} "
         f"(layout {layout.hexdigest()}), buckets of {cap_bytes} bytes"
     )
-    return description, tensors
+    return fragments, description, tensors
 
 
 def _buckets(places: Sequence[Place], cap_bytes: int, num_buffers: int | None) -> Buckets:

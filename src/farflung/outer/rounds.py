@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from farflung.outer.twins import Twins
 from farflung.outer.weighting import Decision
 
 
+@dataclass(eq=False)
 class Rounds:
     """The rounds of all fragments of a model.
 
@@ -38,30 +38,23 @@ class Rounds:
         quorum: who takes part, and what is done after a loss.
         meter: counts what the rounds cost.
         listeners: called with every round that has ended.
+        twins: whether replicas see the same batches.
 
     Attributes:
         is_awaited: newcomers wait, as the votes have said.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        replica: Replica,
-        timetable: Timetable,
-        quorum: Quorum,
-        meter: Meter,
-        listeners: list[Callable[[Round], None]],
-    ) -> None:
-        self.replica, self.quorum = replica, quorum
-        quorum.under_way = weakref.proxy(self)  # or a loop that is dropped would keep its model
-        self._recipe, self._timetable = recipe, timetable
-        self._meter = meter
-        self._listeners = listeners
-        self._has_warned = False
-        self._open: dict[int, OpenRound] = {}  # by fragment
-        self._lost: list[Request] = []  # rounds that have come to nothing, as ranks were lost in them
-        self.is_awaited = False
-        self._twins = Twins(are_allowed=recipe.same_data)
+    recipe: Recipe
+    replica: Replica
+    timetable: Timetable
+    quorum: Quorum
+    meter: Meter
+    listeners: list[Callable[[Round], None]]
+    twins: Twins
+    is_awaited: bool = False
+    _open: dict[int, OpenRound] = field(default_factory=dict)  # by fragment
+    _lost: list[Request] = field(default_factory=list)  # rounds that have come to nothing, as ranks were lost in them
+    _has_warned: bool = False
 
     # ---- launch
 
@@ -91,11 +84,11 @@ class Rounds:
         fragment, quorum = self.replica.fragments[number], self.quorum
         norm, largest, sound, mark, claimed = 0.0, 0.0, True, 0, [0.0] * len(fragment.pending_weight)
         if not request.is_empty:
-            with self._meter.timed("encoding"):
+            with self.meter.timed("encoding"):
                 fragment.rebind()
-                must_look = fragment.is_whole or not self._recipe.aggregator.agrees
+                must_look = fragment.is_whole or not self.recipe.aggregator.agrees
                 norm, largest, sound = fragment.load(fragment.pending_weight[level] > 0 or must_look)
-                if level == 0 and fragment.pending_weight[0] and self._twins.are_looked_for(quorum.generation.ids):
+                if level == 0 and fragment.pending_weight[0] and self.twins.are_looked_for(quorum.generation.ids):
                     mark = fragment.fingerprint()
             claimed = fragment.claim(level)
         # As it goes on the wire.
@@ -104,7 +97,7 @@ class Rounds:
         is_awaited = quorum.membership.is_awaited(quorum.needs_now())
         said = (weight, norm, largest, sound, request.finished, request.position, digest, is_awaited, mark)
         ballot = Ballot(quorum.next_vote(), *said)
-        self._open[number] = OpenRound(fragment, quorum.generation, self._recipe, ballot, request, claimed)
+        self._open[number] = OpenRound(fragment, quorum.generation, self.recipe, ballot, request, claimed)
 
     def _begin(self, number: int) -> None:
         if number in self._open:
@@ -129,7 +122,7 @@ class Rounds:
                 this.give_back()
                 if not self._has_warned:
                     self._has_warned = True
-                    _warn(self.quorum.generation, this.decision, self._recipe)
+                    _warn(self.quorum.generation, this.decision, self.recipe)
             elif not this.is_empty:
                 self._after(number, this)
             elif this.tally is not None and this.tally.finished and this.level == 0:
@@ -168,32 +161,32 @@ class Rounds:
         if this.level == 0:
             self._note_round(number)
             assert this.tally is not None
-            self._twins.look(number, self.quorum.generation.ids, this.tally.marks)
-        if self._recipe.inner != KeepState():
+            self.twins.look(number, self.quorum.generation.ids, this.tally.marks)
+        if self.recipe.inner != KeepState():
             parameters = fragment.parameters()
 
             def share_state() -> None:
-                sent = self._recipe.inner(
-                    self._timetable.inner, parameters, fragment.num_rounds, this.group, this.decision
+                sent = self.recipe.inner(
+                    self.timetable.inner, parameters, fragment.num_rounds, this.group, this.decision
                 )
-                self._meter.add_exchanged(sent)
+                self.meter.add_exchanged(sent)
 
             self.quorum.run(share_state, again=False)
 
     def _note_round(self, number: int) -> None:
-        self.replica.fragments[number].note_round(self._recipe.agrees and self.quorum.group.size > 1)
+        self.replica.fragments[number].note_round(self.recipe.agrees and self.quorum.group.size > 1)
         self.quorum.note_landing(number)
 
     def _close(self, number: int, this: OpenRound) -> None:
         """Count what a round has cost, and tell the listeners of it."""
         self.is_awaited |= this.level == 0 and this.tally is not None and this.tally.awaited
-        self._meter.absorb(this.meter)
-        self._meter.add("seconds_hidden", 0.0 if this.job is None else this.job.hidden_s)
+        self.meter.absorb(this.meter)
+        self.meter.add("seconds_hidden", 0.0 if this.job is None else this.job.hidden_s)
         if this.tally is None or this.is_empty:
             return
         record = this.record(number, *self.quorum.take_changes())
-        self._meter.note(record, this.group.rank)
-        for listener in self._listeners:
+        self.meter.note(record, this.group.rank)
+        for listener in self.listeners:
             listener(record)
 
     # ---- after a loss
@@ -229,7 +222,7 @@ class Rounds:
         """Go on with what the model is made of now, on all ranks; what is under way comes in before."""
         self.apply_all()
         self.quorum.generation.describe(change.description, change.tensors)
-        if change.new and self._recipe.optimizer is not None and self.quorum.group.size > 1:
+        if change.new and self.recipe.optimizer is not None and self.quorum.group.size > 1:
             self.quorum.average([local(place.get()) for place in change.new])  # so that anchors begin at the same point
         self.replica.follow(change)
 
@@ -274,7 +267,7 @@ class Rounds:
             request = Request(Launch(number, saved["level"]), saved["step"])
             fragment, ballot = self.replica.fragments[number], Ballot(**saved["ballot"])
             this = OpenRound(
-                fragment, self.quorum.generation, self._recipe, ballot, request, list(saved["claimed_weight"])
+                fragment, self.quorum.generation, self.recipe, ballot, request, list(saved["claimed_weight"])
             )
             this.load_state_dict(saved)
             self._open[number] = this

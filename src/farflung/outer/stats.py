@@ -93,12 +93,12 @@ class Round:
     joined: tuple[int, ...] = ()  # the ids of those that joined since then
 
 
+@dataclass(eq=False)
 class Meter:
     """The same figures, growing."""
 
-    def __init__(self) -> None:
-        self._figures: dict[str, Any] = dict(vars(Stats()))
-        self._began = time.perf_counter()
+    _figures: dict[str, Any] = field(default_factory=lambda: dict(vars(Stats())))
+    _began: float = field(default_factory=time.perf_counter)
 
     def add(self, name: str, amount: float = 1) -> None:
         self._figures[name] += amount

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from farflung.comm.bucket import broadcast_values
 from farflung.outer.gradients import GradientWarmup
@@ -18,6 +19,7 @@ from farflung.outer.timetable import Timetable
 from farflung.outer.unexchanged import FINGERPRINT_BYTES
 
 
+@dataclass(eq=False)
 class Sync:
     """Goes along the schedule, with the other members.
 
@@ -27,37 +29,32 @@ class Sync:
         warmup: the steps in which gradients are averaged, and no rounds are due.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        replica: Replica,
-        timetable: Timetable,
-        quorum: Quorum,
-        rounds: Rounds,
-        warmup: GradientWarmup,
-        meter: Meter,
-    ) -> None:
-        self._recipe, self._replica, self._timetable = recipe, replica, timetable
-        self._quorum, self._rounds, self._warmup, self._meter = quorum, rounds, warmup, meter
+    recipe: Recipe
+    replica: Replica
+    timetable: Timetable
+    quorum: Quorum
+    rounds: Rounds
+    warmup: GradientWarmup
+    meter: Meter
 
     def run(self, due: Sequence[Action]) -> None:
         """Launch and apply the rounds that are due, then admit replicas that wait to join."""
-        began_in = self._quorum.generation.number
+        began_in = self.quorum.generation.number
         for action in due:
             if isinstance(action, Launch):
-                self._rounds.launch(action, self._timetable.position, finished=False)
+                self.rounds.launch(action, self.timetable.position, finished=False)
             else:
-                self._rounds.apply(action.fragment)
-            if self._quorum.joined_in > began_in:  # the others have completed the round of these actions
+                self.rounds.apply(action.fragment)
+            if self.quorum.joined_in > began_in:  # the others have completed the round of these actions
                 break
-        if self._rounds.is_awaited:
-            self._rounds.apply_all()
-            self._rounds.is_awaited = False
-            self._quorum.enter()
+        if self.rounds.is_awaited:
+            self.rounds.apply_all()
+            self.rounds.is_awaited = False
+            self.quorum.enter()
 
     def run_next(self) -> None:
         """Go on along the schedule without training until it launches a round, and run that."""
-        timetable, due = self._timetable, list[Action]()
+        timetable, due = self.timetable, list[Action]()
         while not any(isinstance(action, Launch) for action in due):
             timetable.synced += 1
             due = timetable.due(timetable.synced, math.inf)
@@ -65,9 +62,9 @@ class Sync:
 
     def flush(self) -> None:
         """Stay in the rounds until every rank has come here; see `OuterLoop.flush`."""
-        recipe, replica, rounds, timetable = self._recipe, self._replica, self._rounds, self._timetable
-        self._warmup.stay()
-        if 0 < timetable.position <= self._warmup.steps and self._warmup.are_alike:
+        recipe, replica, rounds, timetable = self.recipe, self.replica, self.rounds, self.timetable
+        self.warmup.stay()
+        if 0 < timetable.position <= self.warmup.steps and self.warmup.are_alike:
             replica.reset_anchor()
         last, timetable.position = self._walk_on()
         are_dropped = [last in rounds.apply_all()]
@@ -81,7 +78,7 @@ class Sync:
             self.average()
             replica.reset()
             for number in range(len(replica.fragments)):
-                self._quorum.note_landing(number)
+                self.quorum.note_landing(number)
         self._share_buffers()
         self._average_moved()
         timetable.take(timetable.position, timetable.position)
@@ -94,11 +91,11 @@ class Sync:
         Returns:
             The fragment then under way, and the furthest position of any rank.
         """
-        timetable, rounds, step = self._timetable, self._rounds, self._timetable.synced
+        timetable, rounds, step = self.timetable, self.rounds, self.timetable.synced
         while True:
             step += 1
             for action in timetable.due(step, math.inf):
-                joined_in = self._quorum.joined_in
+                joined_in = self.quorum.joined_in
                 if isinstance(action, Apply):
                     rounds.apply(action.fragment)
                 else:
@@ -106,7 +103,7 @@ class Sync:
                     tally = rounds.finished_tally(action.fragment)
                     if tally is not None:
                         return action.fragment, tally.position
-                if self._quorum.joined_in > joined_in:
+                if self.quorum.joined_in > joined_in:
                     step = timetable.synced
                     break
 
@@ -120,27 +117,27 @@ class Sync:
             CollectiveMismatch: the model has changed since the last round, and not on all ranks alike.
         """
         self.agree_on_changes()
-        self._quorum.average([tensor for fragment in self._replica.fragments for tensor in fragment.floats()])
+        self.quorum.average([tensor for fragment in self.replica.fragments for tensor in fragment.floats()])
 
     def agree_on_changes(self) -> None:
         """Go on with what the model is made of now, as a round would: a collective outside of rounds."""
-        change = self._replica.change()
+        change = self.replica.change()
         if change is not None:
             if change.must_agree:
-                self._quorum.generation.describe(change.vote, change.tensors)
-                self._quorum.vote()
-            self._rounds.follow(change)
+                self.quorum.generation.describe(change.vote, change.tensors)
+                self.quorum.vote()
+            self.rounds.follow(change)
 
     def _average_moved(self) -> None:
         """Give frozen weights that the script has moved by itself their mean: a collective, outside of rounds."""
-        moved = self._replica.moved()
-        self._meter.add("bytes_voting", (self._quorum.group.size - 1) * FINGERPRINT_BYTES)
-        if any(count for (count,) in self._quorum.generation.island.gathered(len(moved))):
-            self._quorum.average(moved)
+        moved = self.replica.moved()
+        self.meter.add("bytes_voting", (self.quorum.group.size - 1) * FINGERPRINT_BYTES)
+        if any(count for (count,) in self.quorum.generation.island.gathered(len(moved))):
+            self.quorum.average(moved)
 
     def _share_buffers(self) -> None:
         """Give all ranks of the island the buffers of its first one: each has averaged its own with its column."""
-        island = self._quorum.generation.island
+        island = self.quorum.generation.island
         if island.size > 1:
-            kinds = [kind for fragment in self._replica.fragments for kind in fragment.buffer_tensors()]
+            kinds = [kind for fragment in self.replica.fragments for kind in fragment.buffer_tensors()]
             broadcast_values([tensor for kind in kinds for tensor in kind], island.voters.group)

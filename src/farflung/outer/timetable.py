@@ -29,11 +29,11 @@ class Timetable:
 
     def __init__(self, recipe: Recipe, clock: Callable[[], float], inner: Optimizer | None) -> None:
         self._recipe, self._clock = recipe, clock
-        # All ranks of an island take the longest, where the schedule looks at it.
-        self._reads_clock = getattr(after_warmup(recipe.schedule), "reads_clock", False)
         self.position = self.synced = self.began = 0
         self._began_at = clock()
         self.know(inner)
+        # All ranks of an island take the longest, where the schedule looks at it.
+        self._reads_clock = getattr(after_warmup(recipe.schedule), "reads_clock", False)
 
     def know(self, inner: Optimizer | None) -> None:
         """Read the learning rate of the inner optimizer from now on."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 
 from farflung.base.errors import ConfigError
@@ -12,6 +13,7 @@ from farflung.base.words import numbered
 _ROUNDS = 3  # in which two replicas bring the same
 
 
+@dataclass(eq=False)
 class Twins:
     """Compares what replicas bring in the first rounds in which they move, by the fingerprints in their ballots.
 
@@ -19,16 +21,13 @@ class Twins:
         are_allowed: nothing is compared.
     """
 
-    def __init__(self, are_allowed: bool) -> None:
-        self._are_allowed = are_allowed
-        self._latest: dict[tuple[int, int], int] = {}  # fingerprints, by fragment and replica
-        self._alike: dict[
-            tuple[int, int], int
-        ] = {}  # in how many rounds two replicas were alike, -1 once they were not
+    are_allowed: bool
+    _latest: dict[tuple[int, int], int] = field(default_factory=dict)  # fingerprints, by fragment and replica
+    _alike: dict[tuple[int, int], int] = field(default_factory=dict)  # rounds in which two were alike; -1: not any more
 
     def are_looked_for(self, ids: Sequence[int]) -> bool:
         """Whether some of these replicas were not different yet."""
-        return not self._are_allowed and any(self._alike.get(pair, 0) >= 0 for pair in combinations(ids, 2))
+        return not self.are_allowed and any(self._alike.get(pair, 0) >= 0 for pair in combinations(ids, 2))
 
     def look(self, fragment: int, ids: Sequence[int], marks: Sequence[int]) -> None:
         """Compare what replicas have brought in a round: fingerprints of their weights, 0 for one that has no steps.
