@@ -110,13 +110,13 @@ class OuterLoop(Facts):
         self._meter = Meter()
         self._hooks: list[RemovableHandle] = []
         self._open = True
+        self._timetable = timetable = Timetable(recipe, clock, inner)
         this = weakref.ref(self)
         self._ddp = kept_local(model, island, lambda: (loop := this()) is None or not loop._open or loop.is_warming)
         self._model = model = model if self._ddp is None else self._ddp.module
         is_whole = recipe.is_whole or island.size > 1
         num_buffers = None if is_whole else num_buffers_among(membership.most)
         replica = Replica(model, recipe, cap_bytes, num_buffers)
-        self._timetable = timetable = Timetable(recipe, clock, inner)
         self._quorum = quorum = Quorum(membership, recipe, replica, timetable, self._meter)
         twins = Twins(are_allowed=recipe.same_data)
         self._rounds = Rounds(recipe, replica, timetable, quorum, self._meter, self.listeners, twins)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from farflung.outer.gradients import GradientWarmup
 from farflung.outer.quorum import Quorum
 from farflung.outer.recipe import Recipe
 from farflung.outer.stats import Meter, Stats
@@ -16,13 +15,12 @@ class Facts:
     _recipe: Recipe
     _timetable: Timetable
     _quorum: Quorum
-    _warmup: GradientWarmup
     _meter: Meter
 
     @property
     def is_warming(self) -> bool:
         """Whether the next step belongs to the warm-up, in which gradients are averaged and weights are not."""
-        return self._warmup.is_on
+        return self._timetable.position < self._recipe.warmup
 
     @property
     def position(self) -> int:

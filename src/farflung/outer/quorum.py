@@ -86,6 +86,7 @@ class Quorum:
         under_way: what a loss ends.
     """
 
+    generation: Generation  # once it has met the others
     under_way: UnderWay
 
     def __init__(
@@ -101,7 +102,6 @@ class Quorum:
         self.joined_in = -1
         self.worker: BackgroundWorker | None = None
         self.group: Group = SoloGroup()
-        self._generation: Generation | None = None
         self._replica, self._timetable, self._meter = replica, timetable, meter
         self._state = _State.ENTERING
         self._noticed_at: float | None = None  # the time of a loss
@@ -161,8 +161,8 @@ class Quorum:
         self._lose(failure)
 
     def _leave(self, failure: RankFailure) -> None:
-        if self._generation is not None:
-            self._generation.leave(f"it goes on without lost ranks: {failure}")
+        if hasattr(self, "generation"):
+            self.generation.leave(f"it goes on without lost ranks: {failure}")
 
     def _lose(self, failure: RankFailure) -> None:
         """Leave a generation in which ranks were lost, for the next one."""
@@ -181,13 +181,13 @@ class Quorum:
         self.run(self._enter)
 
     def _enter(self) -> None:
-        before, had_state = self._generation, self.needs.has_state
+        before, had_state = getattr(self, "generation", None), self.needs.has_state
         generation = self.membership.enter(self.needs_now())
         if generation is not before:
             ids = () if before is None else before.ids
             if self.needs.admits and before is not None:
                 self.free(reusable=True)
-            self._generation, self.group = generation, generation.group
+            self.generation, self.group = generation, generation.group
             if had_state:
                 self._lost |= {one: generation.lost.get(one, "") for one in ids if one not in generation.ids}
                 newcomers = () if generation.joins else generation.newcomers
@@ -235,17 +235,12 @@ class Quorum:
         assert shared is not None
         return shared
 
-    @property
-    def generation(self) -> Generation:
-        assert self._generation is not None, "nobody has been met yet"
-        return self._generation
-
     def free(self, reusable: bool) -> None:
         """Give back the groups of this generation, which are `reusable` if nothing is under way on any rank."""
         if self.worker is not None:
             self.worker.stop()
-        if self._generation is not None:
-            self._generation.free(reusable)
+        if hasattr(self, "generation"):
+            self.generation.free(reusable)
 
     # ---- a newcomer, until its first step
 
