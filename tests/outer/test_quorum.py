@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a loss does to what members do together, in the one place that catches it, without any other rank."""
+
+import ast
+import gc
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import farflung.outer
+from farflung.base.errors import RankFailure
+from farflung.comm.group import SoloGroup
+from farflung.outer import OuterLoop, diloco
+from farflung.outer.membership import open_generation
+from farflung.outer.quorum import Quorum, Welcome
+from farflung.outer.replica import Replica
+from farflung.outer.stats import Meter
+from farflung.outer.timetable import Timetable
+
+OUTER = Path(farflung.outer.__file__).parent
+LOOP = ("OuterLoop", "Quorum", "Rounds", "OpenRound", "Pipeline", "Replica", "BoundFragment", "Sync", "Timetable")
+
+
+class Members:
+    """A membership of this rank alone, which notes what it is asked; some meetings and some agreements fail."""
+
+    most, island = 1, SoloGroup()
+
+    def __init__(self, path, is_fixed, lost_in=()):
+        self.path, self.is_fixed, self.lost_in, self.number = path, is_fixed, list(lost_in), 0
+
+    def enter(self, needs):
+        self.number += 1
+        self.path.append("enter")
+        if self.number in self.lost_in:
+            raise RankFailure("lost on the way in")
+        return open_generation(self.number, [0], SoloGroup(), self.island, needs)
+
+    def lost(self, failure):
+        self.path.append("lost")
+
+    def end(self, reason):
+        pass
+
+
+class Nothing:
+    """What is under way: a job, which may fail once."""
+
+    def __init__(self, path, job_fails=False):
+        self.path, self.job_fails = path, job_fails
+
+    def settle(self):
+        self.path.append("settle")
+        if self.job_fails:
+            self.job_fails = False
+            raise RankFailure("the job heard of it too")
+
+    def end_alike(self, odd):
+        self.path.append("end")
+
+    def relaunch(self):
+        self.path.append("relaunch")
+
+
+def quorum_of(path, is_fixed=False, lost_in=(), **options):
+    recipe, model = diloco(2), nn.Linear(2, 2)
+    replica, timetable = Replica(model, recipe, 1024, 2), Timetable(recipe, lambda: 0.0, None)
+    quorum = Quorum(Members(path, is_fixed, lost_in), recipe, replica, timetable, Meter())
+    quorum.under_way = Nothing(path, **options)
+    quorum.enter()
+    path.clear()
+    return quorum
+
+
+def acts(path, name, times=0):
+    """An action that fails so many times."""
+    left = [None] * times
+
+    def act():
+        path.append(name)
+        if left:
+            left.pop()
+            raise RankFailure("lost")
+
+    return act
+
+
+def test_after_a_loss_all_ends_the_next_generation_is_entered_and_the_action_is_done_again():
+    path = []
+    quorum_of(path).run(acts(path, "a"), acts(path, "b", times=2), acts(path, "c"))
+    recovery = ["settle", "end", "lost", "enter", "relaunch"]
+    assert path == ["a", "b", *recovery, "b", *recovery, "b", "c"]
+
+
+def test_an_action_that_survivors_may_be_done_with_is_not_done_again():
+    path = []
+    quorum_of(path).run(acts(path, "a", times=1), acts(path, "b"), again=False)
+    assert path == ["a", "settle", "end", "lost", "enter", "relaunch", "b"]
+
+
+def test_a_loss_in_a_job_or_on_the_way_in_changes_nothing_of_the_order():
+    path = []
+    quorum = quorum_of(path, lost_in=(2, 3), job_fails=True)
+    quorum.run(acts(path, "a", times=1))
+    assert path == ["a", "settle", "settle", "end", *("lost", "enter") * 3, "relaunch", "a"]
+    assert quorum.generation.number == 4
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_where_the_membership_is_fixed_a_loss_ends_all_that_is_under_way_and_the_loop(raises):
+    path = []
+    quorum = quorum_of(path, is_fixed=True)
+    if raises:
+        with pytest.raises(RankFailure, match="lost"):
+            quorum.run(acts(path, "a", times=1), acts(path, "b"))
+    else:
+        quorum.run(acts(path, "a", times=1), acts(path, "b"), raises=False)
+    assert path == ["a", "settle", "end"]
+    with pytest.raises(RankFailure):
+        quorum.run(acts(path, "c", times=1))
+    assert path == ["a", "settle", "end", "c"]
+
+
+@pytest.mark.law("nothing-given-outlives-the-next-round")
+def test_of_a_welcome_only_what_has_landed_is_replaced():
+    given = {"num_rounds": 1, "agreed": {"weights": "old", "buffers": "old"}}
+    now = {"num_rounds": 2, "agreed": {"weights": "new", "buffers": "new"}}
+    welcome = Welcome(position=8, began=6, fragments=(given, given))
+    assert welcome.after_landing(1, now, ()) == replace(welcome, fragments=(given, now))
+    mixed = {"num_rounds": 2, "agreed": {"weights": "old", "buffers": "new"}}
+    assert welcome.after_landing(0, now, ("buffers",)) == replace(welcome, fragments=(mixed, given))
+
+
+def test_a_loop_that_is_dropped_gives_its_memory_back_at_once():
+    """Without a pass of the garbage collector, which knows nothing of a GPU's memory."""
+    outer = OuterLoop(nn.Linear(2, 2), diloco(1))
+    outer.step()
+    rounds = weakref.ref(outer._rounds)
+    gc.disable()
+    try:
+        outer.detach()
+        del outer
+        assert rounds() is None
+    finally:
+        gc.enable()
+
+
+def test_a_loss_is_caught_in_one_place():
+    caught = [path.name for path in OUTER.glob("*.py") for _ in range(path.read_text().count("except RankFailure"))]
+    assert caught == ["quorum.py"]
+    assert not [path.name for path in OUTER.glob("*.py") if "suppress(RankFailure" in path.read_text()]
+
+
+def test_none_of_the_classes_of_a_loop_has_more_than_20_methods_or_15_attributes():
+    sizes = {}
+    for path in OUTER.glob("*.py"):
+        for one in ast.walk(ast.parse(path.read_text())):
+            if isinstance(one, ast.ClassDef) and one.name in LOOP:
+                stored = [node for node in ast.walk(one) if isinstance(node, ast.Attribute)]
+                stored = [
+                    node for node in stored if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+                ]
+                names = {node.attr for node in stored}
+                names |= {node.target.id for node in one.body if isinstance(node, ast.AnnAssign)}
+                sizes[one.name] = sum(isinstance(node, ast.FunctionDef) for node in one.body), len(names)
+    assert sizes.keys() == set(LOOP)
+    assert not {name: size for name, size in sizes.items() if size[0] > 20 or size[1] > 15}
