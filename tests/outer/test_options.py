@@ -14,6 +14,7 @@ from farflung.comm.group import SoloGroup
 from farflung.outer import (
     AverageState,
     OuterLoop,
+    comparison,
     diloco,
     eager_diloco,
     edit,
@@ -22,7 +23,6 @@ from farflung.outer import (
     local_sgd,
     post_local_sgd,
     quadratic,
-    replica,
     streaming_diloco,
 )
 from farflung.outer.schedule import Every, Warmup
@@ -341,7 +341,7 @@ def write_to_the_anchor(run):
 
 @pytest.mark.parametrize("recipe", [diloco(1), streaming_diloco(1, 1, delay=0, alpha=0.0)])
 def test_an_anchor_that_differs_is_found_and_named(recipe, monkeypatch):
-    monkeypatch.setattr(replica, "_DIGEST_EVERY", 2)
+    monkeypatch.setattr(comparison, "_DIGEST_EVERY", 2)
     with pytest.raises(CollectiveMismatch, match=r"no longer agree on 2\.weight: its value on rank 1"):
         run_replicas(tampered, 3, recipe, write_to_the_anchor)
     run_replicas(tampered, 3, recipe, lambda run: None)
