@@ -128,7 +128,7 @@ class Elastic:
             self.joined = record.number
         from_first(self._share_group, lambda: self._await_ready(record))
         watch = GenerationWatch(self, record, min(_CONNECT_S * 2**self._num_failed, self.grace_s))
-        board = self._board.part(f"e{record.number}")
+        board = self._board.part(f"g{record.number}")
         rank, size = record.ids.index(self.member), len(record.ids)
         group = GenerationGroup(board, f"c{self.island.rank}", rank, size, watch)
         newcomers = [record.ids.index(one) for one in record.newcomers]
