@@ -284,7 +284,8 @@ def test_a_replica_of_several_ranks_is_started_again_if_one_of_them_dies(home):
 
 
 def test_replicas_of_several_ranks_are_started_from_a_file(farflung, home):
-    (home / "train.py").write_text("import os\nprint(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)")
+    line = "'{RANK} of {WORLD_SIZE}\\n'.format(**os.environ)"  # in one piece, as the ranks share a pipe
+    (home / "train.py").write_text(f"import os\nprint({line}, end='', flush=True)")
     (home / "farflung.yaml").write_text("use_cpu: true\nelastic: 1:2\nranks_per_replica: 2\n")
     done = farflung("launch", "train.py")
     assert done.returncode == 0, done.stderr
