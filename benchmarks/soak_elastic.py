@@ -93,6 +93,7 @@ class Soak:
         self.keeper = min(self.there)  # it is never lost, so what it holds can be watched
         self.crashes, self.stops, self.mistakes = [], [], 0
         run.until(lambda: run.joined(*self.there))
+        run.said.clear()
 
     def event(self):
         """Let something happen, and wait until all are there again; return what it was, and how long others waited."""
