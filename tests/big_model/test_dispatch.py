@@ -238,7 +238,9 @@ def test_a_model_with_offloaded_weights_is_not_moved(tmp_path, caplog):
     whole.to(torch.float32)
     assert not caplog.records
     whole.to("cpu")
-    assert "is moved" in caplog.text
+    assert [(record.name, "is moved" in record.message) for record in caplog.records] == [
+        ("farflung.big_modeling", True)
+    ]
 
 
 def test_what_cannot_be_dispatched_is_refused(tmp_path):

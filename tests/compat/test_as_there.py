@@ -2,7 +2,9 @@
 """Small things of states, loaders, commands and files in which both libraries answer alike."""
 
 import logging
+import platform
 from collections import OrderedDict
+from unittest.mock import patch
 
 import accelerate
 import pytest
@@ -139,10 +141,48 @@ def test_openmp_is_left_to_the_user(monkeypatch, tmp_path):
     assert told == ["none", "granularity=fine,compact,1,0"]
 
 
-def test_loggers_and_sentences_are_our_own(library, caplog):
+def _load_a_weight_without_a_place(library, folder):
+    torch.save({"weight": torch.ones(1, 1), "bias": torch.ones(1), "other": torch.ones(1)}, folder / "weights.bin")
+    library.utils.load_checkpoint_in_model(torch.nn.Linear(1, 1), str(folder / "weights.bin"))
+
+
+def _share_weights_between_devices(library, folder):
+    library.utils.modeling.check_tied_parameters_on_same_device([["a.weight", "b.weight"]], {"a": "cpu", "b": "disk"})
+
+
+def _save_a_shared_weight(library, folder):
+    weight = torch.ones(2)
+    library.utils.save(OrderedDict(a=weight, b=weight), folder / "x.safetensors", safe_serialization=True)
+
+
+def _set_a_variable_that_can_not_be(library, folder):
+    library.utils.environment.convert_dict_to_env_variables({"X": "<bad"})
+
+
+def _run_on_an_old_kernel(library, folder):
+    machine = platform.uname()._replace(system="Linux", release="4.15.0")
+    with patch("platform.uname", return_value=machine):
+        library.utils.other.check_os_kernel()
+
+
+@pytest.mark.parametrize(
+    ("do", "module"),
+    [
+        (_load_a_weight_without_a_place, "utils.modeling"),
+        (_share_weights_between_devices, "utils.modeling"),
+        (_save_a_shared_weight, "utils.other"),
+        (_set_a_variable_that_can_not_be, "utils.environment"),
+        (_run_on_an_old_kernel, "utils.other"),
+    ],
+)
+def test_loggers_are_named_as_in_accelerate(library, caplog, tmp_path, do, module):
+    library.PartialState(cpu=True)
     with caplog.at_level(logging.WARNING):
-        library.utils.environment.convert_dict_to_env_variables({"X": "<bad"})
-    assert [record.name.split(".")[0] for record in caplog.records] == [library.__name__]
+        do(library, tmp_path)
+    assert [record.name for record in caplog.records] == [f"{library.__name__}.{module}"]
+
+
+def test_sentences_are_our_own(library):
     with pytest.raises(ValueError, match=r"\[2, 2\]"):
         library.utils.set_module_tensor_to_device(torch.nn.Linear(3, 4), "weight", "cpu", value=torch.zeros(2, 2))
     with pytest.raises(TypeError, match="int"):

@@ -99,6 +99,13 @@ def test_models_that_are_not_there_are_errors_of_the_right_kind(home, monkeypatc
         estimate.create_empty_model("folder", "transformers")
 
 
+def test_timm_gets_the_names_that_it_knows():
+    names = ("resnet50.a1_in1k", "timm/resnet50.a1_in1k", "hf-hub:timm/resnet50.a1_in1k", "local-dir:/path/to/model")
+    for module in (estimate, their_estimate):
+        prefixed = [module.add_timm_hub_prefix(name) for name in names]
+        assert prefixed == [names[0], names[2], *names[2:]]
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_test_passes_where_processes_are_connected(size):
     run_ranks(check.main, size, connect=False)

@@ -27,7 +27,7 @@ from farflung.big_model.tensors import (
     warn_if_untied,
 )
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("farflung.utils.modeling")
 
 Part: TypeAlias = "tuple[str, nn.Module | Tensor]"  # a module, parameter or buffer, with its name
 

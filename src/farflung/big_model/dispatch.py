@@ -36,7 +36,7 @@ from farflung.big_model.offload import (
 from farflung.big_model.tensors import Device, TiedWeights, find_tied_parameters, retie_parameters
 from farflung.process import world
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("farflung.big_modeling")
 
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 

@@ -22,7 +22,7 @@ from farflung.checkpoint import paths
 from farflung.checkpoint.files import inside
 from farflung.checkpoint.reader import damage_as, read_weights
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("farflung.utils.modeling")
 
 
 def load_state_dict(

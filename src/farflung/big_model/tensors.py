@@ -23,7 +23,7 @@ from farflung.tools.memory import clear_device_cache
 Device: TypeAlias = "int | str | torch.device"
 
 _QUANTIZED = ("Int8Params", "FP4Params", "Params4bit")  # bitsandbytes' parameters quantize what they are given
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("farflung.utils.modeling")
 
 
 def as_device(device: Device) -> torch.device:

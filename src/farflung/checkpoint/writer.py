@@ -25,7 +25,7 @@ from farflung.base.files import atomic_file
 from farflung.base.tensor_memory import bytes_of, memory_of
 from farflung.checkpoint.files import crc32
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("farflung.utils.other")
 
 _BLOCK = 4 * 2**20  # bytes at a time; small enough to stay in a processor's cache between the disk and the checksum
 _BLOCKS = 3  # of a file that is written: one is filled, one is on its way, one waits

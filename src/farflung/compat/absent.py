@@ -95,8 +95,8 @@ ABSENT: tuple[Absent, ...] = (
         "Accelerate's commands as functions",
         "Use the command `farflung`; `farflung --help` lists what it does.",
         names="CustomArgumentGroup CustomArgumentParser CustomHelpFormatter SubcommandHelpFormatter ConversionStatus "
-        "add_timm_hub_prefix check_has_model clean_option config_command create_ascii_table default_config_command "
-        "env_command get_cluster_input get_user_input merge_command setup_fp8_env test_launch update_config "
+        "check_has_model clean_option config_command create_ascii_table default_config_command env_command "
+        "get_cluster_input get_user_input merge_command setup_fp8_env test_launch update_config "
         "update_config_command",
         parsers="config_command_parser default_command_parser env_command_parser get_config_parser "
         "merge_command_parser update_command_parser",

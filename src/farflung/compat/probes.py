@@ -26,7 +26,7 @@ from farflung.compat import defined_in
 from farflung.compat.variables import parse_flag_from_env
 from farflung.tracking.tracking import has_client
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("farflung.utils.environment")
 
 
 def _has_device(kind: str) -> bool:
@@ -290,7 +290,8 @@ def check_os_kernel() -> None:
     """Log a warning where this machine's Linux is so old that processes are known to hang."""
     info = platform.uname()
     if info.system == "Linux" and compare_release(info.release, "<", _OLDEST_KERNEL):
-        _logger.warning(f"Linux {info.release} is older than {_OLDEST_KERNEL}, so processes may hang.")
+        logger = logging.getLogger("farflung.utils.other")
+        logger.warning(f"Linux {info.release} is older than {_OLDEST_KERNEL}, so processes may hang.")
 
 
 __all__ = defined_in(globals())

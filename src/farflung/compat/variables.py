@@ -19,7 +19,7 @@ _PURGED = "_accelerate_is_purged_environment_wrapped"  # Accelerate's mark, so t
 _LAUNCHERS = ("", "PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")  # torchrun, MPICH, Open MPI, MVAPICH
 _UNSAFE = frozenset(";\n<> ")  # what a line `NAME=value` of a shell script can't hold
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("farflung.utils.environment")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:

@@ -29,7 +29,7 @@ WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 STATE_DICT_TYPES = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 MIN_NUM_PARAMS = 100_000_000  # as Accelerate's launcher and torch's own policy have it
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("farflung.utils.dataclasses")
 _NAME = "FullyShardedDataParallelPlugin"
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # from 1 on
 _RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}

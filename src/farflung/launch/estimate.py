@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
+    "add_timm_hub_prefix",
     "create_empty_model",
     "estimate_command",
     "estimate_command_parser",
@@ -163,12 +164,16 @@ def _of_transformers(name: str, trust_remote_code: bool, token: str | None) -> n
     return model
 
 
+def add_timm_hub_prefix(model_name: str) -> str:
+    """Return the name by which timm finds a model: `hf-hub:` stands before that of a repository on the hub."""
+    return f"hf-hub:{model_name}" if "/" in model_name and ":" not in model_name else model_name
+
+
 def _of_timm(name: str, trust_remote_code: bool, token: str | None) -> nn.Module:
     import timm  # type: ignore[import-not-found]
 
-    is_on_hub = "/" in name and ":" not in name
     try:
-        model: nn.Module = timm.create_model(f"hf-hub:{name}" if is_on_hub else name, pretrained=False)
+        model: nn.Module = timm.create_model(add_timm_hub_prefix(name), pretrained=False)
     except (RuntimeError, KeyError, OSError) as error:
         raise RuntimeError(f"timm finds no model {name}: {error}") from error
     return model

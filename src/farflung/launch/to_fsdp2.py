@@ -19,7 +19,7 @@ __all__ = ["convert_config_to_fsdp2", "load_config", "to_fsdp2_command", "to_fsd
 # Version 1's keys that have no counterpart: FSDP2 always does what they ask for, or can't.
 _GONE = ("fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params")
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("farflung.commands.to_fsdp2")
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
