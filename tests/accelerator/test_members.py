@@ -21,7 +21,7 @@ import farflung.data_loader
 import farflung.optimizer
 import farflung.scheduler
 import farflung.state
-from farflung.base.errors import StateError, Unsupported
+from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.data_loader import DataLoaderDispatcher, DataLoaderShard, prepare_data_loader
 from farflung.optimizer import AcceleratedOptimizer
 from farflung.scheduler import AcceleratedScheduler
@@ -149,6 +149,28 @@ def test_a_device_map_over_several_devices_is_found():
     assert not accelerator.verify_device_map(model)
     model[0].hf_device_map = {"a": 0, "b": "cpu"}
     assert accelerator.verify_device_map(model)
+
+
+class Quantized(nn.Linear):
+    """Stands for a model that transformers loaded with bitsandbytes: in 8 bits, old versions refuse to be moved."""
+
+    is_loaded_in_8bit = True
+
+    def to(self, *args, **kwargs):
+        raise ValueError("`.to` is not supported for 8-bit models.")
+
+
+def test_quantized_weights_stay_where_they_were_loaded_and_are_not_trained_elsewhere():
+    accelerator, model = farflung.Accelerator(cpu=True), Quantized(1, 1)
+    for devices in ({"": 0}, {"": "disk"}, {"a": "cpu", "b": "disk"}, {"": torch.device("cuda", 1)}):
+        model.hf_device_map = devices
+        with pytest.raises(ConfigError, match=r"quantized weights on .* trains on cpu"):
+            accelerator.prepare(model)
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+    for device in ("cpu", torch.device("cpu")):
+        model = Quantized(1, 1)
+        model.hf_device_map = {"": device}
+        assert accelerator.prepare(model) is model
 
 
 def test_states_say_whether_they_are_there_and_what_is_in_them():

@@ -89,7 +89,11 @@ class Preparer:
                 f"trained by {self.run.world.size} processes. Load it without device_map, or start one process."
             )
         is_wrapped = not evaluation_mode
-        if self._placed(place) and len(devices) <= 1 and not (is_wrapped and self.run.strategy.places):
+        is_quantized = _is_quantized(model) and bool(devices)
+        if is_quantized and is_wrapped:
+            _check_quantized(devices, self.run.world.device)
+        stays = is_quantized or len(devices) > 1 or (is_wrapped and self.run.strategy.places)
+        if self._placed(place) and not stays:
             model = model.to(self.run.world.device)
         self.run.precision.wrap(model)
         compile_in_place(model, self.compiling)
@@ -195,6 +199,28 @@ def _refuse_stranger(thing: Any) -> None:
         raise wrong_type("prepare: an argument", thing, wanted)
     if isinstance(thing, _STRANGERS) and not isinstance(thing, _KINDS):
         raise wrong_type("prepare: an argument", thing, "a model, an optimizer, a DataLoader or a scheduler")
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    """Whether transformers loaded `model` with bitsandbytes, by the marks that it leaves."""
+    return any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
+
+
+def _check_quantized(devices: Set[Any], device: torch.device) -> None:
+    """Raise ConfigError if quantized weights are not where they can be trained.
+
+    Args:
+        devices: those of the model's device map. Several GPUs for one process are fine.
+        device: the one that this process trains on.
+    """
+    found = {str(one) for one in devices}
+    here = {str(device), device.type} if device.type == "cpu" else {str(device), device.type, str(device.index or 0)}
+    elsewhere = found - here if len(found) == 1 else found & ({"cpu", "disk"} - here)
+    if elsewhere:
+        raise ConfigError(
+            f"This model has quantized weights on {', '.join(sorted(elsewhere))}, where they can't be trained: this "
+            f"process trains on {device}. Load it with device_map={{'': '{device}'}}."
+        )
 
 
 def _refuse_halves(optimizer: Optimizer) -> None:
