@@ -14,6 +14,7 @@ from _measure import interleave, medians_us, ratios, report
 from torch import nn
 
 from farflung.base.torch_internals import default_store
+from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.group import SoloGroup
 from farflung.comm.torch_group import TorchGroup
 from farflung.outer import OuterLoop, diloco
@@ -26,7 +27,7 @@ def measure(numel, rounds, is_odd):
     """Return the seconds of rounds under a fixed membership and under one that may change."""
     memberships = {
         "fixed": FixedMembership(TorchGroup(), SoloGroup()),
-        "elastic": Elastic(default_store(), dist.get_rank() + 1, expected=dist.get_world_size()),
+        "elastic": Elastic(C10dTransport(default_store()), dist.get_rank() + 1, expected=dist.get_world_size()),
     }
     loops = {
         name: OuterLoop(nn.Linear(numel, 1, bias=False), diloco(1), membership=membership)

@@ -15,13 +15,12 @@ import sys
 import tempfile
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from _measure import report
-from torch.distributed import TCPStore
 
+from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.member_store import LauncherNotes
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "elastic.py"
@@ -85,7 +84,7 @@ def run_all(folder: Path, steps: int) -> dict[str, Any]:
     run.launch("--elastic", "1:4", "--replicas", "3", "--grace_s", str(_GRACE_S))
     where = run.printed("farflung launch --join").split("--join ")[1].strip("`")
     host, port = where.split(":")
-    notes = LauncherNotes(TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=60)))
+    notes = LauncherNotes(C10dTransport((host, int(port))).board)
     run.printed("training begins with 3 replicas")
     time.sleep(_APART_S)
     processes = {notes.name_of(one["member"]): one["process"] for one in run.rounds()}

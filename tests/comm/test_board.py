@@ -1,87 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A board's requests end: with an answer, over another connection, or with an error that says what is gone."""
+"""Records that several write, and logs of decisions over them: one decides, and nothing grows."""
 
-import multiprocessing as mp
-import os
-import signal
-import time
+import threading
 
-import psutil
 import pytest
-import torch.distributed as dist
 
-from farflung.base.errors import Unreachable
-from farflung.comm import board as module
-from farflung.comm.board import Board
+from farflung.comm.board import Log
+from farflung.comm.c10d_transport import C10dTransport
 from farflung.process.sockets import serve_store
 
 
-def serve(pipe, port):
-    store = serve_store("127.0.0.1", port, wait_for_workers=False)
-    pipe.send(store.port)
-    time.sleep(3600)
-
-
 @pytest.fixture
-def served():
-    """Starts processes that serve a store each, at a port; returns the process and the port."""
-    context, started = mp.get_context("forkserver"), []
-    context.set_forkserver_preload(["farflung.testing.preload"])
-
-    def start(port=0):
-        here, there = context.Pipe(duplex=False)
-        started.append(context.Process(target=serve, args=(there, port)))
-        started[-1].start()
-        return started[-1], here.recv()
-
-    yield start
-    for one in started:
-        one.kill()
-        one.join()
+def board():
+    return C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False)).board
 
 
-@pytest.mark.ranks
-@pytest.mark.law("every-wait-has-an-end-and-a-line")
-def test_a_store_that_is_stopped_killed_or_of_another_run_ends_no_request_late_or_wrongly(served, monkeypatch):
-    monkeypatch.setattr(module, "ANSWER_S", 0.5)
-    process, port = served()
-    board = Board.at("127.0.0.1", port).part("a")
-    board.put("said", "1")
-    assert (board.get("said"), board.get("nothing"), board.add("count", 2)) == ("1", "", 2)
-
-    os.kill(process.pid, signal.SIGSTOP)  # as if its line were cut: connections stay open, and nothing comes
-    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
-        time.sleep(0.01)
-    began = time.monotonic()
-    board.patient(0).put("said", "2")
-    for _ in range(2):
-        with pytest.raises(Unreachable, match=rf"The store of this run at 127\.0\.0\.1:{port} has given no answer for"):
-            board.patient(0).get("said")
-    assert time.monotonic() - began < 60
-    os.kill(process.pid, signal.SIGCONT)
-    assert board.get("said") == "2"  # what was written before has come first
-    assert board.add("count", 0) == 2  # no answer is taken for that to another question
-    assert Board.of(dist.TCPStore("127.0.0.1", port, is_master=False)).part("a").get("said") == "2"
-
-    process.kill()
-    process.join()
-    with pytest.raises(Unreachable, match="is gone: the launcher that serves it has probably ended"):
-        board.get("said")
-    served(port)
-    with pytest.raises(Unreachable, match="another run is served there now"):
-        board.get("said")
-
-
-def test_keys_of_a_part_are_its_own_and_a_process_group_may_meet_in_it():
-    board = Board.of(dist.HashStore())
+def test_keys_of_a_part_are_its_own(board):
     part = board.part("one").part("two")
-    part.put("key", "1")
-    part.append("lines", "a")
-    part.append("lines", "b")
-    assert part.swap("key", "1", "2") == "2" == part.swap("key", "1", "3")
-    assert (board.get("one/two/key"), part.get("lines"), part.has(["key", "lines"])) == ("2", "ab", True)
-    assert sorted(part.listed()) in ([], ["key", "lines"])  # torch before 2.13 can't list them
+    part.put("key", b"\xff1")
+    assert part.put_new("other", b"2")
+    assert (part.put_new("key", b"3"), part.put_new("other", b"2")) == (False, True)
+    assert (board.get("one/two/key"), part.get("other"), part.get("nothing")) == (b"\xff1", b"2", None)
+    assert (part.has(["key", "other"]), part.has(["key", "nothing"])) == (True, False)
+    assert (set(part.list("")), list(part.list("k")), list(board.part("two").list(""))) == (
+        {"key", "other"},
+        ["key"],
+        [],
+    )
     part.delete("key")
-    assert not part.has(["key"])
-    part.lend("group").set("rank", "0")
-    assert board.get("one/two/group/rank") == "0"
+    assert (part.get("key"), list(part.list("k"))) == (None, [])
+
+
+def test_of_several_who_decide_one_does_and_all_know_it(board):
+    logs = [Log(board, "log") for _ in range(3)]
+    assert [log.last() for log in logs] == [(0, None)] * 3
+    assert [log.append(0, bytes([number + 1])) for number, log in enumerate(logs)] == [True, False, False]
+    assert [log.last() for log in logs] == [(1, b"\1")] * 3
+    assert [log.append(after, b"x") for log, after in zip(logs, (0, 2, 1), strict=True)] == [False, False, True]
+    assert [log.last() for log in logs] == [(2, b"x")] * 3
+
+
+@pytest.mark.parametrize("known", [0, 1, 3, 16])
+def test_one_that_has_slept_through_decisions_learns_the_latest_and_undoes_none(board, known):
+    log, late, later = Log(board, "log"), Log(board, "log"), Log(board, "log")
+    for number in range(known):
+        log.append(number, b"%d" % (number + 1))
+    assert late.last() == later.last() == (known, b"%d" % known if known else None)
+    for number in range(known, known + 40):
+        log.append(number, b"%d" % (number + 1))
+    assert not late.append(known, b"mine")
+    last = known + 40
+    assert [one.last() for one in (late, later, Log(board, "log"))] == [(last, b"%d" % last)] * 3
+    assert late.append(last, b"mine")
+    assert log.last() == (last + 1, b"mine")
+
+
+def test_a_log_keeps_the_last_decisions_alone(board):
+    log, sizes = Log(board, "log"), []
+    for number in range(200):
+        log.append(number, b"value")
+        sizes.append(len(board.list("log/")))
+    assert max(sizes) == max(sizes[:40]) < 40
+
+
+def test_numbers_that_are_counted_by_several_are_each_given_once(board):
+    given = []
+    threads = [
+        threading.Thread(target=lambda log: given.extend(log.count() for _ in range(40)), args=(Log(board, "log"),))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(given) == len(set(given)) == 120

@@ -5,15 +5,20 @@ import multiprocessing as mp
 import time
 
 import pytest
-import torch.distributed as dist
 
+from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.member_store import LauncherNotes
 from farflung.process.sockets import serve_store
 
 
 @pytest.fixture
-def notes():
-    return LauncherNotes(serve_store("127.0.0.1", 0, wait_for_workers=False))
+def transport():
+    return C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False))
+
+
+@pytest.fixture
+def notes(transport):
+    return LauncherNotes(transport.board)
 
 
 def test_what_was_taken_back_is_gone_and_what_nobody_said_is_empty(notes):
@@ -27,15 +32,17 @@ def test_what_was_taken_back_is_gone_and_what_nobody_said_is_empty(notes):
 
 
 def tell(port, teller):
-    notes = LauncherNotes(dist.TCPStore("127.0.0.1", port, is_master=False))
+    notes = LauncherNotes(C10dTransport(("127.0.0.1", port)).board)
     for number in range(100):
         notes.tell(f"{teller}: {number}")
 
 
-def test_no_line_is_lost_while_several_members_tell_and_one_takes(notes):
+def test_no_line_is_lost_while_several_members_tell_and_one_takes(notes, transport):
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["farflung.testing.preload"])
-    tellers = [context.Process(target=tell, args=(notes.board.line._given.port, teller)) for teller in range(3)]
+    tellers = [
+        context.Process(target=tell, args=(int(transport.address.rpartition(":")[2]), teller)) for teller in range(3)
+    ]
     for one in tellers:
         one.start()
     taken = []

@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from farflung.base.errors import ConfigError, StateError, Unreachable
-from farflung.comm.board import Board
+from farflung.comm.c10d_transport import TextBoard
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
 from farflung.config.handlers import DataLoaderConfiguration
@@ -310,7 +310,7 @@ def test_a_dropped_round_and_a_part_of_a_model_record_nothing():
     one = run.join(fragments=2)
 
     def done():
-        rows = literal_eval(Board.of(run.store).part("data").part("0").get("epochs"))[3]
+        rows = literal_eval(TextBoard.of(run.store).part("data").part("0").get("epochs"))[3]
         return sum(count for *_, held in rows.values() for _, count in held.values())
 
     for _ in range(3):

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from farflung.base.errors import Unreachable
-from farflung.comm.board import Board
+from farflung.comm.c10d_transport import C10dTransport
 from farflung.launch import run_store
 from farflung.launch.run_store import RunStore
 from farflung.process.sockets import serve_store
@@ -19,7 +19,7 @@ def fails(notes):
 
 
 def is_reached(notes):
-    return notes.count("ids", 1) > 0
+    return notes.num_launchers() == 0
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def cut(monkeypatch):
     monkeypatch.setattr(run_store, "_ASK_AGAIN_S", 0.0)
     server, said = serve_store("127.0.0.1", 0, wait_for_workers=False), []
     where = f"127.0.0.1:{server.port}"
-    store = RunStore(Board.at("127.0.0.1", server.port), where, said.append)
+    store = RunStore(C10dTransport(("127.0.0.1", server.port)), said.append)
     assert store.ask(is_reached, False)
     for _ in range(2):
         assert store.ask(fails, "nothing") == "nothing"
@@ -55,10 +55,11 @@ def test_it_is_not_looked_for_without_end(cut, monkeypatch):
 
 def test_where_nobody_listens_any_more_it_is_gone_and_nothing_else_is_printed(capfd):
     server, said = serve_store("127.0.0.1", 0, wait_for_workers=False), []
-    store = RunStore(Board.at("127.0.0.1", server.port), "here", said.append)
+    store = RunStore(C10dTransport(("127.0.0.1", server.port)), said.append)
     assert store.ask(is_reached, False)
     del server
     for _ in range(3):
         assert not store.ask(is_reached, False)
-    assert said == ["the run's store at here is gone; replicas train on, but none is started again"]
+    where = store._where
+    assert said == [f"the run's store at {where} is gone; replicas train on, but none is started again"]
     assert "Exception raised from" not in capfd.readouterr().err

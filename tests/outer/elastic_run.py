@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from farflung.base.errors import Unreachable
+from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.member_store import LauncherNotes
 from farflung.outer import OuterLoop, diloco
 from farflung.outer.elastic import Elastic
@@ -46,7 +47,7 @@ def replica(pipe, port, member, step_s, numel, dies, recipe, saves, damages, opt
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    model, membership = Blocks(numel), Elastic(store, member, **options)
+    model, membership = Blocks(numel), Elastic(C10dTransport(store), member, **options)
     fault = fail_at(*dies or ("local step", 0))
 
     def say(**what):
@@ -122,7 +123,8 @@ class ElasticRun:
         self._server = self._context.Process(target=serve, args=(there,))
         self._server.start()
         self.store = dist.TCPStore("127.0.0.1", here.recv(), is_master=False, timeout=timedelta(seconds=60))
-        self.notes = LauncherNotes(self.store)
+        self.board = C10dTransport(self.store).board
+        self.notes = LauncherNotes(self.board)
         self.processes, self.said, self.events, self._pipes = {}, [], [], {}
         self._joined, self._alive = set(), set()
         self._lock, self._goes_on, self._has_store = threading.Lock(), True, True
@@ -146,8 +148,7 @@ class ElasticRun:
             dies: a phase, the how-manieth time and maybe what happens then, as of `fail_at`.
             damages: what it has got is changed once.
         """
-        member = self.notes.count("ids", 1)
-        self.notes.note("name", member, f"replica {name}")
+        member = self.notes.enroll(f"replica {name}")
         here, there = self._context.Pipe(duplex=False)
         row = (there, self.store.port, member, *self._row, dies, recipe or self._recipe, saves, damages, self._options)
         process = self._context.Process(target=replica, args=row)

@@ -6,15 +6,17 @@ import threading
 import time
 
 import pytest
-import torch.distributed as dist
 
 from farflung.base.errors import ConfigError, RankFailure
-from farflung.comm.board import Board
-from farflung.comm.member_store import Applicant, LauncherNotes, MemberStore, Record
+from farflung.comm.c10d_transport import C10dTransport
+from farflung.comm.member_store import Ask, LauncherNotes, MemberStore, Post, Record, encode
 from farflung.outer import diloco
 from farflung.outer.ballot import odd_among
 from farflung.outer.elastic import Elastic
 from farflung.outer.membership import Needs
+from farflung.outer.peers import Peers
+from farflung.outer.settlement import late_again, settle
+from farflung.process.sockets import serve_store
 from tests.faults import stop
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 
@@ -30,19 +32,20 @@ class Members:
     """Members of a run, as objects on threads over one store; those of `record` have come to it."""
 
     def __init__(self, record=None, ready=()):
-        self.store = dist.HashStore()
-        self.notes = LauncherNotes(self.store)
-        self.board = MemberStore(Board.of(self.store).part("loop1"))
+        self.transport = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False))
+        self.notes = LauncherNotes(self.transport.board)
+        self.board = MemberStore(self.transport.board.part("loop1"))
         self.record, self._running = record, []
         if record is not None:
-            assert self.board.replace(None, record)
+            self.board.board.put("generation/0", b"forgotten")  # as were those before it
+            self.board.board.put(f"generation/{record.number}", encode(record))
             for one in ready:
-                self.board.say(record.number, "ready", one, "1")
+                self.board.say(record.number, "ready", one)
 
     def member(self, number, **options):
-        made = Elastic(self.store, number, grace_s=GRACE_S, **options)
+        made = Elastic(self.transport, number, grace_s=GRACE_S, **options)
         if self.record is not None and number in self.record.ids:
-            made.record = self.record
+            made.peers.record = self.record
         return made
 
     def runs(self, act):
@@ -77,7 +80,13 @@ class Members:
 
 
 def settled(member, has_state):
-    return member._settled({"votes": 1, "complete": {}, "has_state": has_state, "odd": {}})
+    return settle(member.peers, member.member, Post(1, has_state))
+
+
+def asked(member, needed=None):
+    """Ask to be admitted as one that has nothing; return the generation that it is in then."""
+    needed = needed or needs()
+    return member._admission.ask(False, member._description(needed), needed.tensors)
 
 
 @pytest.mark.law("no-member-without-state-gives-state")
@@ -114,7 +123,7 @@ def test_who_asks_members_of_whom_nothing_is_heard_ends_with_a_sentence(launcher
     if launcher == "dead":
         members.notes.note("machine", 1, "node1:7")
         why = "its machine gave no sign for"
-    result = members.runs(lambda: members.member(2)._ask(needs(), False))
+    result = members.runs(lambda: asked(members.member(2)))
     members.told(f"member 2 waits: nobody else has what was trained (member 1: {why}")
     with pytest.raises(RankFailure, match=f"Nobody is there who has what was trained, for .*: {why}"):
         result()
@@ -125,8 +134,8 @@ def test_of_those_that_begin_without_the_members_the_one_with_the_newest_state_g
     members = Members(Record(7, 1, (1,)))
     members.notes.note_end(1, "was killed by SIGKILL")
     for one, last, has_state in ((2, 3, True), (3, 0, False), (4, 6, True)):
-        members.board.apply(Applicant(one, last, has_state, members.member(one)._description(needs())))
-    record = members.member(5)._ask(needs(), False)
+        members.board.ask(Ask(one, last, has_state, members.member(one)._description(needs())))
+    record = asked(members.member(5))
     assert (record.ids[0], set(record.newcomers)) == (4, {2, 3, 5})
 
 
@@ -135,13 +144,12 @@ def test_one_that_is_not_like_the_members_is_not_let_in_and_one_with_other_versi
     members = Members(Record(1, 1, (1,)), ready=(1,))
     member = members.member(1)
     wrong_one = needs(description="Every(every=8), Identity(), 1 fragment", tensors=("weight float32 [2, 4]",))
-    results = [members.runs(lambda: members.member(2)._ask(wrong_one, False))]
+    results = [members.runs(lambda: asked(members.member(2), wrong_one))]
     other = members.member(3)
     other._versions = {**other._versions, "torch": "2.6.0"}
-    results.append(members.runs(lambda: other._ask(needs(), False)))
-    while members.board.num_applied() < 2:
+    results.append(members.runs(lambda: asked(other)))
+    while len(members.board.asks()) < 2:
         time.sleep(0.01)
-    time.sleep(0.1)
     assert member.is_awaited(needs(True))
     assert member._next(needs(True, admits=True)).ids == (1, 3)
     why = (
@@ -156,19 +164,18 @@ def test_one_that_is_not_like_the_members_is_not_let_in_and_one_with_other_versi
 
 
 def test_one_that_is_late_again_and_again_hears_what_helps_and_waits_longer():
-    members = Members(Record(1, 1, (1, 2)))
-    member = members.member(1)
-    assert [bool(member._late_again(2)) for _ in range(3)] == [False, True, True]
-    assert "late 4 times by now: rounds by time, as in edit(seconds=...)" in member._late_again(2)
-    assert member._pause_s(2) == 16.0
-    assert member._pause_s(1) == 0.0
+    peers = Members(Record(1, 1, (1, 2))).member(1).peers
+    assert [bool(late_again(peers, 2)) for _ in range(3)] == [False, True, True]
+    assert "late 4 times by now: rounds by time, as in edit(seconds=...)" in late_again(peers, 2)
+    assert "it asks again in 32 s" in late_again(peers, 2)
 
 
 def test_without_a_grace_given_it_follows_from_the_rounds():
-    member = Elastic(dist.HashStore(), 1)
-    assert member.grace_s == 30.0
-    member._gap_s = 100.0
-    assert member.grace_s == 200.0
+    board = Members().transport.board
+    peers = Peers(board, board.part("loop1"), None)
+    assert peers.grace_s == 30.0
+    peers._gap_s = 100.0
+    assert peers.grace_s == 200.0
 
 
 def test_the_odd_one_is_the_one_that_differs_from_most_and_of_two_the_later():

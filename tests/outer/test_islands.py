@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
+from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.shards import local
 from farflung.comm.torch_group import TorchGroup
 from farflung.outer import (
@@ -285,7 +286,7 @@ def meet_where_one_rank_alone_hears_of_a_loss():
             raise RankFailure("its column has lost a rank")
 
     Replica.make_alike = losing
-    with OuterLoop(model, diloco(2), membership=Elastic(store, 1, island=TorchGroup())) as outer:
+    with OuterLoop(model, diloco(2), membership=Elastic(C10dTransport(store), 1, island=TorchGroup())) as outer:
         for _ in range(4):
             outer.step()
         return outer.position, outer.stats().rounds, outer._quorum.generation.number

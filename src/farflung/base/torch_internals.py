@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import MethodType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from farflung.base.errors import Unsupported
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as Store  # of which torch.distributed has no types
 
 _Loader = TypeVar("_Loader", bound=DataLoader[Any])
 
@@ -318,7 +321,7 @@ def is_flattened(parameter: Tensor) -> bool:
     return any(getattr(parameter, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened"))
 
 
-def bare_group(store: Any, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
+def bare_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
     """Return a process group that torch's default world knows nothing of: gloo, and NCCL too where there are GPUs.
 
     The ranks wait for each other for `timeout_s`, or raise RuntimeError; later they do without end.

@@ -1,29 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the members of an elastic run and their launchers tell each other, on one board.
 
-The store alone decides who takes part: one key holds the current generation, which is replaced by compare-and-set.
+The board alone decides who takes part: a log has the generations, of which the last one counts.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import secrets
 import time
-from ast import literal_eval
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from farflung.base.words import in_seconds
-from farflung.comm.board import Board
+from farflung.comm.board import Board, Log, forget
 
 DONE = "done"  # why a member has left whose work is done
 _BEAT_LOST_S = 2.5  # without a sign from a launcher, which gives one every half second
 _OF_GENERATION = re.compile(r"g(\d+)/")
+_FIRST = "first"  # the launcher that prints all events
+
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True)
 class Record:
-    """A generation as the store has it."""
+    """A generation as the board has it."""
 
     number: int  # 1 for the first one
     by: int  # who has put it there
@@ -35,22 +39,40 @@ class Record:
     odd: tuple[int, ...] = ()  # those of them whose state was not that of the others
     is_fresh: bool = False  # nobody had anything that was trained, so all begin alike
 
-    def encode(self) -> str:
-        return repr(astuple(self))
 
-    @classmethod
-    def decode(cls, text: str) -> Record:
-        return cls(*literal_eval(text))
+@dataclass(frozen=True)
+class Post:
+    """How far a member's rounds have come when a generation ends."""
+
+    votes: int  # the number of its next vote
+    has_state: bool  # it has what members have in common
+    complete: Mapping[int, int] = field(default_factory=dict)  # buckets that it could apply of open rounds, by vote
+    odd: Mapping[int, str] = field(default_factory=dict)  # members to exclude: why, by id
 
 
 @dataclass(frozen=True)
-class Applicant:
-    """A replica that asks to be let in."""
+class Ask:
+    """A replica asks to be admitted."""
 
     member: int
     last: int  # the number of the generation that it was in before, 0 for none
     has_state: bool  # it has what members have in common, as they had it then
     description: str = "{}"  # of itself, as JSON
+
+
+def encode(row: Any) -> bytes:
+    """Return one of the above as JSON."""
+    return json.dumps(asdict(row)).encode()
+
+
+def decode(kind: type[_Row], content: bytes) -> _Row:
+    """Undo `encode`: numbers that are keys become numbers again, and lists tuples."""
+
+    def keyed(pairs: dict[str, Any]) -> dict[int | str, Any]:
+        return {int(key) if key.isdecimal() else key: value for key, value in pairs.items()}
+
+    row = json.loads(content, object_hook=keyed)
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
 
 
 Note: TypeAlias = Literal["name", "machine", "gone", "stopped", "in", "left"]
@@ -62,58 +84,110 @@ class LauncherNotes:
         name, machine      how a member is called; which launcher looks after it, if any does
         gone, stopped      how its process has ended; there while it is stopped
         in, left           there once it has been in a generation; why it takes no part any more, `done` if its work is,
-                           `too late` if it has asked to be let in when the run had ended
-        beat               how often the launcher of a machine has given a sign
+                           `too late` if it has asked to be admitted when the run had ended
         lates              how often it was left out as it was late
-        ids, ends          how many there have been, of all members; of these how many processes have ended
-        launchers          how many are at work
+        loops              its outer loops, which are numbered as other members number theirs
+        ids, ends          logs in which each member gets its id, and each end of a process a number
+        launchers          those that are at work
+        beat               the latest sign of the launcher of a machine
         events             lines that the first launcher has yet to print, or that of a machine
         first              the machine of the first launcher
 
     Args:
-        store: a c10d store that all of them share, or a board over it.
+        board: the run's.
     """
 
-    def __init__(self, store: Any) -> None:
-        self.board = Board.of(store)
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self._ids, self._ends = Log(board, "ids"), Log(board, "ends")
+
+    def read(self, key: str) -> str:
+        """Return a text; empty where there is none."""
+        return (self.board.get(key) or b"").decode()
+
+    # ---- of members
+
+    def enroll(self, name: str, machine: str = "") -> int:
+        """Give a process that is about to start an id that no other has had."""
+        member = self._ids.count()
+        self.note("name", member, name)
+        if machine:
+            self.note("machine", member, machine)
+        return member
 
     def note(self, what: Note, member: int, text: str = "1") -> None:
-        self.board.put(f"{what}/{member}", text)
+        self.board.put(f"{what}/{member}", text.encode())
 
     def noted(self, what: Note, member: int) -> str:
-        return self.board.get(f"{what}/{member}")
+        return self.read(f"{what}/{member}")
 
     def forget(self, member: int, *what: Note) -> None:
-        for key in what or [*get_args(Note), "loops", "lates"]:
+        for key in what or [*get_args(Note), "lates"]:
             self.board.delete(f"{key}/{member}")
+        if not what:
+            forget(self.board, f"loops/{member}/")
 
-    def count(self, what: str, change: int = 0) -> int:
-        """Add to a number, and return it."""
-        return self.board.add(what, change)
+    def number_of_loop(self, member: int) -> int:
+        """Return a number for one more outer loop of a member."""
+        return Log(self.board, f"loops/{member}").count()
 
     def note_end(self, member: int, how: str) -> None:
         self.note("gone", member, how)
-        self.count("ends", 1)
+        self._ends.count()
+
+    def num_ends(self) -> int:
+        """Return how many processes have ended that were not done."""
+        return self._ends.last()[0]
+
+    def num_lates(self, member: int) -> int:
+        return int(self.read(f"lates/{member}") or 0)
+
+    def count_late(self, member: int) -> int:
+        """Count that a member was left out as it was late; return how often it was. Who decides on that calls this."""
+        num_lates = self.num_lates(member) + 1
+        self.board.put(f"lates/{member}", str(num_lates).encode())
+        return num_lates
 
     def name_of(self, member: int) -> str:
         return self.noted("name", member) or f"member {member}"
 
-    def tell(self, event: str) -> None:
-        self.board.append("events", f"{event}\n")
+    # ---- of launchers
+
+    def note_launcher(self, machine: str) -> None:
+        self.board.put(f"launchers/{machine}", b"1")
+
+    def forget_launcher(self, machine: str) -> None:
+        self.board.delete(f"launchers/{machine}")
+
+    def num_launchers(self) -> int:
+        return len(self.board.list("launchers/"))
+
+    def beat(self, machine: str) -> None:
+        """Give a sign of a launcher."""
+        self.board.put(f"beat/{machine}", secrets.token_bytes(8))
+
+    def latest_beat(self, machine: str) -> bytes | None:
+        return self.board.get(f"beat/{machine}")
+
+    # ---- what they print
+
+    def tell(self, event: str, machine: str = _FIRST) -> None:
+        """Have a line printed by the first launcher, or that of a machine."""
+        self.board.put(f"events/{machine}/{time.time_ns():020}.{secrets.token_hex(4)}", event.encode())
 
     def tell_launcher(self, member: int, event: str) -> None:
         """Have a line printed by the launcher of a member, where it is not the first one, which prints all events."""
         machine = self.noted("machine", member)
-        if machine and machine != self.board.get("first"):
-            self.board.append(f"events/{machine}", f"{event}\n")
+        if machine and machine != self.read("first"):
+            self.tell(event, machine)
 
-    def take_told(self, machine: str = "") -> list[str]:
+    def take_told(self, machine: str = _FIRST) -> list[str]:
         """Return the lines that were told since the last call, to the first launcher or to that of a machine."""
-        key = f"events/{machine}" if machine else "events"
-        text = self.board.get(key)
-        while text and (now := self.board.swap(key, text, "\n")) != "\n":
-            text = now  # another line came meanwhile
-        return [line for line in text.split("\n") if line]
+        keys = sorted(self.board.list(f"events/{machine}/"))
+        lines = [self.read(key) for key in keys]
+        for key in keys:
+            self.board.delete(key)
+        return lines
 
 
 class Signs:
@@ -121,7 +195,7 @@ class Signs:
 
     def __init__(self, notes: LauncherNotes) -> None:
         self._notes = notes
-        self._beats: dict[str, tuple[int, float]] = {}  # by machine: how many there were, and since when
+        self._beats: dict[str, tuple[bytes | None, float]] = {}  # by machine: the latest one, and since when
 
     def ended(self, member: int) -> str:
         """Return how a member has ended or left; empty while nobody has said that it has."""
@@ -133,9 +207,9 @@ class Signs:
         machine = self._notes.noted("machine", member)
         if not machine:
             return 0.0
-        count, now = self._notes.count(f"beat/{machine}"), time.monotonic()
-        before, since = self._beats.get(machine, (-1, now))
-        self._beats[machine] = (count, since if count == before else now)
+        beat, now = self._notes.latest_beat(machine), time.monotonic()
+        before, since = self._beats.get(machine, (b"", now))
+        self._beats[machine] = (beat, since if beat == before else now)
         silent = now - self._beats[machine][1]
         return silent if silent > _BEAT_LOST_S else 0.0
 
@@ -155,9 +229,9 @@ class Signs:
 class MemberStore:
     """What the members of one outer loop tell each other.
 
-        generation               the current `Record`
-        applicant, tensors       those who ask to be let in, and what they train, by the number of their question
-        refused, differs         why one is not let in, which ends it alone; in what it differs that is let in
+        generation               the log of each `Record`
+        ask, tensors             those who ask to be admitted, and what they train, by the name of their question
+        refused, differs         why one is not admitted, which ends it alone; in what it differs that is admitted
         g<number>/<what>/<member>    what a member has said last in a generation
         g<number>/broken         why a generation is over, as a collective in it can't end; the first reason stays
 
@@ -167,66 +241,75 @@ class MemberStore:
 
     def __init__(self, board: Board) -> None:
         self.board = board
+        self._log = Log(board, "generation")
 
     def record(self) -> Record | None:
-        text = self.board.get("generation")
-        return Record.decode(text) if text else None
+        content = self._log.last()[1]
+        return None if content is None else decode(Record, content)
 
-    def replace(self, now: Record | None, by: Record) -> bool:
-        """Put another generation in the place of the current one, unless that is not `now` any more."""
-        text = by.encode()
-        return self.board.swap("generation", "" if now is None else now.encode(), text) == text
+    def append(self, record: Record) -> bool:
+        """Put a generation behind the current one, unless that has not the number before any more."""
+        return self._log.append(record.number - 1, encode(record))
 
-    def apply(self, asks: Applicant, tensors: Iterable[str] = ()) -> int:
-        """Ask to be let in; return the number of the question."""
-        number = self.board.add("applicants", 1)
-        self.board.put(f"tensors/{number}", "\n".join(tensors) or "\n")
-        self.board.put(f"applicant/{number}", repr(astuple(asks)))
-        return number
+    # ---- asking to be admitted
 
-    def tensors(self, number: int) -> list[str]:
-        return [line for line in self.board.get(f"tensors/{number}").split("\n") if line]
+    def ask(self, asks: Ask, tensors: Iterable[str] = ()) -> str:
+        """Ask to be admitted; return the name of the question."""
+        name = f"{asks.member}.{asks.last}"
+        self.board.put(f"tensors/{name}", json.dumps(list(tensors)).encode())
+        self.board.put(f"ask/{name}", encode(asks))
+        return name
 
-    def answer(self, what: Literal["refused", "differs"], number: int, why: str) -> None:
-        self.board.put(f"{what}/{number}", why)
+    def has_asks(self) -> bool:
+        return bool(self.board.list("ask/"))
 
-    def answered(self, what: Literal["refused", "differs"], number: int) -> str:
-        return self.board.get(f"{what}/{number}")
+    def asks(self) -> dict[str, Ask]:
+        """Return the open questions, by name."""
+        found = {key.removeprefix("ask/"): self.board.get(key) for key in self.board.list("ask/")}
+        return {name: decode(Ask, content) for name, content in found.items() if content is not None}
 
-    def num_applied(self) -> int:
-        return self.board.add("applicants", 0)
+    def tensors(self, name: str) -> list[str]:
+        content = self.board.get(f"tensors/{name}")
+        return [] if content is None else list(json.loads(content))
 
-    def applicants(self, since: int) -> dict[int, Applicant]:
-        """Return the applicants numbered above `since`, by number."""
-        texts = self._texts({number: f"applicant/{number}" for number in range(since + 1, self.num_applied() + 1)})
-        return {number: Applicant(*literal_eval(text)) for number, text in texts.items()}
+    def close(self, name: str) -> None:
+        """Forget a question that is answered, or that nobody waits with any more."""
+        self.board.delete(f"ask/{name}")
+        self.board.delete(f"tensors/{name}")
 
-    def forget_applicants(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self.board.delete(f"applicant/{number}")
-            self.board.delete(f"tensors/{number}")
+    def answer(self, what: Literal["refused", "differs"], name: str, why: str) -> bool:
+        """Answer a question; return whether nobody else has."""
+        return self.board.put_new(f"{what}/{name}", f"{secrets.token_hex(4)} {why}".encode())
 
-    def say(self, generation: int, what: str, member: int, text: str) -> None:
-        self.board.put(f"g{generation}/{what}/{member}", text)
+    def take_answer(self, what: Literal["refused", "differs"], name: str) -> str:
+        """Return an answer, once; empty where there is none."""
+        content = self.board.get(f"{what}/{name}")
+        if content is None:
+            return ""
+        self.board.delete(f"{what}/{name}")
+        return content.decode().partition(" ")[2]
+
+    # ---- in a generation
+
+    def say(self, generation: int, what: str, member: int, text: str = "1") -> None:
+        self.board.put(f"g{generation}/{what}/{member}", text.encode())
 
     def have_said(self, generation: int, what: str, members: Iterable[int]) -> bool:
         return self.board.has(f"g{generation}/{what}/{member}" for member in members)
 
     def said(self, generation: int, what: str, members: Iterable[int]) -> dict[int, str]:
-        return self._texts({member: f"g{generation}/{what}/{member}" for member in members})
-
-    def _texts(self, keys: Mapping[int, str]) -> dict[int, str]:
-        return {number: text for number, key in keys.items() if (text := self.board.get(key))}
+        found = {member: self.board.get(f"g{generation}/{what}/{member}") for member in members}
+        return {member: content.decode() for member, content in found.items() if content is not None}
 
     def mark_broken(self, generation: int, reason: str) -> None:
-        self.board.swap(f"g{generation}/broken", "", reason)
+        self.board.put_new(f"g{generation}/broken", reason.encode())
 
     def broken(self, generation: int) -> str:
-        return self.board.get(f"g{generation}/broken")
+        return (self.board.get(f"g{generation}/broken") or b"").decode()
 
     def forget_before(self, generation: int) -> None:
         """Delete the entries of earlier generations."""
-        for key in self.board.listed():
+        for key in self.board.list("g"):
             found = _OF_GENERATION.match(key)
             if found and int(found[1]) < generation:
                 self.board.delete(key)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.checkpoint import rng
-from farflung.comm.board import Board
+from farflung.comm.c10d_transport import TextBoard
 from farflung.data.resume.iteration import generators_of
 from farflung.data.torch_loaders import announce, samplers_of, seeded_samplers
 
@@ -123,7 +123,7 @@ class _State:
 class SlotBoard:
     """What the replicas know of the epochs of one loader; `board` is for it alone, `member` this replica's id."""
 
-    def __init__(self, board: Board, member: int) -> None:
+    def __init__(self, board: TextBoard, member: int) -> None:
         self._board, self._member = board, member
 
     def seed(self, proposed: int) -> int:
@@ -219,7 +219,8 @@ class SlotBoard:
     def note_for(self, lost: int, landed: Iterable[tuple[int, int]]) -> None:
         """Note for a lost replica what has landed of it.
 
-        `landed` says of each outer loop since which generation it was a member, and up to which step the rounds have landed.
+        `landed` says of each outer loop since which generation it was a member, and up to which step the rounds have
+        landed.
         """
         if text := self._board.get(f"sent/{lost}"):
             steps, done = literal_eval(text)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from farflung.base.errors import ConfigError, StateError, Unreachable
 from farflung.base.words import counted
-from farflung.comm.board import Board
+from farflung.comm.c10d_transport import StoreBoard, TextBoard
 from farflung.comm.collectives import from_first
 from farflung.comm.exchange import Exchange
 from farflung.data.loader import DataLoaderShard
@@ -30,6 +30,7 @@ from farflung.data.slot_board import Claim, SlotBoard, agreed_order, digest_of, 
 from farflung.data.torch_loaders import LoaderView, announce, index_source, samplers_of, with_indices
 
 if TYPE_CHECKING:
+    from farflung.base.torch_internals import Store
     from farflung.outer.elastic import Elastic
     from farflung.outer.stats import Round
 
@@ -42,7 +43,7 @@ _Entry = tuple[int, int, int, int]  # tenure, epoch, slot, how many batches of t
 class Slots:
     """The shares of one replica in the epochs of all its loaders."""
 
-    store: Any  # a c10d store that all replicas of the run share, or a board over it
+    store: StoreBoard | Store  # that all replicas of the run share
     member: int  # this replica's id
     exchange: Exchange  # of the ranks of this replica, of which the first speaks with the store
     most: int  # how many replicas there will be at most
@@ -52,7 +53,7 @@ class Slots:
     def __post_init__(self) -> None:
         self.is_first = self.exchange.group.rank == 0
         self.kind = SlotLoader  # of the loaders whose batches are shares
-        self._board = Board.of(self.store).part("data")
+        self._board = TextBoard.of(self.store).part("data")
         self._samplers: list[SlotSampler] = []
         self._follows: list[FollowedLoop] = []
         self._unrecorded: deque[tuple[int, SlotSampler, list[_Entry]]] = deque()  # with the number given by then

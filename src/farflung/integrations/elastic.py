@@ -8,7 +8,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from farflung.comm.board import Board
+from farflung.comm.board import Log
+from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
 from farflung.comm.member_store import LauncherNotes
@@ -39,8 +40,8 @@ def membership_of(here: Place, island: Group | None) -> Elastic | None:
     """Return the membership of the replica `here`, as `launched_membership` does."""
     if here.member is None:
         return None
-    board, settings = _run_of(here)
-    return Elastic(board, here.member, island=island, **settings)
+    transport, settings = _run_of(here)
+    return Elastic(transport, here.member, island=island, **settings)
 
 
 def slots_of(here: Place, make: Callable[..., Any], exchange: Exchange, is_training: Callable[[], bool]) -> Any:
@@ -50,9 +51,9 @@ def slots_of(here: Place, make: Callable[..., Any], exchange: Exchange, is_train
         make: `farflung.data.slots.Slots`.
         exchange, is_training: its fields of these names.
     """
-    board, settings = _run_of(here)
+    transport, settings = _run_of(here)
     bounds = {name: settings[name] for name in ("most", "expected")}
-    return make(board, here.member, exchange, **bounds, is_training=is_training)
+    return make(transport.board, here.member, exchange, **bounds, is_training=is_training)
 
 
 def place() -> tuple[int, int]:
@@ -73,21 +74,20 @@ def place() -> tuple[int, int]:
     here = Place.launched()
     if here.member is None:
         return rank, size
-    board, settings = _run_of(here)
-    notes = LauncherNotes(board)
+    transport, settings = _run_of(here)
+    notes, mine = LauncherNotes(transport.board), str(here.member).encode()
     for number in count():
-        key, mine = f"place/{number}", str(here.member)
-        holder = board.swap(key, "", mine)
-        if holder != mine and (notes.noted("gone", int(holder)) or notes.noted("left", int(holder))):
-            holder = board.swap(key, holder, mine)
-        if holder == mine:
+        holders = Log(transport.board, f"place/{number}")
+        after, holder = holders.last()
+        is_free = holder is None or bool(notes.noted("gone", int(holder)) or notes.noted("left", int(holder)))
+        if holder == mine or (is_free and holders.append(after, mine)):
             break
     parts = settings["expected"]
     return number % parts * size + rank, parts * size
 
 
-def _run_of(here: Place) -> tuple[Board, dict[str, Any]]:
-    """Connect to the run of a replica; return its board, and its settings."""
+def _run_of(here: Place) -> tuple[C10dTransport, dict[str, Any]]:
+    """Connect to the run of a replica; return how its replicas meet, and its settings."""
     host, _, port = here.address.rpartition(":")
-    board = Board.at(host.strip("[]"), int(port))
-    return board, json.loads(board.get("run"))
+    transport = C10dTransport((host.strip("[]"), int(port)))
+    return transport, json.loads(transport.board.get("run") or b"{}")

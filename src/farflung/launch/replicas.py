@@ -23,7 +23,7 @@ from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import psutil  # type: ignore[import-untyped]
@@ -48,6 +48,7 @@ from farflung.process.sockets import serve_store
 
 if TYPE_CHECKING:
     from farflung.comm.member_store import LauncherNotes
+    from farflung.comm.transport import Transport
 
 _LOOK_S = 0.05
 _BEAT_S = 0.5
@@ -94,8 +95,8 @@ def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]
     count = settings.replicas or settings.bounds[0]
     if not settings.debug:
         variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone is our line, not torch's stacks
-    board, port_served = _board(settings, host, int(port or settings.main_process_port or 0), count, variables)
-    where = f"{host}:{port_served}"
+    transport = _transport(settings, host, int(port or settings.main_process_port or 0), count, variables)
+    where = transport.address
     if not settings.quiet:
         said = "" if settings.join else f"; more join with `{_join_command(settings, where, script, arguments)}`"
         click.echo(f"farflung: {counted(count, 'replica')} of a run at {where}{said}", err=True)
@@ -103,7 +104,7 @@ def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]
     if settings.ranks_per_replica > 1:
         stated = json.dumps(dataclasses.asdict(own))  # whatever files and variables say
         command = (sys.executable, "-m", "farflung", "launch", "--stated", stated, script, *arguments)
-    return _Launcher(settings, command, variables, board, where, count).run()
+    return _Launcher(settings, command, variables, transport, count).run()
 
 
 def _join_command(settings: LaunchSettings, where: str, script: str, arguments: Sequence[str]) -> str:
@@ -112,29 +113,30 @@ def _join_command(settings: LaunchSettings, where: str, script: str, arguments: 
     return shlex.join(["farflung", "launch", "--join", where, *flags, script, *arguments])
 
 
-def _board(settings: LaunchSettings, host: str, port: int, count: int, variables: Mapping[str, str]) -> tuple[Any, int]:
-    """Serve the store of a run, or find that of the run to join; return a board over it, and its port."""
+def _transport(settings: LaunchSettings, host: str, port: int, count: int, variables: Mapping[str, str]) -> Transport:
+    """Serve the store of a run, or find that of the run to join."""
     with torch_is_loaded(variables):
-        board = import_module("farflung.comm.board").Board
+        kind = import_module("farflung.comm.c10d_transport").C10dTransport
     if settings.join is not None:
-        return _found(board.at(host, port, patience_s=_FIND_WITHIN_S), settings.join), port
+        return _found(kind((host, port), patience_s=_FIND_WITHIN_S), settings.join)
     try:
-        store = serve_store(host, port, timeout=_MEET_WITHIN, wait_for_workers=False)
+        made: Transport = kind(serve_store(host, port, timeout=_MEET_WITHIN, wait_for_workers=False))
     except OSError as error:
         raise ConfigError(f"This machine can't listen at {host}:{port}: {error.strerror}.") from None
     least, most = settings.bounds
-    store.set("first", _machine())
-    store.set("run", json.dumps({"expected": count, "least": least, "most": most, "grace_s": settings.grace_s}))
-    return board.of(store), store.port
+    run = {"expected": count, "least": least, "most": most, "grace_s": settings.grace_s}
+    made.board.put("first", _machine().encode())
+    made.board.put("run", json.dumps(run).encode())
+    return made
 
 
-def _found(board: Any, where: str) -> Any:
+def _found(transport: Transport, where: str) -> Transport:
     """Wait a while for the run to join, whose launcher may be about to start."""
     deadline = time.monotonic() + _FIND_WITHIN_S
     while True:
         try:
-            board.get("run")
-            return board
+            transport.board.get("run")
+            return transport
         except Unreachable as error:
             if time.monotonic() > deadline:
                 raise ConfigError(f"join is {where}, but no run can be reached there: {error}") from None
@@ -154,12 +156,11 @@ class _Launcher:
         settings: LaunchSettings,
         command: Sequence[str],
         variables: Mapping[str, str],
-        board: Any,
-        where: str,
+        transport: Transport,
         count: int,
     ) -> None:
-        self._store = import_module("farflung.launch.run_store").RunStore(board, where, self._say)
-        self._command, self._variables, self._where = command, variables, where
+        self._store = import_module("farflung.launch.run_store").RunStore(transport, self._say)
+        self._command, self._variables, self._where = command, variables, transport.address
         self._machine = _machine()
         self._max_restarts = _RESTARTS if settings.max_restarts is None else settings.max_restarts
         self._is_quiet, self._tells = settings.quiet, settings.join is None
@@ -177,7 +178,7 @@ class _Launcher:
 
     def run(self) -> int:
         """Return the exit code once all have ended."""
-        self._store.ask(lambda notes: notes.count("launchers", 1), 0)
+        self._store.ask(lambda notes: notes.note_launcher(self._machine), None)
         with self._signals(), tempfile.TemporaryDirectory(prefix="farflung_") as folder:
             self._reports = Path(folder)
             while self._lives:
@@ -195,12 +196,13 @@ class _Launcher:
     def _part(self) -> None:
         """Leave; the launcher that serves the store waits a while for others, whose replicas end at the same step."""
         deadline = time.monotonic() + _PART_WITHIN_S
-        others = self._store.ask(lambda notes: notes.count("launchers", -1), 0)
+        self._store.ask(lambda notes: notes.forget_launcher(self._machine), None)
+        others = self._store.ask(lambda notes: notes.num_launchers(), 0)
         waits = self._tells and self._has_finished
         while waits and others and not self._asked_to_end and time.monotonic() < deadline:
             time.sleep(_BEAT_S)
             self._beat()
-            others = self._store.ask(lambda notes: notes.count("launchers"), 0)
+            others = self._store.ask(lambda notes: notes.num_launchers(), 0)
 
     def _live(self, name: str) -> Iterator[bool]:
         """Start a replica, and again after a while that grows if it is lost, but not if it never met others.
@@ -257,9 +259,7 @@ class _Launcher:
 
     def _enroll(self, notes: LauncherNotes, name: str, members: list[int]) -> int:
         """Give a process that is about to start an id of its own, and forget what the last but one of its kind was."""
-        member = notes.count("ids", 1)
-        notes.note("name", member, name)
-        notes.note("machine", member, self._machine)
+        member = notes.enroll(name, self._machine)
         while len(members) > 1:
             notes.forget(members.pop(0))
         return member
@@ -312,7 +312,7 @@ class _Launcher:
 
     def _signs(self, notes: LauncherNotes) -> list[str]:
         """Tell that this launcher is alive, and how its replicas are; return what it was told."""
-        notes.count(f"beat/{self._machine}", 1)
+        notes.beat(self._machine)
         self._tell_ends(notes)
         for process, member in self._running.items():
             is_stopped = _is_stopped(process.pid)
@@ -322,7 +322,7 @@ class _Launcher:
                     notes.note("stopped", member)
                 else:
                     notes.forget(member, "stopped")
-        return notes.take_told("" if self._tells else self._machine)
+        return notes.take_told() if self._tells else notes.take_told(self._machine)
 
     def _say(self, line: str) -> None:
         if not self._is_quiet:

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from farflung.base.errors import Unreachable
 from farflung.base.words import in_seconds
-from farflung.comm.board import Board
 from farflung.comm.member_store import LauncherNotes
+from farflung.comm.transport import Transport
 
 _Answer = TypeVar("_Answer")
 
@@ -23,17 +23,16 @@ class RunStore:
     """The store of a run. Each change of whether it can be reached is a line.
 
     Args:
-        where: `host:port`.
         say: prints a line.
 
     Attributes:
         is_gone: it will not come back, or has been away for too long.
     """
 
-    def __init__(self, board: Board, where: str, say: Callable[[str], None]) -> None:
+    def __init__(self, transport: Transport, say: Callable[[str], None]) -> None:
         self.is_gone = False
-        self._notes = LauncherNotes(board.patient(0))
-        self._where, self._say = where, say
+        self._notes = LauncherNotes(transport.board.patient(0))
+        self._where, self._say = transport.address, say
         self._cut_at = self._ask_at = 0.0  # since when it can't be reached, in seconds since 1970; 0: it can
         self._say_at = 0.0
 

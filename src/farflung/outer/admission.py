@@ -1,79 +1,180 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a newcomer has in common with the members of a run, compared before it is let in: settings must be equal, while
-other versions and another script are only worth a line."""
+"""How replicas come into a run: they ask to be admitted, and members admit those that are like them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import platform
-import re
-import sys
-from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
 
-import torch
+from farflung.base.errors import RUN_ENDED, ConfigError, RankFailure
+from farflung.base.words import counted
+from farflung.comm.member_store import DONE, Ask, Record
+from farflung.outer.likeness import other_versions, unlike, unlike_tensors
+from farflung.outer.peers import Peers
 
-from farflung.outer.membership import Needs
+_logger = logging.getLogger(__name__)
 
-_PROTOCOL = 2  # of what replicas say to each other; other numbers don't understand it
-_SETTINGS = ("protocol", "processes in a replica", "outer loop", "data")
-_TENSORS_SHOWN = 5
-_PART = re.compile(r", (?![^(]*\))|; ")  # of a description, outside of brackets
+_PAUSES = 4  # of the board, between two looks whether this replica is admitted
+_ASK_S = 0.5  # how often one that asks looks who could admit it
+_LONGEST_PAUSE_S = 60.0  # before one that was late several times asks again
 
 
-def versions() -> dict[str, str]:
-    """Return what this process runs: versions, script and arguments."""
-    script = Path(sys.argv[0]) if sys.argv else Path()
-    content = script.read_bytes() if script.is_file() else b""
-    return {
-        "Farflung": _own_version(),
-        "torch": torch.__version__,
-        "Python": platform.python_version(),
-        "script": f"{script.name} ({hashlib.blake2b(content, digest_size=4).hexdigest()})",
-        "arguments": " ".join(sys.argv[1:]),
-    }
+class Admission:
+    """Both sides of the door: those that ask, and the members that admit them.
+
+    Args:
+        member: this replica's id.
+        expected, least, most: see `Elastic`.
+    """
+
+    def __init__(self, peers: Peers, member: int, expected: int, least: int, most: int) -> None:
+        self._peers, self._notes, self._members = peers, peers.notes, peers.members
+        self._member, self._expected, self._least, self._most = member, expected, least, most
+        self.is_over = False  # the run had ended before this replica was admitted
+
+    # ---- of one that asks
+
+    def ask(self, has_state: bool, description: str, tensors: Sequence[str]) -> Record:
+        """Ask to be admitted, and wait for it; where nobody is left who could do so, begin with others that ask.
+
+        Raises:
+            ConfigError: this replica is not like the members.
+            RankFailure: the run has ended; or those who have what was trained give no sign of life.
+        """
+        peers = self._peers
+        last = 0 if peers.record is None else peers.record.number
+        mine = Ask(self._member, last, has_state, description)
+        began = quiet_since = time.monotonic()
+        question, looked_at, told, pause_s = "", 0.0, "", late_pause_s(self._notes.num_lates(self._member))
+        while True:
+            record = self._members.record()
+            if record is not None and record.number > last and self._member in record.ids:
+                self._heed(question)
+                return record
+            now = time.monotonic()
+            if not question and now >= began + pause_s:
+                question = self._members.ask(mine, tensors)
+            if now >= looked_at + _ASK_S:
+                looked_at, asks = now, self._members.asks()
+                self._heed(question)
+                if question and question not in asks:  # it was admitted, and left out as it did not come
+                    self._members.ask(mine, tensors)
+                holders = {} if record is None else self._holders(record, asks.values())
+                if not holders:
+                    pause_s = 0.0
+                    self._begin(record, asks, now - began)
+                quiet_since = quiet_since if holders and all(holders.values()) else now
+                if holders and now - began > peers.grace_s:
+                    told = self._tell_wait(holders, told)
+                peers.await_holders(holders, now - quiet_since)
+            time.sleep(_PAUSES * peers.pause_s)
+
+    def _holders(self, record: Record, asks: Iterable[Ask]) -> dict[int, str]:
+        """Return who may still have what was trained, by id, and why nothing is heard of it; RankFailure at the end."""
+        signs = self._peers.signs
+        came_back = {one.member for one in asks if one.last >= record.number} | {self._member}
+        if any(self._notes.noted("left", one) == DONE for one in record.ids):
+            self.is_over = True
+            self._notes.note("left", self._member, "too late")
+            raise RankFailure(RUN_ENDED)
+        there = [one for one in record.ids if one not in came_back and self._peers.may_hold(record, one)]
+        holders = {one: signs.missing(one) for one in there if not signs.ended(one)}
+        for one in asks:  # it has state, and can't begin with us
+            if one.has_state and not signs.ended(one.member) and (why := signs.unheard(one.member)):
+                holders[one.member] = why
+        return holders
+
+    def _begin(self, record: Record | None, asks: Mapping[str, Ask], waited_s: float) -> None:
+        """Make those that ask a generation, as soon as there are enough: nobody else has anything that was trained."""
+        signs = self._peers.signs
+        there = [(name, one) for name, one in asks.items() if not signs.ended(one.member)]
+        there = [(name, one) for name, one in there if not signs.unheard(one.member)]
+        there.sort(key=lambda row: (not row[1].has_state, -row[1].last, row[1].member))
+        fit = {one.member: name for name, one in there if self._fits(name, one, there[0][1].description)}
+        if len(fit) < self._least or (len(fit) < self._expected and waited_s <= self._peers.grace_s):
+            return
+        ids, has_state = tuple(fit), there[0][1].has_state
+        number = 1 if record is None else record.number + 1
+        if self._members.append(
+            Record(number, self._member, ids, ids[1:] if has_state else (), is_fresh=not has_state)
+        ):
+            for name in fit.values():
+                self._members.close(name)
+            self._notes.tell(f"generation {number}: training begins with {counted(len(ids), 'replica')}")
+
+    def _heed(self, question: str) -> None:
+        """Read what the members have answered."""
+        if question and (why := self._members.take_answer("refused", question)):
+            raise ConfigError(
+                f"This replica can't join the run: {why}. Start it with the settings and model of the run."
+            )
+        if question and (why := self._members.take_answer("differs", question)):
+            _logger.warning(f"This replica differs from those that it has joined: {why}")
+
+    def _tell_wait(self, holders: Mapping[int, str], told: str) -> str:
+        """Say what this replica waits for, unless it has `told` so before; return what in a word."""
+        what = "lost" if all(holders.values()) else "admission"
+        if what != told:
+            why = f"the others let it in after their next round, unless they are {self._most} already"
+            why = self._peers.describe_missing(holders) if what == "lost" else why
+            self._notes.tell(f"{self._notes.name_of(self._member)} waits: {why}")
+        return what
+
+    # ---- of members
+
+    def waiting(self, record: Record | None, description: str, tensors: Sequence[str]) -> dict[str, Ask]:
+        """Return those that ask and may be admitted to a generation, by the name of their question."""
+        found, signs = {}, self._peers.signs
+        for name, one in self._members.asks().items():
+            is_in = record is not None and one.member in record.ids
+            if signs.ended(one.member) or (is_in and record is not None and one.last < record.number):
+                self._members.close(name)
+            elif not is_in and self._fits(name, one, description, tensors) and not signs.unheard(one.member):
+                found[name] = one
+        return found
+
+    def admit(self, record: Record, past: int, description: str, tensors: Sequence[str]) -> Record:
+        """Return the next generation, with those that wait, as one of the members decides: all come here together.
+
+        Args:
+            past: see `Record`.
+        """
+        waiting = self.waiting(record, description, tensors)
+        newcomers = tuple(sorted({one.member for one in waiting.values()}))[: self._most - len(record.ids)]
+        new = Record(record.number + 1, self._member, record.ids + newcomers, newcomers, past=past)
+        names = {name: one for name, one in waiting.items() if one.member in newcomers}
+        differs = {name: why for name, one in names.items() if (why := other_versions(one.description, description))}
+        for name, why in differs.items():
+            self._members.answer("differs", name, why)
+        if not self._members.append(new):
+            found = self._members.record()
+            assert found is not None
+            return found
+        for name in names:
+            self._members.close(name)
+        name_of, left = self._notes.name_of, len(new.ids)
+        for name, why in differs.items():
+            self._notes.tell(f"{name_of(names[name].member)} differs from the others: {why}")
+        if newcomers:
+            joined = ", ".join(map(name_of, newcomers))
+            self._notes.tell(f"generation {new.number}: {joined} joined; {counted(left, 'replica')} train")
+        for one in newcomers:
+            self._notes.tell_launcher(one, f"{name_of(one)} was let in; {left} replicas train")
+        return new
+
+    def _fits(self, question: str, one: Ask, mine: str, tensors: Sequence[str] = ()) -> bool:
+        """Whether a replica is like the others; else refuse it."""
+        if not (why := unlike(one.description, mine)):
+            return True
+        odd = unlike_tensors(self._members.tensors(question), tensors) if tensors else ""
+        why = f"{why}; {odd}" if odd else why
+        if self._members.answer("refused", question, why):
+            self._notes.tell(f"{self._notes.name_of(one.member)} is not let in: {why}")
+        self._members.close(question)
+        return False
 
 
-def description_of(needs: Needs, island_size: int, data: str, versions: Mapping[str, str]) -> str:
-    """Return what a replica says of itself when it asks to be let in, as JSON."""
-    values = (_PROTOCOL, island_size, needs.description, data)
-    return json.dumps({**dict(zip(_SETTINGS, values, strict=True)), **versions})
-
-
-def unlike(theirs: str, mine: str) -> str:
-    """Return the settings in which a replica that asks differs, with both values; empty where it may be let in."""
-    found = []
-    for name, value, own in _differing(theirs, mine, of_settings=True):
-        values, owns = _PART.split(value), _PART.split(own)
-        value = ", ".join(part for part in values if part not in owns) or value
-        own = ", ".join(part for part in owns if part not in values) or own
-        found.append(f"its {name} is {value}; the run's is {own}")
-    return "; ".join(found)
-
-
-def unlike_tensors(theirs: Sequence[str], mine: Sequence[str]) -> str:
-    """Return the first tensors that only one of both models has."""
-    odd = [f"it alone has {line}" for line in theirs if line not in set(mine)]
-    odd += [f"the run alone has {line}" for line in mine if line not in set(theirs)]
-    return "; ".join(odd[:_TENSORS_SHOWN] + ([f"and {len(odd) - _TENSORS_SHOWN} more"] if odd[_TENSORS_SHOWN:] else []))
-
-
-def other_versions(theirs: str, mine: str) -> str:
-    """Return what else differs, and does no harm by itself."""
-    differing = _differing(theirs, mine, of_settings=False)
-    return "; ".join(f"{name}: {value!r} instead of {own!r}" for name, value, own in differing)
-
-
-def _own_version() -> str:
-    try:
-        return version("farflung")
-    except PackageNotFoundError:  # it runs from its sources
-        return "unknown"
-
-
-def _differing(theirs: str, mine: str, of_settings: bool) -> list[tuple[str, str, str]]:
-    there, here = json.loads(theirs), json.loads(mine)
-    names = [name for name in {**here, **there} if (name in _SETTINGS) == of_settings]
-    return [(name, str(there.get(name)), str(here.get(name))) for name in names if there.get(name) != here.get(name)]
+def late_pause_s(num_lates: int) -> float:
+    """Return how long one that was late several times waits before it asks again."""
+    return min(_LONGEST_PAUSE_S, 2.0**num_lates) if num_lates > 1 else 0.0

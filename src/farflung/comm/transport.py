@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the members of a generation meet: the seam between membership of replicas and what carries their values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from farflung.base.errors import RankFailure
+from farflung.comm.board import Board
+from farflung.comm.group import Group
+
+
+class Entered(NamedTuple):
+    """A collective that this rank has started: which one, of how many bytes."""
+
+    place: str
+    nbytes: int
+
+
+class Watch(Protocol):
+    """What the groups of a generation ask while they wait."""
+
+    connect_s: float  # how long members wait for each other's connections
+
+    def look(self, entered: Entered, waited_s: float) -> None:
+        """Raise RankFailure where this wait can't end."""
+
+    def note_end(self, entered: Entered, waited_s: float) -> None:
+        """Record a completed wait."""
+
+    def break_off(self, reason: str) -> RankFailure:
+        """Tell all members that the generation is over, and return that as an error."""
+
+
+class Transport(Protocol):
+    """The records of a run, and groups of its members."""
+
+    @property
+    def board(self) -> Board:
+        """The records."""
+
+    @property
+    def address(self) -> str:
+        """By which other processes find the run."""
+
+    def connect(self, name: str, rank: int, size: int, watch: Watch) -> Group:
+        """Return the members of a generation as a group, whose end is nobody else's.
+
+        Args:
+            name: the same for its members, and for no other group of the run. Keys on the board begin with it, if
+                there are any.
+        """
+
+    def close(self) -> None:
+        """Let go of all that groups have left behind."""

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replica knows of the others of its run: who takes part, who lives, and how long one that is late has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from farflung.base.errors import RankFailure
+from farflung.base.words import in_seconds
+from farflung.comm.board import Board
+from farflung.comm.member_store import LauncherNotes, MemberStore, Record, Signs
+
+_GRACE_S, _GAPS = 30.0, 2  # by default, or so many times the time between two rounds: a machine 3 times slower is kept
+_READY_S = 5.0  # a newcomer that is admitted looks for it many times a second
+_HOLDER_GRACES = 20  # how long those that have nothing wait for the one that has what was trained
+_SLOWEST_BPS = 125_000  # bytes per second; slower values count as lost, until a speed was measured
+
+
+class Peers:
+    """The members of one outer loop, as one of them sees them.
+
+    Args:
+        board: the run's.
+        loop: that of the outer loop.
+        grace_s: see `Elastic`.
+
+    Attributes:
+        record: the generation that this replica is in, or was in last.
+        at_once: `members`, for questions that training must not wait for.
+        is_admitting: newcomers of this generation may still be on their way into it.
+        slowest_bps: values that come more slowly than so many bytes a second count as lost, after `grace_s`.
+    """
+
+    def __init__(self, board: Board, loop: Board, grace_s: float | None) -> None:
+        self.notes = LauncherNotes(board)
+        self.signs = Signs(self.notes)
+        self.members, self.at_once = MemberStore(loop), MemberStore(loop.patient(0))
+        self.pause_s = board.pause_s
+        self.record: Record | None = None
+        self.is_admitting = False
+        self.slowest_bps = float(_SLOWEST_BPS)
+        self._grace_s = grace_s
+        self._last_round_at, self._gap_s = time.monotonic(), 0.0
+
+    @property
+    def grace_s(self) -> float:
+        """How many seconds the others wait for a replica that is late."""
+        return max(_GRACE_S, _GAPS * self._gap_s) if self._grace_s is None else self._grace_s
+
+    def note_round(self) -> None:
+        """Record that a round begins."""
+        now = time.monotonic()
+        self._gap_s, self._last_round_at, self.is_admitting = now - self._last_round_at, now, False
+
+    def limit_s(self, member: int) -> float:
+        """Return how long others wait for a member that is late."""
+        return min(self.grace_s, _READY_S) if self._is_on_its_way(member) else self.grace_s
+
+    def cause(self, member: int, waited_s: float) -> str:
+        """Return why there is no more waiting for a member that has not come; empty while there is."""
+        if ended := self.signs.ended(member):
+            return ended
+        if silent_s := self.signs.silent_s(member):
+            return f"its machine gave no sign for {in_seconds(silent_s)}"
+        if self.record is not None and self.members.said(self.record.number, "late", [member]):
+            return f"it was late by more than {in_seconds(self.limit_s(member))}"
+        if waited_s > self.grace_s and self.notes.noted("stopped", member):
+            return f"its process is stopped, and {in_seconds(self.grace_s)} are over"
+        if waited_s > self.limit_s(member) + (0 if self._is_on_its_way(member) else self._gap_s):
+            return f"it did not come within {in_seconds(waited_s)}"
+        return ""
+
+    def _is_on_its_way(self, member: int) -> bool:
+        """Whether a newcomer has been admitted a moment ago, and has made no round yet."""
+        return self.is_admitting and self.record is not None and member in self.record.newcomers
+
+    # ---- those that have what was trained
+
+    def may_hold(self, record: Record, member: int) -> bool:
+        """Whether a member may have what was trained: one that had nothing gets it only once all are ready."""
+        had_nothing = member in (record.ids if record.is_fresh else record.newcomers)
+        return not had_nothing or bool(self.members.said(record.number, "ready", [member]))
+
+    def describe_missing(self, holders: Mapping[int, str]) -> str:
+        """Say which replicas alone have what was trained, by id, and why nothing is heard of them."""
+        named = "; ".join(f"{self.notes.name_of(one)}: {why}" for one, why in holders.items())
+        return f"nobody else has what was trained ({named})"
+
+    def await_holders(self, holders: Mapping[int, str], waited_s: float) -> None:
+        """Raise RankFailure when those that alone have what was trained have been waited for long enough."""
+        if waited_s > _HOLDER_GRACES * self.grace_s:
+            raise RankFailure(
+                f"Nobody is there who has what was trained, for {in_seconds(waited_s)}: "
+                f"{self.describe_missing(holders)}. To train from the beginning would lose it. Start the run again "
+                "from its newest checkpoint."
+            )

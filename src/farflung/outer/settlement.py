@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who goes on after a loss: members say how far they have come, wait for all that live, and one decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from farflung.base.errors import RankFailure, Unreachable
+from farflung.base.words import counted, in_seconds
+from farflung.comm.member_store import Post, Record, decode, encode
+from farflung.outer.admission import late_pause_s
+from farflung.outer.membership import ALL
+from farflung.outer.peers import Peers
+
+_CAUSES = 4  # pauses of the board, after which those that wait ask why some have not come
+
+
+def settle(peers: Peers, member: int, post: Post) -> Record:
+    """Meet those that are left of a generation, and return the next one; RankFailure without a board to decide."""
+    record, members = peers.record, peers.members
+    assert record is not None
+    began, asked, was_told = time.monotonic(), 0.0, False
+    try:
+        members.mark_broken(record.number, "members were lost")
+        members.say(record.number, "post", member, encode(post).decode())
+        while True:
+            now = members.record()
+            assert now is not None
+            if now.number > record.number:
+                return now
+            is_complete = members.have_said(record.number, "post", record.ids)
+            if is_complete or time.monotonic() > asked + _CAUSES * peers.pause_s:
+                asked = time.monotonic()
+                said = members.said(record.number, "post", record.ids)
+                posts = {one: decode(Post, text.encode()) for one, text in said.items()}
+                absent = {one: peers.cause(one, asked - began) for one in record.ids if one not in posts}
+                holders = _absent_holders(peers, record, posts, absent)
+                if all(absent.values()) and not holders:
+                    new = decide(record, member, posts, absent)
+                    if members.append(new):
+                        _tell(peers, new, any(posts[one].has_state for one in new.ids))
+                    continue
+                if holders and not was_told and min(posts) == member:
+                    who = ", ".join(map(peers.notes.name_of, posts))
+                    peers.notes.tell(f"{who} can't begin: {peers.describe_missing(holders)}")
+                was_told |= bool(holders)
+                peers.await_holders(holders, asked - began if holders else 0.0)
+            time.sleep(peers.pause_s)
+    except Unreachable as error:
+        raise RankFailure(
+            "A replica was lost, and those that are left can't agree on who goes on, as the run's store is gone "
+            f"too. {error} Start the run again from its newest checkpoint."
+        ) from None
+
+
+def await_ready(peers: Peers, member: int, record: Record) -> None:
+    """Wait until all members of a generation have come to it; RankFailure where one was lost."""
+    members = peers.members
+    began = asked = time.monotonic()
+    members.say(record.number, "ready", member)
+    while not members.have_said(record.number, "ready", record.ids):
+        time.sleep(peers.pause_s)
+        if time.monotonic() < asked + _CAUSES * peers.pause_s:
+            continue
+        asked, come = time.monotonic(), members.said(record.number, "ready", record.ids)
+        causes = {one: peers.cause(one, asked - began) for one in record.ids if one not in come}
+        found = [f"{peers.notes.name_of(one)}: {why}" for one, why in causes.items() if why]
+        now = members.record()
+        if now is not None and now.number > record.number:
+            found.append("the others have gone on")
+        if found:
+            raise RankFailure("; ".join(found))
+
+
+def decide(record: Record, member: int, posts: Mapping[int, Post], absent: Mapping[int, str]) -> Record:
+    """Return the generation after `record`, of those members that have come.
+
+    Args:
+        member: who decides.
+        posts: what they have said, by id.
+        absent: why the others have not come.
+    """
+    odd = {one: why for post in posts.values() for one, why in post.odd.items()}
+    have = [one for one in record.ids if one in posts and posts[one].has_state]
+    have = [one for one in have if one not in odd] or have
+    ids = tuple(have or (one for one in record.ids if one in posts))  # or nobody is left who had anything
+    complete = {one: posts[one].complete for one in ids}
+    common = {}
+    for vote in set().union(*complete.values()):
+        has = [complete[one].get(vote, ALL if vote < posts[one].votes else 0) for one in ids]
+        has_passed = any(vote not in complete[one] and vote < posts[one].votes for one in ids)
+        common[vote] = ALL if has_passed else min(has)
+    odd = {one: why for one, why in odd.items() if one not in ids}
+    lost = {**absent, **odd}
+    return Record(record.number + 1, member, ids, common=common, lost=lost, odd=tuple(odd), is_fresh=not have)
+
+
+def _absent_holders(
+    peers: Peers, record: Record, posts: Mapping[int, Post], absent: Mapping[int, str]
+) -> dict[int, str]:
+    """Return those who alone have what was trained, and are not known to have ended."""
+    if not all(absent.values()) or any(post.has_state for post in posts.values()):
+        return {}
+    return {one: why for one, why in absent.items() if not peers.signs.ended(one) and peers.may_hold(record, one)}
+
+
+def _tell(peers: Peers, new: Record, have: bool) -> None:
+    """Say who goes on, and who is out."""
+    notes, left = peers.notes, counted(len(new.ids), "replica")
+    goes_on = f"training goes on with {left}" if have else f"training begins again with {left}"
+    for one, why in new.lost.items():
+        name = notes.name_of(one)
+        notes.tell(f"generation {new.number}: {name} is out: {why}; {goes_on}{late_again(peers, one)}")
+        if not notes.noted("gone", one):  # else its launcher knows better
+            notes.tell_launcher(one, f"{name} was left out: {why}; it asks to be let in again")
+    if not new.lost:
+        why = peers.members.broken(new.number - 1)
+        notes.tell(f"generation {new.number}: {left} connected anew ({why})")
+
+
+def late_again(peers: Peers, member: int) -> str:
+    """Count that a replica was late; from the second time on, return what helps."""
+    if peers.signs.ended(member) or peers.signs.unheard(member):
+        return ""
+    num_lates = peers.notes.count_late(member)
+    if num_lates == 1:
+        return ""
+    return (
+        f" (late {num_lates} times by now: rounds by time, as in edit(seconds=...), fewer steps a round, or a "
+        f"longer --grace_s would keep it; it asks again in {in_seconds(late_pause_s(num_lates))})"
+    )

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A board's requests end: with an answer, over another connection, or with an error that says what is gone."""
+
+import multiprocessing as mp
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from farflung.base.errors import Unreachable
+from farflung.comm import c10d_transport as module
+from farflung.comm.c10d_transport import C10dTransport
+from farflung.process.sockets import serve_store
+
+
+def serve(pipe, port):
+    store = serve_store("127.0.0.1", port, wait_for_workers=False)
+    pipe.send(store.port)
+    time.sleep(3600)
+
+
+@pytest.fixture
+def served():
+    """Starts processes that serve a store each, at a port; returns the process and the port."""
+    context, started = mp.get_context("forkserver"), []
+    context.set_forkserver_preload(["farflung.testing.preload"])
+
+    def start(port=0):
+        here, there = context.Pipe(duplex=False)
+        started.append(context.Process(target=serve, args=(there, port)))
+        started[-1].start()
+        return started[-1], here.recv()
+
+    yield start
+    for one in started:
+        one.kill()
+        one.join()
+
+
+@pytest.mark.ranks
+@pytest.mark.law("every-wait-has-an-end-and-a-line")
+def test_a_store_that_is_stopped_killed_or_of_another_run_ends_no_request_late_or_wrongly(served, monkeypatch):
+    monkeypatch.setattr(module, "ANSWER_S", 0.5)
+    process, port = served()
+    board = C10dTransport(("127.0.0.1", port)).board.part("a")
+    board.put("said", b"1")
+    assert (board.get("said"), board.get("nothing"), board.put_new("new", b"2")) == (b"1", None, True)
+
+    os.kill(process.pid, signal.SIGSTOP)  # as if its line were cut: connections stay open, and nothing comes
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    began = time.monotonic()
+    board.patient(0).put("said", b"2")
+    for _ in range(2):
+        with pytest.raises(Unreachable, match=rf"The store of this run at 127\.0\.0\.1:{port} has given no answer for"):
+            board.patient(0).get("said")
+    assert time.monotonic() - began < 60
+    os.kill(process.pid, signal.SIGCONT)
+    assert board.get("said") == b"2"  # what was written before has come first
+    assert board.get("new") == b"2"  # no answer is taken for that to another question
+    assert C10dTransport(dist.TCPStore("127.0.0.1", port, is_master=False)).board.part("a").get("said") == b"2"
+
+    process.kill()
+    process.join()
+    with pytest.raises(Unreachable, match="is gone: the launcher that serves it has probably ended"):
+        board.get("said")
+    served(port)
+    with pytest.raises(Unreachable, match="another run is served there now"):
+        board.get("said")
+
+
+def test_a_process_group_may_meet_in_a_part_of_it():
+    board = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False)).board
+    board.part("loop1").lend("group").set("rank", "0")
+    assert board.get("loop1/group/rank") == b"0"
