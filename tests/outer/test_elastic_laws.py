@@ -146,7 +146,7 @@ def test_one_that_is_not_like_the_members_is_not_let_in_and_one_with_other_versi
     wrong_one = needs(description="Every(every=8), Identity(), 1 fragment", tensors=("weight float32 [2, 4]",))
     results = [members.runs(lambda: asked(members.member(2), wrong_one))]
     other = members.member(3)
-    other._versions = {**other._versions, "torch": "2.6.0"}
+    other._admission._versions = {**other._admission._versions, "torch": "2.6.0"}
     results.append(members.runs(lambda: asked(other)))
     while len(members.board.asks()) < 2:
         time.sleep(0.01)
@@ -172,7 +172,7 @@ def test_one_that_is_late_again_and_again_hears_what_helps_and_waits_longer():
 
 def test_without_a_grace_given_it_follows_from_the_rounds():
     board = Members().transport.board
-    peers = Peers(board, board.part("loop1"), None)
+    peers = Peers(board, "loop1", None)
     assert peers.grace_s == 30.0
     peers._gap_s = 100.0
     assert peers.grace_s == 200.0

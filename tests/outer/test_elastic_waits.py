@@ -20,7 +20,7 @@ from farflung.process.sockets import serve_store
 def waiting():
     """A member that waits in a generation with another one, whose launcher has given a sign; and its watch."""
     board = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False)).board
-    peers = Peers(board, board.part("loop1"), 3.0)
+    peers = Peers(board, "loop1", 3.0)
     peers.notes.note("name", 2, "replica 1")
     peers.notes.note("machine", 2, "node1")
     peers.notes.beat("node1")

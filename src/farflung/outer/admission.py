@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from farflung.base.errors import RUN_ENDED, ConfigError, RankFailure
 from farflung.base.words import counted
 from farflung.comm.member_store import DONE, Ask, Record
-from farflung.outer.likeness import other_versions, unlike, unlike_tensors
+from farflung.outer.likeness import description_of, other_versions, unlike, unlike_tensors, versions
+from farflung.outer.membership import Needs
 from farflung.outer.peers import Peers
 
 _logger = logging.getLogger(__name__)
@@ -31,7 +32,12 @@ class Admission:
     def __init__(self, peers: Peers, member: int, expected: int, least: int, most: int) -> None:
         self._peers, self._notes, self._members = peers, peers.notes, peers.members
         self._member, self._expected, self._least, self._most = member, expected, least, most
+        self._versions = versions()
         self.is_over = False  # the run had ended before this replica was admitted
+
+    def describe(self, needs: Needs, island_size: int, data: str) -> str:
+        """Return what this replica says of itself, which must be the same on all; see `likeness`."""
+        return description_of(needs, island_size, data, self._versions)
 
     # ---- of one that asks
 

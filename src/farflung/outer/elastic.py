@@ -22,7 +22,6 @@ from farflung.comm.member_store import DONE, LauncherNotes, Post, Record
 from farflung.comm.transport import Transport
 from farflung.outer.admission import Admission
 from farflung.outer.generation_watch import GenerationWatch
-from farflung.outer.likeness import description_of, versions
 from farflung.outer.membership import ALL, Generation, Needs, open_generation
 from farflung.outer.peers import Peers
 from farflung.outer.settlement import await_ready, settle
@@ -63,13 +62,11 @@ class Elastic:
         island: Group | None = None,
     ) -> None:
         self.island, self.member, self.most = island or SoloGroup(), member, most
-        self.data, self._versions = "", versions()
-        self.joined = 0
+        self.data, self.joined = "", 0
         self._transport = transport
         self._share_group = Exchange(self.island.duplicate())
         number = from_first(self._share_group, lambda: LauncherNotes(transport.board).number_of_loop(member))
-        self._loop = f"loop{number}"
-        self.peers = Peers(transport.board, transport.board.part(self._loop), grace_s)
+        self.peers = Peers(transport.board, f"loop{number}", grace_s)
         self._admission = Admission(self.peers, member, expected, least, most)
         self._decided: Record | None = None  # the next generation, where this one is over
         self._generation: Generation | None = None
@@ -99,7 +96,7 @@ class Elastic:
         connect_s = min(_CONNECT_S * 2**self._num_failed, peers.grace_s)
         watch = GenerationWatch(peers, self.member, self.island, record, connect_s)
         rank, size = record.ids.index(self.member), len(record.ids)
-        name = f"{self._loop}/g{record.number}/c{self.island.rank}"
+        name = f"{peers.loop}/g{record.number}/c{self.island.rank}"
         group = self._transport.connect(name, rank, size, watch)
         newcomers = [record.ids.index(one) for one in record.newcomers]
         generation = open_generation(record.number, record.ids, group, self.island, needs, newcomers)
@@ -167,7 +164,7 @@ class Elastic:
         return from_first(self._share_group, lambda: settle(self.peers, self.member, post))
 
     def _description(self, needs: Needs) -> str:
-        return description_of(needs, self.island.size, self.data, self._versions)
+        return self._admission.describe(needs, self.island.size, self.data)
 
     def _end_island_waits(self) -> None:
         """Let the other ranks of the replica, who may wait for this one in a round, come here too."""

@@ -22,7 +22,7 @@ class Peers:
 
     Args:
         board: the run's.
-        loop: that of the outer loop.
+        loop: the name of the outer loop, whose own keys begin with it.
         grace_s: see `Elastic`.
 
     Attributes:
@@ -32,10 +32,12 @@ class Peers:
         slowest_bps: values that come more slowly than so many bytes a second count as lost, after `grace_s`.
     """
 
-    def __init__(self, board: Board, loop: Board, grace_s: float | None) -> None:
+    def __init__(self, board: Board, loop: str, grace_s: float | None) -> None:
+        own = board.part(loop)
+        self.loop = loop
         self.notes = LauncherNotes(board)
         self.signs = Signs(self.notes)
-        self.members, self.at_once = MemberStore(loop), MemberStore(loop.patient(0))
+        self.members, self.at_once = MemberStore(own), MemberStore(own.patient(0))
         self.pause_s = board.pause_s
         self.record: Record | None = None
         self.is_admitting = False
