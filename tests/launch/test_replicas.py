@@ -334,7 +334,7 @@ def test_a_run_that_ends_well_ends_well_for_replicas_too_that_wait_to_be_let_in(
         first.printed("training begins with 1 replica")
         with Launcher("--join", where, "train.py", "1.5") as second:
             store = TCPStore(*where.split(":")[:1], int(where.split(":")[1]), is_master=False)
-            until(lambda: store.check(["loop1/applicant/2"]))
+            until(lambda: store.check(["loop1/ask/2.0"]))
             (home / "last").write_text("1")
             assert (first.ended(), second.ended()) == (0, 0)
     assert re.search(r"replica 0 of \S+ was not let in: the others have done the work", "".join(second.lines))
