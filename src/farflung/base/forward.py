@@ -39,4 +39,4 @@ class Forward(property, Generic[T]):
 
 
 def unchecked(name: str, value: object) -> None:
-    """Let a `Forward` be set to any value."""
+    """Allow a `Forward` to be set to any value."""

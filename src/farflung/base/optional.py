@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed beside Farflung: answered from package metadata, without importing anything."""
+"""What else is installed: answered from package metadata, without importing anything."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def calls_compiled(module: nn.Module) -> bool:
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> None:
-    """Let calls of `module` go to `call`, which is made of `plain_call`."""
+    """Send calls of `module` to `call`, which is made of `plain_call`."""
     calls_compiled(module)
     module._compiled_call_impl = call
 
@@ -160,12 +160,12 @@ def has_live_workers(loader: DataLoader[Any]) -> bool:
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
-    """Let the next iteration of a loader start workers of its own."""
+    """Make the next iteration of a loader start its own workers."""
     loader._iterator = None
 
 
 def expect_batches(loader: DataLoader[Any], number: int) -> None:
-    """Let torch warn when a stream has more batches than this, not than its own count, which leaves out workers."""
+    """Make torch warn when a stream has more batches than this, not than its own count, which leaves out workers."""
     loader._IterableDataset_len_called = number  # type: ignore[assignment]  # torch says None
 
 

@@ -20,7 +20,7 @@ CAST_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTrans
 
 @dataclass(frozen=True)
 class _Attacher:
-    """What all hooks of one model have in common."""
+    """What all hooks of one model share."""
 
     weights_map: Mapping[str, Tensor] | None
     offload_buffers: bool
@@ -43,7 +43,7 @@ class _Attacher:
         return type(module).__name__ in self.preload
 
     def execute(self, module: nn.Module, device: Device) -> None:
-        """Let a module and its submodules run on a device, except those that have hooks."""
+        """Make a module and its submodules run on a device, except those that have hooks."""
         if not hasattr(module, "_hf_hook") and next(all_tensors(module, recurse=True), None) is not None:
             self.hook(module, device)
         for child in () if self.is_preloaded(module) else module.children():
@@ -88,7 +88,7 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedWeights | None = None,
 ) -> None:
-    """Let a module and its submodules bring their inputs and weights to a device, except those that have hooks.
+    """Make a module and its submodules bring their inputs and weights to a device, except those that have hooks.
 
     Submodules of `preload_module_classes` get no hooks; the other arguments are those of `AlignDevicesHook`.
     """

@@ -177,7 +177,7 @@ def _guard(model: nn.Module) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             if any(parameter.is_meta for parameter in model.parameters()):
                 raise StateError(
-                    "A model with offloaded weights can't be moved. Remove its hooks, or dispatch it anew."
+                    "A model with offloaded weights can't be moved. Remove its hooks, or dispatch it again."
                 )
             target = [*args[:1], kwargs.get("device"), kwargs.get("tensor")]
             if method.__name__ != "to" or any(isinstance(one, (str, int, torch.device, Tensor)) for one in target):
@@ -197,7 +197,7 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Let all weights (of `state_dict`, or the model's) wait on the CPU; a module gets its own for its forward pass.
+    """Keep all weights (of `state_dict`, or the model's) on the CPU; a module gets its own for its forward pass.
 
     By default the model runs where its first parameter is. Other arguments are those of `dispatch_model`.
     """
@@ -213,7 +213,7 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Let all weights wait on the disk; a module gets its own for its forward pass.
+    """Keep all weights on the disk; a module gets its own for its forward pass.
 
     By default the model runs where its first parameter is. Other arguments are those of `dispatch_model`.
     """
@@ -266,7 +266,7 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load weights into a model, each to its device or to the disk, and attach the hooks that let it run.
+    """Load weights into a model, each to its device or to the disk, and attach the hooks with which it runs.
 
     Args:
         device_map: a device for each module, or `auto`, `balanced`, `balanced_low_0`, `sequential` to have one made by

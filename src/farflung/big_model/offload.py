@@ -115,7 +115,7 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor], *, ow
 
 
 def with_shared_names(index: Mapping[str, Any], ties: Iterable[Sequence[str]]) -> dict[str, Any]:
-    """Return an index that has each name of a shared weight of which it has one."""
+    """Return an index that has every name of each shared weight in it."""
     found = dict(index)
     for group in ties:
         for known in [name for name in group if name in index][:1]:

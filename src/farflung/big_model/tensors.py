@@ -112,7 +112,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Let the names of each group stand for one parameter again: the first of them that has values, or the first."""
+    """Make the names of each group stand for one parameter again: the first of them that has values, or the first."""
     for group in tied_params:
         tensors = sorted((get_tensor(model, name) for name in group), key=lambda tensor: tensor.is_meta)
         for name in group:
@@ -232,7 +232,7 @@ def set_module_tensor_to_device(
 ) -> None:
     """Put a parameter or buffer of a module on a device, with another value if one is given.
 
-    A parameter that moves or gets a value is replaced by a new one; optimizers that hold the old one must be made anew.
+    A parameter that moves or gets a value is replaced by a new one; make optimizers that hold the old one again.
 
     Args:
         tensor_name: its name from `module` on.
@@ -302,7 +302,7 @@ def _no_bitsandbytes() -> Unsupported:
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Let modules that are made in this block have their parameters on the meta device: shapes without memory.
+    """Make modules in this block with parameters on the meta device: shapes without memory.
 
     Whether buffers are put there too, the variable `ACCELERATE_INIT_INCLUDE_BUFFERS` decides by default.
     """
@@ -312,7 +312,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
-    """Let modules that are made in this block have their parameters on `device`. What is shared stays shared.
+    """Make modules in this block with parameters on `device`. What is shared stays shared.
 
     `include_buffers` makes all tensors there, buffers too; see `init_empty_weights`.
     """

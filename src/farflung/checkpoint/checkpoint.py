@@ -103,7 +103,7 @@ class Checkpoint:
         return is_file(self.folder / name)
 
     def read(self, name: str) -> Any:
-        """Return what `torch.save` wrote to a file, on the CPU; CheckpointError as of `read_torch`."""
+        """Return what `torch.save` wrote to a file, on the CPU; for CheckpointError see `read_torch`."""
         return read_torch(self.folder / name)
 
     def read_if_there(self, name: str) -> Any:

@@ -24,7 +24,7 @@ def save_sharded(
 ) -> list[str]:
     """Write weights as `model.safetensors` (or `pytorch_model.bin`), in several files if need be; return their names.
 
-    Files of an earlier save into the directory that are not written anew are removed, once the new ones are there.
+    Files of an earlier save into the directory that are not written again are removed, once the new ones are there.
     Those of a checkpoint in it stay. A single tensor may be larger than `max_shard_size`.
     """
     if directory.is_file():

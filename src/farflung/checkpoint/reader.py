@@ -49,7 +49,7 @@ def damage_as(what: str) -> Iterator[None]:
 
 
 def allowed() -> list[Any]:
-    """Return what may stand in a file beside torch's own and what the script has allowed: numpy's arrays."""
+    """Return what a file may hold in addition to torch's own and what the script has allowed: numpy's arrays."""
     there = torch.serialization.get_safe_globals()  # `safe_globals` takes away at its end all that it was given
     return [one for one in (*_ARRAYS, *_NAMED) if one not in there]
 
@@ -105,7 +105,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first lines of an error that say something; torch's go on for a page."""
+    """Return the first lines of an error that say something; torch's fill a page."""
     said = repr(error) if isinstance(error, KeyError) else str(error)  # of a KeyError that is the key alone
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     unsupported = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), None)

@@ -61,7 +61,7 @@ class ShardPlanner:
     Args:
         name: of the folder to be, such as `optimizer_0`; nothing where that is the checkpoint's own.
         state: nested dictionaries and lists of tensors and plain data. Shards of one tensor are on several ranks; what
-            is whole is written by the leader. Ranks whose shards others write too bring them all the same: the work is
+            is whole is written by the leader. Ranks also bring shards that others write too: the work is
             divided among them.
         takes_part: False: its shards are not written, as where another replica's are.
     """
@@ -201,7 +201,7 @@ class ShardReader:
         """Return values by flat name, on the CPU; CheckpointError where one is not there, or has another shape.
 
         Args:
-            names: for each, a sharded tensor of its shape, of which the local part alone is read; None: all of it.
+            names: for each, a sharded tensor of its shape, whose local part alone is read; None: all of it.
         """
         wanted = {name: self.like(name) if given is None else given for name, given in names.items()}
         planner = _Filler(wanted, self.dtypes)
@@ -291,7 +291,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names that stand in such a file alone; all are made anew for each file, as a pickle may change them."""
+    """Knows only the names that stand in such a file, made again for each file, as a pickle may change them."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)

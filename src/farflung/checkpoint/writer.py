@@ -81,7 +81,7 @@ class FileWriter:
         while done < len(view):
             block = self._block = self._block or _page_aligned()
             count = min(len(view) - done, len(block) - self._filled)
-            # numpy copies outside of Python's lock, so that training goes on.
+            # numpy copies outside of Python's lock, so that training continues.
             np.copyto(np.asarray(block[self._filled : self._filled + count]), view[done : done + count])
             self._filled += count
             done += count

@@ -31,7 +31,7 @@ class Codec(Protocol):
 
         A codec that is not linear returns one flat uint8 tensor of `wire_bytes(n)` bytes. The wire of a linear one has
         a dtype that can be summed, and may be `x` itself; its bytes can be decoded as well. `x` is contiguous, fp32,
-        or fp64 of which the wire keeps no more than of fp32.
+        or fp64, of whose bits the wire keeps no more than of fp32's.
         """
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:

@@ -5,7 +5,7 @@
 
 Each operation is one IEEE rounding to nearest, so the same wire stands for the same bits on every rank and device, and
 encoding is deterministic. A block in which nothing is as large as 2**-100 is sent as zeros: its scale has no reciprocal
-in fp32, and no weight moves by so little. NaN and infinities are kept from codecs by a vote; one that came all the same
+in fp32, and no weight moves by so little. NaN and infinities are kept from codecs by a vote; one that came nevertheless
 would make its whole block NaN or infinite, and no other.
 
 The wire: a scale for each block, then the codes. Two codes a and b of four bits make the byte 16 b + a; they stand half

@@ -134,7 +134,7 @@ def _name(absent: Absent, name: str) -> Callable[..., NoReturn]:
 
 
 class _AbsentParser(argparse.ArgumentParser):
-    """The parser of a command that there is not: programs make it when they are imported, and may never use it."""
+    """The parser of an absent command: programs make it when they are imported, and may never use it."""
 
     refuse: Callable[..., NoReturn]
 

@@ -247,7 +247,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     """Repeat the last sample of every tensor of a tree until `num_processes` ranks get equally many.
 
     Args:
-        batch_size: the samples that there are along `dim`.
+        batch_size: the number of samples along `dim`.
     """
     check_whole("pad_input_tensors: num_processes", num_processes, least=1)
     missing = -batch_size % num_processes

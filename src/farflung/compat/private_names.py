@@ -18,7 +18,7 @@ from farflung.config.resolve import resolve
 def _filter_args(
     args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Sequence[str] = ()
 ) -> argparse.Namespace:
-    """Return what `parser` makes of `default_args`, with the values of `args` for what both have."""
+    """Return `default_args` as `parser` reads them, with the values of `args` for what both have."""
     filtered, _ = parser.parse_known_args(list(default_args))
     for name in vars(filtered).keys() & vars(args).keys():
         setattr(filtered, name, getattr(args, name))
@@ -37,7 +37,7 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
 
 
 def _refuse_recurrent_layers_under_sequence_parallelism(model: nn.Module) -> None:
-    """Raise ConfigError for a model of linear attention: each rank would begin its state anew."""
+    """Raise ConfigError for a model of linear attention: each rank would begin with an empty state."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     recurrent = {kind for kind in getattr(text, "layer_types", None) or () if "linear_attention" in kind}

@@ -262,7 +262,7 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Let this thread run on the cores near GPU `local_process_index`; without GPUs, do nothing.
+    """Bind this thread to the cores near GPU `local_process_index`; without GPUs, do nothing.
 
     Needs pynvml, and NVIDIA's GPUs. `verbose` logs the cores, by default as `ACCELERATE_DEBUG_MODE` says.
     """

@@ -230,7 +230,7 @@ class TempDirTestCase(TestCase):
 
 
 class MockingTestCase(TestCase):
-    """Tests of which each runs with the patches that its `setUp` gives to `add_mocks`."""
+    """Tests that each run with the patches that its `setUp` gives to `add_mocks`."""
 
     def add_mocks(self, mocks: mock._patch[Any] | Sequence[mock._patch[Any]]) -> None:
         """Start patches; they end with the test."""

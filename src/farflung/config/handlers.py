@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `Accelerator` may be told: keyword handlers and plugins with Accelerate's names, fields and defaults."""
+"""What `Accelerator` takes: keyword handlers and plugins with Accelerate's names, fields and defaults."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Arguments of `torch.distributed.init_process_group`.
 
     Args:
-        backend: None lets the device decide: gloo for CPUs, gloo and NCCL for NVIDIA GPUs.
+        backend: None: the device decides: gloo for CPUs, gloo and NCCL for NVIDIA GPUs.
         timeout: how long a collective may take; None is torch's default for the backend.
     """
 

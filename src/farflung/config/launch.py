@@ -150,8 +150,8 @@ class LaunchSettings(LayoutSettings):
     ranks_per_replica: int = setting(1, "Processes that train one replica together, with --elastic or --join.")
     grace_s: float | None = setting(
         None,
-        "Seconds that replicas wait for one that is late before they go on without it, with --elastic. [30, or twice "
-        "the time between two rounds]",
+        "Seconds that replicas wait for one that is late before they continue without it, with --elastic. [30, or "
+        "twice the time between two rounds]",
     )
     join: str | None = setting(
         None, "Start replicas that join a run: host:port, as its first launcher has printed it.", in_file=False

@@ -84,7 +84,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Stated:
-    """A value, what states it, and where it stands (`train.yaml:3`); with what the user should be told about it."""
+    """A value, what states it, and where it stands (`train.yaml:3`); with a message about it for the user."""
 
     value: Any
     kind: str  # `flag`, `environment`, `file` or `default`

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How models are sharded: Accelerate's `FullyShardedDataParallelPlugin`, of which Farflung does version 2 (FSDP2).
+"""How models are sharded: Accelerate's `FullyShardedDataParallelPlugin`, whose version 2 (FSDP2) Farflung supports.
 
 Settings of version 1 are translated where FSDP2 does the same, and refused by name where it does not. torch is loaded
 only when a plugin needs an object of its, so that the launcher can check settings without it.
@@ -67,7 +67,7 @@ class FullyShardedDataParallelPlugin:
             BACKWARD_PRE does and limits gathers; other values are read, and a warning says so.
         mixed_precision_policy: torch's `MixedPrecisionPolicy`; or a dictionary of its `param_dtype`, `reduce_dtype` and
             `output_dtype`; or one dtype for all three: `bf16`, `fp16`, `fp32`, or torch's own.
-        auto_wrap_policy: which modules are sharded by themselves, beside the whole model: `transformer_based_wrap`,
+        auto_wrap_policy: which modules are sharded by themselves, inside the sharded model: `transformer_based_wrap`,
             `size_based_wrap`, `no_wrap`, or a function of (module, recurse, nonwrapped_numel) as torch's policies are.
         cpu_offload: keep parameters, gradients and optimizer states in host memory; or torch's `CPUOffloadPolicy`.
         ignored_modules: modules whose parameters are not sharded; or a regular expression that their names match.
@@ -248,7 +248,7 @@ class FullyShardedDataParallelPlugin:
         Args:
             mixed_precision: `bf16`, `fp16`, `fp32`, `fp8` (torchao multiplies in it; the rest is in bf16), or a dtype.
             buffer_autocast: keep buffers in fp32, which FSDP2 does with all buffers: they stay as they are.
-            override: replace the policy that there is.
+            override: replace a policy that is set.
         """
         if override or self.mixed_precision_policy is None:
             self.mixed_precision_policy = _policy(mixed_precision)
@@ -279,19 +279,19 @@ def fsdp_from_environment() -> FullyShardedDataParallelPlugin | None:
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Let transformers leave out values on other ranks from here on, for `prepare` to hand out those of rank 0."""
+    """Make transformers leave out values on other ranks from here on, for `prepare` to hand out those of rank 0."""
     if environ.text("ACCELERATE_USE_FSDP") is None:
         environ.export({"ACCELERATE_USE_FSDP": "true"})
     environ.export({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Let transformers load weights on every rank from here on."""
+    """Make transformers load weights on every rank from here on."""
     environ.export({"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"})
 
 
 def _asked(name: str, value: Any, variable: str = "") -> tuple[Any, str]:
-    """Return what was said and how to call it in a message: the argument, or else the variable that stands for it."""
+    """Return the setting and how a message calls it: the argument, or else the variable that stands for it."""
     if value is not None:
         return value, f"{_NAME}: {name}"
     variable = variable or f"FSDP_{name.upper()}"

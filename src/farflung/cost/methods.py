@@ -57,7 +57,7 @@ def _top_k(n: int) -> int:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the rows of a recipe have in common, whatever the interval."""
+    """What the rows of a recipe share, whatever the interval."""
 
     recipe: str
     codec: str = ""  # as the evidence names it; "" for fp32

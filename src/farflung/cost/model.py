@@ -6,7 +6,7 @@
               (M-1)    * payload   gathered            everybody's payload, to everybody
               payload              paired              to one other replica
     t       = (collectives / 2 + votes) * hops * latency + sent / bandwidth + values * (encode + wires * decode)
-    stall   = max(0, t - the compute that goes on meanwhile)
+    stall   = max(0, t - the compute done meanwhile)
     step    = T + sum over the fragments of stall / H  seconds, where a round is H steps of T seconds
 
 What travels during the backward pass (`Method.during_backward`) goes bucket by bucket, as layers become ready. That is

@@ -62,7 +62,7 @@ def _verdict(way: Result, base: Result) -> str:
     loss = max(way.loss, base.loss)
     sent, seconds = way.reaches(loss)
     base_sent, base_seconds = base.reaches(loss)
-    goes_on = f"; then goes on to {way.loss:.3f}" if way.loss < base.loss else ""
+    goes_on = f"; then continues to {way.loss:.3f}" if way.loss < base.loss else ""
     return (
         f"reaches {loss:.3f} in {in_seconds(seconds)} with {in_bytes(sent)}{goes_on}; {base.way} needs "
         f"{in_seconds(base_seconds)} and {in_bytes(base_sent)}, {_times(base_seconds / seconds)}"

@@ -246,7 +246,7 @@ def save_model(model: nn.Module, settings: DemoSettings, way: str) -> None:
 
 
 def main(settings_file: str) -> None:
-    """Train in all ways, and let the main process save what came of it: the results, and the best model."""
+    """Train in all ways, and save what came of it on the main process: the results, and the best model."""
     torch.set_num_threads(1)
     settings = DemoSettings.load(settings_file)
     accelerator = Accelerator(cpu=True)

@@ -38,7 +38,7 @@ def test_command(args: argparse.Namespace) -> None:
 def parsed_command(
     name: str, parser: Callable[[], argparse.ArgumentParser], run: Callable[[argparse.Namespace], None]
 ) -> click.Command:
-    """Return the command `name`, which calls `run` with what `parser()` makes of its arguments."""
+    """Return the command `name`, which calls `run` with its arguments as `parser()` reads them."""
     return click.Command(
         name,
         params=[click.Argument(["words"], nargs=-1, type=click.UNPROCESSED)],

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network as the launcher sees it: host names, ports, and the interface that leads to the main machine.
 
-gloo announces the address that this machine's host name stands for, which is a loopback address on many systems. So it
-is told the interface to use: that of the route to the main machine.
+gloo announces the address that this machine's host name stands for, which is a loopback address on many systems. So the
+launcher names the interface to use: that of the route to the main machine.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def notebook_launcher(
     """Call `function(*args)` in `num_processes` connected processes on this machine, and wait for all of them.
 
     The processes are forked, so the function may be one that the notebook defines. One process alone is this one: no
-    fork. Without GPUs the processes train on the CPU, connected all the same.
+    fork. Without GPUs the processes train on the CPU, and are connected.
 
     Args:
         num_processes: on this machine; by default one for each GPU, or one on the CPU, at most 16 for each core.

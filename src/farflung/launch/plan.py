@@ -145,7 +145,7 @@ def _make_log_dir(folder: str) -> None:
 
 
 def network_variables(meeting: Meeting, settings: LaunchSettings) -> dict[str, str]:
-    """Return what gloo, NCCL and torch are told of the network; a variable of the user's counts before a route."""
+    """Return what to set for gloo, NCCL and torch about the network; the user's variables count before a route."""
     if meeting.interface is None:
         is_free = meeting.num_machines == 1 and not environ.text("GLOO_SOCKET_IFNAME")
         return {"GLOO_SOCKET_IFNAME": loopback_interface()} if is_free else {}
@@ -272,7 +272,7 @@ def lone_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a process that runs alone: a world of one, whatever run this launcher is part of.
 
     LOCAL_RANK is left out: Accelerate and transformers take it for the sign of a distributed run. A script that makes
-    a process group all the same finds what it needs; on port 0 its store takes any free one.
+    a process group nevertheless finds what it needs; on port 0 its store takes any free one.
     """
     inherited = {name: value for name, value in environ.snapshot().items() if name not in PLACE_VARIABLES}
     lone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -2,7 +2,7 @@
 """The start of a rank: runs a script as Python would, and has its failure reported wherever it happens.
 
 `python -m farflung.launch.rank [-m] SCRIPT [its arguments]`. A script that fails before it makes an `Accelerator`, or
-that knows nothing of Farflung, leaves its traceback for the launcher all the same. Where the launcher will show the
+that knows nothing of Farflung, leaves its traceback for the launcher too. Where the launcher will show the
 report, nothing is printed here. Does without torch, whose loading is the script's business, unless there is an outer
 loop to run.
 """

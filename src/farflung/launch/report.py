@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of a run that failed: one box that names the rank that failed first, and why."""
+"""The report of a run that failed: one box that names the rank that failed first, and why."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def explain_loss(loss: object, kwargs: Mapping[str, Any], error: Exception) -> N
     if "second time" in str(error):
         raise StateError(
             "backward: this loss, or a part of it, has been through backward() already, which frees what it was "
-            "computed from. Compute it anew, or pass retain_graph=True to the first call."
+            "computed from. Compute it again, or pass retain_graph=True to the first call."
         ) from error
 
 

@@ -113,7 +113,7 @@ def unscale(precision: Precision, optimizers: Iterable[AcceleratedOptimizer]) ->
 def _ready(
     parameters: Tensor | Iterable[Tensor], precision: Precision, state: LoopState
 ) -> Tensor | Iterable[Tensor] | None:
-    """Return `parameters` with gradients of their true size; None while the window of those who train them goes on."""
+    """Return `parameters` with gradients of their true size; None while the window of their optimizers is open."""
     if parameters is None:
         raise TypeError("None is nothing to go through")  # torch's own functions would clip nothing
     if precision.scaler is None and state.has_one_window:

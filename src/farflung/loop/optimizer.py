@@ -93,7 +93,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether there are gradients that a later step will use: of a window that goes on, or gathered by hand."""
+        """Whether there are gradients that a later step will use: of an open window, or gathered by hand."""
         window = self.window or self.loop_state.window
         if window.size and window.complete:
             return False  # what is left of it after its step is cleared before the next one

@@ -198,7 +198,7 @@ class LoopState:
         return self._samples.get(id(loader), 0)
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """Return where the accumulation windows stand. Models are told by their first places in `models`."""
+        """Return where the accumulation windows stand. Models are identified by their first places in `models`."""
         places = {id(model): place for place, model in reversed(list(enumerate(models)))}
         return {
             "windows": [

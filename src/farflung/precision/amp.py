@@ -91,7 +91,7 @@ class ScaledFp16(Autocast):
         return not overflowed(self.scaler, optimizer)
 
     def _update_if_stepped(self) -> None:
-        """Let the scale change between two losses, never between two optimizers that step on gradients of one scale."""
+        """Update the scale between two losses, never between two optimizers that step on gradients of one scale."""
         if self._stepped:
             self.scaler.update()
             self._unscaled.clear()

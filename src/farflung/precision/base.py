@@ -51,7 +51,7 @@ class Precision:
         return True
 
     def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """Return what a later process needs to go on, plain data; optimizers are identified by their index."""
+        """Return what a later process needs to continue, plain data; optimizers are identified by their index."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:

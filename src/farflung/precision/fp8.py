@@ -61,7 +61,7 @@ class Float8(Autocast):
 
 
 def convert_model_to_fp8_ao(model: nn.Module, config: Any = None, module_filter_func: Any = None) -> None:
-    """Let linear layers of `model`, which is none itself, multiply in fp8, in place; parameters stay the same objects.
+    """Make linear layers of `model`, which is none itself, multiply in fp8, in place; parameters stay the same objects.
 
     Args:
         config: a `torchao.float8.Float8LinearConfig`, None: torchao's defaults.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outer loops: each rank's own states, which are merged where another number of ranks goes on."""
+"""The outer loops: each rank's own states, which are merged where another number of ranks continues."""
 
 from __future__ import annotations
 

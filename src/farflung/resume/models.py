@@ -116,7 +116,7 @@ class OwnBuffers(Part):
                 buffer.copy_(saved)
 
     def _pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Return the name of each buffer of which this rank has its own, the buffer, and what was saved of it."""
+        """Return the name of each buffer that is this rank's own, the buffer, and what was saved of it."""
         buffers = [] if self._own is None else self._own["buffers"]
         for model, saved in zip(self.run.models, buffers, strict=False):
             for name, buffer in saved_buffers(model).items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is saved beside models and optimizers: schedulers, the scaler, registered objects, loaders and random states."""
+"""The smaller parts of a run: schedulers, the scaler, registered objects, loaders and random states."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Scaler(Part):
 
 
 class Loaders(Part):
-    """Where each loader stands: each rank's own. Other ranks go on after as many samples."""
+    """Where each loader stands: each rank's own. Another number of ranks continues after as many samples."""
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
         states = [loader.state_dict() for loader in self.run.loaders]
@@ -172,7 +172,7 @@ def _redistributed(state: dict[str, Any], loader: PreparedLoader, source: Loadin
 
 
 class RNGStates(Part):
-    """Each rank's own: rank r draws on where old rank r stood, and ranks that there were none of begin their own.
+    """Each rank's own: rank r draws on where old rank r stood, and additional ranks start their own.
 
     So do replicas that come and go, as one of them has written the states of all.
     """
@@ -206,7 +206,7 @@ class RNGStates(Part):
 
 
 def _fresh(states: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return random states for a rank that there was none of, drawn from those of one that there was."""
+    """Return random states for an additional rank, drawn from those of one that was saved."""
     seed = zlib.crc32(states["torch_manual_seed"].numpy().tobytes(), rank)
     return {
         "step": states["step"],

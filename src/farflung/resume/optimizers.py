@@ -233,7 +233,7 @@ def _like_parameters(
 
 
 def gathered_optimizer(optimizer: Any, keep: bool) -> dict[str, Any]:
-    """Return the state dict of an optimizer with whole tensors, on the CPU: a collective, as of a model."""
+    """Return the state dict of an optimizer with whole tensors, on the CPU: a collective, as for a model."""
 
     def gather(_: int, value: Tensor) -> Tensor:
         whole = full(value) if is_sharded(value) else value

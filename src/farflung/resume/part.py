@@ -57,7 +57,7 @@ class Loading:
 
     @property
     def is_other(self) -> bool:
-        """Whether ranks go on from the state of others: another number of them wrote it, or some wrote nothing."""
+        """Whether ranks continue from the state of others: another number of them wrote it, or some wrote nothing."""
         return self.old_size != self.size or self.lacks_some
 
     @cached_property
@@ -85,7 +85,7 @@ class Loading:
         return self.apart[kind][index] if index < len(self.apart.get(kind, ())) else None
 
     def note_others(self) -> None:
-        """Note what the ranks that have written no state of their own go on from."""
+        """Record what the ranks that have written no state of their own continue from."""
         old, size = self.old_size, self.size
         if self.lacks_some:
             known = numbered("rank", self.known)
@@ -133,7 +133,7 @@ class Part:
         return {}
 
     def begin(self, source: Loading) -> None:
-        """Let hooks of the script load what they keep by themselves, before anything is read."""
+        """Make hooks of the script load what they keep by themselves, before anything is read."""
 
     def read(self, source: Loading) -> None:
         """Read and check all of it, changing nothing; CheckpointError where it is missing, damaged or of other objects.

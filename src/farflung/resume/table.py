@@ -69,7 +69,7 @@ def collect(run: Run, group: CheckpointGroup, doing: str, saving: Saving) -> lis
 
 
 def load(run: Run, group: CheckpointGroup, doing: str, source: Loading, verify: Callable[[], None]) -> None:
-    """Read all of a checkpoint, check it, and go on from it: a collective of all ranks of `group`.
+    """Read all of a checkpoint, check it, and continue from it: a collective of all ranks of `group`.
 
     `verify` is called when all has been read, and raises if that is not what was written. After an error on one rank,
     all is as it was on all of them.

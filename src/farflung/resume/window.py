@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The accumulation window that is not complete: how far it is, its gradients, and what optimizers know of it.
 
-A rank's own gradients of whole parameters can be gone on from in any layout: those of a plain model, and those of a
+A rank's own gradients of whole parameters are a start in any layout: those of a plain model, and those of a
 sharded one that FSDP has not reduced yet. Shards of gradients that it has reduced fit the same layout alone.
 """
 
@@ -30,7 +30,7 @@ _FRESH = {"size": 0, "complete": True, "items": 0.0, "scale": None}
 
 
 class AccumulationWindow(Part):
-    """The loop's windows and the gradients in them: each rank's own. Other ranks go on from the mean over the old."""
+    """The loop's windows and their gradients: each rank's own. Another number of ranks continues from the mean."""
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
         run, optimizers = self.run, self.run.optimizers
@@ -87,7 +87,7 @@ class AccumulationWindow(Part):
 
 
 def _redistributed(owns: Sequence[dict[str, Any]], notes: list[str]) -> dict[str, Any]:
-    """Return the state from which each of another number of ranks goes on."""
+    """Return the state from which each of another number of ranks continues."""
     if any(one["is_own"] for one in owns[0]["optimizers"]):
         notes.append(
             "replicas had trained independently: all take the mean of their weights, and rank 0's optimizer state"
@@ -98,7 +98,7 @@ def _redistributed(owns: Sequence[dict[str, Any]], notes: list[str]) -> dict[str
 
 
 def _has_reduced(owns: Iterable[dict[str, Any]]) -> bool:
-    """Say whether there are gradients that were reduced, of which each rank has its own shards."""
+    """Say whether there are gradients that were reduced, and are in shards on each rank."""
     return any(part is not None for own in owns for parts in own.get("reduced") or () for part in parts or ())
 
 

@@ -37,7 +37,7 @@ class Strategy:
         return model
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Let an optimizer that was made before its models were prepared train what they have become."""
+        """Make an optimizer that was made before its models were prepared train what they have become."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which the gradients of `model` stay on this process."""

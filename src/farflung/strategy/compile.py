@@ -2,8 +2,8 @@
 """torch.compile inside `prepare`: in place, before any wrapper, so that names and classes stay those of the model.
 
 Compiling what DDP holds, and not DDP itself, keeps DDP's switches (`no_sync`, which buffers travel) out of the compiled
-code, which would be compiled anew whenever one of them changes. Its buckets still cut the graph, so gradients travel
-while the backward pass goes on: torch looks for them while the first forward pass compiles, inside DDP.
+code, which would be compiled again whenever one of them changes. Its buckets still cut the graph, so gradients travel
+during the backward pass: torch looks for them while the first forward pass compiles, inside DDP.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class OneShard(Single):
-    """FSDP on one process, which has nothing to share: what the plugin says of activations counts all the same."""
+    """FSDP on one process, which has nothing to share: what the plugin says of activations counts nevertheless."""
 
     def __init__(self, mesh: Mesh, device: torch.device, plugin: FullyShardedDataParallelPlugin) -> None:
         super().__init__(mesh)
@@ -181,7 +181,7 @@ def _refuse_strange(became: Any, seen: weakref.WeakSet[Optimizer], optimizer: Op
 
 
 def _recompute(model: nn.Module, wrapped: Sequence[nn.Module], plugin: FullyShardedDataParallelPlugin) -> None:
-    """Let modules keep only their inputs between forward and backward, where the plugin asks for it.
+    """Make modules keep only their inputs between forward and backward, where the plugin asks for it.
 
     Names of parameters stay as they are.
     """

@@ -24,7 +24,7 @@ from farflung.strategy.base import Strategy
 
 
 class ShardedModels(Strategy):
-    """Holds back, or lets happen, what sharded models send: within the rows of a mesh, and along its columns."""
+    """Holds back, or allows, what sharded models send: within the rows of a mesh, and along its columns."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -126,7 +126,7 @@ class ShardedModels(Strategy):
 
 
 def _reshard_after_evaluation(model: nn.Module, inputs: Any, outputs: Any) -> None:
-    """Let the parameters of `model` be shards again, as they are after a backward pass, where none will come."""
+    """Make the parameters of `model` shards again, as they are after a backward pass, where none will come."""
     if not torch.is_grad_enabled():
         reshard(model.modules())
 

@@ -48,8 +48,8 @@ def run_ranks(
         function: picklable, so defined at the top of a module; its values must be picklable too.
         timeout_s: how long all of them together may take on an idle machine; a slow or busy one gets more time
             (`farflung.testing.patience`).
-        grace_s: how long the others may go on once a rank has failed, on an idle machine: they need a second or two to
-            find out, and to say what they know.
+        grace_s: how long the others may continue once a rank has failed, on an idle machine: they need a second or two
+            to find out, and to say what they know.
         connect: initialize the default process group first; False leaves that to `function`.
 
     Raises:

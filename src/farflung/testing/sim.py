@@ -101,7 +101,7 @@ class _Stage:
             torch.set_rng_state(self._draws[rank])
 
     def wait_until(self, rank: int, ready: Callable[[], bool]) -> bool:
-        """Let others run until `ready()`; return False if that can never be, as all of them wait or have ended."""
+        """Run others until `ready()`; return False if that can never be, as all of them wait or have ended."""
         if ready():
             return True
         self._waiting[rank] = ready
@@ -312,7 +312,7 @@ class TimedGroup(SimGroup):
 
     @contextmanager
     def for_free(self) -> Iterator[None]:
-        """Let what all replicas do within this block cost nothing but waiting for each other."""
+        """Make what all replicas do within this block cost nothing but waiting for each other."""
         before, self._is_free = self._is_free, True
         try:
             yield

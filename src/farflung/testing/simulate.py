@@ -119,14 +119,14 @@ def simulate(
     """Train `replicas` replicas of a model in this process, one after the other, as `recipe` has them talk.
 
     The outer loop is the real one, its collectives included: losses and counted bytes are those of a real run. Time is
-    not: each replica has a clock that goes on by `step_seconds` a step, stands still while this machine computes, and
+    not: each replica has a clock that advances by `step_seconds` a step, stands still while this machine computes, and
     waits where the replica would wait, for the line and for slower replicas. What a collective takes follows from its
     bytes as in the cost model (`farflung.cost.model`); codecs take no time. Rounds among neighbours alone, those of
     `hierarchical`, only wait for each other, as they do not leave a machine.
 
-    A replica that is lost leaves after its step without a word. The others hear of it in the next round and go on as a
-    smaller group from there (`farflung.outer.membership`); no step of theirs is lost, and what was under way counts as
-    not sent.
+    A replica that is lost leaves after its step without a word. The others hear of it in the next round and continue as
+    a smaller group from there (`farflung.outer.membership`); no step of theirs is lost, and what was under way counts
+    as not sent.
 
     The same arguments give the same result bit by bit, as replicas take turns and draw from generators of their own
     (torch's; `random` and numpy are shared). Each replica needs the memory of a training of its own.
@@ -385,7 +385,7 @@ class _Replica:
         self._sync()
 
     def _sync(self) -> None:
-        """Do what is due. What flies while training goes on takes the line's time, and this replica's where it lands.
+        """Do what is due. What flies while training continues takes the line's time, and this replica's where it lands.
 
         A recipe with a delay never waits for what it launches; its group, which can't know that, moves the clock on.
         """

@@ -29,7 +29,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """Give back the device memory that torch keeps for later.
 
     Args:
-        garbage_collection: first let Python free what only circles of references hold, which takes a while.
+        garbage_collection: first make Python free what only circles of references hold, which takes a while.
     """
     if garbage_collection:
         gc.collect()

@@ -43,7 +43,7 @@ class JSONLTracker(ClientTracker):
         self._write("config", config=values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write a line; keyword arguments are written beside `step`."""
+        """Write a line; keyword arguments are written next to `step`."""
         self._write("log", step=step, **kwargs, values=values)
 
     def log_table(

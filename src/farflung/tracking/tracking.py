@@ -193,7 +193,7 @@ class Tracking:
             self.lost[tracker.name] += 1
             if self.lost[tracker.name] == 1:
                 warnings.warn(
-                    f"The tracker {tracker.name} failed in {method}: {type(error).__name__}: {error}. Training goes on "
-                    "without what it can't record; end_training says how much that was.",
+                    f"The tracker {tracker.name} failed in {method}: {type(error).__name__}: {error}. Training "
+                    "continues without what it can't record; end_training says how much that was.",
                     stacklevel=4,
                 )
