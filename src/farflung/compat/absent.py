@@ -109,12 +109,18 @@ ABSENT: tuple[Absent, ...] = (
         is_engine=False,
     ),
     Absent(
+        "binding processes to cores near their GPU",
+        "Start them with numactl or taskset.",
+        names="override_numa_affinity set_numa_affinity",
+        is_engine=False,
+    ),
+    Absent(
         "the inside of Accelerate",
         "Use `Accelerator`, whose methods do what it is for.",
         names="ThreadLocalSharedDict chained_operation do_nothing fallback_allocate gather_tensor_shape get_sampler "
         "is_torch_xpu_tensor load_accelerator_state load_custom_state mocked_dataloaders "
         "mocked_dataloaders_for_autoregressive_models move_to_device patch_optimizer_step save_accelerator_state "
-        "save_custom_state verify_operation",
+        "save_custom_state torchao_required verify_operation",
         is_engine=False,
     ),
 )

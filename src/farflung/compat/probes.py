@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import util
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from farflung.base.errors import Unsupported
 from farflung.base.optional import compare_release, compare_versions, is_installed
 from farflung.compat import defined_in
-from farflung.compat.variables import parse_flag_from_env
 from farflung.tracking.tracking import has_client
 
 _logger = logging.getLogger("farflung.utils.environment")
@@ -140,18 +135,6 @@ is_fp8_available = _probe(
 )
 
 
-def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `func`, which raises ImportError when it is called where torchao is not installed."""
-
-    @functools.wraps(func)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if not is_torchao_available():
-            raise ImportError(f"{func.__name__} needs torchao, 0.6.1 or newer: `pip install torchao`.")
-        return func(*args, **kwargs)
-
-    return checked
-
-
 # ---- devices
 
 
@@ -259,31 +242,6 @@ def check_cuda_p2p_ib_support() -> bool:
 def check_cuda_fp8_capability() -> bool:
     """Say whether the first GPU computes in fp8: compute capability 8.9 or higher."""
     return torch.cuda.get_device_capability() >= (8, 9)
-
-
-def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this thread to the cores near GPU `local_process_index`; without GPUs, do nothing.
-
-    Needs pynvml, and NVIDIA's GPUs. `verbose` logs the cores, by default as `ACCELERATE_DEBUG_MODE` says.
-    """
-    if not torch.cuda.is_available():
-        return
-    if is_rocm_available():
-        raise Unsupported("Binding processes to the cores near AMD's GPUs is not supported. Use numactl.")
-    if util.find_spec("pynvml") is None:
-        raise ImportError("Binding processes to the cores near a GPU needs pynvml: `pip install nvidia-ml-py`.")
-    import pynvml  # type: ignore[import-not-found]
-
-    pynvml.nvmlInit()
-    pynvml.nvmlDeviceSetCpuAffinity(pynvml.nvmlDeviceGetHandleByIndex(local_process_index))
-    if parse_flag_from_env("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
-        _logger.info("process %s runs on the cores %s", local_process_index, sorted(os.sched_getaffinity(0)))
-
-
-@functools.lru_cache
-def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Do what `override_numa_affinity` does, the first time that it is called for a GPU."""
-    override_numa_affinity(local_process_index, verbose)
 
 
 def check_os_kernel() -> None:
