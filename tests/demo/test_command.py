@@ -101,7 +101,8 @@ def test_the_verdict_compares_at_equal_loss_and_says_where_a_way_loses():
         # DDP is half-way between 3 and 2 after 8 steps, as a curve is straight over the logarithm of the step.
         "  near    reaches 2.500 in 8 s with 16 kB; DDP needs 80 s and 8 kB, 10 times as long",
         "  far     reaches 2.000 in 400 s with 16 kB; DDP needs 160 s and 16 kB, 2.5 times less",
-        "  better  reaches 2.000 in 8 s with 8 kB; then continues to 1.000; DDP needs 160 s and 16 kB, 20 times as long",
+        "  better  reaches 2.000 in 8 s with 8 kB; then continues to 1.000; DDP needs 160 s and 16 kB, "
+        "20 times as long",
         "DDP ends at 2.000, after 160 s.",
     ]
 
