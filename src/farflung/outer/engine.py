@@ -245,7 +245,7 @@ class OuterLoop(Facts):
         weights. Afterwards the schedule continues on all ranks from the furthest step of any rank.
         """
         self._check_open()
-        with self._meter.timed("exposed"), torch.no_grad():
+        with torch.no_grad():
             self._quorum.run(self._sync.flush)
         self.open_end.steps = 0
         self._warmup.are_alike |= not self.is_warming  # optimizers of ranks without data stay behind

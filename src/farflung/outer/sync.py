@@ -62,25 +62,26 @@ class Sync:
 
     def flush(self) -> None:
         """Stay in the rounds until every rank has come here; see `OuterLoop.flush`."""
-        recipe, replica, rounds, timetable = self.recipe, self.replica, self.rounds, self.timetable
+        replica, timetable = self.replica, self.timetable
         self.warmup.stay()
-        if 0 < timetable.position <= self.warmup.steps and self.warmup.are_alike:
-            replica.reset_anchor()
-        last, timetable.position = self._walk_on()
-        are_dropped = [last in rounds.apply_all()]
-        for number in range(len(replica.fragments)):
-            if number != last:
-                rounds.launch(Launch(number), timetable.position, finished=True)
-                are_dropped.append(rounds.apply(number))
-        if recipe.agrees:
-            replica.adopt()
-        if any(are_dropped) or not recipe.agrees:
-            self.average()
-            replica.reset()
+        with self.meter.timed("exposed"):
+            if 0 < timetable.position <= self.warmup.steps and self.warmup.are_alike:
+                replica.reset_anchor()
+            last, timetable.position = self._walk_on()
+            are_dropped = [last in self.rounds.apply_all()]
             for number in range(len(replica.fragments)):
-                self.quorum.note_landing(number)
-        self._share_buffers()
-        self._average_moved()
+                if number != last:
+                    self.rounds.launch(Launch(number), timetable.position, finished=True)
+                    are_dropped.append(self.rounds.apply(number))
+            if self.recipe.agrees:
+                replica.adopt()
+            if any(are_dropped) or not self.recipe.agrees:
+                self.average()
+                replica.reset()
+                for number in range(len(replica.fragments)):
+                    self.quorum.note_landing(number)
+            self._share_buffers()
+            self._average_moved()
         timetable.take(timetable.position, timetable.position)
 
     def _walk_on(self) -> tuple[int, int]:

@@ -77,13 +77,8 @@ class Timetable:
     def state_dict(self) -> dict[str, Any]:
         """Return where this rank is."""
         seconds = self._clock() - self._began_at
-        return {
-            "position": self.position,
-            "synced": self.synced,
-            "began": self.began,
-            "seconds": seconds,
-            "lr": self._lr,
-        }
+        steps = {"position": self.position, "synced": self.synced, "began": self.began}
+        return {**steps, "seconds": seconds, "lr": self._lr}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was."""
