@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -65,8 +64,8 @@ class UnderWay(Protocol):
 class _State(Enum):
     ENTERING = auto()  # the current generation
     TOGETHER = auto()  # with its members
-    SETTLING = auto()  # after a loss
-    LOST = auto()  # the losses are being agreed on; another one ends the loop
+    SETTLING = auto()  # after a loss: what runs in the background comes to its end
+    LOST = auto()  # nothing can go on, unless the survivors agree on the loss
 
 
 class Quorum:
@@ -126,39 +125,29 @@ class Quorum:
                 left[0]()
                 left.popleft()
             except RankFailure as failure:
-                if self._state is _State.LOST:
+                if self._state is _State.SETTLING:
+                    continue
+                is_over = self.membership.is_fixed or self._state is _State.LOST
+                if self._state is _State.TOGETHER:
+                    self._end(failure)
+                    if not again:
+                        left.popleft()
+                    left.extendleft((self.under_way.relaunch, self._enter))
+                if is_over:
+                    self._state = _State.LOST
                     if raises:
-                        raise
+                        raise  # not by its name, whose frame it would keep, and the connections that this knows
                     return
-                if self._state is _State.TOGETHER and not again:
-                    left.popleft()
-                left.extendleft(reversed(self._after(failure)))
-
-    def _after(self, failure: RankFailure) -> list[Callable[[], object]]:
-        """Return what comes first after a loss."""
-        before, is_fixed = self._state, self.membership.is_fixed
-        if before is _State.TOGETHER:
-            self._state, self._noticed_at = _State.SETTLING, time.perf_counter()
-            if not is_fixed:
-                self._leave(failure)  # which ends others' waits, and jobs here
-            return [self.under_way.settle, partial(self._end, failure), self._enter, self.under_way.relaunch]
-        if before is _State.ENTERING:
-            self._state = _State.LOST
-            if is_fixed:
-                raise failure
-            if not self.needs.has_state:
-                self._replica.fragments = []  # it may have the values of some, and not of others
-            self._leave(failure)
-            self._lose(failure)
-        return []
+                self._lose(failure)
 
     def _end(self, failure: RankFailure) -> None:
-        """End everything under way alike on all survivors, and the generation with it."""
+        """End everything under way alike on all survivors."""
+        self._state, self._noticed_at = _State.SETTLING, time.perf_counter()
+        if not self.membership.is_fixed:
+            self._leave(failure)  # which ends others' waits, and jobs here
+        self.run(self.under_way.settle)
         self._state = _State.LOST
         self.under_way.end_alike(failure.why if isinstance(failure, OddMembers) else {})
-        if self.membership.is_fixed:
-            raise failure
-        self._lose(failure)
 
     def _leave(self, failure: RankFailure) -> None:
         if hasattr(self, "generation"):
@@ -166,6 +155,11 @@ class Quorum:
 
     def _lose(self, failure: RankFailure) -> None:
         """Leave a generation in which ranks were lost, for the next one."""
+        if self._state is _State.ENTERING:
+            self._leave(failure)
+        self._state = _State.LOST
+        if not self.needs.has_state:
+            self._replica.fragments = []  # it may have the values of some, and not of others
         try:
             self.membership.lost(failure)
         finally:  # not before the other ranks of an island know why its connections close

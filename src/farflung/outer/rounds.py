@@ -245,7 +245,7 @@ class Rounds:
             self.follow(change)
         # What will never arrive, and was sent with it, counts as not sent.
         waits = [partial(self._wait, number) for number in self._open]
-        self.quorum.run(*waits, raises=False)
+        self.quorum.run(partial(self.quorum.run, *waits), raises=False)
         return {
             "num_votes": self.quorum.needs.num_votes,
             "open": {number: this.state_dict() for number, this in self._open.items()},
