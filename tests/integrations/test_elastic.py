@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.member_store import LauncherNotes
 from farflung.elastic import launched_membership, place
 from farflung.process.sockets import serve_store
@@ -16,8 +17,8 @@ class Launched:
     def __init__(self, monkeypatch, expected):
         self.environment = monkeypatch
         self.store = serve_store("127.0.0.1", 0, wait_for_workers=False)
-        self.notes = LauncherNotes(self.store)
-        self.notes.board.put("run", json.dumps({"expected": expected}))
+        self.notes = LauncherNotes(C10dTransport(self.store).board)
+        self.notes.board.put("run", json.dumps({"expected": expected}).encode())
         self.environment.setenv("FARFLUNG_STORE", f"127.0.0.1:{self.store.port}")
 
     def place(self, member, rank=0, size=1):
