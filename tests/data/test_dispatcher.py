@@ -249,7 +249,7 @@ def test_a_dispatcher_looks_like_its_loader():
     loader = dispatched(raw, Seat(0, 2), split_batches=True)
     assert isinstance(loader, DataLoader)
     assert isinstance(loader, DataLoaderDispatcher)
-    assert (loader.base_dataloader, loader.num_workers, loader.dataset) == (raw, 2, range(10))
+    assert (loader.batch_sampler, loader.num_workers, loader.dataset) == (raw.batch_sampler, 2, range(10))
     assert (len(loader), loader.total_batch_size, loader.total_dataset_length) == (3, 4, 10)
     with pytest.raises(ConfigError, match=r"batch size \(3\)"):
         dispatched(DataLoader(range(10), 3), Seat(0, 2), split_batches=True)

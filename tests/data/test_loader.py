@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from farflung.data.dispatcher import DataLoaderDispatcher
 from farflung.data.loader import DataLoaderShard
 from farflung.data.prepare import prepare_data_loader, prepare_loader, skip_first_batches
 from farflung.data.samplers import BatchSamplerShard
-from farflung.data.torch_loaders import LoaderView, SkipDataLoader
+from farflung.data.torch_loaders import LoaderView, SkipDataLoader, Source
 from farflung.loop.state import LoopState
 from tests.data.support import Seat, SizedStream, Stream, gathered, prepared, values, walk
 
@@ -293,15 +294,43 @@ def test_a_view_declares_what_torchs_loader_has():
     assert names <= vars(LoaderView).keys()
 
 
-def test_what_is_set_on_a_prepared_loader_takes_effect():
-    loader = prepared(DataLoader(range(4), 2))
+def as_it_is(raw):
+    return SkipDataLoader.over(Source.of(raw), 0)
+
+
+@pytest.mark.parametrize("prepare", [prepared, partial(prepared, group=Seat(0, 2)), as_it_is])
+def test_what_is_set_on_a_loader_takes_effect_there_and_leaves_the_users_own_alone(prepare):
+    class Mine(DataLoader):
+        colour = "blue"
+
+    raw = Mine(range(4), 2)
+    collate_fn = raw.collate_fn
+    loader = prepare(raw)
     loader.collate_fn = sum
-    assert list(loader) == [1, 5]
-    loader.mark = True
-    assert loader.mark
-    assert not hasattr(loader.base_dataloader, "mark")
-    with pytest.raises(ValueError, match="should not be set"):
-        loader.batch_size = 3
+    assert 1 in list(loader)
+    loader.mark, loader.colour = True, "red"
+    assert (loader.mark, loader.colour) == (True, "red")
+    for name, value in (("batch_size", 3), ("dataset", range(5)), ("sampler", [1])):
+        with pytest.raises(ValueError, match="should not be set"):
+            setattr(loader, name, value)
+    assert (raw.collate_fn, raw.colour, hasattr(raw, "mark")) == (collate_fn, "blue", False)
+
+
+def test_what_is_set_on_a_loader_of_a_loader_leaves_that_alone():
+    skipping = SkipDataLoader(range(6), 1, batch_size=2)
+    loader = prepared(skipping)
+    loader.collate_fn = sum
+    assert list(loader) == [5, 9]
+    assert numbers(skipping) == [[2, 3], [4, 5]]
+
+
+def test_a_sampler_that_is_set_inside_a_batch_sampler_decides_the_next_pass():
+    one, two = prepared(DataLoader(range(4), 2)), prepared(DataLoader(range(4), 1), Seat(0, 2))
+    one.batch_sampler.sampler = two.batch_sampler.batch_sampler.sampler = [3, 1, 2, 0]
+    assert (numbers(one), numbers(two)) == ([[3, 1], [2, 0]], [[3], [2]])
+    for loader in (one, two):
+        loader.set_sampler([0, 1, 2, 3])
+    assert (numbers(one), numbers(two)) == ([[0, 1], [2, 3]], [[0], [2]])
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from farflung.comm.group import SoloGroup
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.prepare import prepare_loader, skip_first_batches
 from farflung.data.slots import Slots
+from farflung.data.torch_loaders import Source
 from farflung.loop.state import LoopState
 from farflung.outer.stats import Round
 from farflung.testing.sim import run_replicas
@@ -451,7 +452,7 @@ class Lengthless:
 def test_loaders_that_can_t_be_cut_are_refused(loader, says):
     slots = Slots(dist.HashStore(), 1, Exchange(SoloGroup()), most=2)
     with pytest.raises(ConfigError, match=says):
-        slots.shared(loader, 1)
+        slots.shared(Source.of(loader), 1)
 
 
 class OwnOrder:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from farflung.checkpoint import rng
 from farflung.data.resume import workers
 from farflung.data.resume.workers import RecordingCollate, WorkerHistory, WorkerPlan, can_record
+from farflung.data.torch_loaders import Source
 
 
 def draw(samples):
@@ -110,8 +111,8 @@ def test_only_workers_that_take_turns_over_indices_are_noted():
         def __iter__(self):
             return iter(range(4))
 
-    assert can_record(DataLoader(range(4), num_workers=2))
-    assert not can_record(DataLoader(range(4)))
-    assert not can_record(DataLoader(range(4), num_workers=2, in_order=False))
-    assert not can_record(Mine(range(4), num_workers=2))
-    assert not can_record(DataLoader(Stream(), num_workers=2))
+    assert can_record(Source.of(DataLoader(range(4), num_workers=2)))
+    assert not can_record(Source.of(DataLoader(range(4))))
+    assert not can_record(Source.of(DataLoader(range(4), num_workers=2, in_order=False)))
+    assert not can_record(Source.of(Mine(range(4), num_workers=2)))
+    assert not can_record(Source.of(DataLoader(Stream(), num_workers=2)))

@@ -3,22 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils.data import DataLoader
 
 from farflung.base.errors import ConfigError
 from farflung.comm.group import Group
 from farflung.comm.scatter import Scatter
 from farflung.data.batches import BatchView, concatenated, extended, length_of
-from farflung.data.loader import PreparedLoader
+from farflung.data.loader import LoaderSettings, PreparedLoader
 from farflung.data.resume.iteration import NOTHING, Iteration, opened, pack_rounds, replay, unpack_rounds
 from farflung.data.resume.progress import Progress
 from farflung.data.samplers import check_split, filled
-from farflung.data.torch_loaders import keeper_of, made_loader, reads_indices, refuse_mesh, without_first
+from farflung.data.torch_loaders import Source, made_loader, refuse_mesh
 from farflung.process.bootstrap import join_world
 
 SliceFn: TypeAlias = Callable[..., Any]
@@ -59,37 +59,42 @@ class DataLoaderDispatcher(PreparedLoader):
         if split_batches and batch_size is not None:
             check_split(batch_size, world.size)
         factor = 1 if split_batches else world.size
-        common: dict[str, Any] = {"device": world.device, "non_blocking": _non_blocking}
-        common["total_batch_size"] = None if batch_size is None else batch_size * factor
-        common["stateful"] = use_stateful_dataloader
-        self._share_out(base, world.group, split_batches, drop_last=_drop_last, slice_fn=slice_fn, state=None, **common)
+        settings = LoaderSettings(
+            device=world.device,
+            non_blocking=_non_blocking,
+            stateful=use_stateful_dataloader,
+            total_batch_size=None if batch_size is None else batch_size * factor,
+        )
+        source = Source.of(base)
+        self._share_out(source, settings, world.group, split_batches, drop_last=_drop_last, slice_fn=slice_fn)
         self.skip_batches = skip_batches
         self._progress.choose(iteration)
 
     @classmethod
     def over(
-        cls, base: DataLoader[Any], *, group: Group, split_batches: bool = False, **settings: Any
+        cls, source: Source, settings: LoaderSettings, group: Group, split_batches: bool = False, **options: Any
     ) -> DataLoaderDispatcher:
-        """Share out the batches that `base` makes on rank 0; it is never iterated on the other ranks.
+        """Share out the batches that a loader makes on rank 0; it is never iterated on the other ranks.
 
-        `settings` are those of `PreparedLoader`, and: `slice_fn`; `even_batches`: complete a round that cannot be cut
-        into equal parts with samples of the first, else parts differ and ranks may get none; `drop_last`: leave out a
-        last round that has too few batches.
+        `options` are: `changes`, attributes of the loader that are replaced; `slice_fn`; `even_batches`: complete a
+        round that cannot be cut into equal parts with samples of the first, else parts differ and ranks may get none;
+        `drop_last`: leave out a last round that has too few batches.
         """
         made = cls.__new__(cls)
-        made._share_out(base, group, split_batches, **settings)
+        made._share_out(source, settings, group, split_batches, **options)
         return made
 
     def _share_out(
         self,
-        base: DataLoader[Any],
+        source: Source,
+        settings: LoaderSettings,
         group: Group,
         split_batches: bool,
         *,
+        changes: Mapping[str, Any] = MappingProxyType({}),
         even_batches: bool = True,
         drop_last: bool = False,
         slice_fn: SliceFn | None = None,
-        **common: Any,
     ) -> None:
         self._group = group
         self._scatter = Scatter(group)
@@ -97,7 +102,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self.even_batches = even_batches
         self._drop_last = drop_last
         self.slice_fn = slice_fn
-        super().__init__(base, progress=Progress(reads=group.rank == 0, pack=pack_rounds), **common)
+        super().__init__(source, settings, changes, progress=Progress(reads=group.rank == 0, pack=pack_rounds))
 
     def __len__(self) -> int:
         whole, left = divmod(len(self.base_dataloader), self._per_round)
@@ -164,16 +169,17 @@ class DataLoaderDispatcher(PreparedLoader):
     def _rounds(self, one: Iteration) -> Iterator[_Round]:
         """Start to read; the iterator that comes back shares out all rounds but those that are skipped."""
         per_round, drop = self._per_round, one.skip
-        base, position = self.base_dataloader, one.resumed_at
+        source, position = self.base_source, one.resumed_at
+        base = source.loader
         first: list[Any] | None = None
         if position is not None and position.dataset is not None:
             drop, first = 0, position.first
             if position.is_read:
                 return iter(())
-            keeper_of(base).load_state_dict(position.dataset)
-        elif drop and reads_indices(base):
+            source.keeper.load_state_dict(position.dataset)
+        elif drop and source.by_index:
             drop = 1 if self._needs_first else 0  # the first round is read for its padding
-            base = without_first(base, one.skip * per_round, keep=drop * per_round)
+            base = source.without_first(one.skip * per_round, keep=drop * per_round)
         one.source = batches = opened(one, base)
         if position is not None and drop > 1:
             first = list(islice(batches, per_round))
@@ -228,7 +234,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if not self.even_batches:
             return group + [NOTHING] * missing, 0
         # An item of unknown length is one sample where the loader makes no batches.
-        is_known = None not in lengths or self.base_dataloader.batch_sampler is None
+        is_known = None not in lengths or not self.base_source.makes_batches
         real = sum(1 if length is None else length for length in lengths) if is_known else -1
         return filled(group, group, self._group.size), real
 

@@ -4,69 +4,81 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader
 
 from farflung.base.errors import StateError, Unsupported
+from farflung.base.tree import send_to_device
 from farflung.data.iterable import IterableDatasetShard, Marked
 from farflung.data.resume.iteration import NOTHING, Iteration, batches_of
 from farflung.data.resume.progress import Progress
 from farflung.data.samplers import BatchSamplerShard
-from farflung.data.torch_loaders import (
-    LoaderView,
-    announce,
-    index_source,
-    made_loader,
-    mover,
-    num_batches_of,
-    order_of,
-    refuse_mesh,
-)
+from farflung.data.torch_loaders import LoaderView, Source, made_loader, refuse_mesh
 from farflung.loop.state import LoopState
 from farflung.process.seed import synchronize_rng_states
 
 _Prepared = TypeVar("_Prepared", bound="PreparedLoader")
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoaderSettings:
+    """What a prepared loader needs beyond the loader behind it, whichever way the data are shared out.
+
+    Attributes:
+        state: to report to; None: that of the `Accelerator` that prepares this loader later.
+        device: where batches go; None leaves them where they are.
+        stateful: the view is to be an instance of torchdata's loader.
+        agree: makes ranks draw the same order, at the start of each iteration.
+        total_batch_size: samples of all ranks in one step; None: that varies.
+        may_be_uneven: ranks may get different numbers of batches.
+        ends_apart: these may differ by more than one.
+        already_sharded: the script gives ranks their shares.
+    """
+
+    state: LoopState | None = None
+    device: torch.device | None = None
+    non_blocking: bool = False
+    stateful: bool = False
+    agree: Callable[[], None] | None = None
+    total_batch_size: int | None = None
+    may_be_uneven: bool = False
+    ends_apart: bool = False
+    already_sharded: bool = False
+
+
 class PreparedLoader(LoaderView):
-    """What sharding and dispatching loaders have in common: epochs, the device, and reports to the loop."""
+    """What sharding and dispatching loaders share: epochs, the device, and reports to the loop."""
 
     share: Any = None  # this replica's, where replicas come and go
 
     def __init__(
         self,
-        base: DataLoader[Any],  # makes the batches
+        source: Source,  # makes the batches, with these changes
+        settings: LoaderSettings,
+        changes: Mapping[str, Any] = MappingProxyType({}),
         *,
-        state: LoopState | None,  # to report to; None: that of the `Accelerator` that prepares this loader later
-        device: torch.device | None = None,  # where batches go; None leaves them where they are
-        non_blocking: bool = False,
-        agree: Callable[[], None] | None = None,  # makes ranks draw the same order, at the start of each iteration
-        total_batch_size: int | None = None,  # samples of all ranks in one step, None when that varies
-        may_be_uneven: bool = False,  # ranks may get different numbers of batches
-        ends_apart: bool = False,  # and these may differ by more than one
-        already_sharded: bool = False,  # the script gives ranks their shares
         progress: Progress | None = None,
-        stateful: bool = False,
     ) -> None:
         self.end_of_dataloader = False  # the batch handed out last was the final one of its iteration
         self.remainder = -1  # samples that are no padding in that batch, over all ranks; 0: all of them
         self.skip_batches = 0  # batches left out at the beginning of each iteration
         self.skips_exactly = False  # these, whatever position was loaded: `skip_first_batches` said so
-        self.device = device
-        self.total_batch_size = total_batch_size
-        self.may_be_uneven = may_be_uneven
-        self.ends_apart = ends_apart
-        self.already_sharded = already_sharded
-        self._state = LoopState() if state is None else state
-        self._is_free = state is None
-        self._move = mover(device, non_blocking)
-        self._agree = agree
+        self.device = settings.device
+        self.total_batch_size = settings.total_batch_size
+        self.may_be_uneven = settings.may_be_uneven
+        self.ends_apart = settings.ends_apart
+        self.already_sharded = settings.already_sharded
+        self._state = LoopState() if settings.state is None else settings.state
+        self._is_free = settings.state is None
+        self._move = _mover(settings.device, settings.non_blocking)
+        self._agree = settings.agree
         self._progress = progress or Progress()
-        super().__init__(base, stateful=stateful)
+        super().__init__(source, changes, stateful=settings.stateful)
 
     def report_to(self, state: LoopState) -> None:
         if self._is_free:
@@ -80,7 +92,7 @@ class PreparedLoader(LoaderView):
     @property
     def total_dataset_length(self) -> int:
         """Samples in the data set, over all ranks."""
-        dataset: Any = self.base_dataloader.dataset
+        dataset = self.base_source.dataset
         if isinstance(dataset, IterableDatasetShard):
             dataset = dataset.dataset
         return dataset.total_length if hasattr(dataset, "total_length") else len(dataset)
@@ -88,7 +100,7 @@ class PreparedLoader(LoaderView):
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be number `epoch`, and tell samplers and data sets that have `set_epoch`."""
         self._progress.choose(epoch)
-        announce(epoch, self.base_dataloader)
+        self.base_source.announce(epoch)
 
     def skipping(self: _Prepared, num_batches: int) -> _Prepared:
         """Return a copy that leaves out the first `num_batches` of what this one hands out. Both count one epoch."""
@@ -117,7 +129,7 @@ class PreparedLoader(LoaderView):
                         "This loader was iterated again before this iteration ended. Its persistent workers can serve "
                         "only one iteration at a time: use persistent_workers=False, or two loaders."
                     )
-            progress.finish(under_way)
+            progress.complete(under_way)
             state.leave(under_way, at_end=True)
         finally:
             progress.leave(under_way)
@@ -127,13 +139,13 @@ class PreparedLoader(LoaderView):
                 self._show(around)
 
     def get_sampler(self) -> Any:
-        return order_of(self.base_dataloader)[0]
+        return self.base_source.order[0]
 
     def set_sampler(self, sampler: Any) -> None:
-        holder = order_of(self.base_dataloader)[1]
+        holder = self.base_source.order[1]
         if not hasattr(holder, "sampler"):
             raise Unsupported(
-                f"set_sampler: the order comes from a {type(index_source(self.base_dataloader)).__name__} that holds "
+                f"set_sampler: the order comes from a {type(self.base_source.indices).__name__} that holds "
                 "no sampler. Prepare a loader with the sampler instead."
             )
         holder.sampler = sampler
@@ -144,7 +156,7 @@ class PreparedLoader(LoaderView):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on there; KeyError, TypeError or ValueError where it is no such state, and nothing is changed."""
-        self._progress.load_state_dict(self.base_dataloader, state_dict)
+        self._progress.load_state_dict(self.base_source, state_dict)
 
     def describe_position(self) -> str:
         """Say in a few words where the next iteration goes on."""
@@ -152,7 +164,7 @@ class PreparedLoader(LoaderView):
 
     def keep(self) -> Callable[[], None]:
         """Return what undoes a `load_state_dict` that comes now."""
-        return self._progress.keep(self.base_dataloader)
+        return self._progress.keep(self.base_source)
 
     def _show(self, one: Iteration) -> None:
         self.end_of_dataloader, self.remainder = one.end_of_dataloader, one.remainder
@@ -194,42 +206,43 @@ class DataLoaderShard(PreparedLoader):
         self._count: Callable[[Any], int] | None = None
         self._marked = False
         self._sharding: BatchSamplerShard | None = None
-        super().__init__(
-            base,
-            state=None,
+        settings = LoaderSettings(
             device=device,
             non_blocking=_non_blocking,
+            stateful=use_stateful_dataloader,
             agree=agree,
             total_batch_size=base.batch_size,
-            stateful=use_stateful_dataloader,
         )
+        super().__init__(Source.of(base), settings)
         self.skip_batches = skip_batches
         self._progress.choose(iteration)
 
     @classmethod
     def over(
         cls,
-        base: DataLoader[Any],
+        source: Source,
+        settings: LoaderSettings,
+        changes: Mapping[str, Any] = MappingProxyType({}),
         *,
         count: Callable[[Any], int] | None = None,
         marked: bool = False,
         shard: BatchSamplerShard | None = None,
-        **common: Any,
     ) -> DataLoaderShard:
-        """Prepare a loader that is there already.
+        """Prepare an existing loader.
 
         Args:
+            changes: attributes of the loader that are replaced.
             count: says how many samples in the last round are no padding, given this rank's batch; 0: all of them.
             marked: batches of padded rounds come as `Marked`, with that number; so does that of the first round.
             shard: what takes this rank's share of an order that must be the same on all ranks.
         """
         made = cls.__new__(cls)
         made._count, made._marked, made._sharding = count, marked, shard
-        PreparedLoader.__init__(made, base, **common)
+        PreparedLoader.__init__(made, source, settings, changes)
         return made
 
     def __len__(self) -> int:
-        return max(0, num_batches_of(self.base_dataloader) - self.skip_batches)
+        return max(0, self.base_source.num_batches() - self.skip_batches)
 
     def _stream(self, one: Iteration) -> Iterator[tuple[Any, bool, int]]:
         move, marked, shard = self._move, self._marked, self._sharding
@@ -250,3 +263,10 @@ class DataLoaderShard(PreparedLoader):
         if held is not NOTHING:
             count = self._count
             yield held, True, held_real if count is None else count(held)
+
+
+def _mover(device: torch.device | None, non_blocking: bool) -> Callable[[Any], Any] | None:
+    """Return what brings a batch to `device`, or None when it is there already, as on a machine of CPUs alone."""
+    if device is None or (device.type == "cpu" and not torch.accelerator.is_available()):
+        return None
+    return partial(send_to_device, device=device, non_blocking=non_blocking)

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils import data as torch_data
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader
 
-from farflung.base.checks import check_type, check_whole
-from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.checks import check_type, check_whole, wrong_type
+from farflung.base.errors import ConfigError
 from farflung.base.tree import batch_size_of
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
@@ -22,20 +21,10 @@ from farflung.comm.group import Group, SoloGroup
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.dispatcher import DataLoaderDispatcher, SliceFn
 from farflung.data.iterable import MarkedShard, StatefulShard, collated
-from farflung.data.loader import DataLoaderShard, PreparedLoader
+from farflung.data.loader import DataLoaderShard, LoaderSettings, PreparedLoader
 from farflung.data.samplers import BatchSamplerShard, SeedableRandomSampler, check_split
-from farflung.data.shares import shares_of
-from farflung.data.torch_loaders import (
-    LoaderView,
-    SkipDataLoader,
-    altered,
-    index_source,
-    reads_indices,
-    refuse_mesh,
-    samplers_of,
-    with_indices,
-    without_first,
-)
+from farflung.data.shares import refuse_unshareable
+from farflung.data.torch_loaders import SkipDataLoader, Source, refuse_mesh
 from farflung.loop.state import LoopState
 from farflung.loop.uneven import SAY_SHARDED
 from farflung.process.seed import share_rng_state
@@ -69,59 +58,64 @@ def prepare_loader(
         if state is not None:
             loader.report_to(state)
         return loader
-    check_type("prepare_data_loader: data_loader", loader, DataLoader, "a torch DataLoader")
+    if not isinstance(loader, DataLoader):
+        raise wrong_type("prepare_data_loader: data_loader", loader, "a torch DataLoader")
+    source = Source.of(loader)
     if config.use_seedable_sampler:
-        loader = _with_seedable_sampler(loader, config.data_seed)
+        source = source.seedable(config.data_seed)
     kind = DataLoaderShard if slots is None else slots.kind
     if slots is not None:
-        if config.dispatch_batches:
-            raise ConfigError(
-                "dispatch_batches=True lets one rank read all the data, but the replicas of this run come and go, and "
-                "share it by index. Use dispatch_batches=None."
-            )
-        loader = slots.shared(loader, 1 if config.split_batches else exchange.group.size)
-    common: dict[str, Any] = {"state": state, "device": device, "non_blocking": config.non_blocking}
-    common["stateful"] = config.use_stateful_dataloader
-    batch_size: int | None = loader.batch_size or getattr(index_source(loader), "batch_size", None)
+        _refuse_in_slots(config)
+        source = slots.shared(source, 1 if config.split_batches else exchange.group.size)
     group = fixed_rank or exchange.group
-    streams = isinstance(loader.dataset, IterableDataset)
-    dispatches = config.dispatch_batches
+    batch_size, dispatches = source.batch_size, config.dispatch_batches
+    settings = LoaderSettings(
+        state=state, device=device, non_blocking=config.non_blocking, stateful=config.use_stateful_dataloader
+    )
     if dispatches is None:
-        dispatches = streams and device is not None and not config.already_sharded
-    if dispatches and loader.generator is not None and not isinstance(loader, LoaderView):
-        loader = altered(loader, generator=None)  # as in Accelerate: a loader that dispatches draws no seeds from it
-    if config.already_sharded and slots is not None:
+        dispatches = source.streams and device is not None and not config.already_sharded
+    # As in Accelerate: a loader that dispatches draws no seeds from its generator.
+    changes: dict[str, Any] = {"generator": None} if dispatches and not source.is_view else {}
+    if group.size == 1 and not config.dispatch_batches:
+        count = partial(_short_count, batch_size) if batch_size is not None and source.by_index else None
+        return kind.over(source, replace(settings, total_batch_size=batch_size), changes, count=count)
+    refuse_unshareable(source, group, config.already_sharded)
+    factor = 1 if config.split_batches else group.size
+    settings = replace(
+        settings,
+        total_batch_size=None if batch_size is None else batch_size * factor,
+        may_be_uneven=not config.even_batches,
+        # Ranks share whole rounds of one order; not where files are shared out, or each worker has a last round of its
+        # own.
+        ends_apart=batch_size is None or (source.streams and not dispatches),
+        agree=_agreement(source, exchange, [str(kind) for kind in rng_types], dispatches),
+    )
+    if config.already_sharded:
+        return kind.over(source, replace(settings, may_be_uneven=True, ends_apart=True, already_sharded=True), changes)
+    if dispatches:
+        if config.split_batches and batch_size is not None:
+            check_split(batch_size, group.size)
+        options = {"even_batches": config.even_batches, "drop_last": source.drop_last, "slice_fn": slice_fn}
+        return DataLoaderDispatcher.over(source, settings, group, config.split_batches, changes=changes, **options)
+    if config.split_batches and loader.batch_size is not None:
+        changes["batch_size"] = loader.batch_size // group.size
+    if source.streams:
+        return _sharded_stream(source, settings, changes, group, config)
+    return _sharded(kind, source, settings, changes, exchange, group, config)
+
+
+def _refuse_in_slots(config: DataLoaderConfiguration) -> None:
+    """Raise ConfigError for settings that replicas that come and go can't follow."""
+    if config.dispatch_batches:
+        raise ConfigError(
+            "dispatch_batches=True lets one rank read all the data, but the replicas of this run come and go, and "
+            "share it by index. Use dispatch_batches=None."
+        )
+    if config.already_sharded:
         raise ConfigError(
             "already_sharded=True, but the replicas of this run come and go, and share the data by index. Leave it "
             "out, and let the data set have all samples."
         )
-    if group.size == 1 and not config.dispatch_batches:
-        count = partial(_short_count, batch_size) if batch_size is not None and reads_indices(loader) else None
-        return kind.over(loader, total_batch_size=batch_size, count=count, **common)
-    _refuse_unshareable(loader, group, config.already_sharded)
-    factor = 1 if config.split_batches else group.size
-    common["total_batch_size"] = None if batch_size is None else batch_size * factor
-    common["may_be_uneven"] = not config.even_batches
-    # Ranks share whole rounds of one order; not where files are shared out, or each worker has a last round of its own.
-    common["ends_apart"] = batch_size is None or (streams and not dispatches)
-    common["agree"] = _agreement(loader, exchange, [str(kind) for kind in rng_types], dispatches)
-    if config.already_sharded:
-        return kind.over(loader, **{**common, "may_be_uneven": True, "ends_apart": True, "already_sharded": True})
-    if dispatches:
-        if config.split_batches and batch_size is not None:
-            check_split(batch_size, group.size)
-        return DataLoaderDispatcher.over(
-            loader,
-            group=group,
-            split_batches=config.split_batches,
-            even_batches=config.even_batches,
-            drop_last=loader.drop_last or getattr(index_source(loader), "drop_last", False),
-            slice_fn=slice_fn,
-            **common,
-        )
-    if streams:
-        return _sharded_stream(loader, group, config, common)
-    return _sharded(kind, loader, group, exchange, config, common)
 
 
 def _short_count(batch_size: int, batch: Any) -> int:
@@ -140,9 +134,8 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     check_whole("skip_first_batches: num_batches", num_batches, least=0)
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)
-    if reads_indices(dataloader):
-        return without_first(dataloader, num_batches)
-    return SkipDataLoader.over(dataloader, num_batches)
+    source = Source.of(dataloader)
+    return source.without_first(num_batches) if source.by_index else SkipDataLoader.over(source, num_batches)
 
 
 def prepare_data_loader(
@@ -217,18 +210,23 @@ def prepare_data_loader(
 
 def _sharded(
     kind: type[DataLoaderShard],
-    loader: DataLoader[Any],
-    group: Group,
+    source: Source,
+    settings: LoaderSettings,
+    changes: dict[str, Any],
     exchange: Exchange,
+    group: Group,
     config: DataLoaderConfiguration,
-    common: dict[str, Any],
 ) -> DataLoaderShard:
-    source = index_source(loader)
-    shard = BatchSamplerShard(source, group.size, group.rank, config.split_batches, config.even_batches)
-    in_batches = loader.batch_sampler is not None or isinstance(source, BatchSampler) or hasattr(source, "batch_size")
-    base = with_indices(loader, shard, batch_size=_batch_size_of_rank(loader, group, config))
-    count = partial(_remainder_count, shard, None if in_batches else exchange)
-    return kind.over(base, count=count, shard=None if config.already_sharded is False else shard, **common)
+    indices = source.indices
+    shard = BatchSamplerShard(indices, group.size, group.rank, config.split_batches, config.even_batches)
+    in_batches = source.makes_batches or isinstance(indices, BatchSampler) or hasattr(indices, "batch_size")
+    return kind.over(
+        source,
+        settings,
+        {**changes, source.indices_name: shard},
+        count=partial(_remainder_count, shard, None if in_batches else exchange),
+        shard=None if config.already_sharded is False else shard,
+    )
 
 
 def _remainder_count(shard: BatchSamplerShard, exchange: Exchange | None, batch: Any) -> int:
@@ -245,46 +243,43 @@ def _remainder_count(shard: BatchSamplerShard, exchange: Exchange | None, batch:
 
 
 def _sharded_stream(
-    loader: DataLoader[Any], group: Group, config: DataLoaderConfiguration, common: dict[str, Any]
+    source: Source, settings: LoaderSettings, changes: dict[str, Any], group: Group, config: DataLoaderConfiguration
 ) -> DataLoaderShard:
     """Let each rank read the whole stream and keep its own part; or only its own files, where it has these.
 
     Files differ in length, so with `even_batches` the whole stream it is: nothing but a collective for each batch could
     tell a rank that another one still has data.
     """
-    dataset: Any = loader.dataset
+    dataset, batch_size = source.dataset, source.batch_size
     if config.split_batches:
-        check_split(loader.batch_size, group.size)
-    batch_size = _batch_size_of_rank(loader, group, config)
-    attributes: dict[str, Any] = {"batch_size": batch_size}
+        check_split(batch_size, group.size)
     if batch_size is not None:
-        attributes["batch_sampler"] = BatchSampler(loader.sampler, batch_size, loader.drop_last)
+        size = changes.get("batch_size", batch_size)
+        changes["batch_sampler"] = BatchSampler(source.loader.sampler, size, source.drop_last)
     if not config.even_batches and _num_files(dataset) >= group.size:
         files = dataset.shard(num_shards=group.size, index=group.rank)
-        return DataLoaderShard.over(altered(loader, dataset=files, **attributes), **common)
+        return DataLoaderShard.over(source, settings, {**changes, "dataset": files})
     is_stateful = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
     shard = (StatefulShard if is_stateful else MarkedShard)(
         dataset,
-        loader.batch_size or 1,
-        loader.drop_last,
+        batch_size or 1,
+        source.drop_last,
         group.size,
         group.rank,
         config.split_batches,
         even_batches=config.even_batches,
-        holds_batches=loader.batch_size is None,
+        holds_batches=batch_size is None,
         is_checked=config.already_sharded is None,
     )
-    base = altered(loader, dataset=shard, collate_fn=partial(collated, loader.collate_fn), **attributes)
-    return DataLoaderShard.over(base, marked=True, **common)
+    collate = partial(collated, source.loader.collate_fn)
+    return DataLoaderShard.over(source, settings, {**changes, "dataset": shard, "collate_fn": collate}, marked=True)
 
 
-def _agreement(
-    loader: DataLoader[Any], exchange: Exchange, kinds: list[str], dispatches: bool
-) -> Callable[[], None] | None:
+def _agreement(source: Source, exchange: Exchange, kinds: list[str], dispatches: bool) -> Callable[[], None] | None:
     """Return what makes all ranks draw rank 0's order, to be called before each iteration; None if nothing is drawn."""
-    sampler = None if dispatches else _sampler_of(loader)
+    sampler = None if dispatches else source.sampler
     seeded = sampler if isinstance(sampler, SeedableRandomSampler) else None
-    generator = None if dispatches or seeded else _shared_generator(loader, sampler)
+    generator = None if dispatches or seeded else _shared_generator(source)
     if generator is None:
         kinds = [kind for kind in kinds if kind != "generator"]
     if not kinds and seeded is None:
@@ -303,11 +298,12 @@ def _agree(
         seeded.initial_seed = int(seed)
 
 
-def _shared_generator(loader: DataLoader[Any], sampler: Any) -> torch.Generator | None:
+def _shared_generator(source: Source) -> torch.Generator | None:
     """Return the generator that decides the order of the data; a sampler that has room for one but none gets one."""
-    if isinstance(loader.dataset, IterableDataset):
-        own = getattr(loader.dataset, "generator", None)
+    if source.streams:
+        own = getattr(source.dataset, "generator", None)
         return own if isinstance(own, torch.Generator) else None
+    sampler = source.sampler
     if not hasattr(sampler, "generator"):
         return None
     if sampler.generator is None:
@@ -316,49 +312,8 @@ def _shared_generator(loader: DataLoader[Any], sampler: Any) -> torch.Generator 
     return sampler.generator  # type: ignore[no-any-return]
 
 
-def _with_seedable_sampler(loader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
-    """Return a copy of a shuffling loader whose order depends on a seed and the epoch alone; others as they are."""
-    sampler = _sampler_of(loader)
-    if not isinstance(sampler, RandomSampler) or isinstance(sampler, SeedableRandomSampler):
-        return loader
-    seedable = SeedableRandomSampler.of(sampler, data_seed)
-    source: Any = index_source(loader)
-    if source is sampler:
-        return with_indices(loader, seedable)
-    source = copy.copy(source)
-    source.sampler = seedable
-    return with_indices(loader, source, **({"sampler": seedable} if loader.batch_sampler is not None else {}))
-
-
-def _sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return what puts the samples of a loader in order: the sampler, or a batch sampler that has none inside."""
-    source = index_source(loader)
-    return getattr(source, "sampler", source)
-
-
-def _batch_size_of_rank(loader: DataLoader[Any], group: Group, config: DataLoaderConfiguration) -> int | None:
-    size = loader.batch_size
-    return size // group.size if size is not None and config.split_batches else size
-
-
 def _num_files(dataset: Any) -> int:
     """Return into how many parts an iterable data set can be divided without reading it, in the way of `datasets`."""
     if not hasattr(dataset, "shard"):
         return 0
     return getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None) or 0
-
-
-def _refuse_unshareable(loader: DataLoader[Any], group: Group, already_sharded: bool | None) -> None:
-    """Raise ConfigError where it can be seen that ranks have their own shares of the data, and nobody says so."""
-    if isinstance(loader.dataset, getattr(torch_data, "IterDataPipe", ())):  # torch says it will go away
-        raise Unsupported(
-            f"The data set is a data pipe ({type(loader.dataset).__name__}); torch makes a collective of each of its "
-            "iterators. Wrap it in an IterableDataset whose __iter__ iterates over it."
-        )
-    for thing in () if already_sharded or group.size == 1 else (*samplers_of(loader), loader.dataset):
-        why = shares_of(thing, group.rank, group.size, asks=already_sharded is None)
-        if why is not None:
-            raise ConfigError(
-                f"This loader's {type(thing).__name__} already gives each rank a share of its own: {why}. If those "
-                f"were shared out again, most of the data would never be seen. {SAY_SHARDED}"
-            )

@@ -5,14 +5,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from torch.utils import data as torch_data
 from torch.utils.data import IterableDataset
+
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.loop.uneven import SAY_SHARDED
+
+if TYPE_CHECKING:
+    from farflung.comm.group import Group
+    from farflung.data.torch_loaders import Source
 
 # How classes call the number of shares and which one is this process's: torch's and transformers' samplers, data sets
 # for several processes, our own shards and Accelerate's.
 _PAIRS = (("num_replicas", "rank"), ("world_size", "rank"), ("num_processes", "process_index"))
 _ASKS = {"get_rank", "process_index", "RANK"}  # what the code of a stream has that takes every n-th sample by rank
+
+
+def refuse_unshareable(source: Source, group: Group, already_sharded: bool | None) -> None:
+    """Raise ConfigError where it can be seen that ranks have their own shares of the data, and nobody says so."""
+    if isinstance(source.dataset, getattr(torch_data, "IterDataPipe", ())):  # torch says it will go away
+        raise Unsupported(
+            f"The data set is a data pipe ({type(source.dataset).__name__}); torch makes a collective of each of its "
+            "iterators. Wrap it in an IterableDataset whose __iter__ iterates over it."
+        )
+    for thing in () if already_sharded or group.size == 1 else (*source.samplers, source.dataset):
+        why = shares_of(thing, group.rank, group.size, asks=already_sharded is None)
+        if why is not None:
+            raise ConfigError(
+                f"This loader's {type(thing).__name__} already gives each rank a share of its own: {why}. If those "
+                f"were shared out again, most of the data would never be seen. {SAY_SHARDED}"
+            )
 
 
 def shares_of(thing: Any, rank: int, size: int, asks: bool = True) -> str | None:

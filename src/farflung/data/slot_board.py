@@ -16,14 +16,12 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.checkpoint import rng
 from farflung.comm.c10d_transport import TextBoard
-from farflung.data.resume.iteration import generators_of
-from farflung.data.torch_loaders import announce, samplers_of, seeded_samplers
+from farflung.data.torch_loaders import Source
 
 _T = TypeVar("_T")
 
@@ -33,21 +31,21 @@ _BATCHES_EACH = 16  # in a slot at least, as a claim is a question to the store
 _COMPARED = 1000  # batches; orders that were drawn apart differ in them
 
 
-def proposed_seed(loader: DataLoader[Any]) -> int:
+def proposed_seed(source: Source) -> int:
     """Return the seed that a loader has or would draw."""
-    seeded = seeded_samplers(loader)
+    seeded = source.seeded_samplers
     if seeded:
         return seeded[0].initial_seed % 2**63
-    generator = next(iter(generators_of(loader)), None)
+    generator = next(iter(source.generators), None)
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
-def agreed_order(batches: Iterable[Any], loader: DataLoader[Any], seed: int, epoch: int) -> list[Any]:
+def agreed_order(batches: Iterable[Any], source: Source, seed: int, epoch: int) -> list[Any]:
     """Return the batches of an epoch, in an order that depends on the seed and the epoch alone.
 
     The samplers get the epoch through `set_epoch`; all random states are restored afterwards.
     """
-    samplers, host = samplers_of(loader), rng.read_host()
+    samplers, host = source.present_samplers, rng.read_host()
     generators = [(one, one.generator) for one in samplers if hasattr(one, "generator")]
     of_epoch = (seed + epoch) % 2**63
     random.seed(of_epoch)
@@ -55,10 +53,10 @@ def agreed_order(batches: Iterable[Any], loader: DataLoader[Any], seed: int, epo
     torch.default_generator.manual_seed(of_epoch)
     for sampler, _ in generators:
         sampler.generator = torch.Generator().manual_seed(of_epoch)
-    for seeded in seeded_samplers(loader):
+    for seeded in source.seeded_samplers:
         seeded.initial_seed = seed
     try:
-        announce(epoch, loader)
+        source.announce(epoch)
         return list(batches)
     finally:
         rng.write_host(host)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from farflung.base.errors import ConfigError, StateError, Unreachable
 from farflung.base.words import counted
@@ -27,7 +27,7 @@ from farflung.data.loader import DataLoaderShard
 from farflung.data.resume.iteration import Iteration
 from farflung.data.samplers import SamplerView, filled
 from farflung.data.slot_board import Claim, SlotBoard, agreed_order, digest_of, num_slots, proposed_seed
-from farflung.data.torch_loaders import LoaderView, announce, index_source, samplers_of, with_indices
+from farflung.data.torch_loaders import Source
 
 if TYPE_CHECKING:
     from farflung.base.torch_internals import Store
@@ -61,7 +61,7 @@ class Slots:
         self.num_given = self.num_steps = 0  # batches that the training of this rank got, steps that it made of them
         self.is_gone = False  # the store can't be reached any more
 
-    def shared(self, loader: DataLoader[Any], per_round: int, num_parts: int = 1) -> DataLoader[Any]:
+    def shared(self, loader: Source, per_round: int, num_parts: int = 1) -> Source:
         """Return a copy of a loader whose batches are this replica's share.
 
         Args:
@@ -71,14 +71,13 @@ class Slots:
         Raises:
             ConfigError: it can't be cut into slots.
         """
-        if isinstance(loader.dataset, IterableDataset) or isinstance(loader, LoaderView):
+        if not loader.by_index:
             raise ConfigError(
                 f"Replicas that come and go share the batches of a data set by index, but this loader reads "
                 f"{type(loader.dataset).__name__} as a stream. Use a data set with __len__ and __getitem__; a stream "
                 "whose replicas each draw their own samples can be iterated unprepared."
             )
-        source: Any = index_source(loader)
-        sampler = getattr(source, "sampler", source)
+        source, sampler = loader.indices, loader.sampler
         if getattr(sampler, "num_replicas", 1) > num_parts:
             raise ConfigError(
                 f"This loader's {type(sampler).__name__} hands out fixed shares, but the replicas of this run come and "
@@ -94,7 +93,12 @@ class Slots:
         board = SlotBoard(self._board.part(str(len(self._samplers))), self.member)
         made = SlotSampler(source, loader, self, board, per_round)
         self._samplers.append(made)
-        return with_indices(loader, made)
+        return loader.with_indices(made)
+
+    def shared_as_it_is(self, loader: DataLoader[Any], num_parts: int) -> tuple[DataLoader[Any], SlotSampler]:
+        """Return a copy of a loader that nobody prepares, and its share, where its sampler has so many parts."""
+        made = self.shared(Source.of(loader), 1, num_parts)
+        return made.loader, made.indices
 
     def described(self) -> str:
         """Return what must be the same on all replicas: how many batches the loaders have that were prepared so far."""
@@ -243,9 +247,7 @@ class SlotSampler(SamplerView):
     is before the first pass if nothing shuffles.
     """
 
-    def __init__(
-        self, batch_sampler: Any, loader: DataLoader[Any], slots: Slots, board: SlotBoard, per_round: int
-    ) -> None:
+    def __init__(self, batch_sampler: Any, loader: Source, slots: Slots, board: SlotBoard, per_round: int) -> None:
         super().__init__(batch_sampler)
         self.sampler: Any = getattr(batch_sampler, "sampler", batch_sampler)  # which may be replaced
         self.board = board
@@ -390,7 +392,7 @@ class SlotSampler(SamplerView):
     def _order(self, epoch: int) -> list[Any]:
         if epoch not in self._orders:
             self._orders[epoch] = agreed_order(self._whole, self._loader, self._seed, epoch)
-            announce(self._epoch, self._loader)
+            self._loader.announce(self._epoch)
         return self._orders[epoch]
 
 
@@ -400,7 +402,7 @@ class SlotLoader(DataLoaderShard):
     @property
     def share(self) -> SlotSampler:
         """The batches of this replica."""
-        return next(one for one in samplers_of(self.base_dataloader) if isinstance(one, SlotSampler))
+        return next(one for one in self.base_source.samplers if isinstance(one, SlotSampler))
 
     def skipping(self, num_batches: int) -> Any:
         raise ConfigError(

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to torch's own loaders: looked through, copied with other indices, told about epochs."""
+"""Torch's own loaders: asked once what they are (`Source`), and viewed through another loader (`LoaderView`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from farflung.base.checks import check_flag
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.forward import Forward, unchecked
 from farflung.base.torch_internals import copied_loader, expect_batches
-from farflung.base.tree import send_to_device
 from farflung.data.iterable import IterableDatasetShard
 from farflung.data.samplers import SeedableRandomSampler, SkipBatchSampler
 from farflung.loop.state import LoopState, LoopView
@@ -24,18 +27,192 @@ from farflung.loop.state import LoopState, LoopView
 _DATA_AXES = {"dp", "fsdp", "dp_replicate", "dp_shard"}  # mesh axes along which ranks see different data
 
 
-class LoaderView(DataLoader[Any]):
-    """A loader that stands before another one and looks like it: attributes are read from, and set on, that one.
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A loader, and what it says of itself: asked once, as torch refuses to set any of it later.
 
-    A subclass sets its own attributes before it calls this constructor. With `stateful` it is an instance of
-    torchdata's `StatefulDataLoader` too, where that is installed.
+    Scripts may replace samplers inside others at any time, so what concerns an epoch looks these up again.
+
+    Attributes:
+        indices: yields the indices of each batch: the batch sampler, or the sampler if there is none.
+        indices_name: the attribute of the loader that holds them.
+        sampler: puts the samples in order: the sampler, or a batch sampler that has none inside.
+        samplers: all samplers, and those inside them; `present_samplers` are those of now.
+        batch_size: of the loader, or else of its batch sampler; None: neither has one.
+        drop_last: the loader or its batch sampler leaves out a short last batch.
+        makes_batches: it has a batch sampler.
+        streams: its data set has no indices.
+        is_view: it stands before another loader, so it is iterated as it is.
+        by_index: samples are read by index, so that some can be left unread.
+    """
+
+    loader: DataLoader[Any]
+    dataset: Any
+    indices: Any
+    indices_name: str
+    sampler: Any
+    samplers: list[Any]
+    batch_size: int | None
+    drop_last: bool
+    makes_batches: bool
+    streams: bool
+    is_view: bool
+    by_index: bool
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> Source:
+        makes_batches = loader.batch_sampler is not None
+        indices: Any = loader.batch_sampler if makes_batches else loader.sampler
+        streams, is_view = isinstance(loader.dataset, IterableDataset), isinstance(loader, LoaderView)
+        return cls(
+            loader,
+            loader.dataset,
+            indices,
+            indices_name="batch_sampler" if makes_batches else "sampler",
+            sampler=getattr(indices, "sampler", indices),
+            samplers=_samplers_of(loader),
+            batch_size=loader.batch_size or getattr(indices, "batch_size", None),
+            drop_last=loader.drop_last or getattr(indices, "drop_last", False),
+            makes_batches=makes_batches,
+            streams=streams,
+            is_view=is_view,
+            by_index=not is_view and not streams,
+        )
+
+    # ---- what concerns an epoch
+
+    @property
+    def present_samplers(self) -> list[Any]:
+        return _samplers_of(self.loader)
+
+    @property
+    def seeded_samplers(self) -> list[SeedableRandomSampler]:
+        """The samplers whose order depends on a seed and the epoch alone."""
+        return [sampler for sampler in self.present_samplers if isinstance(sampler, SeedableRandomSampler)]
+
+    @property
+    def order(self) -> tuple[Any, Any]:
+        """The innermost sampler, and what holds it: a batch sampler, or None."""
+        holder: Any = None
+        inner: Any = self.indices
+        while (next_inner := getattr(inner, "batch_sampler", None) or getattr(inner, "sampler", None)) is not None:
+            holder, inner = inner, next_inner
+        return inner, holder
+
+    @property
+    def keeper(self) -> Any:
+        """What knows how far the data were read: the loader, or a data set that is read in this process."""
+        if hasattr(self.loader, "load_state_dict"):
+            return self.loader
+        return self.dataset if self.loader.num_workers == 0 and self.streams else None
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Those of the loader, of its samplers, and of its data set."""
+        found: list[torch.Generator] = []
+        for owner in (self.loader, *self.present_samplers, self.dataset, getattr(self.dataset, "dataset", None)):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
+                found.append(generator)
+        return found
+
+    def set_generators(self, states: list[Tensor]) -> None:
+        """Set the generators' states; where there are none, as in one process, a sampler gets one."""
+        own = self.generators
+        if len(states) == 1 and not own:
+            for sampler in self.present_samplers:
+                if getattr(sampler, "generator", self) is None:
+                    sampler.generator = torch.Generator()
+                    own = [sampler.generator]
+        if len(own) == len(states):
+            for generator, state in zip(own, states, strict=True):
+                generator.set_state(state)
+
+    def announce(self, epoch: int) -> None:
+        """Call `set_epoch` wherever there is one: on the loader, its samplers, those inside them, and its data set."""
+        for thing in (self.loader, *self.present_samplers, self.dataset):
+            if hasattr(thing, "set_epoch"):
+                thing.set_epoch(epoch)
+
+    def num_batches(self) -> int:
+        """Count the batches, also those that torch leaves out, as each worker of a stream ends by itself.
+
+        Workers are taken to share out a stream sample by sample. Should they do it otherwise, torch warns when there
+        are more batches.
+        """
+        loader, stream = self.loader, self.dataset
+        if self.is_view or loader.num_workers < 2 or not self.streams:
+            return len(loader)
+        if not isinstance(stream, IterableDatasetShard):
+            stream = IterableDatasetShard(stream, loader.batch_size or 1, loader.drop_last)
+        length = stream.num_batches(loader.num_workers)
+        expect_batches(loader, length)
+        return length
+
+    # ---- copies
+
+    def altered(self, **attributes: Any) -> Source:
+        """Return a copy with other attributes: everything else, workers and subclass included, is kept.
+
+        ConfigError: a view has no attributes of its own to change.
+        """
+        if self.is_view and attributes:
+            raise ConfigError(
+                f"A {type(self.loader).__name__} cannot be sharded across ranks: prepare the loader first, then call "
+                "skip_first_batches on what comes back."
+            )
+        return Source.of(
+            _view_copied(cast(LoaderView, self.loader)) if self.is_view else copied_loader(self.loader, attributes)
+        )
+
+    def with_indices(self, indices: Any, **attributes: Any) -> Source:
+        """Return a copy that takes the indices of its batches from `indices`."""
+        return self.altered(**{self.indices_name: indices}, **attributes)
+
+    def without_first(self, num_batches: int, keep: int = 0) -> DataLoader[Any]:
+        """Return a copied loader that doesn't read its first batches, except for the first `keep` of those."""
+        return self.with_indices(SkipBatchSampler(self.indices, num_batches, keep=keep)).loader
+
+    def seedable(self, data_seed: int | None) -> Source:
+        """Return a copy whose shuffling depends on a seed and the epoch alone; others as they are."""
+        if not isinstance(self.sampler, RandomSampler) or isinstance(self.sampler, SeedableRandomSampler):
+            return self
+        seeded = SeedableRandomSampler.of(self.sampler, data_seed)
+        if self.indices is self.sampler:
+            return self.with_indices(seeded)
+        indices = copy.copy(self.indices)
+        indices.sampler = seeded
+        return self.with_indices(indices, **({"sampler": seeded} if self.makes_batches else {}))
+
+
+def _samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """Return the samplers of a loader and those inside them."""
+    found: list[Any] = []
+    waiting: list[Any] = [loader.batch_sampler, loader.sampler]
+    while waiting:
+        sampler = waiting.pop()
+        if sampler is not None and not any(sampler is other for other in found):
+            found.append(sampler)
+            waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
+    return found
+
+
+class LoaderView(DataLoader[Any]):
+    """A loader that stands before another one and looks like it: attributes are read from that one.
+
+    The other one is a copy of the script's loader, with `changes`. What torch's loader declares is set on the copy, and
+    takes effect there; anything else is set on the view. With `stateful` it is an instance of torchdata's
+    `StatefulDataLoader` too, where that is installed.
     """
 
     _state: LoopState
 
-    def __init__(self, base: DataLoader[Any], *, stateful: bool = False) -> None:
+    def __init__(
+        self, source: Source, changes: Mapping[str, Any] = MappingProxyType({}), *, stateful: bool = False
+    ) -> None:
         self.use_stateful_dataloader = stateful
-        self.base_dataloader = base
+        self.base_source = source.altered(**changes)
+        self.base_dataloader = self.base_source.loader
         if stateful and _torchdata_loader() is not None:
             object.__setattr__(self, "__class__", _stateful_kind(cast(Any, type(self))))
 
@@ -45,13 +222,6 @@ class LoaderView(DataLoader[Any]):
             if name == "base_dataloader":  # not there yet: this is a copy in the making
                 raise AttributeError(name)
             return getattr(self.base_dataloader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        base = self.__dict__.get("base_dataloader")  # None: this one is in the making
-        if name in self.__dict__ or hasattr(type(self), name) or base is None or not hasattr(base, name):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(base, name, value)
 
     def __len__(self) -> int:
         return len(self.base_dataloader)
@@ -79,14 +249,14 @@ class SkipDataLoader(LoaderView):
     ) -> None:
         base = made_loader(dataset, use_stateful_dataloader, kwargs)
         self.skip_batches, self._state = skip_batches, LoopState()
-        super().__init__(base, stateful=use_stateful_dataloader)
+        super().__init__(Source.of(base), stateful=use_stateful_dataloader)
 
     @classmethod
-    def over(cls, loader: DataLoader[Any], skip_batches: int) -> SkipDataLoader:
-        """Leave out the first batches of a loader that is there already."""
+    def over(cls, source: Source, skip_batches: int) -> SkipDataLoader:
+        """Leave out the first batches of an existing loader."""
         view = cls.__new__(cls)
         view.skip_batches, view._state = skip_batches, LoopState()
-        LoaderView.__init__(view, loader)
+        LoaderView.__init__(view, source)
         return view
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -94,6 +264,14 @@ class SkipDataLoader(LoaderView):
 
     def __len__(self) -> int:
         return max(0, len(self.base_dataloader) - self.skip_batches)
+
+
+def _view_copied(view: LoaderView) -> LoaderView:
+    """Copy a view, and the loader behind it."""
+    other = copy.copy(view)
+    source = view.base_source.altered()
+    other.__dict__.update(base_source=source, base_dataloader=source.loader)
+    return other
 
 
 def made_loader(dataset: Any, stateful: bool, arguments: dict[str, Any]) -> DataLoader[Any]:
@@ -130,98 +308,3 @@ def refuse_mesh(mesh: Any) -> None:
     axes = set(getattr(mesh, "mesh_dim_names", None) or ()) - _DATA_AXES
     if axes:
         raise Unsupported(f"A mesh with the axes {sorted(axes)} is not supported. Use {sorted(_DATA_AXES)}.")
-
-
-def reads_indices(loader: DataLoader[Any]) -> bool:
-    """Say whether a loader gets its samples by index, so that it can leave some unread."""
-    return not isinstance(loader, LoaderView) and not isinstance(loader.dataset, IterableDataset)
-
-
-def index_source(loader: DataLoader[Any]) -> Iterable[Any]:
-    """Return what gives a loader the indices of each batch: its batch sampler, or its sampler when it has none."""
-    source: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    return source
-
-
-def altered(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """Return a copy of a loader with other attributes: everything else, workers and subclass included, is kept."""
-    if isinstance(loader, LoaderView):
-        raise ConfigError(
-            f"A {type(loader).__name__} cannot be sharded across ranks: prepare the loader first, then call "
-            "skip_first_batches on what comes back."
-        )
-    return copied_loader(loader, attributes)
-
-
-def with_indices(loader: DataLoader[Any], source: Iterable[Any], **attributes: Any) -> DataLoader[Any]:
-    """Return a copy of a loader that gets the indices of its batches from `source`."""
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    return altered(loader, **{name: source}, **attributes)
-
-
-def without_first(loader: DataLoader[Any], num_batches: int, keep: int = 0) -> DataLoader[Any]:
-    """Return a copy of a loader that does not read its first batches, but for the first `keep` of those."""
-    return with_indices(loader, SkipBatchSampler(index_source(loader), num_batches, keep=keep))
-
-
-def samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """Return the samplers of a loader and those inside them."""
-    found: list[Any] = []
-    waiting: list[Any] = [loader.batch_sampler, loader.sampler]
-    while waiting:
-        sampler = waiting.pop()
-        if sampler is not None and not any(sampler is other for other in found):
-            found.append(sampler)
-            waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
-    return found
-
-
-def announce(epoch: int, loader: DataLoader[Any]) -> None:
-    """Call `set_epoch` wherever a loader has one: on itself, its samplers, those inside them, and its data set."""
-    for thing in (loader, *samplers_of(loader), loader.dataset):
-        if hasattr(thing, "set_epoch"):
-            thing.set_epoch(epoch)
-
-
-def keeper_of(loader: Any) -> Any:
-    """Return what knows how far its data were read: the loader, or a data set that is read in this process."""
-    if hasattr(loader, "load_state_dict"):
-        return loader
-    return loader.dataset if loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset) else None
-
-
-def order_of(loader: DataLoader[Any]) -> tuple[Any, Any]:
-    """Return what puts the samples of a loader in order, and what holds it: a batch sampler, or None."""
-    holder: Any = None
-    inner: Any = index_source(loader)
-    while (next_inner := getattr(inner, "batch_sampler", None) or getattr(inner, "sampler", None)) is not None:
-        holder, inner = inner, next_inner
-    return inner, holder
-
-
-def mover(device: torch.device | None, non_blocking: bool) -> Callable[[Any], Any] | None:
-    """Return what brings a batch to `device`, or None when it is there already, as on a machine of CPUs alone."""
-    if device is None or (device.type == "cpu" and not torch.accelerator.is_available()):
-        return None
-    return partial(send_to_device, device=device, non_blocking=non_blocking)
-
-
-def num_batches_of(loader: DataLoader[Any]) -> int:
-    """Return how many batches a loader makes, also where torch leaves out that each worker of a stream ends by itself.
-
-    Workers are taken to share out a stream sample by sample. Should they do it otherwise, torch warns when there are
-    more batches.
-    """
-    stream = loader.dataset
-    if isinstance(loader, LoaderView) or loader.num_workers < 2 or not isinstance(stream, IterableDataset):
-        return len(loader)
-    if not isinstance(stream, IterableDatasetShard):
-        stream = IterableDatasetShard(stream, loader.batch_size or 1, loader.drop_last)
-    length = stream.num_batches(loader.num_workers)
-    expect_batches(loader, length)
-    return length
-
-
-def seeded_samplers(loader: DataLoader[Any]) -> list[SeedableRandomSampler]:
-    """Return the samplers of a loader whose order depends on a seed and the epoch alone."""
-    return [sampler for sampler in samplers_of(loader) if isinstance(sampler, SeedableRandomSampler)]

@@ -114,8 +114,7 @@ class TrainingData:
         """Go through this replica's share of an epoch, or through all of the data in an evaluation."""
         with self._inside():
             if loader not in self._shares:
-                copy = self.slots.shared(loader, 1, self.num_parts)
-                self._shares[loader] = copy, copy.sampler if copy.batch_sampler is None else copy.batch_sampler
+                self._shares[loader] = self.slots.shared_as_it_is(loader, self.num_parts)
             copy, share = self._shares[loader]
             epoch = max(sampler.epoch, self._epochs.get(loader, -1) + 1) if self.is_training() else sampler.epoch
             share.begin(epoch)

@@ -25,7 +25,7 @@ from farflung.checkpoint import rng
 from farflung.data.batches import plain_or_none
 from farflung.data.iterable import Marked
 from farflung.data.resume.workers import RecordingCollate, WorkerHistory, WorkerPlan, Workers, can_record
-from farflung.data.torch_loaders import keeper_of, reads_indices, samplers_of, without_first
+from farflung.data.torch_loaders import Source
 from farflung.process.world import current_world
 
 NOTHING: Any = object()  # where there is no batch
@@ -39,13 +39,13 @@ class RandomStates:
     generators: list[Tensor]
 
     @classmethod
-    def of(cls, loader: DataLoader[Any]) -> RandomStates:
-        return cls(rng.read_host(), [generator.get_state() for generator in generators_of(loader)])
+    def of(cls, source: Source) -> RandomStates:
+        return cls(rng.read_host(), [generator.get_state() for generator in source.generators])
 
-    def restore(self, loader: DataLoader[Any]) -> None:
+    def restore(self, source: Source) -> None:
         rng.write(self.host)
-        set_generators(loader, self.generators)
-        own = generators_of(loader)
+        source.set_generators(self.generators)
+        own = source.generators
         if own and not self.generators:  # one process drew its order in this way, several share a generator
             torch.empty((), dtype=torch.int64).random_()  # the seed of workers
             own[0].manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
@@ -142,10 +142,10 @@ class Iteration:
 
         Those of a stream whose state was loaded go on too: it does not draw again what it drew before.
         """
-        base, position = self.loader.base_dataloader, self.resumed_at
+        source, position = self.loader.base_source, self.resumed_at
         rng.write(self.now.host)
-        if position is not None and position.dataset is not None and not reads_indices(base):
-            set_generators(base, self.now.generators)
+        if position is not None and position.dataset is not None and not source.by_index:
+            source.set_generators(self.now.generators)
 
     @property
     def position(self) -> str | None:
@@ -181,14 +181,14 @@ def unpack_rounds(saved: Any) -> list[tuple[list[Any], int]]:
 
 def batches_of(one: Iteration, workers: Workers) -> Iterator[Any]:
     """Start to read the batches of an iteration of a loader that this rank reads for itself."""
-    base, position = one.loader.base_dataloader, one.resumed_at
-    reads = reads_indices(base)
-    if can_record(base):
-        one.source = _recorded(one, base, workers)
+    source, position = one.loader.base_source, one.resumed_at
+    reads = source.by_index
+    if can_record(source):
+        one.source = _recorded(one, source, workers)
     elif reads:
-        one.source = opened(one, without_first(base, one.skip) if one.skip else base)
+        one.source = opened(one, source.without_first(one.skip) if one.skip else source.loader)
     else:
-        one.source = opened(one, base) if position is None else _reopened(one, base, position)
+        one.source = opened(one, source.loader) if position is None else _reopened(one, source, position)
     if position is None:
         return one.source if reads else islice(one.source, one.skip, None)
     takes_next = reads or position.dataset is None  # what was prefetched; orders are drawn with it
@@ -199,8 +199,9 @@ def batches_of(one: Iteration, workers: Workers) -> Iterator[Any]:
     return chain(first, one.source)
 
 
-def _recorded(one: Iteration, base: DataLoader[Any], workers: Workers) -> Iterator[Any]:
+def _recorded(one: Iteration, source: Source, workers: Workers) -> Iterator[Any]:
     """Start workers whose random states are recorded, and go on where they were left."""
+    base = source.loader
     if workers.is_loaded:  # those that are there have drawn for another run
         forget_workers(base)
         workers.is_loaded = False
@@ -209,7 +210,7 @@ def _recorded(one: Iteration, base: DataLoader[Any], workers: Workers) -> Iterat
     skip, stay = one.skip, base.persistent_workers
     plan = workers.plan(base, skip, None if one.resumed_at is None else one.resumed_at.worker_plan)
     history = one.history = WorkerHistory(plan)
-    loader = without_first(base, plan.start) if plan.start else base
+    loader = source.without_first(plan.start) if plan.start else base
     recording = RecordingCollate(loader.collate_fn, loader.worker_init_fn, plan.workers)
     if stay:  # a worker that goes on has the states after its last batch, so each is recorded
         recording.every_s = 0.0
@@ -224,16 +225,16 @@ def _recorded(one: Iteration, base: DataLoader[Any], workers: Workers) -> Iterat
     return handed_out()
 
 
-def _reopened(one: Iteration, base: DataLoader[Any], position: Position) -> Iterator[Any]:
+def _reopened(one: Iteration, source: Source, position: Position) -> Iterator[Any]:
     """Start a stream, and go on where it was left."""
     if position.dataset is None:
-        source = opened(one, base)
-        replay(source, position.batches)
-        return source
+        batches = opened(one, source.loader)
+        replay(batches, position.batches)
+        return batches
     if position.is_read:
         return iter(())
-    keeper_of(base).load_state_dict(position.dataset)
-    return iter(base)
+    source.keeper.load_state_dict(position.dataset)
+    return iter(source.loader)
 
 
 def opened(one: Iteration, base: DataLoader[Any], **replaced: Any) -> Iterator[Any]:
@@ -267,27 +268,3 @@ def replay(batches: Iterator[Any], number: int, to_the_end: bool = False) -> Non
             f"The data had {counted(number, 'batch')} when the checkpoint was written, and {done} now. "
             "Check that it is the same dataset."
         )
-
-
-def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Return the generators of a loader, of its samplers, and of its data set."""
-    found: list[torch.Generator] = []
-    dataset: Any = loader.dataset
-    for owner in (loader, *samplers_of(loader), dataset, getattr(dataset, "dataset", None)):
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
-            found.append(generator)
-    return found
-
-
-def set_generators(loader: DataLoader[Any], states: list[Tensor]) -> None:
-    """Give the generators of a loader these states; where it has none, as one process has not, its sampler gets one."""
-    own = generators_of(loader)
-    if len(states) == 1 and not own:
-        for sampler in samplers_of(loader):
-            if getattr(sampler, "generator", loader) is None:
-                sampler.generator = torch.Generator()
-                own = [sampler.generator]
-    if len(own) == len(states):
-        for generator, state in zip(own, states, strict=True):
-            generator.set_state(state)

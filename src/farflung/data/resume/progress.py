@@ -7,8 +7,6 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from farflung.base.torch_internals import is_exhausted
 from farflung.base.words import counted
 from farflung.data.batches import plain_or_none, state_of
@@ -16,13 +14,11 @@ from farflung.data.resume.iteration import (
     Iteration,
     Position,
     RandomStates,
-    generators_of,
     pack_batch,
-    set_generators,
     with_present_keys,
 )
 from farflung.data.resume.workers import Workers, checked, known
-from farflung.data.torch_loaders import announce, keeper_of, seeded_samplers
+from farflung.data.torch_loaders import Source
 
 
 class Progress:
@@ -64,26 +60,26 @@ class Progress:
 
     def begin(self, loader: Any, agree: Callable[[], None] | None) -> Iteration:
         """Start an iteration, or go on with the loaded one; `agree` makes ranks draw the same random order."""
-        base, skip, exactly = loader.base_dataloader, loader.skip_batches, loader.skips_exactly
+        source, skip, exactly = loader.base_source, loader.skip_batches, loader.skips_exactly
         position, self.position = self.position, None
         is_passed = self.chosen is not None or (exactly and position is not None and skip < position.batches)
         if position is not None and position.ended and is_passed:
             self._run_out(loader, position)
             position = None
-        now = RandomStates.of(base)
+        now = RandomStates.of(source)
         if position is not None:
             skip = skip if exactly else position.batches
             position = position if skip == position.batches else position.moved(skip)
-            position.start.restore(base)
+            position.start.restore(source)
         if agree is not None:
             agree()
         if self.under_way and position is None:
             self.number += 1
         self.under_way = True
-        announce(self.number, base)
+        source.announce(self.number)
         self._passes += 1
         name = None if self.run_number is None else f"{self.run_number}/{self._passes}"
-        has_workers = self.workers.are_there(base) if position is None else position.has_workers
+        has_workers = self.workers.are_there(source.loader) if position is None else position.has_workers
         self.newest = Iteration(loader, self.number, skip, has_workers, name, position, now)
         return self.newest
 
@@ -98,7 +94,7 @@ class Progress:
         if chosen is not None:
             self.choose(chosen)
 
-    def finish(self, one: Iteration) -> None:
+    def complete(self, one: Iteration) -> None:
         """Note that an iteration came to its end."""
         if self.under_way and one.epoch == self.number and self.position is None:
             self.choose(one.epoch + 1)
@@ -111,23 +107,23 @@ class Progress:
 
     def state_dict(self, loader: Any, live: Sequence[Any]) -> dict[str, Any]:
         """Return the state of a loader; see `PreparedLoader`. `live` are the iterations that are under way."""
-        base, one, position = loader.base_dataloader, self.newest, self.position
+        source, one, position = loader.base_source, self.newest, self.position
         if one is not None and position is None and any(one is other for other in live):
-            position = self._position_of(one, base)
+            position = self._position_of(one, source)
         return {
             "epoch": self.number,
             "under_way": self.under_way,
             "position": None if position is None else position.to_dict(),
-            **_orders_of(base),
-            "has_workers": self.workers.are_there(base),
+            **_orders_of(source),
+            "has_workers": self.workers.are_there(source.loader),
             "worker_states": known(self.workers.states),
             "total_batch_size": loader.total_batch_size,
         }
 
-    def _position_of(self, one: Iteration, base: DataLoader[Any]) -> Position:
+    def _position_of(self, one: Iteration, source: Source) -> Position:
         batches = one.skip + one.num_batches
         num_prefetched, prefetched = self._pack(one.prefetched)
-        keeper = keeper_of(base) if self._reads else None
+        keeper = source.keeper if self._reads else None
         first, dataset = None, None
         if keeper is not None and (num_prefetched == 0 or prefetched is not None):
             first = plain_or_none(one.first)
@@ -145,25 +141,25 @@ class Progress:
             exhausted=is_exhausted(one.source),
         )
 
-    def load_state_dict(self, base: DataLoader[Any], state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, source: Source, state_dict: dict[str, Any]) -> None:
         """Let the next iteration go on where `state_dict` stood; where it is no such state, nothing is changed."""
         saved = with_present_keys(state_dict)
         position = None if saved["position"] is None else Position.from_dict(saved["position"])
         number, under_way, were_started = int(saved["epoch"]), bool(saved["under_way"]), bool(saved["has_workers"])
         states = checked(saved.get("worker_states"))
-        _set_orders(base, saved["generators"], saved["seeds"])
+        _set_orders(source, saved["generators"], saved["seeds"])
         self.number, self.under_way, self.position, self.chosen = number, under_way, position, None
         workers = self.workers
         workers.were_started, workers.states, workers.is_loaded = were_started, states, True
 
-    def keep(self, base: DataLoader[Any]) -> Callable[[], None]:
+    def keep(self, source: Source) -> Callable[[], None]:
         """Return what undoes a `load_state_dict` that comes now."""
-        own, workers, orders = dict(vars(self)), dict(vars(self.workers)), _orders_of(base)
+        own, workers, orders = dict(vars(self)), dict(vars(self.workers)), _orders_of(source)
 
         def undo() -> None:
             vars(self).update(own)
             vars(self.workers).update(workers)
-            _set_orders(base, **orders)
+            _set_orders(source, **orders)
 
         return undo
 
@@ -186,13 +182,13 @@ class Progress:
         return where
 
 
-def _orders_of(base: DataLoader[Any]) -> dict[str, Any]:
+def _orders_of(source: Source) -> dict[str, Any]:
     """Return the states on which the order of the data depends."""
-    generators = [generator.get_state() for generator in generators_of(base)]
-    return {"generators": generators, "seeds": [sampler.initial_seed for sampler in seeded_samplers(base)]}
+    generators = [generator.get_state() for generator in source.generators]
+    return {"generators": generators, "seeds": [sampler.initial_seed for sampler in source.seeded_samplers]}
 
 
-def _set_orders(base: DataLoader[Any], generators: list[Any], seeds: list[int]) -> None:
-    set_generators(base, generators)
-    for sampler, seed in zip(seeded_samplers(base), seeds, strict=False):
+def _set_orders(source: Source, generators: list[Any], seeds: list[int]) -> None:
+    source.set_generators(generators)
+    for sampler, seed in zip(source.seeded_samplers, seeds, strict=False):
         sampler.initial_seed = seed

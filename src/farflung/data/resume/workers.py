@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from farflung.base.torch_internals import has_live_workers
 from farflung.checkpoint import rng
-from farflung.data.torch_loaders import reads_indices
+from farflung.data.torch_loaders import Source
 
 _RECORD_EVERY_S = 0.005  # reading all states takes 60 us, and as much as this is made again
 _FRESH = "fresh"  # what a worker has when it starts by itself
@@ -163,10 +163,11 @@ class Workers:
         return WorkerPlan.begun(number, skip, states if len(states) == number else None)
 
 
-def can_record(loader: DataLoader[Any]) -> bool:
+def can_record(source: Source) -> bool:
     """Say whether the batches of a loader come from workers that take turns, and through torch's own iterator."""
+    loader = source.loader
     is_plain = type(loader).__iter__ is DataLoader.__iter__
-    return reads_indices(loader) and loader.num_workers > 0 and loader.in_order and is_plain
+    return source.by_index and loader.num_workers > 0 and loader.in_order and is_plain
 
 
 def known(states: list[States] | None) -> list[Any] | None:
