@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
-from ast import literal_eval
 from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -16,10 +16,12 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from farflung.base.errors import ConfigError, StateError, Unreachable
-from farflung.comm.c10d_transport import TextBoard
+from farflung.comm.board import Log
+from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
 from farflung.config.handlers import DataLoaderConfiguration
+from farflung.data import slot_board
 from farflung.data.prepare import prepare_loader, skip_first_batches
 from farflung.data.slots import Slots
 from farflung.data.torch_loaders import Source
@@ -44,7 +46,7 @@ class Replica:
         self.membership = Membership()
         self.training = True
         exchange = exchange or Exchange(SoloGroup())
-        self.slots = Slots(run.store, member, exchange, most=run.most, expected=2, is_training=lambda: self.training)
+        self.slots = Slots(run.board, member, exchange, most=run.most, expected=2, is_training=lambda: self.training)
         self.followed = self.slots.follow(self.membership, fragments)
         self.loaders = [
             prepare_loader(
@@ -60,16 +62,19 @@ class Replica:
         ]
         self.position, self.unsent, self.taken, self.batches, self.epoch = 0, [], [], None, 0
 
+    def open(self, which):
+        return self.slots.claims.ledger.open.get(which, {})
+
     def take(self, which=0):
         """Train on the next batch; at the end of the epoch return False."""
         loader = self.loaders[which]
         if self.batches is None:
             self.batches, self.epoch = iter(loader), loader.iteration
-        before, batch = dict(loader.share.given), next(self.batches, None)
+        before, batch = dict(self.open(which)), next(self.batches, None)
         if batch is None:
             self.batches = None
             return False
-        given = loader.share.given  # its epoch is another one where it was left of the epoch before
+        given = self.open(which)  # its epoch is another one where it was left of the epoch before
         epoch, _ = next((place for place, done in given.items() if before.get(place) != done), next(reversed(given)))
         self.position += 1
         self.followed.step_attempted(self.position)
@@ -83,6 +88,7 @@ class Run:
 
     def __init__(self, num_batches=40, most=4, loaders=({"shuffle": True},)):
         self.store, self.most, self.loaders = dist.HashStore(), most, loaders
+        self.board = C10dTransport(self.store).board
         self.dataset = torch.arange(num_batches)
         self.counted, self.live, self.num_members, self.number = Counter(), [], 0, 0
 
@@ -311,8 +317,8 @@ def test_a_dropped_round_and_a_part_of_a_model_record_nothing():
     one = run.join(fragments=2)
 
     def done():
-        rows = literal_eval(TextBoard.of(run.store).part("data").part("0").get("epochs"))[3]
-        return sum(count for *_, held in rows.values() for _, count in held.values())
+        rows = json.loads(Log(run.board.part("data").part("0"), "epochs").last()[1])[3]
+        return sum(count for *_, held in rows for _, (_, count) in held)
 
     for _ in range(3):
         one.take()
@@ -324,7 +330,8 @@ def test_a_dropped_round_and_a_part_of_a_model_record_nothing():
     assert done() == 2
 
 
-def test_keys_don_t_grow_with_epochs_and_losses():
+def test_keys_don_t_grow_with_epochs_and_losses(monkeypatch):
+    monkeypatch.setattr(slot_board, "_DECIDED_AT_A_TIME", 4)
     run, sizes = Run(16), []
     run.join()
     for _ in range(4):
@@ -335,7 +342,7 @@ def test_keys_don_t_grow_with_epochs_and_losses():
         run.lose(lost)
         finish(run)
         sizes.append(run.store.num_keys())
-    assert len(set(sizes)) == 1
+    assert max(sizes) - min(sizes) < 8  # as a log forgets eight records at a time
 
 
 @pytest.mark.parametrize(
@@ -398,8 +405,8 @@ def test_without_the_store_the_epoch_ends_and_later_ones_are_shared_by_places():
     run.join(), run.join()
     stores = []
     for one in run.live:
-        board = one.loaders[0].share.board
-        board._board = Store(board._board)
+        (board,) = one.slots.claims.boards
+        board._board = board._log._board = Store(board._board)
         stores.append(board._board)
         one.take()
     run.round()
@@ -450,7 +457,7 @@ class Lengthless:
     ],
 )
 def test_loaders_that_can_t_be_cut_are_refused(loader, says):
-    slots = Slots(dist.HashStore(), 1, Exchange(SoloGroup()), most=2)
+    slots = Slots(C10dTransport(dist.HashStore()).board, 1, Exchange(SoloGroup()), most=2)
     with pytest.raises(ConfigError, match=says):
         slots.shared(Source.of(loader), 1)
 

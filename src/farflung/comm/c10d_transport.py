@@ -204,28 +204,6 @@ class StoreBoard:
         return self.line.ask(act, self.patience_s)
 
 
-class TextBoard(StoreBoard):
-    """The same with texts, which are empty where nothing is, and compare-and-set."""
-
-    @classmethod
-    def of(cls, store: StoreBoard | Store) -> TextBoard:
-        board = store if isinstance(store, StoreBoard) else C10dTransport(store).board
-        return cls(board.line, board.prefix, board.patience_s)
-
-    def part(self, name: str) -> TextBoard:
-        return replace(self, prefix=f"{self.prefix}{name}/")
-
-    def put(self, key: str, value: str) -> None:  # type: ignore[override]
-        super().put(key, value.encode())
-
-    def get(self, key: str) -> str:  # type: ignore[override]
-        return (super().get(key) or b"").decode()
-
-    def swap(self, key: str, before: str, by: str) -> str:
-        """Write `by` if `before` is there (empty: nothing), and return what is there then."""
-        return self._swap(key, before.encode(), by.encode()).decode()
-
-
 class _Line:
     """A connection to a store, made again where it broke. Threads may share it.
 

@@ -26,7 +26,6 @@ from farflung.data.samplers import BatchSamplerShard, SeedableRandomSampler, che
 from farflung.data.shares import refuse_unshareable
 from farflung.data.torch_loaders import SkipDataLoader, Source, refuse_mesh
 from farflung.loop.state import LoopState
-from farflung.loop.uneven import SAY_SHARDED
 from farflung.process.seed import share_rng_state
 from farflung.process.world import current_world
 

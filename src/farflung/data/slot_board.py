@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What replicas agree on: the order of an epoch's batches, and who has which part of it.
+"""What replicas agree on: the order of an epoch's batches, and which replica holds which part of it.
 
-Orders are not sent, but drawn from one seed and the number of the epoch. The parts stand in one key of a board for
-each loader, which is replaced by compare-and-set.
+Orders are not sent, but drawn from one seed and the number of the epoch. The parts stand in a log of each loader, whose
+last record has all of them. All values are JSON.
 """
 
 from __future__ import annotations
 
+import json
 import random
-from ast import literal_eval
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
@@ -20,7 +20,8 @@ import torch
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.checkpoint import rng
-from farflung.comm.c10d_transport import TextBoard
+from farflung.comm.board import Board, Log
+from farflung.data.ledger import Done
 from farflung.data.torch_loaders import Source
 
 _T = TypeVar("_T")
@@ -28,6 +29,7 @@ _T = TypeVar("_T")
 _GIVEN_UP = 0  # in place of an owner; the ids of members begin at 1
 _SLOTS_EACH = 16  # of each of the most replicas, so that the last one to finish is late by 1/16 of a share at most
 _BATCHES_EACH = 16  # in a slot at least, as a claim is a question to the store
+_DECIDED_AT_A_TIME = 128  # claims of all replicas, at most
 _COMPARED = 1000  # batches; orders that were drawn apart differ in them
 
 
@@ -92,8 +94,8 @@ class _Open:
     claimed: int = 0
     held: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def note(self, slot: int, done: int) -> None:
-        """Say how many batches of a slot are done; it is forgotten once all are."""
+    def record(self, slot: int, done: int) -> None:
+        """Record how many batches of a slot are done; it is forgotten once all are."""
         owner, before = self.held[slot]
         self.held[slot] = owner, max(before, done)
         if self.held[slot][1] >= len(range(slot, self.batches, self.slots)):
@@ -102,30 +104,49 @@ class _Open:
 
 @dataclass
 class _State:
-    """All that the store has of a loader."""
+    """All that the board has of a loader."""
 
     seed: int
     epoch: int = -1  # the furthest that was begun
     ended: int = -1  # the furthest that a replica has come to the end of, and synchronized after
     open: dict[int, _Open] = field(default_factory=dict)
 
-    def encode(self) -> str:
-        return repr(astuple(self))
+    def encode(self) -> bytes:
+        rows = [
+            (number, (one.batches, one.digest, one.slots, one.claimed), list(one.held.items()))
+            for number, one in self.open.items()
+        ]
+        return json.dumps((self.seed, self.epoch, self.ended, rows)).encode()
 
     @classmethod
-    def decode(cls, text: str) -> _State:
-        seed, epoch, ended, rows = literal_eval(text)
-        return cls(seed, epoch, ended, {number: _Open(*row) for number, row in rows.items()})
+    def decode(cls, content: bytes) -> _State:
+        seed, epoch, ended, rows = json.loads(content)
+        opened = {
+            number: _Open(batches, digest, slots, claimed, dict(held))
+            for number, (batches, digest, slots, claimed), held in rows
+        }
+        return cls(seed, epoch, ended, opened)
 
 
 class SlotBoard:
-    """What the replicas know of the epochs of one loader; `board` is for it alone, `member` this replica's id."""
+    """What the replicas know of the epochs of one loader.
 
-    def __init__(self, board: TextBoard, member: int) -> None:
+    Args:
+        board: for this loader alone.
+        member: this replica's id.
+
+    Attributes:
+        has_begun: this replica has a seed from here.
+    """
+
+    def __init__(self, board: Board, member: int) -> None:
         self._board, self._member = board, member
+        self._log = Log(board, "epochs", _DECIDED_AT_A_TIME)
+        self.has_begun = False
 
     def seed(self, proposed: int) -> int:
-        """Return the seed that all draw their orders from: that of the first who asks."""
+        """Return the seed that all replicas draw their orders from: the one that the first replica proposed."""
+        self.has_begun = True
         return self._change(lambda state: state.seed, _State(proposed))
 
     def begin(self, epoch: int, batches: int, digest: int, most: int) -> bool:
@@ -163,18 +184,18 @@ class SlotBoard:
         return self._change(act)
 
     def end(self, epoch: int) -> None:
-        """Say that a replica has come to the end of an epoch, and synchronized after it."""
+        """Record that a replica has come to the end of an epoch, and synchronized after it."""
         self._change(lambda state: setattr(state, "ended", max(state.ended, epoch)))
 
-    def claim(self, epoch: int, is_here: Callable[[int], bool]) -> Claim | None:
-        """Take a slot: first what lost replicas have left, of epochs before too; None if there is none."""
+    def claim(self, epoch: int, is_member: Callable[[int], bool]) -> Claim | None:
+        """Claim a data slot: first what lost replicas have left, of epochs before too; None if there is none."""
 
         def act(state: _State) -> Claim | None:
             if state.epoch != epoch:
                 return None
             for number, one in sorted(state.open.items()):
                 for slot, (owner, done) in one.held.items():
-                    if owner != self._member and (owner == _GIVEN_UP or not is_here(owner)):
+                    if owner != self._member and (owner == _GIVEN_UP or not is_member(owner)):
                         one.held[slot] = self._member, done
                         return Claim(number, slot, done)
                 if number == epoch and one.claimed < one.slots:
@@ -185,19 +206,19 @@ class SlotBoard:
 
         return self._change(act)
 
-    def note(self, done: Mapping[tuple[int, int], int], owner: int | None = None) -> None:
-        """Say how many batches of an owner's slots are done, by epoch and slot; those that are not its are left out."""
+    def record(self, done: Done, owner: int | None = None) -> None:
+        """Record how many batches of an owner's slots are done; slots that are not the owner's are left out."""
         owner = self._member if owner is None else owner
 
         def act(state: _State) -> None:
             for (number, slot), count in done.items():
                 if number in state.open and state.open[number].held.get(slot, (_GIVEN_UP, 0))[0] == owner:
-                    state.open[number].note(slot, count)
+                    state.open[number].record(slot, count)
 
         self._change(act)
 
     def give_up(self) -> None:
-        """Let others have the slots of this replica, and forget what it has said of them."""
+        """Let others have the slots of this replica, and forget what it has recorded of them."""
 
         def act(state: _State) -> None:
             for one in state.open.values():
@@ -208,38 +229,37 @@ class SlotBoard:
         self._board.delete(f"sent/{self._member}")
         self._change(act)
 
-    # ---- what may be in a round that others have applied, and this replica did not live to note
+    # ---- what may be in a round that others have applied, and this replica did not live to record
 
-    def say_sent(self, steps: list[tuple[int, int]], done: dict[tuple[int, int], int]) -> None:
-        """Say how far this replica's slots are at these steps of its outer loops, each with its generation."""
-        self._board.put(f"sent/{self._member}", repr((steps, done)))
+    def record_sent(self, steps: list[tuple[int, int]], done: Done) -> None:
+        """Record how far this replica's slots are at these steps of its outer loops, each with its generation."""
+        rows = [(*place, count) for place, count in done.items()]
+        self._board.put(f"sent/{self._member}", json.dumps((steps, rows)).encode())
 
-    def note_for(self, lost: int, landed: Iterable[tuple[int, int]]) -> None:
-        """Note for a lost replica what has landed of it.
+    def record_for(self, lost: int, landed: Iterable[tuple[int, int]]) -> None:
+        """Record for a lost replica what has landed of it.
 
-        `landed` says of each outer loop since which generation it was a member, and up to which step the rounds have
-        landed.
+        Args:
+            lost: its id.
+            landed: for each outer loop, since which generation the replica was a member, and up to which step the
+                rounds have landed.
         """
-        if text := self._board.get(f"sent/{lost}"):
-            steps, done = literal_eval(text)
+        if content := self._board.get(f"sent/{lost}"):
+            steps, rows = json.loads(content)
             pairs = zip(steps, landed, strict=False)
             if all(number >= since and step <= last for (number, step), (since, last) in pairs):
-                self.note(done, lost)
+                self.record({(epoch, slot): count for epoch, slot, count in rows}, lost)
             self._board.delete(f"sent/{lost}")
 
     def _change(self, act: Callable[[_State], _T], first: _State | None = None) -> _T:
-        text = self._board.get("epochs")
         while True:
-            state = _State.decode(text) if text else first
+            number, content = self._log.last()
+            state = first if content is None else _State.decode(content)
             assert state is not None, "a seed was agreed on first"
             found = act(state)
-            for number, one in list(state.open.items()):
-                if not one.held and (one.claimed == one.slots or number < state.epoch):
-                    del state.open[number]  # it is over
+            for epoch, one in list(state.open.items()):
+                if not one.held and (one.claimed == one.slots or epoch < state.epoch):
+                    del state.open[epoch]  # it is over
             new = state.encode()
-            if new == text:
+            if new == content or self._log.append(number, new):
                 return found
-            now = self._board.swap("epochs", text, new)
-            if now == new:
-                return found
-            text = now

@@ -130,7 +130,7 @@ class TrainingData:
                     break
                 if share.hands_out():
                     yield batch
-            share.finish()
+            share.close()
         finally:
             self._under_way.remove(share)
 

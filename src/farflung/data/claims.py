@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data slots that a replica holds: claimed on the run's board, recorded when done, given up when left out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from farflung.base.errors import Unreachable
+from farflung.comm.board import Board
+from farflung.comm.exchange import Exchange
+from farflung.data.ledger import Ledger, Sent
+from farflung.data.slot_board import SlotBoard
+
+if TYPE_CHECKING:
+    from farflung.outer.elastic import Elastic
+    from farflung.outer.stats import Round
+
+
+@dataclass(eq=False)
+class Followed:
+    """An outer loop that brings batches into the common weights."""
+
+    membership: Elastic
+    sent: Sent
+    joined: int  # the generation in which this replica came in last, as far as the claims know
+
+
+@dataclass(eq=False)
+class Claims:
+    """What one replica holds of the epochs of all its loaders."""
+
+    board: Board  # for the data of all replicas of the run
+    member: int  # this replica's id
+    exchange: Exchange  # of the ranks of this replica, the first of which speaks with the board
+    most: int  # replicas at most
+    expected: int  # replicas that the run begins with
+    is_training: Callable[[], bool]  # whether a pass that begins now is one of training
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger()
+        self.boards: list[SlotBoard] = []  # one for each loader
+        self.loops: list[Followed] = []
+        self.num_steps = 0
+        self.is_gone = False  # the board can't be reached any more
+        self._is_first = self.exchange.group.rank == 0
+
+    def add_loader(self) -> tuple[int, SlotBoard]:
+        """Return the number of a further loader, and the board of its slots."""
+        number = len(self.boards)
+        self.boards.append(SlotBoard(self.board.part(str(number)), self.member))
+        return number, self.boards[-1]
+
+    def follow(self, membership: Elastic, num_fragments: int) -> Followed:
+        loop = Followed(membership, Sent(num_fragments), membership.joined)
+        self.loops.append(loop)
+        self.ledger.loops.append(loop.sent)
+        return loop
+
+    def leave(self, loop: Followed) -> None:
+        """Forget an outer loop that has ended."""
+        self.loops.remove(loop)
+        self.ledger.loops.remove(loop.sent)
+
+    # ---- what the passes call
+
+    def ask(self, act: Callable[..., Any], *args: Any) -> Any:
+        """Return what `act` finds on the board; None once that is gone, which ends no training."""
+        if not self.is_gone:
+            try:
+                return act(*args)
+            except Unreachable:
+                self.is_gone = True
+                warnings.warn(
+                    "The run's store is gone, so replicas can't share the rest of this epoch, which ends here. "
+                    "Later epochs are shared by the members' places.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+        return None
+
+    def write(self, act: Callable[..., Any], *args: Any) -> None:
+        """Write to the board, on one rank of the replica."""
+        if self._is_first:
+            self.ask(act, *args)
+
+    def is_member(self, member: int) -> bool:
+        """Whether a replica takes part, as far as this one knows."""
+        records = [loop.membership.record for loop in self.loops]
+        return all(record is None or member in record.ids for record in records)
+
+    def own_slots(self, number: int) -> range:
+        """Return which of `number` slots are this replica's by member rank, once the board is lost."""
+        records = [loop.membership.record for loop in self.loops]
+        ids = next((record.ids for record in records if record is not None), (self.member,))
+        return range(ids.index(self.member), number, len(ids)) if self.is_gone else range(0)
+
+    def follow_members(self) -> None:
+        """Give up what was claimed, if this replica was left out meanwhile; record what lost ones could not."""
+        self.give_up_if_left_out()
+        for lost, landed in self.ledger.lose(self.is_member).items():
+            for board in self.boards:
+                self.write(board.record_for, lost, landed)
+
+    def give_up_if_left_out(self) -> None:
+        """Let others have what was claimed, if this replica was left out meanwhile and is back as a newcomer."""
+        if any(loop.joined != loop.membership.joined for loop in self.loops):
+            self.ledger.give_up()
+            for loop in self.loops:
+                loop.joined = loop.membership.joined
+            for board in self.boards:
+                if board.has_begun:
+                    self.write(board.give_up)
+
+    # ---- what the outer loops report
+
+    def step_attempted(self, loop: Followed, step: int) -> None:
+        """Record what would be in rounds that are sent after this step."""
+        self._meet(loop)
+        self.ledger.send(loop.sent, step)
+        self.num_steps += 1
+        steps = self.ledger.steps()
+        for loader, done in self.ledger.open.items():
+            if done:
+                self.write(self.boards[loader].record_sent, steps, done)
+
+    def round_ended(self, loop: Followed, this: Round) -> None:
+        """Record what a round has brought into the common weights, if all members took part in it."""
+        self._meet(loop)
+        record = loop.membership.record
+        if record is None or this.dropped or len(this.weights) != len(record.ids):
+            return
+        for loader, done in self.ledger.land(loop.sent, this.fragment, this.step).items():
+            self.write(self.boards[loader].record, done)
+
+    def _meet(self, loop: Followed) -> None:
+        self.follow_members()
+        record = loop.membership.record
+        if record is not None:
+            loop.sent.meet(record.number, record.ids)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which batches of a replica are in the common weights: handed out, sent, landed. Plain Python, without a store.
+
+A batch is handed out when the training gets it. It is sent with the first step of an outer loop after that, and lands
+when that loop's rounds up to this step have been applied, for all parts of the model. It is done when it has landed in
+all outer loops.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+# How many batches of a slot are done, by epoch and slot.
+Done: TypeAlias = "dict[tuple[int, int], int]"
+
+
+class Share(NamedTuple):
+    """A batch of a slot that this replica holds."""
+
+    loader: int  # its number among the loaders of the replica
+    tenure: int  # in which it was taken
+    epoch: int
+    slot: int
+    done: int  # how many batches of the slot are done with this one
+
+
+@dataclass(eq=False)
+class Sent:
+    """What one outer loop has sent, and with whom its rounds have landed."""
+
+    num_fragments: int  # parts of the model that are sent apart
+    generation: int = 0  # at the latest step
+    step: int = 0  # the latest one
+    num_landed: int = 0  # of the times that batches were handed out
+    # Since which generation other replicas have been members, and up to which step the rounds have landed that they
+    # took part in, by their ids.
+    met: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _steps: deque[tuple[int, int]] = field(default_factory=deque)  # each with how often batches were handed out by then
+    _landed: dict[int, int] = field(default_factory=dict)  # step by fragment
+
+    def meet(self, generation: int, members: Iterable[int]) -> None:
+        self.generation = generation
+        for member in members:
+            self.met.setdefault(member, (generation, -1))
+
+    def send(self, step: int, num_handed_out: int) -> None:
+        self.step = step
+        self._steps.append((step, num_handed_out))
+
+    def land(self, fragment: int, step: int) -> None:
+        """Take in a round of a fragment up to a step, in which all members took part."""
+        self._landed[fragment] = step
+        if len(self._landed) == self.num_fragments:
+            through = min(self._landed.values())
+            self.met = {member: (since, through) for member, (since, _) in self.met.items()}
+            while self._steps and self._steps[0][0] <= through:
+                self.num_landed = self._steps.popleft()[1]
+
+    def forget(self) -> None:
+        """Drop what was sent and has not landed."""
+        self._steps.clear()
+        self._landed.clear()
+
+
+class Ledger:
+    """The batches of one replica.
+
+    Attributes:
+        tenure: how often this replica has been left out; what it took before that is no longer its own.
+        open: batches that were handed out and are not done, by the number of their loader.
+    """
+
+    def __init__(self) -> None:
+        self.tenure = 0
+        self.open: dict[int, Done] = {}
+        self.loops: list[Sent] = []
+        self._num_handed_out = 0
+        self._waiting: deque[tuple[int, Sequence[Share]]] = deque()  # each with how often batches were handed out
+
+    def hand_out(self, shares: Sequence[Share]) -> None:
+        """Take in what the training gets at once."""
+        self._num_handed_out += 1
+        self._waiting.append((self._num_handed_out, shares))
+        for one in shares:
+            self.open.setdefault(one.loader, {})[one.epoch, one.slot] = one.done
+
+    def send(self, loop: Sent, step: int) -> None:
+        """Take in that all that was handed out goes into the rounds of a loop after this step."""
+        loop.send(step, self._num_handed_out)
+
+    def land(self, loop: Sent, fragment: int, step: int) -> dict[int, Done]:
+        """Take in that a round has landed; return what is done now, by the number of the loader."""
+        loop.land(fragment, step)
+        landed = min(one.num_landed for one in self.loops)
+        done: dict[int, Done] = {}
+        while self._waiting and self._waiting[0][0] <= landed:
+            for one in self._waiting.popleft()[1]:
+                done.setdefault(one.loader, {})[one.epoch, one.slot] = one.done
+        for loader, counts in done.items():
+            left = {place: count for place, count in self.open[loader].items() if counts.get(place) != count}
+            self.open[loader] = left
+        return done
+
+    def steps(self) -> list[tuple[int, int]]:
+        """Return the generation and the step of each outer loop's latest step."""
+        return [(one.generation, one.step) for one in self.loops]
+
+    def lose(self, is_member: Callable[[int], bool]) -> dict[int, list[tuple[int, int]]]:
+        """Forget replicas that are members no more; return what `Sent.met` had of each, loop by loop."""
+        lost = {member for one in self.loops for member in one.met if not is_member(member)}
+        return {member: [one.met.pop(member, (0, -1)) for one in self.loops] for member in lost}
+
+    def give_up(self) -> None:
+        """Forget all that is not done: this replica was left out, and others get it."""
+        self.tenure += 1
+        self.open.clear()
+        self._waiting.clear()
+        for loop in self.loops:
+            loop.forget()
