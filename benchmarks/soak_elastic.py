@@ -311,8 +311,8 @@ def launcher(asked):
                 time.sleep(0.1)
             return found
 
-        first = launch("first", "--elastic", "1:4", "--replicas", "2")
-        (where,) = said(r"--join (\S+)`")
+        first = launch("first", "--elastic", "2:4", "--replicas", "2")
+        (where,) = said(r"--join (\S+) ")
         said("training begins with 2 replicas")
         for last in going_on(asked):
             before = len(re.findall(" joined; ", (Path(folder) / "first").read_text()))
