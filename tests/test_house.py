@@ -210,11 +210,20 @@ def test_the_environment_is_touched_in_one_place(name):
 def test_one_file_asks_the_environment_whether_replicas_come_and_go_and_a_place_is_made_where_a_process_starts():
     names = re.compile(r"FARFLUNG_STORE|FARFLUNG_MEMBER\b|MEMBER_VARIABLES")
     users = {name for name in NAMES if names.search((SOURCE / name).read_text())}
-    assert users - {"config/environ.py", "config/launch.py", "launch/replicas.py"} == {
-        "process/place.py"
-    }  # who sets them
+    setters = {"config/environ.py", "config/launch.py", "launch/replicas.py"}
+    assert users - setters == {"process/place.py"}
     makers = {name for name in NAMES if "Place.launched(" in (SOURCE / name).read_text()}
     assert makers == {"process/bootstrap.py", "integrations/data_parallel.py", "integrations/elastic.py"}
+
+
+def test_membership_knows_its_board_and_not_what_carries_it():
+    outer = ("elastic", "admission", "likeness", "settlement", "generation_watch", "peers", "quorum")
+    data = ("slots", "slot_board", "claims", "ledger")
+    names = [f"outer/{one}.py" for one in outer] + [f"data/{one}.py" for one in data]
+    for name in (*names, "comm/board.py", "comm/transport.py", "comm/member_store.py"):
+        text = (SOURCE / name).read_text()
+        assert "torch.distributed" not in text and "c10d_transport" not in text, name
+    assert sum("except RankFailure" in path.read_text() for path in (SOURCE / "outer").glob("*.py")) == 1
 
 
 @in_every_file(NAMES)
