@@ -119,7 +119,7 @@ def test_members_of_a_first_generation_that_never_came_are_not_waited_for():
 @pytest.mark.parametrize("launcher", ["none", "dead"])
 def test_who_asks_members_of_whom_nothing_is_heard_ends_with_a_sentence(launcher):
     members = Members(Record(1, 1, (1,)))
-    why = "no launcher looks after it, so nobody knows whether it lives"
+    why = "no launcher looks after it, so it is unknown whether it is alive"
     if launcher == "dead":
         members.notes.note("machine", 1, "node1:7")
         why = "its machine gave no sign for"

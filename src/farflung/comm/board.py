@@ -11,39 +11,39 @@ _FORGET_EVERY = 8  # decisions
 
 
 class Board(Protocol):
-    """Records by key. A request has an answer, or ends with `Unreachable` and nothing else.
+    """Records by key. A request returns its answer, or raises `Unreachable` and nothing else.
 
-    So small that a server of keys, a folder and a bucket can all be one: no counters, nothing that is written behind
-    what is there, no compare-and-set. `Log` makes decisions of `put_new`.
+    The protocol is small enough for a key-value server, a folder and a bucket: it has no counters, no appends and no
+    compare-and-set. `Log` builds decisions on `put_new`.
     """
 
     @property
     def pause_s(self) -> float:
-        """How long to wait between two looks at what others write."""
+        """How many seconds to wait between two reads of what others write."""
 
     def put(self, key: str, value: bytes) -> None:
-        """Write a value, which must not be empty, in place of what is there; others may see it a moment later."""
+        """Write a value, which must not be empty, over any earlier one; others may see it a moment later."""
 
     def put_new(self, key: str, value: bytes) -> bool:
-        """Write a value if nothing is there; return whether this value is there then.
+        """Write a value unless the key has one; return whether the key has this value afterwards.
 
-        A request may be made twice, where an answer was lost. So writers who compete bring different values.
+        A request may be sent twice, if an answer was lost. So competing writers must write different values.
         """
 
     def get(self, key: str) -> bytes | None:
-        """Return what is there; None if nothing is."""
+        """Return the value of a key; None if it has none."""
 
     def has(self, keys: Iterable[str]) -> bool:
-        """Whether all of these keys are there: one request, as those that meet ask it again and again."""
+        """Return whether all of these keys exist, in one request: members that wait for each other poll it."""
 
     def delete(self, key: str) -> None:
-        """Forget a record, if it is there."""
+        """Delete a record, if it exists."""
 
     def part(self, name: str) -> Board:
         """Return the keys that begin with this name and a slash, as a board of their own."""
 
     def patient(self, seconds: float) -> Board:
-        """Return the same keys for callers who wait so long for an answer; 0: one attempt."""
+        """Return the same board for callers that wait up to `seconds` for an answer; 0: one attempt."""
 
     def list(self, prefix: str) -> Sequence[str]:
         """Return the keys that begin with a prefix."""
@@ -56,17 +56,17 @@ def forget(board: Board, prefix: str) -> None:
 
 
 class Log:
-    """Decisions, of which each replaces the one before: the record of the highest number counts.
+    """Decisions, each of which replaces the one before: the record with the highest number counts.
 
-    The next number can be written once, so of several who decide at a time one does. Old records are deleted in the
-    order of their numbers. So who finds none behind the record that it knows, and then finds that record unchanged,
-    knows the latest one; and who has written a record, and then finds the one before unchanged, has not written one
-    again that was deleted. Record 0 is written before others are deleted, for those who know of none.
+    Each number can be written once, so one of several concurrent writers decides. Old records are deleted in the order
+    of their numbers. So a reader that finds no record after the one it knows, and then finds that one unchanged, knows
+    the latest one. A writer that has written a record, and then finds the one before it unchanged, has not rewritten a
+    deleted one. Record 0 is written before others are deleted, for readers that know of no record.
 
     Args:
         name: of the log; its keys are `<name>/<number>`.
-        keep: how many records to keep. Who is outrun by so many decisions between two requests does not learn that its
-            own one counted, so give more than writers may decide at a time.
+        keep: how many records to keep. A writer that is overtaken by so many decisions between two requests does not
+            learn that its own one counted, so give more than the number of concurrent writers.
     """
 
     def __init__(self, board: Board, name: str, keep: int = 16) -> None:
@@ -74,7 +74,7 @@ class Log:
         self._known: tuple[int, bytes | None] = 0, None
 
     def last(self) -> tuple[int, bytes | None]:
-        """Return the number of the latest decision and what it is; 0 and None if there is none yet."""
+        """Return the number and the value of the latest decision; 0 and None if there is none yet."""
         number, value = self._known
         if self._get(number + 1) is not None or self._get(number) != value:
             value = None
@@ -85,7 +85,7 @@ class Log:
         return number, value
 
     def append(self, after: int, value: bytes) -> bool:
-        """Decide, unless somebody has decided after the decision of the number `after`; return whether it counts."""
+        """Append a decision, unless there is one after the number `after`; return whether it counts."""
         known, before = self._known if self._known[0] == after else self.last()
         if known != after or not self._board.put_new(self._key(after + 1), value):
             return False
@@ -101,7 +101,7 @@ class Log:
         return True
 
     def count(self) -> int:
-        """Append a record that says nothing; return its number, which nobody else gets."""
+        """Append a record without a decision; return its number, which no other caller gets."""
         while True:
             number, _ = self.last()
             if self.append(number, secrets.token_bytes(8)):

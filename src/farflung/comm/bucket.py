@@ -93,7 +93,7 @@ class Buckets:
         return [piece.tensor for piece in self._plan[k]]
 
     def is_coarse(self, k: int) -> bool:
-        """Say whether bucket `k` has so few and large pieces that work on each of them is as fast as on the buffer."""
+        """Return whether bucket `k` has pieces so few and large that work on each is as fast as on the buffer."""
         return self.sizes[k] >= _COARSE * len(self._plan[k])
 
     def cut(self, k: int, flat: Tensor) -> list[Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives of a c10d process group as a `Group`, with waits that look up now and then."""
+"""The collectives of a c10d process group as a `Group`, whose waits check now and then for lost ranks."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class C10dGroup(Group):
 
     @abstractmethod
     def enter(self, kind: str, nbytes: int) -> Any:
-        """Note that this rank starts a collective; return what tells it from others."""
+        """Record that this rank starts a collective; return what identifies it."""
 
     @abstractmethod
     def watching(self, entered: Any) -> AbstractContextManager[Callable[[], None]]:
-        """While a wait goes on: what is yielded is called now and then, and raises where the wait can't end."""
+        """Yield, for the length of a wait, a function to call now and then: it raises if the wait can't end."""
 
     @abstractmethod
     def failure(self, error: RuntimeError) -> RankFailure | CollectiveMismatch:
-        """Say in one error what is known about the ranks of this group, in which a collective ended with `error`."""
+        """Return an error with all that is known of this group's ranks, after a collective ended with `error`."""
 
     def supports(self, device: str) -> bool:
         return device in self.supported
@@ -153,7 +153,7 @@ class C10dGroup(Group):
 
 @dataclass(eq=False, slots=True)
 class _WatchedWork:
-    """A gloo collective under way, whose wait looks up now and then to see whether all ranks are still there."""
+    """A gloo collective under way, whose wait checks now and then that all ranks are still there."""
 
     work: Any
     group: C10dGroup

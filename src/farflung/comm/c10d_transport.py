@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas that meet over a c10d store: its keys as a `Board`, and groups of gloo and NCCL, each with its own end.
 
-torch waits without end for an answer of its store, also where the machine that serves it has lost power, or a line is
-cut. And a connection on which an answer was given up must not be used again: the answer may come yet, and would be
-taken for that to another request. So a request that has none after `ANSWER_S` seconds is made again over a new
-connection, until there was none for as long as the caller has patience.
+torch waits forever for an answer of its store, even if the machine that serves it has lost power, or a line is cut. A
+connection on which an answer was given up must not be used again: the answer may still come, and would be taken for
+that of another request. So a request without an answer after `ANSWER_S` seconds is sent again over a new connection,
+for as long as the caller has patience.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class C10dTransport:
         return GenerationGroup(self, name, rank, size, watch)
 
     def retire(self, group: dist.ProcessGroup) -> None:
-        """Let go of a process group, when no thread of gloo's is busy with it any more."""
+        """Release a process group once no thread of gloo's is busy with it any more."""
         self._retired.append((time.monotonic(), group))
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class C10dTransport:
 
 
 class GenerationGroup(C10dGroup):
-    """Members of a generation, as a process group that torch's default world knows nothing of.
+    """Members of a generation, as a process group outside torch's default world.
 
     They connect when they first send something. A wait that fails closes this rank's connections, which ends the waits
     of others in turn.
@@ -197,7 +197,7 @@ class StoreBoard:
         return dist.PrefixStore(self.prefix + name, self.line.another())  # type: ignore[attr-defined]
 
     def _swap(self, key: str, before: bytes, by: bytes) -> bytes:
-        """Write `by` if `before` is there (empty: nothing), and return what is there then."""
+        """Write `by` over the value `before` (empty: no value), if that is current; return the value afterwards."""
         return self._ask(lambda store: store.compare_set(self.prefix + key, before, by))  # type: ignore[arg-type]
 
     def _ask(self, act: Callable[[Store], _T]) -> _T:
@@ -205,10 +205,9 @@ class StoreBoard:
 
 
 class _Line:
-    """A connection to a store, made again where it broke. Threads may share it.
+    """A connection to a store, which reconnects after it broke. Threads may share it.
 
-    What is written has no answer, so it is written again over the next connection, unless an answer to something else
-    has come since.
+    A write has no answer, so it is repeated over the next connection, unless another request has been answered since.
     """
 
     def __init__(self, given: Store | None, at: tuple[str, int] | None) -> None:
@@ -235,7 +234,7 @@ class _Line:
             raise
 
     def ask(self, act: Callable[[Store], _T] | None, patience_s: float) -> _T:
-        """Return an answer, once all that was written has gone before it; without a question, None."""
+        """Send the pending writes, then a request, and return its answer; without a request, None."""
         while True:
             began = time.monotonic()
             with self._lock:

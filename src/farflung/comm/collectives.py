@@ -52,7 +52,7 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def wait_for_everyone(exchange: Exchange, within: str | None = None) -> None:
-    """Return when every rank has come here. `within`: what a script called, if not this; the errors name that."""
+    """Return when every rank has called this. `within`: the script's own call, if another one, for errors to name."""
     if exchange.size > 1:
         signature = _WAIT if within is None else (within,)
         leaves, spec = exchange.flatten(signature, ())
@@ -67,8 +67,8 @@ def gather(
     Args:
         tree: nested tensors of one structure on all ranks. Numbers (0-d tensors) become vectors `[size]`.
         ragged: allow first dimensions to differ between ranks, also to be 0.
-        at: a place in the program, where ranks may come to different ones; the same on all ranks, or it is a mismatch.
-        within: as of `wait_for_everyone`.
+        at: a place in the program, where ranks may come to different ones; it is a mismatch if they differ.
+        within: see `wait_for_everyone`.
 
     Returns:
         a tree of new tensors, detached, each `[size * n, ...]` on the device it came from; alone, `tree` itself.
@@ -102,9 +102,9 @@ def gather_object(
     Args:
         objects: a list, tuple or other iterable of objects. Mappings and strings are refused: gathered item by item
             they would lose their values.
-        at: as of `gather`.
+        at: see `gather`.
         name: of the call that a script made, for errors about its argument.
-        within: as of `wait_for_everyone`; None: `name`.
+        within: see `wait_for_everyone`; None: `name`.
 
     Returns:
         the list of all items; alone, `objects` itself.
@@ -129,7 +129,7 @@ def broadcast(exchange: Exchange, tree: Any, from_process: int = 0, within: str 
         within: what this is a part of, such as `iter(loader)`; the errors name that.
 
     Returns:
-        `tree` built anew with the same tensors; alone, `tree` itself.
+        a new `tree` of the same tensors; alone, `tree` itself.
     """
     signature = _called(exchange, "broadcast", from_process)
     leaves, spec = exchange.flatten(signature, tree)
@@ -179,7 +179,7 @@ def broadcast_object_list(
 
 
 def from_first(exchange: Exchange, act: Callable[[], _T], within: str = "outer loop") -> _T:
-    """Return what `act` finds out on rank 0, on all ranks; an error of ours there is raised on all of them.
+    """Call `act` on rank 0, and return its result on all ranks; an error of Farflung's there is raised on all.
 
     `within` is that of `broadcast`.
     """
@@ -209,7 +209,7 @@ def reduce(
         tree: nested tensors, with the same structure, shapes and dtypes on all ranks.
         reduction: `mean`, `sum`, `max`, or `none`, which leaves the values as they are.
         scale: what the results are multiplied by.
-        within: as of `wait_for_everyone`.
+        within: see `wait_for_everyone`.
 
     Returns:
         a tree of new tensors with the dtypes of the old ones, also when alone.
@@ -336,7 +336,7 @@ def _placed(signature: Signature, at: str | None) -> Signature:
 
 
 def _wrong_dtype(dtypes: Iterable[torch.dtype], reduction: str, scale: float, size: int) -> str | None:
-    """Say why tensors of `dtypes` can't be reduced in this way; None: they can."""
+    """Return why tensors of `dtypes` can't be reduced in this way; None: they can."""
     for dtype in dtypes:
         inexact = dtype.is_floating_point or dtype.is_complex
         if dtype not in _COMPUTED_IN:
@@ -353,7 +353,7 @@ def _wrong_dtype(dtypes: Iterable[torch.dtype], reduction: str, scale: float, si
 
 
 def _holds(dtype: torch.dtype, value: float) -> bool:
-    """Say whether `value` is one of the values of `dtype`, rounding aside."""
+    """Return whether `value` is one of the values of `dtype`, rounding aside."""
     if dtype.is_floating_point or dtype.is_complex:
         return True
     low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
@@ -363,13 +363,13 @@ def _holds(dtype: torch.dtype, value: float) -> bool:
 def _pickled(exchange: Exchange, signature: Signature, objects: list[Any]) -> Tensor:
     try:
         content = pickle.dumps(objects)
-    except Exception as error:  # whatever the objects' own code raises; it goes on, and the others hear of it
+    except Exception as error:  # whatever the objects' own code raises; the other ranks raise too
         exchange.fail(signature, error)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _called(exchange: Exchange, name: str, from_process: int) -> Signature:
-    """Return the signature of a broadcast; fail on every rank where `from_process` is none of them."""
+    """Return the signature of a broadcast; raise on every rank if `from_process` is no rank."""
     rank = index(from_process) if hasattr(from_process, "__index__") else -1
     signature = (name, ("from_process", rank))
     if not 0 <= rank < exchange.size:

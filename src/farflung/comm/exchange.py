@@ -58,7 +58,7 @@ class Packets:
 
 
 class Exchange:
-    """Swaps nested values between the ranks of a group; whoever owns the group owns one of these.
+    """Exchanges nested values between the ranks of a group; the owner of the group owns one of these.
 
     Not for use by several threads at a time.
     """
@@ -112,7 +112,7 @@ class Exchange:
         return packets
 
     def fail(self, signature: Signature, error: Exception) -> NoReturn:
-        """Raise `error`, after letting the other ranks know, so that they raise too and wait for nothing."""
+        """Notify the other ranks, so that they raise too instead of waiting, and raise `error`."""
         if self.size > 1:
             reason = f"{type(error).__name__}: {str(error)[:1000]}"
             self._gathered(self._headers.failure(signature, reason), [])

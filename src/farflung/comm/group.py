@@ -41,7 +41,7 @@ class Group(Protocol):
     is_concurrent: bool = False
 
     def supports(self, device: str) -> bool:
-        """Say whether tensors on this kind of device, `cpu` or `cuda`, can travel as they are."""
+        """Return whether tensors on this kind of device, `cpu` or `cuda`, can travel as they are."""
         return True
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
@@ -97,7 +97,7 @@ class Group(Protocol):
         return lambda future: None
 
     def split(self, size: int) -> Group:
-        """Return this rank's block of `size` neighbouring ranks, the last of which may be smaller. A collective.
+        """Return this rank's block of `size` neighbouring ranks; the last block may be smaller. A collective.
 
         ConfigError: a rank would be alone in its block.
         """
@@ -112,7 +112,7 @@ class Group(Protocol):
         return self._block(begin, min(begin + size, self.size))
 
     def _block(self, begin: int, end: int) -> Group:
-        """Return the group of the ranks from `begin` to below `end`, of which this is one: a collective."""
+        """Return the group of the ranks from `begin` to below `end`, which include this one: a collective."""
         return self
 
     def agree_min(self, number: int, name: str) -> int:
@@ -123,8 +123,8 @@ class Group(Protocol):
         """Tell the ranks that wait, now or later, that this one will not come. Never waits for them.
 
         Args:
-            for_good: this process fails, so end their waits in torch's own collectives too, as of DDP, where there is a
-                connection that can be closed.
+            for_good: this process fails, so end their waits in torch's own collectives too, such as DDP's, where there
+                is a connection that can be closed.
         """
         return None
 

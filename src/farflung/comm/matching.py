@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that a script may make on all ranks or on some: who has made one, before anything is sent for it.
+"""Finds which ranks have made a call that a script may make on all ranks or on some, before anything is sent for it.
 
 Ranks make their collectives in one order. So a rank that waits in one that this rank has not started has passed this
-call by and will not make it; any other rank will make it, or pass it by. Rank 0 waits until it knows which of each
-rank, and the others wait for what it says. What comes of it depends on the program, never on the time. The watchdogs
-answer for their ranks.
+call by and will not make it; any other rank will make it, or pass it by. Rank 0 waits until it knows which of the two
+each rank has done, and the others wait for its answer. The outcome depends on the program, never on timing. The
+watchdogs answer for their ranks.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _Call:
     # ---- the others
 
     def await_decision(self) -> Made:
-        """Publish that this rank makes the call, and wait for what rank 0 says, or until it has passed it by."""
+        """Publish that this rank makes the call; wait for rank 0's decision, or until rank 0 has passed it by."""
         self._ask_at = time.monotonic() + _ASK_RANK_0_S
         self.group.shared.arrivals[self.group.rank] = self.number
         words = {"name": self.name, "what": self.what, "lines": self.lines, "doing": self.doing}
@@ -168,7 +168,7 @@ class _Call:
 
 
 def _is_further(other: dict[str, Any], mine: dict[str, int]) -> bool:
-    """Say whether another rank waits in a collective that this one has not started.
+    """Return whether another rank waits in a collective that this one has not started.
 
     Where ranks don't wait for the end of a collective, as with NCCL, it is enough that it has started one.
     """

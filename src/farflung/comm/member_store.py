@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the members of an elastic run and their launchers tell each other, on one board.
+"""Records that the members of an elastic run and their launchers exchange, on one board.
 
-The board alone decides who takes part: a log has the generations, of which the last one counts.
+The board alone decides which replicas take part: a log holds the generations, and the last one counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Row = TypeVar("_Row")
 
 @dataclass(frozen=True)
 class Record:
-    """A generation as the board has it."""
+    """A generation, as the board records it."""
 
     number: int  # 1 for the first one
     by: int  # who has put it there
@@ -79,13 +79,13 @@ Note: TypeAlias = Literal["name", "machine", "gone", "stopped", "in", "left"]
 
 
 class LauncherNotes:
-    """What launchers say of the processes that they have started, by the ids of the members, and members of themselves.
+    """Records of members and launchers by the ids of the members: of launchers about processes they have started, too.
 
         name, machine      how a member is called; which launcher looks after it, if any does
         gone, stopped      how its process has ended; there while it is stopped
-        in, left           there once it has been in a generation; why it takes no part any more, `done` if its work is,
-                           `too late` if it has asked to be admitted when the run had ended
-        lates              how often it was left out as it was late
+        in, left           there once it has been in a generation; why it no longer takes part: `done` if its work is,
+                           `too late` if it asked to be admitted after the run had ended
+        lates              how often it was excluded because it was late
         loops              its outer loops, which are numbered as other members number theirs
         ids, ends          logs in which each member gets its id, and each end of a process a number
         launchers          those that are at work
@@ -143,7 +143,7 @@ class LauncherNotes:
         return int(self.read(f"lates/{member}") or 0)
 
     def count_late(self, member: int) -> int:
-        """Count that a member was left out as it was late; return how often it was. Who decides on that calls this."""
+        """Count one more exclusion of a late member; return how many there were. The member that decides calls this."""
         num_lates = self.num_lates(member) + 1
         self.board.put(f"lates/{member}", str(num_lates).encode())
         return num_lates
@@ -172,17 +172,17 @@ class LauncherNotes:
     # ---- what they print
 
     def tell(self, event: str, machine: str = _FIRST) -> None:
-        """Have a line printed by the first launcher, or that of a machine."""
+        """Have the first launcher, or that of a machine, print a line."""
         self.board.put(f"events/{machine}/{time.time_ns():020}.{secrets.token_hex(4)}", event.encode())
 
     def tell_launcher(self, member: int, event: str) -> None:
-        """Have a line printed by the launcher of a member, where it is not the first one, which prints all events."""
+        """Have the launcher of a member print a line, unless it is the first one, which prints all events."""
         machine = self.noted("machine", member)
         if machine and machine != self.read("first"):
             self.tell(event, machine)
 
     def take_told(self, machine: str = _FIRST) -> list[str]:
-        """Return the lines that were told since the last call, to the first launcher or to that of a machine."""
+        """Return the lines since the last call that the first launcher, or that of a machine, is to print."""
         keys = sorted(self.board.list(f"events/{machine}/"))
         lines = [self.read(key) for key in keys]
         for key in keys:
@@ -191,19 +191,19 @@ class LauncherNotes:
 
 
 class Signs:
-    """Whether members live, as their launchers say: asked here and nowhere else."""
+    """Tells from the signs of launchers whether their members are alive; nothing else does."""
 
     def __init__(self, notes: LauncherNotes) -> None:
         self._notes = notes
         self._beats: dict[str, tuple[bytes | None, float]] = {}  # by machine: the latest one, and since when
 
     def ended(self, member: int) -> str:
-        """Return how a member has ended or left; empty while nobody has said that it has."""
+        """Return how a member has ended or left; empty while no record says that it has."""
         left = self._notes.noted("left", member)
         return self._notes.noted("gone", member) or ("its work is done" if left == DONE else left)
 
     def silent_s(self, member: int) -> float:
-        """Return for how long the launcher of a member has given no sign, if that is too long; else 0."""
+        """Return how many seconds the launcher of a member has given no sign, if those are too many; else 0."""
         machine = self._notes.noted("machine", member)
         if not machine:
             return 0.0
@@ -214,7 +214,7 @@ class Signs:
         return silent if silent > _BEAT_LOST_S else 0.0
 
     def unheard(self, member: int) -> str:
-        """Return why a member can do nothing now, though it may live; empty if nothing of that is known."""
+        """Return why a member that may be alive can do nothing now; empty if no reason is known."""
         if silent_s := self.silent_s(member):
             return f"its machine gave no sign for {in_seconds(silent_s)}"
         return "its process is stopped" if self._notes.noted("stopped", member) else ""
@@ -222,17 +222,17 @@ class Signs:
     def missing(self, member: int) -> str:
         """Return why a member that has not ended may never come; empty if its launcher says that it runs."""
         if not self._notes.noted("machine", member):
-            return "no launcher looks after it, so nobody knows whether it lives"
+            return "no launcher looks after it, so it is unknown whether it is alive"
         return self.unheard(member)
 
 
 class MemberStore:
-    """What the members of one outer loop tell each other.
+    """Records that the members of one outer loop exchange.
 
         generation               the log of each `Record`
-        ask, tensors             those who ask to be admitted, and what they train, by the name of their question
-        refused, differs         why one is not admitted, which ends it alone; in what it differs that is admitted
-        g<number>/<what>/<member>    what a member has said last in a generation
+        ask, tensors             replicas that ask to be admitted, and the tensors they train, by the question's name
+        refused, differs         why a replica is not admitted, which ends it alone; how an admitted one differs
+        g<number>/<what>/<member>    the latest record of a member in a generation
         g<number>/broken         why a generation is over, as a collective in it can't end; the first reason stays
 
     Args:
@@ -248,7 +248,7 @@ class MemberStore:
         return None if content is None else decode(Record, content)
 
     def append(self, record: Record) -> bool:
-        """Put a generation behind the current one, unless that has not the number before any more."""
+        """Append a generation to the log, unless the current one no longer has the number before it."""
         return self._log.append(record.number - 1, encode(record))
 
     # ---- asking to be admitted
@@ -273,12 +273,12 @@ class MemberStore:
         return [] if content is None else list(json.loads(content))
 
     def close(self, name: str) -> None:
-        """Forget a question that is answered, or that nobody waits with any more."""
+        """Delete a question that is answered, or that no replica waits with any more."""
         self.board.delete(f"ask/{name}")
         self.board.delete(f"tensors/{name}")
 
     def answer(self, what: Literal["refused", "differs"], name: str, why: str) -> bool:
-        """Answer a question; return whether nobody else has."""
+        """Answer a question; return whether this answer is the first one."""
         return self.board.put_new(f"{what}/{name}", f"{secrets.token_hex(4)} {why}".encode())
 
     def take_answer(self, what: Literal["refused", "differs"], name: str) -> str:

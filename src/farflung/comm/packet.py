@@ -44,7 +44,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def is_plain_bytes(x: Tensor) -> bool:
-    """Say whether `x` is plain bytes in memory: not sparse, quantized, nested, meta, or a wrapper of other tensors."""
+    """Return whether `x` is plain bytes in memory: not sparse, quantized, nested, meta, or a wrapper of others."""
     dense = not x.is_nested and x.layout is torch.strided and not x.is_quantized and not x.is_meta
     return dense and not hasattr(x, "__tensor_flatten__")
 

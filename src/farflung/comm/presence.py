@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a group tell each other beside their collectives: who left, who is alive, who is late."""
+"""What the ranks of a group publish outside their collectives: which of them left, are alive, or are late."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class PresenceStore:
     # ---- leaving
 
     def mark_left(self, reason: str) -> None:
-        """Publish that this rank will not come to what the others wait for."""
+        """Publish that this rank will not come to the collectives that the others wait in."""
         # A rank may leave, come back and leave again. Only those that left more often than this one are gone.
         with suppress(dist.DistError):  # where the store is gone, there is nobody to tell
             times = self._store.add(self._key("left", self.rank), 1)
@@ -209,7 +209,7 @@ class PresenceStore:
     # ---- being late
 
     def ask(self) -> int:
-        """Ask all ranks where they are; return the question's number."""
+        """Ask all ranks where they are; return the number of the question."""
         return int(self._store.add(self._key("questions"), 1))
 
     def asked(self) -> int:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank 0 hands every rank a nested value of its own: tensors and objects together, in one collective.
 
-Each rank's slice of the scatter is a packet, as of an exchange. Its first leaf is the rest of the value, pickled: the
-structure, and what is no plain tensor. Slices have the capacity that the sender announced last: where the packets do
-not fit, or have long been much smaller, packets without a header go first, whose second length is the new capacity.
+Each rank's slice of the scatter is a packet, like those of an `Exchange`. Its first leaf is the rest of the value,
+pickled: the structure, and all leaves that are no plain tensors. Slices have the capacity that the sender announced
+last. If packets do not fit, or have long been much smaller, it first sends packets without a header, whose second
+length is the new capacity.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Scatter:
         if self._group.size > 1:
             try:
                 packets = [self._packed(value) for value in values[1:]]
-            except Exception as error:  # whatever an object's own code raises; it goes on, and the others hear of it
+            except Exception as error:  # whatever an object's own code raises; the other ranks raise too
                 self.fail(f"{type(error).__name__}: {error}")
                 raise
             self._deliver(packets)

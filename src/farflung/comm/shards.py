@@ -29,17 +29,17 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Say whether `tensor` is a DTensor."""
+    """Return whether `tensor` is a DTensor."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "to_local")
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Say whether a parameter of `model` is a DTensor."""
+    """Return whether a parameter of `model` is a DTensor."""
     return any(map(is_sharded, model.parameters()))
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return the whole of which `tensor` is this rank's part: a collective of those that share it, if it is one."""
+    """Return the whole tensor that `tensor` is this rank's part of: for a DTensor a collective of all its ranks."""
     whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return whole
 
@@ -71,10 +71,10 @@ def sharded_parts(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Let the modules that `fully_shard` was called on hold shards alone. Nothing is sent.
+    """Reshard the modules that `fully_shard` was called on. Nothing is sent.
 
-    After a forward pass without a backward one some still hold whole parameters, which would hide what is written to
-    the shards.
+    After a forward pass without a backward pass some still hold whole parameters, which would hide values that are
+    written to the shards.
     """
     for part in sharded_parts(modules):
         part.reshard()

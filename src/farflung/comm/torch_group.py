@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a group of torch's default world as a `Group`, whose waits hear of ranks that left or died."""
+"""The ranks of a group of torch's default world as a `Group`, whose waits end when a rank has left or died."""
 
 from __future__ import annotations
 
@@ -140,7 +140,10 @@ class TorchGroup(C10dGroup):
         return self._among(self.ranks, self.shared, in_background)
 
     def within(self, pg: dist.ProcessGroup) -> TorchGroup:
-        """Return the group of some of these ranks, as of a mesh: its waits hear of all of them, in their numbers."""
+        """Return a group of some of these ranks, such as a mesh's row, whose waits end when any of these is lost.
+
+        Its errors name the ranks by their numbers in this group.
+        """
         self.shared.parts[pg.group_name] = part = TorchGroup(pg, self.shared)
         part.await_connections()
         return part
@@ -180,7 +183,7 @@ class TorchGroup(C10dGroup):
         return block
 
     def _among(self, members: list[int], shared: SharedState | None, in_background: bool) -> TorchGroup:
-        """Return a group that was given back; or make one, once all ranks have come: that wait would never look up."""
+        """Return a group that was given back, or make one once all ranks have come: torch's own wait has no checks."""
         spare = self.shared.spare.setdefault((*members, shared is None, in_background), [])
         if spare:
             spare[-1]._serial = next(self.shared.serials)
@@ -222,7 +225,7 @@ class TorchGroup(C10dGroup):
         return self._broken(f"A collective of rank {self.presence.rank} failed", said)
 
     def _broken(self, what: str, said: str = "") -> RankFailure | CollectiveMismatch:
-        """Close the connections, and say why: a rank that is late comes before those that left because of it."""
+        """Close the connections; return why. A rank that is late comes before those that left because of it."""
         mismatch = self.presence.published("mismatch")
         known = mismatch or self.presence.published("hang") or self.presence.describe_left()
         known = known or self.presence.check_alive(self._closed)
@@ -242,9 +245,9 @@ class TorchGroup(C10dGroup):
 
 
 def explained(error: BaseException, group: Group) -> BaseException:
-    """Return what the ranks of `group` know of the one that was lost, in place of what the transport says; or `error`.
+    """Return an error that names the lost rank of `group`, in place of the transport's `error`; or `error` itself.
 
-    torch's own collectives name nobody. `group` should be as large as possible, so that the lost rank is in it.
+    torch's own collectives name no rank. `group` should be as large as possible, so that the lost rank is in it.
     """
     if isinstance(error, FarflungError) or not isinstance(error, RuntimeError):
         return error

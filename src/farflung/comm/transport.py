@@ -23,13 +23,13 @@ class Watch(Protocol):
     connect_s: float  # how long members wait for each other's connections
 
     def look(self, entered: Entered, waited_s: float) -> None:
-        """Raise RankFailure where this wait can't end."""
+        """Raise RankFailure if this wait can't end."""
 
     def note_end(self, entered: Entered, waited_s: float) -> None:
         """Record a completed wait."""
 
     def break_off(self, reason: str) -> RankFailure:
-        """Tell all members that the generation is over, and return that as an error."""
+        """Tell all members that the generation is over, and return an error that says so."""
 
 
 class Transport(Protocol):
@@ -41,10 +41,10 @@ class Transport(Protocol):
 
     @property
     def address(self) -> str:
-        """By which other processes find the run."""
+        """The address by which other processes find the run."""
 
     def connect(self, name: str, rank: int, size: int, watch: Watch) -> Group:
-        """Return the members of a generation as a group, whose end is nobody else's.
+        """Return the members of a generation as a group of their own, whose end affects no other one.
 
         Args:
             name: the same for its members, and for no other group of the run. Keys on the board begin with it, if
@@ -52,4 +52,4 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of all that groups have left behind."""
+        """Release all that groups have left behind."""

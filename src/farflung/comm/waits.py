@@ -72,12 +72,12 @@ class Waits:
             self.kinds.pop(name, None)
 
     def reach(self, name: str, number: int, kind: str) -> Wait:
-        """Note that this rank has come to the point `number` of `name`, and return what a wait there is."""
+        """Record that this rank has reached the point `number` of `name`; return a wait there."""
         self.entered[name] = number
         return Wait(name, number, kind)
 
     def enter(self, group: str, kind: str) -> Wait:
-        """Count a collective of `group` that this rank starts, and return what a wait for it is."""
+        """Count a collective of `group` that this rank starts; return a wait for it."""
         self.entered[group] += 1
         self.kinds[group].append(kind)
         return Wait(group, self.entered[group], kind)
@@ -92,9 +92,9 @@ class Waits:
 
     @contextmanager
     def noted(self, wait: Wait, in_background: bool = False) -> Iterator[Callable[[], None]]:
-        """Note that the calling thread waits, for the length of a block; `in_background`: on behalf of another one.
+        """Record, for the length of a block, that the calling thread waits; `in_background`: on behalf of another one.
 
-        What is yielded, called now and then, compares this wait with those of the other ranks.
+        The function that it yields, called now and then, compares this wait with those of the other ranks.
         """
         began, due_s, is_posted = time.monotonic(), float("inf") if in_background else _FIRST_CHECK_S, False
 
@@ -128,7 +128,7 @@ class Waits:
 
 
 def _exclude(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Say whether neither of two waits can end.
+    """Return whether neither of two waits can end.
 
     Both ranks stand in their own collective until the other one comes to it. In one group, one of them has made another
     collective of it; in two, neither has entered the other's, though it is in that group.
@@ -140,19 +140,19 @@ def _exclude(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _is_late(post: Mapping[str, Any], wait: Wait) -> bool:
-    """Say whether the rank that posted this has yet to enter a collective."""
+    """Return whether the rank that posted this has yet to enter a collective."""
     return bool(post["entered"].get(wait.group, wait.number) < wait.number)
 
 
 def _made_another(wait: Wait, post: Mapping[str, Any]) -> bool:
-    """Say whether the rank that posted this is known to have started something else in place of this collective."""
+    """Return whether the rank that posted this is known to have started something else instead of this collective."""
     ago = post["entered"].get(wait.group, 0) - wait.number
     kinds = post["kinds"].get(wait.group, [])
     return bool(0 <= ago < len(kinds) and kinds[-1 - ago] != wait.kind)
 
 
 def describe_call(frame: FrameType | None) -> str:
-    """Say what the script called: the outermost function of ours or of torch's, and the line that called it."""
+    """Return what the script called: the outermost function of ours or of torch's, and the line that called it."""
     name = "a collective"
     while frame is not None:
         code = frame.f_code

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start replicas that may be lost, leave and join at any time, each a world of its own, and look after them.
+"""Starts and supervises replicas that may fail, leave and join at any time, each a world of its own.
 
-The first launcher serves the store in which they meet; no replica's end takes it along. Each launcher tells there how
-its replicas have ended, which are stopped, and that it is alive itself.
+The first launcher serves the store in which they meet, so no replica's end affects it. Each launcher records there how
+its replicas have ended, which of them are stopped, and that it is alive itself.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ _OF_THE_FIRST = (
 
 
 def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]) -> int:
-    """Start this machine's replicas, look after them until all have ended, and return the exit code.
+    """Start this machine's replicas, supervise them until all have ended, and return the exit code.
 
-    It is 0 if one has finished, here or on another machine, and none was given up; otherwise that of the last one that
-    was given up, 128 + k for signal k.
+    It is 0 if a replica has finished, here or on another machine, and the launcher has given up none; otherwise that of
+    the last one that it gave up, 128 + k for signal k.
 
     Raises:
         ConfigError: the settings can't work on this machine, or there is no run to join.
@@ -108,13 +108,13 @@ def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]
 
 
 def _join_command(settings: LaunchSettings, where: str, script: str, arguments: Sequence[str]) -> str:
-    """Return the command that starts replicas like these on another machine, as a shell reads it."""
+    """Return the command that starts more of these replicas on another machine, quoted for a shell."""
     flags = flags_for(settings, without=_OF_THE_FIRST)
     return shlex.join(["farflung", "launch", "--join", where, *flags, script, *arguments])
 
 
 def _transport(settings: LaunchSettings, host: str, port: int, count: int, variables: Mapping[str, str]) -> Transport:
-    """Serve the store of a run, or find that of the run to join."""
+    """Serve the store of a run, or connect to that of the run to join."""
     with torch_is_loaded(variables):
         kind = import_module("farflung.comm.c10d_transport").C10dTransport
     if settings.join is not None:
@@ -131,7 +131,7 @@ def _transport(settings: LaunchSettings, host: str, port: int, count: int, varia
 
 
 def _found(transport: Transport, where: str) -> Transport:
-    """Wait a while for the run to join, whose launcher may be about to start."""
+    """Wait a while for the run to join; its launcher may be about to start."""
     deadline = time.monotonic() + _FIND_WITHIN_S
     while True:
         try:
@@ -144,12 +144,12 @@ def _found(transport: Transport, where: str) -> Transport:
 
 
 def _machine() -> str:
-    """Return what this launcher is called in the store."""
+    """Return the name of this launcher in the store."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 class _Launcher:
-    """Looks after the replicas of one machine."""
+    """Supervises the replicas of one machine."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class _Launcher:
         return self._code if self._code or self._has_finished or self._is_over else 1
 
     def _part(self) -> None:
-        """Leave; the launcher that serves the store waits a while for others, whose replicas end at the same step."""
+        """Leave. The launcher that serves the store waits a while for others, whose replicas end at the same step."""
         deadline = time.monotonic() + _PART_WITHIN_S
         self._store.ask(lambda notes: notes.forget_launcher(self._machine), None)
         others = self._store.ask(lambda notes: notes.num_launchers(), 0)
@@ -205,12 +205,12 @@ class _Launcher:
             others = self._store.ask(lambda notes: notes.num_launchers(), 0)
 
     def _live(self, name: str) -> Iterator[bool]:
-        """Start a replica, and again after a while that grows if it is lost, but not if it never met others.
+        """Start a replica; if it is lost, restart it after a growing pause, unless it never met the others.
 
-        Yields at each look, until it is not started again.
+        Yields between checks, until the replica has ended for good.
         """
         restarts: list[float] = []  # of the last hour
-        members: list[int] = []  # of its last two processes: others may have yet to read how the last one ended
+        members: list[int] = []  # of its last two processes: others may not have read yet how the last one ended
         while not self._asked_to_end:
             while (member := self._store.ask(lambda notes: self._enroll(notes, name, members), None)) is None:
                 if self._store.is_gone:
@@ -228,21 +228,21 @@ class _Launcher:
                 self._has_finished = True
                 if not was_in:
                     self._say(
-                        f"warning: {name} has ended well, but no outer loop of it ever met the others. Pass "
+                        f"warning: {name} has finished, but none of its outer loops ever met the others. Pass "
                         "membership=launched_membership() to an OuterLoop of your own"
                     )
             if is_late:
                 self._is_over = True
-                self._say(f"{name} was not let in: the others have done the work")
+                self._say(f"{name} was not let in: the others have finished the work")
             if code == 0 or is_late or self._asked_to_end:
                 return
             how += self._said(name, report, code)
-            if self._has_finished:  # the others have done the work
+            if self._has_finished:  # so the work is done
                 self._say(f"{name} {how}")
                 return
             now = time.monotonic()
             restarts = [at for at in restarts if now - at < _HOUR_S]
-            was_killed = code < 0 or code > 128  # so that a launcher under this one says it, too
+            was_killed = code < 0 or code > 128  # a launcher under this one reports a signal by such a code
             if not (was_in or was_killed) or len(restarts) >= self._max_restarts or self._store.is_gone:
                 self._give_up(f"{name} {how}; it is not started again", 128 - code if code < 0 else code)
                 return
@@ -258,20 +258,20 @@ class _Launcher:
         self._say(line)
 
     def _enroll(self, notes: LauncherNotes, name: str, members: list[int]) -> int:
-        """Give a process that is about to start an id of its own, and forget what the last but one of its kind was."""
+        """Give a process that is about to start an id of its own; delete the records of the last but one before it."""
         member = notes.enroll(name, self._machine)
         while len(members) > 1:
             notes.forget(members.pop(0))
         return member
 
     def _note_end(self, member: int, code: int, how: str) -> tuple[bool, bool]:
-        """Tell how a member's process has ended; return whether it has met others, and whether it came too late."""
+        """Record how a member's process has ended; return whether it had met others, and whether it came too late."""
         self._untold[member] = code, how
         found: tuple[bool, bool] = self._store.ask(lambda notes: self._tell_ends(notes)[member], (True, False))
         return found
 
     def _tell_ends(self, notes: LauncherNotes) -> dict[int, tuple[bool, bool]]:
-        """Tell how members' processes have ended that nobody was told of yet."""
+        """Record the ends of members' processes that are not in the store yet; return what `_note_end` does, by id."""
         told = {}
         for member, (code, how) in list(self._untold.items()):
             told[member] = bool(notes.noted("in", member)), notes.noted("left", member) == "too late"
@@ -283,7 +283,7 @@ class _Launcher:
         return told
 
     def _said(self, name: str, report: Path | None, code: int) -> str:
-        """Return in brackets the error that a replica has reported; show all of it, once if several report the same."""
+        """Return the error of a replica in brackets; show all of it, once if several replicas report the same."""
         if report is None or not report.exists():
             return ""
         failure = Failure.of(0, code, read_report(report))
@@ -294,7 +294,7 @@ class _Launcher:
         return f" ({line})" if failure.traceback else ""
 
     def _start(self, member: int) -> tuple[subprocess.Popen[bytes], Path | None]:
-        """Start a process; return it, and where it leaves its error, which a launcher of its own would show."""
+        """Start a process; return it, and the file for its error, or None if its own launcher shows that."""
         report = None
         told = dict(zip(environ.MEMBER_VARIABLES, (self._where, str(member)), strict=True))
         if not self._has_own_launchers:
@@ -311,7 +311,7 @@ class _Launcher:
             self._say(line)
 
     def _signs(self, notes: LauncherNotes) -> list[str]:
-        """Tell that this launcher is alive, and how its replicas are; return what it was told."""
+        """Record that this launcher is alive, and the states of its replicas; return the lines that it is to print."""
         notes.beat(self._machine)
         self._tell_ends(notes)
         for process, member in self._running.items():
@@ -330,7 +330,7 @@ class _Launcher:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Pass a request to end on to all replicas, and end those that take too long."""
+        """Forward a request to end to all replicas, and kill those that take too long."""
 
         def pass_on(number: int, frame: FrameType | None) -> None:
             is_first, self._asked_to_end = not self._asked_to_end, number
@@ -349,7 +349,7 @@ class _Launcher:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process, or one that it has started, is stopped."""
+    """Return whether a process, or one that it has started, is stopped."""
     try:
         process = psutil.Process(pid)
         return any(one.status() == psutil.STATUS_STOPPED for one in [process, *process.children(recursive=True)])

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who am I in the world: rank, device, group, log, seed."""
+"""The identity of a process in its world: rank, device, group, log, seed."""

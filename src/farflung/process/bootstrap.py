@@ -101,10 +101,10 @@ def choose_device(info: RankInfo, cpu: bool) -> torch.device:
 def join_world(
     cpu: bool = False, init: InitProcessGroupKwargs | None = None, watchdog: WatchdogKwargs | None = None
 ) -> World:
-    """Return the world that this process is in, joining it first where that has not happened yet.
+    """Return the world of this process; join it first if no call has done so yet.
 
-    A default process group that the script initialized itself is used as it is. The watchdog has the time that the
-    first call gives or finds in `FARFLUNG_HANG_TIMEOUT_S`; without one it ends no wait.
+    A default process group that the script initialized itself is used as it is. The first call sets the time that the
+    watchdog allows, by `watchdog` or `FARFLUNG_HANG_TIMEOUT_S`; without one the watchdog ends no wait.
 
     Raises:
         ConfigError: the launcher's variables or the settings cannot work; or the world was joined with another device.
@@ -148,7 +148,7 @@ def join_world(
 
 
 def leave_world() -> None:
-    """Forget the world; destroy the process group where Farflung made it. Does nothing in no world."""
+    """Leave the world, and destroy its process group if Farflung made it. Without a world do nothing."""
     world = clear_world()
     if world is not None and world.watchdog is not None:
         world.watchdog.stop()
@@ -160,7 +160,7 @@ def leave_world() -> None:
 
 
 def _leave(error: BaseException) -> None:
-    """End the other ranks' waits at once, with the name of an error that nobody catches as the reason.
+    """End the other ranks' waits at once, with the name of the uncaught error as the reason.
 
     Otherwise they would wait until this process is gone, which may take minutes: it may run `atexit` functions, or wait
     for its threads.
@@ -191,7 +191,7 @@ def _watch(world: World, asked: WatchdogKwargs | None, init: InitProcessGroupKwa
 
 
 def _explained(error: BaseException) -> BaseException:
-    """Return what is known of the rank that was lost, in place of what the transport says of it; else `error`."""
+    """Return an error that names the lost rank, in place of the transport's `error`; or `error` itself."""
     world = current_world()
     return error if world is None else explained(error, world.group)
 
@@ -236,10 +236,10 @@ def _initialize(info: RankInfo, device: torch.device, init: InitProcessGroupKwar
 
 
 def _store(info: RankInfo, init_method: str | None, timeout: timedelta) -> Store:
-    """Connect to the run's store; where rank 0 serves it, let it listen at MASTER_ADDR alone.
+    """Connect to the run's store. If rank 0 serves it, it listens at MASTER_ADDR only.
 
-    torch listens on every interface. It still does where other machines may know this one by another address than it
-    does itself, or a store of an earlier world has the port.
+    A store of torch's own listens on every interface. That one is still used if other machines may know this one by
+    another address than it does itself, or if a store of an earlier world has the port.
     """
     host, port = environ.text("MASTER_ADDR") or "", environ.integer("MASTER_PORT") or 0
     by_variables = init_method in (None, "env://")
@@ -272,7 +272,7 @@ def _await_all(store: Store, rank: int, size: int, allowed_s: float) -> None:
 
 
 def _backend(device: torch.device, asked: str | None) -> str:
-    """Return torch's backend words; beside an accelerator's own backend there is always gloo, for CPU tensors."""
+    """Return the backend in torch's words: an accelerator's own together with gloo, which serves CPU tensors."""
     if device.type == "cpu":
         if asked is not None and asked not in ("gloo", "mpi", "ccl"):
             raise ConfigError(f"backend is {asked!r}, but this run is on CPUs. Use 'gloo', or leave out the backend.")

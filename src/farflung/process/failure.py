@@ -38,10 +38,10 @@ def install_failure_report(
     explain: Callable[[BaseException], BaseException] = lambda error: error,
     leave: Callable[[BaseException], None] | None = None,
 ) -> None:
-    """Have an exception that nobody catches written to the launcher's error file, and printed with the rank before it.
+    """Write uncaught exceptions to the launcher's error file, and print them with the rank in front.
 
     What `torch.distributed.elastic.multiprocessing.errors.record` does for one function, this does for the whole
-    script. The hook that stood before is still called. Without an elastic agent over the process there is no report.
+    script. The previous hook is still called. Without an elastic agent above the process no report is written.
 
     A KeyboardInterrupt is not reported: the user who pressed Ctrl-C knows, and one traceback a rank would only hide it.
     `explain` may give an error that says more, which is reported instead; `leave` tells the other ranks of it.
@@ -78,8 +78,8 @@ def install_failure_report(
 def record_failure(error: BaseException) -> None:
     """Write `error` and its traceback to the file that the elastic agent named, where there is an agent.
 
-    The first report stays: what fails after it fails because of it. Of an error of ours the traceback has the script's
-    own frames only, and no errors before it.
+    The first report stays: later failures are its consequences. For Farflung's own errors the traceback has the
+    script's frames only, and not the errors that caused them.
 
     `precise_timestamp` is ours: torch's own stamp counts whole seconds, too coarse to say which rank failed first.
     """
@@ -93,7 +93,7 @@ def record_failure(error: BaseException) -> None:
 
 
 def record_exit(code: object, trace: TracebackType | None) -> None:
-    """Write for the launcher that this rank ends by `sys.exit` with an exit code other than 0, and where."""
+    """Report to the launcher that this rank ends by `sys.exit` with an exit code other than 0, and where."""
     if code is None or code == 0:
         return
     frames = [frame for frame in traceback.extract_tb(trace) if not _is_inner(frame.filename)]
@@ -116,7 +116,7 @@ def _write_report(message: str, details: dict[str, Any]) -> None:
 
 
 def has_report() -> bool:
-    """Say whether a launcher will show what this rank reports: ours does, torchrun if no attempt follows this one."""
+    """Return whether a launcher will show this rank's report: ours does, torchrun if no attempt follows this one."""
     last = (environ.integer("TORCHELASTIC_RESTART_COUNT") or 0) >= (environ.integer("TORCHELASTIC_MAX_RESTARTS") or 0)
     return bool(environ.text(ERROR_FILE)) and (last or environ.flag(environ.SHOWS_ATTEMPTS))
 
@@ -126,7 +126,7 @@ def _is_inner(file: str) -> bool:
 
 
 def leave_note(name: str, text: str = "") -> None:
-    """Leave a file `name` for the launcher, beside this rank's report; do nothing where there is no launcher."""
+    """Write a file `name` for the launcher, next to this rank's report; without a launcher do nothing."""
     path = environ.text(ERROR_FILE)
     if path:
         with suppress(OSError):  # it is for a sentence only

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which replica this process belongs to, in a run whose replicas come and go; read once, where a process starts."""
+"""The replica that this process belongs to, in a run whose replicas come and go; read once, when a process starts."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is late, and where: a thread on each rank that notices a wait which is too long, and asks the other ranks.
+"""Finds late ranks: a thread on each rank notices a wait that takes too long, and asks the other ranks where they are.
 
 A rank that has waited in one collective for longer than the time allowed asks all ranks which collectives they have
-entered and what they are doing. The watchdogs answer, whatever their ranks are busy with. The ranks that have not
-entered it are named to all that wait, with their stacks, and the waits end in an error. Where these wait as well, those
-that they wait for are named instead. Where all have entered it, it is slow but not stuck, and the wait goes on. As long
-as nobody asks, this costs one look into the store a tick.
+entered and what they are doing. Their watchdogs answer, whatever the ranks are busy with. The waits end in an error,
+which names the ranks that have not entered the collective, with their stacks. If these wait as well, it names the ranks
+that they wait for instead. If all have entered it, the collective is slow but not stuck, and the wait continues. While
+no rank asks, this costs one read of the store per tick.
 
-Much earlier it asks whether this wait and those of other ranks are for each other: then none of them can end.
+Much earlier a rank asks whether its wait and those of other ranks are for each other: then none of them can end.
 
-The store lives on the main machine. Where that is lost, or the line to it, questions are not answered any more, and
-the ranks that ask wait for ever. A second thread, which never touches the store, notices that and ends the process.
+The store lives on the main machine. If that machine or the connection to it is lost, nobody answers questions any more,
+and the ranks that ask wait forever. A second thread, which never touches the store, notices that and ends the process.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Watchdog:
         return self._group.collectives_of_torch() if self._is_gloo else {}
 
     def _needs(self, wait: Wait | None) -> dict[str, int]:
-        """Return how many collectives of which groups the others must have entered, or this wait can not end."""
+        """Return how many collectives of each group the others must have entered before this wait can end."""
         if wait is None:
             return {}
         # Nothing tells which group torch waits in.
@@ -219,10 +219,10 @@ class Watchdog:
         return sys._current_frames().get(self._watched)
 
     def _ask_all(self, wait: Wait, tell: _Tell, is_overdue: bool = False) -> None:
-        """Find out where all ranks are, and `tell` that, with what this wait needs and the ranks that are silent.
+        """Ask all ranks where they are; pass `tell` what this wait needs, their answers, and the silent ranks.
 
         Args:
-            is_overdue: this rank waits no longer; a collective of torch's own may have been what ran out of time.
+            is_overdue: this rank waits no longer; a collective of torch's own may have run out of time.
         """
         needs = self._needs(wait) | (self._entered_torchs() if is_overdue else {})
         question = self._presence.ask()
@@ -242,7 +242,7 @@ class Watchdog:
     def _tell_late(
         self, seconds: float, is_overdue: bool, needs: dict[str, int], answers: dict[int, Any], silent: list[int]
     ) -> None:
-        """Publish who has not entered the collective that this rank waits in, or did, and where they are.
+        """Publish which ranks have not entered the collective that this rank waits or waited in, and where they are.
 
         Args:
             seconds: how long it has waited.
@@ -255,14 +255,14 @@ class Watchdog:
             self._presence.publish_hang(self._hang_report(late, silent, seconds, is_overdue))
 
     def _tell_cycle(self, needs: dict[str, int], answers: dict[int, Any], silent: list[int]) -> None:
-        """Publish where the ranks are, if all that hold up this wait do themselves wait for one of them."""
+        """Publish where the ranks are, if all that hold up this wait are waiting for one of themselves."""
         ranks = _holding_up(needs, answers)
         if ranks and not silent and all(_behind(answers[rank]["needs"], answers) for rank in ranks):
             ranks.add(self._group.rank)
             self._presence.publish_mismatch(waits_differ({rank: answers[rank]["doing"] for rank in ranks}))
 
     def _is_machine(self, ranks: list[int]) -> bool:
-        """Say whether `ranks` are all those of other machines."""
+        """Return whether `ranks` are all those of other machines."""
         hosts = self._presence.hosts
         lost = {hosts.get(rank) for rank in ranks}
         rest = {hosts.get(rank) for rank in range(self._group.size) if rank not in ranks}

@@ -117,9 +117,9 @@ def num_worlds_left() -> int:
 
 
 def kept_store(key: tuple[Any, ...], connect: Callable[[], Any]) -> Any:
-    """Return the store of `key`, connecting to it at the first time, or when the key has changed.
+    """Return the store of `key`; connect to it on the first call, and when the key has changed.
 
-    It is kept for the life of the process: a rank that is quick to its next world would find one that is about to go.
+    The process keeps it until it exits: a rank that reaches its next world early would find a store about to close.
     """
     if key not in _stores:
         store = connect()
@@ -129,7 +129,7 @@ def kept_store(key: tuple[Any, ...], connect: Callable[[], Any]) -> Any:
 
 
 def add_reader(reader: Any) -> None:
-    """Note that an object reads files as long as it lives, so that nothing else in this process may replace them."""
+    """Record that an object reads files as long as it lives, so that nothing else in this process replaces them."""
     _readers[id(reader)] = reader
 
 
