@@ -472,7 +472,7 @@ def test_advice_and_steps_that_were_left_out_are_said_once_by_the_main_process()
     first, second = run_ranks(said_at_the_end, 2, "nothing more")
     assert [line.split("] ")[1].split(",")[0] for line in first] == [
         "Exchange less often.",
-        "The last 2 steps were averaged with nobody",
+        "The last 2 steps were not averaged with any other replica",
     ]
     assert second == []
     assert run_ranks(said_at_the_end, 2, "end_training") == [["[RANK 0] Exchange less often."], []]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The object that a training script holds. It settles things once, then delegates."""
+"""The object that a training script holds. It fixes the settings once, then delegates."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Checkpointer:
         return folder
 
     def _group_of(self, call: str, what: Path | None) -> tuple[CheckpointGroup, Made]:
-        """Return the ranks that make a call together, this one alone or all; and whether all do."""
+        """Return the ranks that make a call together, this one or all, and which ranks make it."""
         world = self._run.world
         made: Made = "all"
         if isinstance(world.group, TorchGroup):
@@ -143,7 +143,7 @@ class Checkpointer:
         }
 
     def _writes(self, name: str) -> bool:
-        """Say whether this rank writes a file that is the same on all ranks.
+        """Return whether this rank writes a file that is the same on all ranks.
 
         A machine's ranks share the writing: the leader has the weights, which hooks may have changed there alone.
         """
@@ -155,7 +155,7 @@ class Checkpointer:
     # ---- loading
 
     def load(self, input_dir: Path_ | None, strict: bool) -> None:
-        """Read a checkpoint and go on from it; see `Checkpointing.load_state`."""
+        """Read a checkpoint and continue from it; see `Checkpointing.load_state`."""
         run, doing = self._run, "Loading a checkpoint"
         group, made = self._group_of("load_state", None if input_dir is None else Path(input_dir))
         self.saver.settle()

@@ -58,13 +58,13 @@ class Checkpointing:
         busy: Busy = "wait",
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Write all that the run needs to go on: every process calls this, after the optimizer's step.
+        """Write all that the run needs to continue: every process calls this, after the optimizer's step.
 
-        The checkpoint is written aside and put in place by one rename, so that it is whole or not there; the oldest of
-        `total_limit` goes after that. An error on one process is raised on all, and training can go on.
+        The checkpoint is written to a temporary folder and renamed once, so it is either complete or absent; then the
+        oldest one beyond `total_limit` is deleted. An error on one process is raised on all, and training can continue.
 
-        Where processes hold the same (DDP), the main process may call this alone. The call then waits until the others
-        are in another collective, and the checkpoint lacks what only they know: random states, and positions in data.
+        If all processes hold the same (DDP), the main process may call this alone. The call then waits until the others
+        are in another collective, and the checkpoint lacks their random states and positions in the data.
 
         Args:
             output_dir: its folder. With automatic naming it is `project_dir/checkpoints/checkpoint_N` instead.
@@ -123,7 +123,7 @@ class Checkpointing:
         self._checkpointer.load(input_dir, strict)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Have objects that have `state_dict` and `load_state_dict` saved and loaded too, in this order.
+        """Save and load objects that have `state_dict` and `load_state_dict` too, in this order.
 
         Raises:
             ConfigError: some have not; the message names all of them.
@@ -185,7 +185,7 @@ class Checkpointing:
             if self._writes:
                 lazy.save_sharded(state, Path(save_directory), max_shard_size, safe_serialization)
 
-        if model_has_dtensor(model):  # all ranks are here, and none goes on while another one fails
+        if model_has_dtensor(model):  # all ranks are here, and none continues while another one fails
             lazy.CheckpointGroup(self._run.world.exchange, 0, "save_model").agree(f"Writing {save_directory}", write)
         else:
             write()
@@ -211,7 +211,7 @@ class Checkpointing:
         return self._state_of(model, unwrap, self._run.world.is_main, "get_state_dict")
 
     def _state_of(self, model: nn.Module, unwrap: bool, keep: bool, call: str) -> dict[str, Any]:
-        """Return the state of a model; where it is sharded, to ranks that `keep` it, if all make this `call`."""
+        """Return the state of a model; if it is sharded, on ranks that `keep` it, and if all make this `call`."""
         inner = extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model
         is_sharded = model_has_dtensor(inner)
         if is_sharded:  # ranks that do something else meanwhile get an error, where gloo would end the process

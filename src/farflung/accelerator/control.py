@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a script asks and does as one process among others: who am I, only one of us, one after the other."""
+"""What a script asks and does as one process among others: its rank, calls on one process, or one after the other."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class ProcessControl:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Let the first process run the block before the others do."""
+        """Return a context manager whose block the first process runs before the others do."""
         with self._first(self._world.is_main):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Let the first process of each machine run the block before that machine's others do."""
+        """Return a context manager whose block each machine's first process runs before the machine's others do."""
         with self._first(self._world.is_local_main):
             yield
 

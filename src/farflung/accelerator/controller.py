@@ -105,7 +105,7 @@ class OuterController:
         attached.end()
 
     def _open(self, model: nn.Module, recipe: Recipe, each_step: bool) -> AttachedLoop:
-        """Open a loop, which goes on from the state that waits for it, if one does."""
+        """Open a loop; it continues from a loaded state, if one is waiting for it."""
         attached = AttachedLoop(model, recipe, self._run, each_step)
         if self.waiting:
             attached.load_state_dict(self.waiting.pop(0))
@@ -123,7 +123,7 @@ class OuterController:
             _advise(attached)
 
     def drop(self) -> None:
-        """End the loops that were asked for where they stand. Nothing is exchanged."""
+        """End the loops that were asked for as they are. Nothing is exchanged."""
         for attached in self._detach():
             attached.drop()
             _advise(attached)
@@ -134,7 +134,7 @@ class OuterController:
         return ended
 
     def exit_report(self) -> None:
-        """Say at the end of the process what is left to say."""
+        """Print advice and warnings at the end of the process."""
         if current_world() is None or getattr(sys, "last_value", None) is not None:
             return
         for attached in self.attached:
@@ -145,7 +145,7 @@ class OuterController:
             steps = "step was" if unsent == 1 else f"{unsent} steps were"
             if attached.epochs.is_behind and unsent and (self._run.world.size > 1 or self._run.slots is not None):
                 get_logger(__name__).warning(
-                    f"The last {steps} averaged with nobody, as the loop over the data was left early. "
+                    f"The last {steps} not averaged with any other replica, as the loop over the data was left early. "
                     "Call accelerator.wait_for_everyone() or accelerator.end_training() after it."
                 )
 
@@ -176,7 +176,7 @@ class OuterController:
 
     @property
     def leads(self) -> bool:
-        """Whether this replica writes what all have in common, as the first one of those that come and go."""
+        """Whether this replica is the one to write what all replicas share: the first of those that come and go."""
         return self._run.slots is None or self._last is None or self._last.is_first
 
     @property
@@ -198,11 +198,11 @@ class OuterController:
                 attached.load_state_dict(self.waiting.pop(0))
 
     def has(self, model: nn.Module) -> bool:
-        """Say whether an open loop is over parameters of `model`."""
+        """Return whether an open loop is over parameters of `model`."""
         return any(_share(attached.model, model) for attached in self.attached)
 
     def state_of(self, module: nn.Module) -> dict[str, Any]:
-        """Return the state dict of a model with the weights that all ranks agreed on, where there are such.
+        """Return the state dict of a model, with the weights that all ranks agreed on, if there are any.
 
         Nothing is exchanged. Agreed weights come as copies, others as the model's own tensors, as torch gives them.
         """

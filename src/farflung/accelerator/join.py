@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks with different numbers of batches, under DDP: those that finish early answer the others' collectives.
 
-torch's `Join` does that for DDP's own. The sums of `backward(num_items=)` and the agreement on accumulation windows go
-over a group beside it, where a rank without data answers with zeros, from a thread: so it need not know which of them
-the others make, and when.
+torch's `Join` does that for DDP's own collectives. The sums of `backward(num_items=)` and the agreement on accumulation
+windows use a group of their own, where a rank without data answers with zeros, from a thread: so it need not know which
+of these collectives the others make, and when.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def join_uneven_inputs(
 
     Args:
         joinables: models. Those under DDP are joined; a warning names others, whose ranks need nothing of each other.
-        has_outer: says whether a model has an outer loop, whose ranks stay in the rounds when they have no more data.
+        has_outer: whether a model has an outer loop, whose ranks stay in the rounds when they have no more data.
 
     Raises:
         ConfigError: one of `joinables` is sharded.
@@ -80,7 +80,7 @@ def join_uneven_inputs(
 
 @contextmanager
 def _joined(world: World, loop: LoopState) -> Iterator[JoinedRanks]:
-    """Have `loop` agree with the other ranks. All enter; none waits for one that leaves by an exception."""
+    """Make `loop` agree with the other ranks. All enter; none waits for a rank that leaves by an exception."""
     everyone = world.group
     assert isinstance(everyone, TorchGroup)
     group = TorchGroup(dist.new_group(backend="gloo"), everyone.shared, in_background=True)
@@ -103,7 +103,7 @@ def _joined(world: World, loop: LoopState) -> Iterator[JoinedRanks]:
 
 
 def _explained(error: BaseException, group: TorchGroup) -> BaseException:
-    """Return an error that names the rank that left, where there is one and torch speaks of a closed connection."""
+    """Return an error that names the rank that left, if one did and torch reports a closed connection."""
     if isinstance(error, RuntimeError) and not isinstance(error, RankFailure):
         try:
             group.raise_if_broken()
@@ -131,9 +131,9 @@ class _JoinProbe(Joinable, JoinHook):
 
 
 def _catch_up(probe: _JoinProbe, run: Run) -> None:
-    """Give the ranks that took fewer steps what the others' optimizers, schedulers and loss scale have become.
+    """Give the ranks that took fewer steps the state of the others' optimizers, schedulers and loss scale.
 
-    torch's `Join` gives them the weights alone: replicas would train on with other moments and learning rates.
+    torch's `Join` gives them the weights only: replicas would continue with different moments and learning rates.
     """
     last = collectives.gather_object(run.world.exchange, [probe.came_last], name="join_uneven_inputs")
     if all(last):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this room seldom uses of the outer loop and other rooms, loaded at its first use, not with the Accelerator.
+"""Names of the outer loop and other rooms that this room seldom uses: loaded on first use, not with the Accelerator.
 
 Python collects all garbage, torch's too, when an import makes some ten thousand objects: 0.08 s in mid-import.
 """

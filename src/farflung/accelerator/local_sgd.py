@@ -50,7 +50,7 @@ class LocalSGD:
         return self
 
     def step(self) -> None:
-        """Average if the optimizer has completed `local_sgd_steps` steps since the last time. Call it after each step.
+        """Average if the optimizer has completed `local_sgd_steps` steps since the last time; call it after each step.
 
         Raises:
             StateError: outside the `with` block.

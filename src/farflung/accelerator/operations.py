@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerate's free functions over the processes of this run; each joins the world first where none has yet."""
+"""Accelerate's free functions over the processes of this run; each joins the world first if no call has done so."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def gather_for_metrics(
 
 
 def _holds_tensors_alone(data: Any) -> bool:
-    """Say whether `data` is a tree of tensors. A list of nothing is none: on another rank it may hold objects."""
+    """Return whether `data` is a tree of tensors. An empty list is not: on another rank it may hold objects."""
     if isinstance(data, Mapping):
         return all(map(_holds_tensors_alone, data.values()))
     leaves = leaves_of(data)
@@ -113,10 +113,10 @@ def extract_model_from_parallel(
     """Return the module inside one that DDP or torch.compile wrapped. Talks to no other process.
 
     Args:
-        keep_fp32_wrapper: False returns what computes without mixed precision: where it was prepared with that, a
-            duplicate that shares all its tensors, as the prepared one goes on with it.
-        keep_torch_compile: False returns what computes without torch.compile: the module inside a compiled one, or,
-            where the module itself was compiled, a duplicate that shares all its tensors.
+        keep_fp32_wrapper: False returns a module that computes without mixed precision: if it was prepared with that, a
+            duplicate that shares all its tensors, because the prepared one keeps computing with it.
+        keep_torch_compile: False returns a module that computes without torch.compile: the one inside a compiled one,
+            or, if the module itself was compiled, a duplicate that shares all its tensors.
         recursive: not supported.
     """
     if recursive:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bridge between prepared objects and one outer loop: who drives it, and what must stay silent meanwhile.
+"""The bridge between prepared objects and one outer loop: its driver, and the objects that must not send meanwhile.
 
 A loop that follows the data is flushed once for each pass over them, where every rank arrives: in the optimizer's step
 on the last batch, or where the pass ends if there was none. After a pass that was left early the flush is owed, and
-comes at the next place that all ranks must come to.
+happens at the next call that all ranks must make.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class AttachedLoop:
         self._end(lambda: self.loop.__exit__(kind, error, trace))
 
     def drop(self) -> None:
-        """End the loop where it stands. Nothing is exchanged."""
+        """End the loop as it is. Nothing is exchanged."""
         self._end(self.loop.detach)
 
     def _end(self, end_loop: Callable[[], object]) -> None:
@@ -145,7 +145,7 @@ class AttachedLoop:
             get_logger(__name__).warning(f"As the learning rate schedule has it, {said}")
 
     def _items_of_step(self) -> float:
-        """Return what `backward(num_items=)` said of this step's window, else how many samples came since the last."""
+        """Return the items that `backward(num_items=)` got in this step's window, else the samples since the last."""
         if self.optimizer.window_items:
             return self.optimizer.window_items
         iteration = self.around()
@@ -179,7 +179,7 @@ class AttachedLoop:
                 optimizer.in_lockstep = optimizer.is_own = True
 
     def _average_everywhere(self) -> None:
-        """Let the model's strategy average gradients over all ranks again."""
+        """Restore averaging of gradients over all ranks, by the model's strategy."""
         if self._alone is not None:
             for optimizer in self._owners:
                 optimizer.in_lockstep = False

@@ -36,7 +36,7 @@ _STRANGERS = (str, bytes, Real, Tensor, Mapping, Set, GeneratorType)
 
 @dataclass
 class Preparer:
-    """Makes things ready for one Accelerator. Every decision is taken here, so that the loop need take none.
+    """Prepares objects for one Accelerator. It takes every decision, so that the loop need take none.
 
     Scripts may set `rng_types`, `device_placement` and `step_scheduler_with_optimizer` for what is prepared afterwards.
     """
@@ -189,7 +189,7 @@ def _placements(said: Sequence[bool | None], number: int) -> Sequence[bool | Non
 
 
 def _refuse_stranger(thing: Any) -> None:
-    """Raise WrongType for what is no model, optimizer, loader or scheduler, and can't stand for one."""
+    """Raise WrongType for an object that is no model, optimizer, loader or scheduler, and can't stand for one."""
     if isinstance(thing, type):
         raise wrong_type("prepare: an argument", thing, f"an instance, such as {thing.__name__}(...)")
     if isinstance(thing, Dataset):

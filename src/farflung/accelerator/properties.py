@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an `Accelerator` answers about what was settled when it was made, and about where its loop stands."""
+"""The properties of an `Accelerator`: the settings that were fixed when it was made, and the state of its loop."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class AcceleratorProperties(Engines):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes work together, or what a script has set `state.distributed_type` to."""
+        """How the processes work together, or the value that a script has set `state.distributed_type` to."""
         return session_in_use().named_kind or self._strategy.kind
 
     mixed_precision = Forward[str]("_precision.name", "`no`, `bf16`, `fp16` or `fp8`.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the first `Accelerator` of a process settled for all: with the world, all global state that Farflung keeps."""
+"""The settings that the first `Accelerator` fixes for its process: with the world, all of Farflung's global state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Layout:
     Attributes:
         mesh: which ranks average gradients in every step, and which have the same values.
         fsdp: how models are sharded over a row of it; None: they are not.
-        parallelism: what the script or the launcher said of the axes; None: nothing.
+        parallelism: the axes that the script or the launcher asked for; None: neither did.
     """
 
     mesh: Mesh
@@ -53,7 +53,7 @@ class Session:
             accumulation gets a loop of its own, and `GradientState` shows the latest.
         compiling: how the latest Accelerator compiles models; None: as by default.
         layout: how ranks share models; None: no Accelerator has settled that.
-        named_kind: what a script has set `state.distributed_type` to. How ranks train stays the same.
+        named_kind: the value that a script has set `state.distributed_type` to. How ranks train stays the same.
         announced: environment variables that tell transformers of it, to be unset with the session.
         controllers: of the Accelerators, as long as they exist; `flushed` flushes their outer loops.
     """
@@ -248,7 +248,7 @@ def unset_announced() -> None:
 
 
 def close_session() -> None:
-    """Forget the session. What was made before has no attributes that describe this process, until the next is made."""
+    """Close the session. Objects made before lose the attributes that describe this process until the next is open."""
     global _session
     unset_announced()
     _session = None

@@ -130,9 +130,9 @@ def resolve_compile(backend: DynamoBackend | str | None, plugin: TorchDynamoPlug
 
 
 def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
-    """Return the outer loop that the script or the launcher asks for, None where neither does.
+    """Return the outer loop that the script or the launcher asks for; None if neither does.
 
-    Where both ask, it must be for the same; what one of them alone says about its log and report counts then.
+    If both ask, they must ask for the same; then a log or report that only one of them names is used.
     """
     launched = lazy.launched_outer(lambda **said: lazy.OuterConfig(**said))
     if outer is not None:
@@ -178,9 +178,9 @@ def handlers_by_kind(handlers: Sequence[KwargsHandler] | None) -> dict[type, Any
 def resolve_accumulation(
     steps: int | None, plugin: GradientAccumulationPlugin | None
 ) -> GradientAccumulationPlugin | None:
-    """Return how to accumulate gradients: as the plugin, the argument, or the launcher says; None when none does.
+    """Return how to accumulate gradients: as the plugin, the argument, or the launcher says; None if none does.
 
-    The launcher counts before an argument of 1, which is what many scripts pass on when nobody has told them anything.
+    The launcher takes precedence over an argument of 1, which many scripts pass as their own default.
     """
     wanted = "a GradientAccumulationPlugin(num_steps=...)"
     check_optional("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin, wanted)

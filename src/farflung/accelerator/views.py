@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class _SharedState:
-    """The dictionary of a state class, as it stands when it is read: empty until there is such a state."""
+    """The dictionary of a state class at the moment of reading: empty until there is such a state."""
 
     def __get__(self, instance: Any, owner: Any) -> dict[str, Any]:
         state = owner.__new__(owner)
@@ -131,7 +131,7 @@ class PartialState(ProcessControl):
 
 
 def nothing(instance: object) -> None:
-    """Answer None, for a plugin or handler that there is not: scripts ask for it and go on where it is None."""
+    """Return None, for an unsupported plugin or handler: scripts check it, and continue if it is None."""
 
 
 class Engines:
@@ -207,7 +207,7 @@ class AcceleratorState(Engines, PartialState):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes work together, or what a script has set this to; that changes nothing of how they train."""
+        """How the processes work together, or the value that a script has set; that does not change how they train."""
         return session_in_use().named_kind or (DistributedType.FSDP if self.is_fsdp2 else self._world.kind)
 
     @distributed_type.setter
@@ -282,5 +282,5 @@ class GradientState(LoopView):
 
 
 def is_initialized() -> bool:
-    """Say whether an `Accelerator` has settled things in this process."""
+    """Return whether an `Accelerator` has settled things in this process."""
     return current_session() is not None

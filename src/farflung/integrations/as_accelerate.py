@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers `import accelerate` with Farflung's modules, in this process and in the processes that it starts.
 
-The folder `path` beside this file holds a package `accelerate`, which calls `answer_imports`, and the metadata of a
-distribution of that name. Where the folder comes first on Python's path, that package is found before an installed
-Accelerate. Elsewhere nothing finds it. The version that Farflung is compatible with stands in that metadata alone.
+The folder `path` next to this file holds a package `accelerate`, which calls `answer_imports`, and the metadata of a
+distribution of that name. If the folder comes first on Python's path, Python finds that package before an installed
+Accelerate; otherwise nothing finds it. Only this metadata states the version that Farflung is compatible with.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def install_as_accelerate() -> None:
 
     `accelerate.utils` is `farflung.utils` then, and so on: the same module objects with the same classes.
     `importlib.metadata.version("accelerate")` returns the version that Farflung is compatible with. An installed
-    Accelerate stays as it is. Calling it again changes nothing.
+    Accelerate stays as it is. Calling this again changes nothing.
 
     Raises:
         StateError: Accelerate was imported already.

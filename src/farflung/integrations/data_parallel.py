@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An outer loop around scripts that know nothing of it: `--outer` takes over torch's DDP, whoever made it.
+"""An outer loop around unchanged scripts: `--outer` takes over torch's DDP, whoever made it.
 
     DDP(model)               its gradients and buffers stay on their rank, or in its island
     first optimizer step     opens the loop over each DDP model that the optimizer trains: a collective; a rank that
@@ -84,7 +84,7 @@ class FollowedModel:
         return module is self.local.module or module is compiled_from(self.local.module)
 
     def end(self) -> OuterLoop | None:
-        """Let DDP send again; return the loop, which has to be ended."""
+        """Restore DDP's gradient synchronization; return the loop, which has to be ended."""
         loop, self.loop, self._averages_without_loop = self.loop, None, True
         self.local.end()
         return loop
@@ -115,7 +115,7 @@ class DDPTakeover:
         self._outputs = RoundOutputs(self._config, environ.integer("RANK") or 0, self._place.member)
 
     def forget(self) -> None:
-        """Follow nothing as yet, as in a process that was forked from another one."""
+        """Forget all models and optimizers, as in a process that was forked from another one."""
         self._mesh: Mesh | None = None
         self._followed: list[FollowedModel] = []
         self._driven: weakref.WeakKeyDictionary[Optimizer, list[FollowedModel]] = weakref.WeakKeyDictionary()
@@ -147,14 +147,14 @@ class DDPTakeover:
                 self._say(loop.advice(by_flags=True))
 
     def leave(self, error: BaseException) -> None:
-        """End all loops because of an error; the other ranks hear of it. Nothing is exchanged."""
+        """End all loops because of an error, and notify the other ranks. Nothing is exchanged."""
         with self._ending() as loops:
             for loop in loops:
                 loop.__exit__(type(error), error, error.__traceback__)
 
     @contextmanager
     def _ending(self) -> Iterator[list[OuterLoop]]:
-        """Restore the gradient synchronization of all DDP models; their loops are to be ended in the block."""
+        """Restore the gradient synchronization of all DDP models; the block has to end their loops."""
         followed, self._followed, self._has_ended = self._followed, [], True
         self._driven.clear()
         self._mesh = None
@@ -285,7 +285,7 @@ class DDPTakeover:
         )
 
     def _open_all(self) -> None:
-        """Open the loops that this rank has not come to, as all its steps were skipped or it got no data."""
+        """Open the loops that this rank has not opened yet, because it skipped all its steps or got no data."""
         for optimizer in list(self._optimizers) if dist.is_initialized() else ():
             if any(one.loop is None for one in self._trained_by(optimizer)):
                 self._about_to_step(optimizer)
@@ -342,14 +342,14 @@ class DDPTakeover:
         self._data.synchronized()
 
     def _make_join(self, make: Callable[..., None], join: Join, joinables: Any, *args: Any, **options: Any) -> None:
-        """Let torch's `join()` send nothing: in rounds ranks without data are waited for anyway."""
+        """Keep torch's `join()` from sending: in rounds ranks wait for those without data anyway."""
         given = inspect.signature(make).bind(join, joinables, *args, **options)
         followed = {id(one.local.ddp) for one in self._followed}
         own = [id(one) in followed for one in joinables]
         if any(own) and given.arguments.get("enable", True):
             asked = f"--outer {self._config.recipe}: join()"
             if not all(own):
-                raise ConfigError(f"{asked} is over other objects than DDP models too, which send in each step.")
+                raise ConfigError(f"{asked} also joins objects other than DDP models, which send in each step.")
             if any(one.mesh.island.size > 1 for one in self._followed):
                 raise ConfigError(
                     f"{asked} can't work in islands of several ranks, where a rank without data leaves its island. "
@@ -377,7 +377,7 @@ class DDPTakeover:
         destroy(group)
 
     def _scaler_step(self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
-        """Count a step that a GradScaler skips, of which the optimizer does not hear."""
+        """Count a step that a GradScaler skips: it does not call the optimizer's hooks then."""
         bare = getattr(optimizer, "optimizer", optimizer)  # as wrappers of optimizers call it
         self._about_to_step(bare)
         before = [(one, one.attempts) for one in self._driven.get(bare, ())]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replica of `farflung launch --elastic` needs of the run: its membership, and its share of the data."""
+"""What a replica of `farflung launch --elastic` gets from the run: its membership, and its share of the data."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def slots_of(here: Place, make: Callable[..., Any], exchange: Exchange, is_train
 
 
 def place() -> tuple[int, int]:
-    """Return which part of the data this process should read, and of how many, for scripts that share it out alone.
+    """Return which part of the data this process should read, and how many parts there are, for scripts that split it.
 
         part, parts = place()
         dataset = dataset[part::parts]
 
-    Under `farflung launch --elastic` each replica is a world of its own, whose `RANK` says nothing of the others. It
-    gets the first part that no living replica has, so one that is started again takes up what was left. There are as
-    many parts as the run began with replicas; replicas beyond these share parts. Elsewhere the answer is `RANK` and
+    Under `farflung launch --elastic` each replica is a world of its own, so `RANK` does not tell it from the others. It
+    gets the first part that no living replica has; a restarted replica thus takes a part that became free. There are as
+    many parts as the run began with replicas; additional replicas share parts. In other runs the result is `RANK` and
     `WORLD_SIZE`.
 
     Raises:

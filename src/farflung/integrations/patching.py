@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How functions of other libraries are taken over."""
+"""Replaces functions of other libraries."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def around(owner: Any, name: str, act: Callable[..., Any]) -> None:
-    """Let `act` stand for a function of `owner`: it gets that function, and then its arguments.
+    """Replace a function of `owner` by `act`, which is called with that function and then its arguments.
 
-    Of a module's function, modules that have imported it by its name get the new one too.
+    Modules that have imported a module's function by name get the new one too.
     """
     function = getattr(owner, name)
     made = functools.update_wrapper(lambda *args, **options: act(function, *args, **options), function)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written about the rounds of an outer loop: a file of JSON lines, lines on stderr, figures for trackers.
+"""Writes about the rounds of an outer loop: a file of JSON lines, lines on stderr, figures for trackers.
 
 Each is a listener of the loop, called with every `Round` that has ended.
 """
@@ -70,9 +70,9 @@ def opened_log(name: str | None, rank: int) -> Path | None:
 
 
 class RoundLog:
-    """Notes that there are rounds, and adds a line of JSON to a file for each, unless `path` is None.
+    """Counts rounds, and appends a line of JSON to a file for each, unless `path` is None.
 
-    Replicas that come and go are rank 0 each, so their lines say which of the `members` has written them.
+    Replicas that come and go are rank 0 each, so each line says which of the `members` wrote it.
     """
 
     def __init__(self, path: Path | None, model: int, member: int | None) -> None:
@@ -135,7 +135,7 @@ class RoundFigures:
 class RoundReport:
     """Prints a line about a round on stderr, unless it printed one less than `interval` seconds ago.
 
-    Of replicas that come and go the first member of a round does.
+    If replicas come and go, only the first member of a round prints it.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that a script starts by itself (`torch.multiprocessing.spawn`, `Process`): each that joins a group is
-followed as a rank of the launcher's is.
+"""Follows processes that a script starts by itself (`torch.multiprocessing.spawn`, `Process`), once they join a group,
+in the same way as the launcher's ranks.
 
 A script is started once, with `--num_processes 1`, and its processes meet at an address of the script's own. They have
 the launcher's variables too, by which torch would look for its store there.
@@ -26,11 +26,11 @@ _HELPERS = ("torch.utils.data.", "multiprocessing.")  # whose processes train no
 
 
 class Spawned:
-    """Stands for the function that a process calls: takes over its DDP models, and ends their outer loops after it.
+    """Wraps the function that a process calls: takes over its DDP models, and ends their outer loops after it.
 
     Args:
         takeover: the `DDPTakeover` of the process that starts it, which a forked process has inherited.
-        launched: what the launcher's variables say of that process: where ranks meet, and how many are on its machine.
+        launched: that process, by the launcher's variables: where ranks meet, and how many are on its machine.
     """
 
     def __init__(self, target: Callable[..., Any], takeover: Any, launched: list[str | None]) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a script reads through torch's `DistributedSampler`: which of these it trains from, and which part is its own.
+"""Follows the data that a script reads through torch's `DistributedSampler`, and gives a replica its share.
 
-The epochs of a sampler that is trained from are those of the training. Where replicas come and go, each is rank 0 of
-1, or one of a few ranks, and its samplers would hand out everything: then a pass of training gets the replica's share
+Epochs of the training are those of the samplers that the script trains from. If replicas come and go, each is rank 0 of
+1, or one of a few ranks, and its samplers would return all of the data. So a pass of training gets the replica's share
 in data slots, as a prepared loader does.
 """
 
@@ -54,7 +54,7 @@ class TrainingData:
         around(DataLoader, "__len__", self._length)
 
     def stepped(self) -> None:
-        """Note that a step was made in the latest pass; StateError if other replicas train on the same batches."""
+        """Record that a step was made in the latest pass; StateError if other replicas train on the same batches."""
         sampler = None if self._latest is None else self._latest()
         if sampler is not None:
             self._trained.add(sampler)
@@ -69,7 +69,7 @@ class TrainingData:
         return any(share.is_past for _, share in self._shares.values() if share.is_shared)
 
     def synchronized(self) -> None:
-        """Take note that all replicas have come to the end of the epoch."""
+        """Record that all replicas have come to the end of the epoch."""
         for _, share in self._shares.values():
             if share.has_begun:
                 share.synchronized()
@@ -111,7 +111,7 @@ class TrainingData:
             self.is_inside = before
 
     def _shared(self, loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> Iterator[Any]:
-        """Go through this replica's share of an epoch, or through all of the data in an evaluation."""
+        """Yield the batches of this replica's share of an epoch, or of all the data in an evaluation."""
         with self._inside():
             if loader not in self._shares:
                 self._shares[loader] = self.slots.shared_as_it_is(loader, self.num_parts)

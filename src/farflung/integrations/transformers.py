@@ -37,7 +37,7 @@ class OuterCallback(TrainerCallback):
     Args:
         trainer: a Trainer, such as trl's SFTTrainer.
         recipe: from `farflung.outer`, such as `diloco(every=32)`; an `OuterConfig`; or a recipe's name.
-        options: with a name, the recipe's options, as of `OuterConfig`.
+        options: the options of a recipe that is given by name; see `OuterConfig`.
 
     Attributes:
         loop: the outer loop of the latest training; None before. `loop.stats()` says what it did.
