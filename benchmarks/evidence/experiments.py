@@ -240,7 +240,7 @@ def changes(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
         "a constant learning rate": [replace(run, falls=False) for run in usual],
         "AdamW's moments averaged": with_settings(average_state=True),
         "the last tenth with H 4": with_settings(last=4),
-        "outer momentum begins anew in the last tenth": with_settings(last=32),
+        "outer momentum is reset in the last tenth": with_settings(last=32),
         "half the steps": [replace(run, steps=run.steps // 2) for run in usual],
         "twice the steps": longer,
         "four times the steps": [replace(run, steps=2 * run.steps) for run in longer],
