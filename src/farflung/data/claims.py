@@ -88,7 +88,7 @@ class Claims:
 
     def is_member(self, member: int) -> bool:
         """Whether a replica takes part, as far as this one knows."""
-        records = [loop.membership.record for loop in self.loops]
+        records = (loop.membership.record for loop in self.loops)
         return all(record is None or member in record.ids for record in records)
 
     def own_slots(self, number: int) -> range:
